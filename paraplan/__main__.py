@@ -1,0 +1,5 @@
+"""`python -m paraplan`."""
+
+from paraplan.cli.main import main
+
+main()

@@ -1,0 +1,25 @@
+"""An estimate as the JSON object that programs read. Apart from the tables, which cost the import of rich."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.fitting import largest_layer, what_fits
+from paraplan.cost.workload import Workload
+
+
+def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any]:
+    """Return the JSON object of `paraplan estimate --json`."""
+    parameters = workload.model.parameters
+    return {
+        "plan": estimate.plan.model_dump(mode="json"),
+        "parameters": {"total": parameters.total} | parameters.model_dump(),
+        "memory": [stage.model_dump() for stage in estimate.memory],
+        "fits": estimate.fits,
+        "peak_memory_bytes": estimate.peak_memory_bytes,
+        "usable_memory_bytes": estimate.usable_memory_bytes,
+        "step": estimate.step.model_dump(),
+        "largest_layer": largest_layer(workload).model_dump(),
+        "what_fits": [row.model_dump() for row in what_fits(workload, estimate.plan)],
+    }

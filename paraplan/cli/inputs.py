@@ -1,0 +1,115 @@
+"""From the values of options to the records that the planner takes."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from paraplan.errors import PlanError, UsageError
+from paraplan.hardware.cluster import Cluster
+from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.spec import ModelSpec
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
+
+
+def read_cluster(profile: str | None, *, num_nodes: int, gpus_per_node: int | None) -> Cluster:
+    """Return the machines that a profile names, or this machine's GPUs where none is named."""
+    from paraplan.hardware.profile_files import cluster_from_profile
+
+    if profile is not None:
+        return cluster_from_profile(profile, num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+    from paraplan.hardware.this_machine import cluster_of_this_machine
+
+    return cluster_of_this_machine(num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+
+
+def check_precision(precision: str, gpu: GpuProfile) -> None:
+    """Raise `UsageError` where a GPU has no arithmetic of a precision, with those that it has."""
+    known = {name: name in gpu.peak_flops_per_s for name in ("bf16", "fp16", "fp32")}
+    if not known[precision]:
+        others = " or ".join(f"--precision {name}" for name, is_there in known.items() if is_there)
+        raise UsageError(f"{gpu.title} has no {precision} arithmetic", hint=f"use {others}")
+
+
+def read_training(
+    model: ModelSpec, *, seq_len: int | None, global_batch: int, precision: str, optimizer: str, attention: str
+) -> TrainingSpec:
+    """Return the training spec; the sequence length defaults to the model's longest.
+
+    Raises `UsageError` where the model has no longest sequence and none is given, and for a sequence that is longer
+    than a table of learned positions; rotary and other computed positions have no end.
+    """
+    length = seq_len or model.max_seq_length
+    if length is None:
+        raise UsageError(f"{model.name} does not say how long its sequences are", hint="give --seq-len")
+    longest = model.max_seq_length
+    if longest is not None and length > longest and model.has_learned_positions:
+        raise UsageError(
+            f"--seq-len {length} is beyond the {longest} learned positions of {model.name}",
+            hint=f"use at most --seq-len {longest}",
+        )
+    return TrainingSpec(
+        global_batch_size=global_batch,
+        seq_length=length,
+        precision=precision,
+        optimizer=optimizer,
+        attention=attention,
+    )
+
+
+def check_plan_suits_model(plan: ParallelPlan, model: ModelSpec) -> None:
+    """Raise `PlanError` where a plan cannot cut a model: heads that tp does not divide, more stages than blocks."""
+    limit = math.gcd(*(run.block.tp_limit or 0 for run in model.runs))
+    if limit and limit % plan.tp:
+        fitting = [str(tp) for tp in range(1, limit + 1) if limit % tp == 0]
+        raise PlanError(
+            f"tp={plan.tp} does not divide the attention and key-value heads of {model.name}",
+            hint=f"use {', '.join(fitting)}",
+        )
+    if plan.num_stages > model.num_blocks:
+        raise PlanError(
+            f"{plan.num_stages} pipeline stages for the {model.num_blocks} blocks of {model.name}",
+            hint=f"use at most {model.num_blocks} stages",
+        )
+    if plan.stage_blocks is not None and sum(plan.stage_blocks) != model.num_blocks:
+        raise PlanError(
+            f"stage_blocks sum to {sum(plan.stage_blocks)}, and {model.name} has {model.num_blocks} blocks",
+            hint="make the plan again for this model with paraplan recommend",
+        )
+
+
+def read_plan_file(path: Path) -> PlanFile:
+    """Read a plan file; raise `PlanError` where there is none or it cannot be read."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise PlanError(f"cannot read the plan {path}: {reason}", hint="write one with paraplan recommend -o") from None
+    return PlanFile.from_json(text, source=str(path))
+
+
+def make_plan(**values: object) -> ParallelPlan:
+    """Return a plan from the values of options; raise `PlanError` in words where they contradict each other."""
+    try:
+        return ParallelPlan.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PlanError(first["msg"].removeprefix("Value error, ")) from None
+
+
+def write_beside_and_rename(path: Path, text: str) -> None:
+    """Write a whole file or nothing; raise `UsageError` where the path cannot be written."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", hint="choose a folder that exists and is yours"
+        ) from None

@@ -1,0 +1,28 @@
+"""`paraplan launch`: hand the words of the command line to the launcher, as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from paraplan.launch.handover import become_launcher
+
+
+class RawCommand(TyperCommand):
+    """A command whose words, --help and -- too, are parsed by the launcher: torchrun's rules differ from click's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep `args` as they are."""
+        ctx.args = list(args)
+        return []
+
+
+app = typer.Typer()
+
+
+@app.command(cls=RawCommand)
+def launch(context: typer.Context) -> None:
+    """Start the ranks of a training script; takes torchrun's options, and --plan plan.json."""
+    become_launcher(context.args)

@@ -1,0 +1,108 @@
+"""The `paraplan` command: its subcommands, each imported when it is called, and the one place that prints errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from paraplan import __version__
+from paraplan.errors import ParaplanError
+
+COMMANDS = ("topo", "estimate", "recommend", "launch", "validate", "profiles")
+"""Subcommands in the order of the help text; `paraplan.cli.<name>.app` holds each."""
+
+
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+
+class LazyGroup(TyperGroup):
+    """A group that imports a subcommand's module when that subcommand is asked for, and renders `ParaplanError`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the subcommands in the order of the help text."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the click command of a subcommand, None for an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        with _one_blas_thread():
+            module = import_module(f"paraplan.cli.{cmd_name}")
+        command = typer.main.get_command(module.app)
+        command.name = cmd_name
+        return command
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a subcommand; print a user's error on stderr and end with its exit status."""
+        try:
+            return super().invoke(ctx)
+        except ParaplanError as error:
+            print_error(error)
+            raise typer.Exit(error.exit_status) from None
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Have NumPy's BLAS, if it is loaded in this block, start no threads.
+
+    The planner multiplies no matrices, and the threads cost it a fifth of its CPU time. The variable is read when the
+    library is loaded, and taken back for processes that are started later.
+    """
+    is_free = _BLAS_THREADS not in os.environ
+    os.environ.setdefault(_BLAS_THREADS, "1")
+    try:
+        yield
+    finally:
+        if is_free:
+            del os.environ[_BLAS_THREADS]
+
+
+def print_error(error: ParaplanError) -> None:
+    """Print what was wrong and what to do, on stderr."""
+    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    typer.echo(error.message, err=True)
+    if error.hint:
+        typer.secho("hint: ", fg="cyan", bold=True, nl=False, err=True)
+        typer.echo(error.hint, err=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paraplan {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def paraplan(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train a model on several GPUs: see the machine, choose a plan, know its cost, run it.
+
+    Every command takes --json for programs, and --profile NAME in place of real GPUs.
+    """
+
+
+def main() -> None:
+    """Run the command line; the entry point of the console script and of `python -m paraplan`."""
+    try:
+        app(prog_name="paraplan")
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)

@@ -1,0 +1,115 @@
+"""The options that several commands share, and how their values become records."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+MODEL_PANEL, HARDWARE_PANEL, TRAINING_PANEL, PLAN_PANEL = "Model", "Hardware", "Training", "Plan"
+
+
+class PrecisionName(StrEnum):
+    """Values of --precision."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class OptimizerChoice(StrEnum):
+    """Values of --optimizer."""
+
+    adamw = "adamw"
+    adamw_8bit = "adamw_8bit"
+    adafactor = "adafactor"
+    muon = "muon"
+    sgd_momentum = "sgd_momentum"
+    sgd = "sgd"
+
+
+class AttentionName(StrEnum):
+    """Values of --attention."""
+
+    flash = "flash"
+    sdpa = "sdpa"
+    eager = "eager"
+
+
+class RecomputeName(StrEnum):
+    """Values of --recompute."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class ScheduleChoice(StrEnum):
+    """Values of --schedule."""
+
+    gpipe = "gpipe"
+    one_forward_one_backward = "1f1b"
+    interleaved = "interleaved_1f1b"
+    zero_bubble = "zero_bubble"
+
+
+class ObjectiveName(StrEnum):
+    """Values of --objective."""
+
+    throughput = "throughput"
+    memory = "memory"
+    simplicity = "simplicity"
+
+
+class OffloadName(StrEnum):
+    """Values of --offload."""
+
+    none = "none"
+    optimizer = "optimizer"
+    parameters = "parameters"
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face config.json or a folder with one, a bundled name (llama-3-8b), or file.py:factory.",
+    ),
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE",
+        help="A hardware profile in place of this machine.",
+        rich_help_panel=HARDWARE_PANEL,
+    ),
+]
+NodesOption = Annotated[
+    int, typer.Option("--nodes", min=1, help="Number of such machines.", rich_help_panel=HARDWARE_PANEL)
+]
+GpusPerNodeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus-per-node", min=1, help="Use only so many GPUs of each machine.", rich_help_panel=HARDWARE_PANEL
+    ),
+]
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option(
+        "--seq-len", min=1, help="Tokens of a sequence; by default the model's longest.", rich_help_panel=TRAINING_PANEL
+    ),
+]
+PrecisionOption = Annotated[
+    PrecisionName,
+    typer.Option("--precision", help="bf16 and fp16 are mixed: fp32 master weights.", rich_help_panel=TRAINING_PANEL),
+]
+OptimizerOption = Annotated[
+    OptimizerChoice, typer.Option("--optimizer", help="Decides the optimizer state.", rich_help_panel=TRAINING_PANEL)
+]
+AttentionOption = Annotated[
+    AttentionName,
+    typer.Option("--attention", help="The attention kernel; eager keeps all scores.", rich_help_panel=TRAINING_PANEL),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]

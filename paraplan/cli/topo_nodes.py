@@ -1,0 +1,93 @@
+"""`paraplan topo --nnodes N --rdzv-endpoint HOST:PORT`: all nodes together, and which of them differs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import sys
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paraplan.cli.topology_tables import describe_links, interconnect_lines, shared_nic_lines
+from paraplan.errors import UsageError
+from paraplan.hardware.cluster_survey import ClusterSurvey, survey_nodes
+from paraplan.hardware.interconnect import InterconnectThresholds
+from paraplan.hardware.json_topology import read_report
+from paraplan.hardware.topology import NodeTopology
+from paraplan.units import format_bytes
+
+
+def gather_survey(
+    node: NodeTopology,
+    *,
+    num_nodes: int,
+    endpoint: str | None,
+    node_rank: int | None,
+    wait_s: float,
+    thresholds: InterconnectThresholds,
+) -> ClusterSurvey:
+    """Return the survey of all nodes, of which this is one; every node must ask for it."""
+    if endpoint is None:
+        raise UsageError("--nnodes needs --rdzv-endpoint", hint="give HOST:PORT of the first node, the same on all")
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("nodes meet through torch, which is not installed", hint="pip install torch")
+    from paraplan.launch.node_exchange import Endpoint, NodeText, exchange_texts
+
+    mine = NodeText(rank=node_rank, name=socket.gethostname(), text=json.dumps(node.to_report()))
+    _, texts = exchange_texts(
+        mine, endpoint=Endpoint.parse(endpoint), num_nodes=num_nodes, timeout_s=wait_s, on_wait=_say_on_a_terminal
+    )
+    nodes = [read_report(json.loads(text), source=f"node {rank}") for rank, text in enumerate(texts)]
+    return survey_nodes(nodes, thresholds)
+
+
+def print_nodes(survey: ClusterSurvey, console: Console | None = None) -> None:
+    """Print the nodes as a table, what differs between them, and the verdicts on their links."""
+    console = console or Console(highlight=False)
+    count = len(survey.nodes)
+    console.print(f"{count} {'node' if count == 1 else 'nodes'}, {survey.num_gpus} GPUs")
+    console.print()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("node", "host", "driver", "GPUs", "memory", "NICs"):
+        table.add_column(name, overflow="fold")
+    for rank, node in enumerate(survey.nodes):
+        table.add_row(*(Text(cell) for cell in _row(rank, node)))
+    console.print(table)
+    console.print()
+    for difference in survey.differences:
+        console.print(Text(f"Differs: {difference}", style="yellow"), soft_wrap=True)
+    if count > 1 and not survey.differences:
+        console.print("The nodes are alike.")
+    if survey.cluster is not None:
+        node = survey.cluster.node
+        for line in [*describe_links(node), *interconnect_lines(survey.interconnect), *shared_nic_lines(node)]:
+            console.print(line)
+    for rank, node in enumerate(survey.nodes):
+        for warning in node.warnings:
+            typer.secho(f"warning: node {rank}: {warning}", fg="yellow", err=True)
+
+
+def _row(rank: int, node: NodeTopology) -> list[str]:
+    names = {gpu.name or "GPU" for gpu in node.gpus}
+    memory = min((gpu.memory_total_bytes for gpu in node.gpus if gpu.memory_total_bytes is not None), default=None)
+    rates: dict[str, int] = {}
+    for nic in node.nics:
+        rate = "?" if nic.rate_bytes_per_s is None else f"{nic.rate_bytes_per_s * 8 / 1e9:g} Gb/s"
+        rates[rate] = rates.get(rate, 0) + 1
+    return [
+        str(rank),
+        node.hostname or "?",
+        node.driver_version or "?",
+        f"{len(node.gpus)} x {', '.join(sorted(names))}",
+        format_bytes(memory),
+        ", ".join(f"{count} x {rate}" for rate, count in rates.items()) or "none known",
+    ]
+
+
+def _say_on_a_terminal(message: str) -> None:
+    if sys.stderr.isatty():
+        typer.echo(message, err=True)

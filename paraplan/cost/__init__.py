@@ -1,0 +1,1 @@
+"""Cost: pure functions that predict the memory and time of a plan."""

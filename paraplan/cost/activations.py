@@ -1,0 +1,146 @@
+"""What a block keeps for its backward pass on one rank, for every distinct way to cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from paraplan.cost.table import Floats, Ints, Mask, PlanTable, distinct_rows
+from paraplan.model.spec import BlockSpec, SavedTensor
+from paraplan.plan.training import TrainingSpec
+
+_FIXED_BYTES = {"fp32": 4.0, "mask": 1.0}
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """The distinct ways in which the plans of a table cut a block, one entry a cut; `key` gives that of each plan.
+
+    `keeps_gathered_inputs` says that matmuls keep what sequence parallelism gathers for them, as `Habits` has it.
+    `tokens` counts those of one micro-batch on one rank, `own_tokens` those of one of its sequences; `sequence_tp` the
+    ranks that share the tensors outside of the tensor-parallel regions. `is_autocast` says that the model runs under
+    autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits.
+    """
+
+    key: Ints
+    tokens: Floats
+    own_tokens: Floats
+    seq_length: int
+    tp: Floats
+    sequence_tp: Floats
+    recompute: Ints
+    is_autocast: bool
+    keeps_gathered_inputs: bool
+    has_fp32_weights: Mask
+
+    @classmethod
+    def of_table(
+        cls,
+        table: PlanTable,
+        training: TrainingSpec,
+        *,
+        autocast: bool = False,
+        keeps_gathered_inputs: bool = False,
+    ) -> Cuts:
+        """Return the cuts of the plans of `table`."""
+        is_sharded = (table.zero_stage > 0).astype(np.int64)
+        (tp, sequence_parallel, cp, micro_batch_size, recompute, sharded), key = distinct_rows(
+            table.tp, table.sequence_parallel, table.cp, table.micro_batch_size, table.recompute, is_sharded
+        )
+        return cls(
+            key=key,
+            tokens=micro_batch_size * training.seq_length / cp,
+            own_tokens=training.seq_length / cp,
+            seq_length=training.seq_length,
+            tp=tp.astype(float),
+            sequence_tp=np.where(sequence_parallel == 1, tp, 1).astype(float),
+            recompute=recompute,
+            is_autocast=autocast and training.precision != "fp32",
+            keeps_gathered_inputs=keeps_gathered_inputs,
+            has_fp32_weights=sharded == 0,
+        )
+
+    def residual_bytes(self, training: TrainingSpec, *, is_first: bool) -> Floats:
+        """Return the bytes of an element of the residual stream.
+
+        Under autocast an fp32 embedding starts it in fp32; what a pipeline sends to later stages has 16 bits.
+        """
+        is_fp32 = self.has_fp32_weights if self.is_autocast and is_first else np.zeros_like(self.has_fp32_weights)
+        return np.where(is_fp32, 4.0, training.activation_bytes)
+
+
+def saved_bytes(
+    block: BlockSpec,
+    training: TrainingSpec,
+    cuts: Cuts,
+    *,
+    fused_kernels: bool,
+    is_first: bool = True,
+    without_attention_core: bool = False,
+) -> Floats:
+    """Return the bytes that `block` keeps of one micro-batch; under selective recompute without its attention core.
+
+    `is_first` says that the block stands in the first pipeline stage.
+    """
+    total = np.zeros_like(cuts.tp)
+    for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
+        if not (without_attention_core and tensor.in_attention_core):
+            total = total + _tensor_bytes(block, tensor, training, cuts, is_first=is_first)
+    return total
+
+
+def transient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, fused_kernels: bool) -> Floats:
+    """Return the bytes that the backward pass of `block` holds besides what was kept.
+
+    Counted is the gradient of its largest tensor: what was kept for an operation is freed as its gradients come.
+    A model that was traced lists sums of tensors, none of which is wider than a matmul.
+    """
+    widths = (matmul.rows_per_token * max(matmul.k, matmul.n) for matmul in block.matmuls)
+    widest = max(widths, default=float("inf"))
+    heads = float("inf") if block.attention is None else float(block.attention.num_heads)
+    largest = np.zeros_like(cuts.tp)
+    for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
+        one = tensor.replace(
+            elements_per_token=min(tensor.elements_per_token, widest),
+            elements_per_token_pair=min(tensor.elements_per_token_pair, heads),
+        )
+        largest = np.maximum(largest, _tensor_bytes(block, one, training, cuts, is_first=True))
+    return largest
+
+
+def _kept_tensors(block: BlockSpec, training: TrainingSpec, *, fused_kernels: bool) -> Iterator[SavedTensor]:
+    for tensor in block.saved_fused if fused_kernels else block.saved:
+        is_a_copy = tensor.absent_in_fp32 and training.precision == "fp32"
+        if (tensor.kernels is None or training.attention in tensor.kernels) and not is_a_copy:
+            yield tensor
+
+
+def _tensor_bytes(
+    block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, cuts: Cuts, *, is_first: bool
+) -> Floats:
+    tokens = cuts.own_tokens if tensor.is_shared_by_batch else cuts.tokens
+    elements = tokens * (tensor.elements_per_token + tensor.elements_per_token_pair * cuts.seq_length)
+    is_whole = tensor.num_readers is not None and cuts.keeps_gathered_inputs
+    split = "none" if is_whole else tensor.split
+    divisor = {"tensor": cuts.tp, "sequence": cuts.sequence_tp, "none": np.ones_like(cuts.tp)}[split]
+    return elements * _element_bytes(block, tensor, training, cuts, is_first=is_first) / divisor
+
+
+def _element_bytes(
+    block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, cuts: Cuts, *, is_first: bool
+) -> Floats | float:
+    residual = cuts.residual_bytes(training, is_first=is_first)
+    if tensor.num_readers is not None and cuts.is_autocast:
+        wide = {
+            "promoted": np.ones_like(cuts.has_fp32_weights),
+            "weights": cuts.has_fp32_weights,
+            "residual": residual == _FIXED_BYTES["fp32"],
+        }[block.norm_output]
+        return training.activation_bytes * np.where(wide, tensor.num_readers, 1)
+    if tensor.element_type == "promoted":
+        return _FIXED_BYTES["fp32"] if cuts.is_autocast else training.activation_bytes
+    if tensor.element_type == "residual":
+        return residual
+    return _FIXED_BYTES.get(tensor.element_type, training.activation_bytes)

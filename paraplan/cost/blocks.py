@@ -1,0 +1,157 @@
+"""What the blocks of a model cost on one rank: parameters, saved bytes, seconds, for every way to cut them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paraplan.cost.activations import Cuts, saved_bytes, transient_bytes
+from paraplan.cost.kernels import KernelTimes
+from paraplan.cost.table import RECOMPUTES, Floats, Ints, PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.model.spec import BlockSpec
+
+_FULL = RECOMPUTES.index("full")
+_SELECTIVE = RECOMPUTES.index("selective")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCosts:
+    """Costs of the blocks of a model under K distinct cuts; `key` gives the cut of each plan.
+
+    Arrays are `[K, B + 1]` sums over the first 0..B repeated blocks, so that a stage is a difference of two columns,
+    and `[K]` for embedding, head and the largest block. Bytes and seconds are those of one micro-batch on one rank.
+    `working_bytes` is what the costliest block holds, besides what was kept, while its backward pass runs;
+    `distinct_weight_parameters` counts the weights of distinct shapes of all blocks, each once;
+    `copied_parameters` are those that autocast keeps a 16-bit copy of. `saved_bytes` are kept in the first pipeline
+    stage, `later_saved_bytes` in the others: under autocast the residual stream differs (`Cuts.residual_bytes`).
+    """
+
+    key: Ints
+    parameters: Floats
+    copied_parameters: Floats
+    saved_bytes: Floats
+    later_saved_bytes: Floats
+    forward_s: Floats
+    backward_s: Floats
+    recompute_s: Floats
+    largest_block_parameters: Floats
+    working_bytes: Floats
+    distinct_weight_parameters: Floats
+    largest_weight_parameters: Floats
+    embedding_parameters: Floats
+    embedding_saved_bytes: Floats
+    embedding_s: Floats
+    head_parameters: Floats
+    head_copied_parameters: Floats
+    head_saved_bytes: Floats
+    head_s: Floats
+    boundary_bytes: Floats
+
+
+def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
+    """Return the costs of the blocks of the workload's model under the plans of `table`."""
+    model, training, habits = workload.model, workload.training, workload.habits
+    cuts = Cuts.of_table(
+        table, training, autocast=habits.is_autocast, keeps_gathered_inputs=habits.keeps_gathered_inputs
+    )
+    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, habits)
+    # What tensor parallelism leaves whole is priced on whole cuts.
+    whole_cuts = replace(cuts, tp=np.ones_like(cuts.tp))
+    ends = cuts if habits.splits_vocabulary else whole_cuts
+    end_times = replace(times, cuts=ends)
+    boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
+    kinds = list(dict.fromkeys(run.block for run in model.runs))
+    order = [kinds.index(run.block) for run in model.runs for _ in range(run.count)]
+    parameters = [_parameters(kind, cuts, splits_experts=habits.splits_experts) for kind in kinds]
+    kept, later_kept = (
+        [_kept_bytes(kind, workload, cuts, is_first=is_first) for kind in kinds] for is_first in (True, False)
+    )
+    forward = [times.block_s(kind) for kind in kinds]
+    working = [
+        saved_bytes(kind, training, cuts, fused_kernels=habits.fused_kernels)
+        - less
+        + transient_bytes(kind, training, cuts, fused_kernels=habits.fused_kernels)
+        for kind, less in zip(kinds, kept, strict=True)
+    ]
+    return BlockCosts(
+        key=cuts.key,
+        parameters=_running_sum(parameters, order),
+        copied_parameters=_running_sum([_matmul_parameters(kind, cuts) for kind in kinds], order),
+        saved_bytes=_running_sum(kept, order),
+        later_saved_bytes=_running_sum(later_kept, order),
+        forward_s=_running_sum(forward, order),
+        backward_s=_running_sum([times.block_s(kind, backward=True) for kind in kinds], order),
+        recompute_s=_running_sum(
+            [_recompute_s(kind, cuts, times, whole) for kind, whole in zip(kinds, forward, strict=True)], order
+        ),
+        largest_block_parameters=np.max(parameters, axis=0),
+        working_bytes=np.max(working, axis=0),
+        distinct_weight_parameters=_distinct_weights(kinds, cuts),
+        largest_weight_parameters=_largest_weight(kinds, cuts),
+        embedding_parameters=_parameters(model.embedding, ends),
+        embedding_saved_bytes=saved_bytes(model.embedding, training, cuts, fused_kernels=habits.fused_kernels),
+        embedding_s=times.moved_s(3.0 * boundary),
+        head_parameters=_parameters(model.head, ends),
+        head_copied_parameters=_matmul_parameters(model.head, ends),
+        head_saved_bytes=saved_bytes(model.head, training, cuts, fused_kernels=habits.fused_kernels),
+        head_s=end_times.block_s(model.head)
+        + end_times.block_s(model.head, backward=True)
+        + end_times.loss_s(model.vocab_size or 0),
+        boundary_bytes=boundary,
+    )
+
+
+def _running_sum(values: list[Floats], order: list[int]) -> Floats:
+    columns = np.stack(values, axis=1)[:, order]
+    return np.concatenate([np.zeros((len(columns), 1)), np.cumsum(columns, axis=1)], axis=1)
+
+
+def _parameters(block: BlockSpec, cuts: Cuts, *, splits_experts: bool = True) -> Floats:
+    divided = [
+        parameter
+        for parameter in block.parameters
+        if parameter.tp_dim is not None and (splits_experts or not parameter.is_expert)
+    ]
+    split = sum(parameter.num_elements for parameter in divided)
+    return block.num_parameters - split + split / cuts.tp
+
+
+def _matmul_parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+    total = np.zeros_like(cuts.tp)
+    for matmul in block.matmuls:
+        total += matmul.k * matmul.n * matmul.num_experts / (1.0 if matmul.split == "none" else cuts.tp)
+    return total
+
+
+def _distinct_weights(kinds: list[BlockSpec], cuts: Cuts) -> Floats:
+    shapes = {(matmul.k, matmul.n, matmul.split) for kind in kinds for matmul in kind.matmuls}
+    total = np.zeros_like(cuts.tp)
+    for k, n, split in shapes:
+        total += k * n / (1.0 if split == "none" else cuts.tp)
+    return total
+
+
+def _largest_weight(kinds: list[BlockSpec], cuts: Cuts) -> Floats:
+    largest = np.zeros_like(cuts.tp)
+    for matmul in (matmul for kind in kinds for matmul in kind.matmuls):
+        elements = float(matmul.k * matmul.n * matmul.num_experts)
+        largest = np.maximum(largest, elements / (1.0 if matmul.split == "none" else cuts.tp))
+    return largest
+
+
+def _kept_bytes(block: BlockSpec, workload: Workload, cuts: Cuts, *, is_first: bool) -> Floats:
+    training, fused = workload.training, workload.habits.fused_kernels
+    whole, rest = (
+        saved_bytes(block, training, cuts, fused_kernels=fused, is_first=is_first, without_attention_core=without)
+        for without in (False, True)
+    )
+    width = workload.model.hidden_size * cuts.residual_bytes(training, is_first=is_first)
+    entry = cuts.tokens * width / cuts.sequence_tp
+    return np.where(cuts.recompute == _FULL, entry, np.where(cuts.recompute == _SELECTIVE, rest, whole))
+
+
+def _recompute_s(block: BlockSpec, cuts: Cuts, times: KernelTimes, forward_s: Floats) -> Floats:
+    core_s = times.attention_core_s(block)
+    return np.where(cuts.recompute == _FULL, forward_s, np.where(cuts.recompute == _SELECTIVE, core_s, 0.0))

@@ -1,0 +1,165 @@
+"""Memory and time of plans: whole tables for the search, records for what is shown."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paraplan.cost.blocks import block_costs
+from paraplan.cost.kernels import effective_peak
+from paraplan.cost.memory import StageMemory, host_bytes, stage_memory
+from paraplan.cost.stages import even_stage
+from paraplan.cost.step import StepTime, step_time
+from paraplan.cost.table import Floats, Ints, Mask, PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.records import Record
+
+
+class MemoryEstimate(Record):
+    """Bytes that one rank of a pipeline stage allocates at its peak; the parts sum to `total_bytes`.
+
+    The total is what `torch.cuda.max_memory_allocated` shows, `device_bytes` what `nvidia-smi` shows beside it. Parts
+    are those of the peak's own moment: where activations are freed before all gradients are there, it has few of them.
+    `host_bytes` is what offload keeps in the host's memory for this rank.
+    """
+
+    pipeline_stage: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+    total_bytes: int
+    device_bytes: int
+    host_bytes: int = 0
+
+
+class StepEstimate(Record):
+    """Seconds of one optimizer step; the exposed parts sum to `step_time_s`. `*_wire_s` also counts what is hidden.
+
+    `model_flops_per_s_per_gpu` counts three times the forward FLOPs, recomputation not (Narayanan et al. 2021, eq. 3,
+    and PaLM, Chowdhery et al. 2022, appendix B).
+    """
+
+    step_time_s: float
+    compute_s: float
+    recompute_s: float
+    tensor_parallel_s: float
+    pipeline_bubble_s: float
+    pipeline_send_s: float
+    data_parallel_s: float
+    optimizer_s: float
+    data_parallel_wire_s: float
+    tokens_per_s_per_gpu: float
+    model_flops_per_s_per_gpu: float
+    mfu: float
+
+
+class PlanEstimate(Record):
+    """What one plan costs: memory of each pipeline stage, the step, and whether it fits."""
+
+    plan: ParallelPlan
+    memory: tuple[MemoryEstimate, ...]
+    step: StepEstimate
+    usable_memory_bytes: int
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Bytes of the fullest stage."""
+        return max(stage.total_bytes for stage in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """True where the fullest stage stays within the usable memory of a GPU."""
+        return self.peak_memory_bytes <= self.usable_memory_bytes
+
+
+def peak_memory(workload: Workload, table: PlanTable) -> Floats:
+    """Return the peak bytes of each plan: the fuller of the first and the last stage, or the second where pp > 2."""
+    costs = block_costs(workload, table)
+    ranks = (np.zeros_like(table.pp), np.minimum(1, table.pp - 1), table.pp - 1)
+    stages = (even_stage(table, workload.model.num_blocks, rank) for rank in ranks)
+    peaks = [stage_memory(workload, table, costs, stage).total_bytes for stage in stages]
+    return np.asarray(np.max(peaks, axis=0))
+
+
+def step_times(workload: Workload, table: PlanTable) -> StepTime:
+    """Return the step time of each plan by parts."""
+    ranks = (np.zeros_like(table.pp), np.minimum(1, table.pp - 1), table.pp - 1)
+    stages = [even_stage(table, workload.model.num_blocks, rank) for rank in ranks]
+    costs = block_costs(workload, table)
+    return step_time(workload, table, costs, stages)
+
+
+def fits(workload: Workload, peak_bytes: Floats) -> Mask:
+    """Return which peaks stay within the usable memory of a GPU."""
+    return peak_bytes <= workload.usable_memory_bytes
+
+
+def estimate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
+    """Return the memory of every stage and the step time of one plan."""
+    table = PlanTable.of_plans([plan])
+    costs = block_costs(workload, table)
+    bounds = _bounds(plan)
+    stages = [even_stage(table, workload.model.num_blocks, np.array([rank]), bounds) for rank in range(plan.pp)]
+    memory = [
+        _memory_record(
+            workload,
+            rank,
+            stage_memory(workload, table, costs, stage),
+            on_host=float(host_bytes(workload, table, costs, stage)[0]),
+        )
+        for rank, stage in enumerate(stages)
+    ]
+    time = step_time(workload, table, costs, stages)
+    return PlanEstimate(
+        plan=plan,
+        memory=tuple(memory),
+        step=_step_record(workload, plan, time),
+        usable_memory_bytes=workload.usable_memory_bytes,
+    )
+
+
+def _bounds(plan: ParallelPlan) -> Ints | None:
+    if plan.stage_blocks is None:
+        return None
+    return np.concatenate([[0], np.cumsum(plan.stage_blocks)]).astype(np.int64)
+
+
+def _memory_record(workload: Workload, stage: int, memory: StageMemory, *, on_host: float) -> MemoryEstimate:
+    parts = {
+        name: round(float(getattr(memory, name)[0]))
+        for name in (
+            "parameter_bytes",
+            "gradient_bytes",
+            "optimizer_state_bytes",
+            "activation_bytes",
+            "workspace_bytes",
+        )
+    }
+    total = sum(parts.values())
+    on_device = workload.constants.device_bytes(total, num_gpus=workload.cluster.num_gpus)
+    return MemoryEstimate(
+        pipeline_stage=stage, **parts, total_bytes=total, device_bytes=on_device, host_bytes=round(on_host)
+    )
+
+
+def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime) -> StepEstimate:
+    training, model = workload.training, workload.model
+    step_time_s = float(time.step_time_s[0])
+    tokens_per_s = training.tokens_per_step / step_time_s / plan.world_size
+    flops_per_s = 3 * model.flops_per_token(training.seq_length) * tokens_per_s
+    return StepEstimate(
+        step_time_s=step_time_s,
+        compute_s=float(time.compute_s[0]),
+        recompute_s=float(time.recompute_s[0]),
+        tensor_parallel_s=float(time.tensor_parallel_s[0]),
+        pipeline_bubble_s=float(time.pipeline_bubble_s[0]),
+        pipeline_send_s=float(time.pipeline_send_s[0]),
+        data_parallel_s=float(time.data_parallel_s[0]),
+        optimizer_s=float(time.optimizer_s[0]),
+        data_parallel_wire_s=float(time.data_parallel_wire_s[0]),
+        tokens_per_s_per_gpu=tokens_per_s,
+        model_flops_per_s_per_gpu=flops_per_s,
+        mfu=flops_per_s / effective_peak(workload.cluster.gpu, training),
+    )

@@ -1,0 +1,246 @@
+"""How a training framework lays out memory and time where plans leave it free: `Habits`.
+
+The planner prices paraplan's own runtime. `paraplan validate` prices runs of other frameworks, each by its habits.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from paraplan.plan.training import AttentionKind
+from paraplan.records import Record
+
+
+class Habits(Record):
+    """One framework's choices. Bytes are per parameter.
+
+    `weight_bytes`, `gradient_bytes` and `master_bytes` hold under mixed precision; training in fp32 keeps 4, 4 and 0.
+    `copy_bytes` is the 16-bit copy of matmul weights that autocast keeps from forward to backward.
+    `fused_kernels` says that norms, activations and rotations are fused (`BlockSpec.saved_fused`).
+    `host_s_per_block` is what the host needs to start the kernels of one block's forward pass: a floor under its time.
+    `last_stage_skips_recompute`: under 1F1B the last stage runs backward right after forward.
+    `splits_pipeline_sends`: each tensor-parallel rank sends its share of a boundary (Narayanan et al. 2021, 4.1).
+    `overlaps_zero_1`: the distributed optimizer's reduce-scatter and all-gather hide behind compute.
+    `flash_generation` is that of the FlashAttention kernels.
+    `logit_bytes` is what the loss holds for each logit under mixed precision at its peak: torch's cross-entropy the
+    16-bit logit, the fp32 log-probability and its gradient; a fused one the 16-bit logit and one fp32 tensor in place.
+    `bucket_elements` is the size of each of two communication buckets, to reduce gradients and to gather parameters.
+    `uses_tf32`: matmuls of fp32 training run on TF32 tensor cores.
+    `traffic_per_saved_byte` is what a forward pass moves through memory outside of matmuls, for each byte that it
+    keeps: counted by operation, 1.6 where kernels are fused (a GPT block moves 54 bytes and keeps 34 for each hidden
+    feature), 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and keeps 49).
+    `is_autocast`: 16-bit training runs under autocast over fp32 parameters, which ZeRO gathers in 16 bits.
+    `shards_with_fsdp`: every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones, as FSDP does.
+    `frees_gradients`: gradients are allocated anew in every step; else they stand in buffers of their own.
+    `optimizer_step`: how the optimizer goes over its parameters; foreach makes a copy of all of them, for_loop of one.
+    `keeps_gathered_inputs`: under sequence parallelism matmuls keep their gathered inputs; Megatron-LM keeps a share of
+    them and gathers it again (Korthikanti et al. 2022, section 4.2.2).
+    `allocates_every_receive`: a pipeline rank allocates what it receives of all micro-batches at the start.
+    `prefetch_elements` is how many parameters ZeRO-3 gathers ahead of their use; what is more is waited for.
+    `splits_vocabulary` and `splits_experts`: tensor parallelism divides embedding and head, and routed experts.
+    `keeps_dummy_gradients`: Transformer Engine keeps a 16-bit tensor for each distinct shape of weight, where gradients
+    are accumulated elsewhere.
+    """
+
+    name: str
+    weight_bytes: float
+    gradient_bytes: float
+    master_bytes: float
+    copy_bytes: float
+    fused_kernels: bool
+    host_s_per_block: float
+    overlaps_gradients: bool = True
+    overlaps_zero_1: bool = False
+    last_stage_skips_recompute: bool = False
+    splits_pipeline_sends: bool = False
+    default_attention: AttentionKind = "flash"
+    flash_generation: int = 2
+    logit_bytes: float = 10.0
+    keeps_dummy_gradients: bool = False
+    splits_vocabulary: bool = True
+    splits_experts: bool = True
+    bucket_elements: float = 0.0
+    uses_tf32: bool = False
+    traffic_per_saved_byte: float = 2.6
+    prefetch_elements: float = float("inf")
+    is_autocast: bool = False
+    shards_with_fsdp: bool = False
+    frees_gradients: bool = False
+    optimizer_step: Literal["foreach", "for_loop", "fused"] = "fused"
+    allocates_every_receive: bool = False
+    keeps_gathered_inputs: bool = False
+    source: str
+
+
+PARAPLAN = Habits(
+    name="paraplan",
+    weight_bytes=4,
+    gradient_bytes=4,
+    master_bytes=0,
+    copy_bytes=2,
+    is_autocast=True,
+    shards_with_fsdp=True,
+    frees_gradients=True,
+    optimizer_step="foreach",
+    allocates_every_receive=True,
+    keeps_gathered_inputs=True,
+    fused_kernels=False,
+    host_s_per_block=0.3e-3,
+    default_attention="sdpa",
+    splits_vocabulary=False,
+    splits_experts=False,
+    source="paraplan.runtime: fp32 parameters under autocast, DDP and FSDP2",
+)
+
+MEGATRON_CORE = Habits(
+    name="Megatron-Core",
+    weight_bytes=2,
+    gradient_bytes=4,
+    master_bytes=4,
+    copy_bytes=0,
+    fused_kernels=True,
+    host_s_per_block=0.3e-3,
+    overlaps_zero_1=True,
+    splits_pipeline_sends=True,
+    flash_generation=3,
+    uses_tf32=True,
+    traffic_per_saved_byte=1.6,
+    logit_bytes=6,
+    keeps_dummy_gradients=True,
+    source="Megatron-LM: 18 bytes per parameter, 6 + 12/d with the distributed optimizer (its README); "
+    "Transformer Engine kernels; --overlap-grad-reduce and --overlap-param-gather",
+)
+
+MEGATRON_CORE_LOCAL = MEGATRON_CORE.replace(
+    name="Megatron-Core without Transformer Engine",
+    default_attention="eager",
+    keeps_dummy_gradients=False,
+    source="Megatron-LM --transformer-impl local: its own fused softmax, attention scores kept",
+)
+
+MEGATRON_2021 = Habits(
+    name="Megatron-LM before Megatron-Core, Megatron-DeepSpeed",
+    weight_bytes=2,
+    gradient_bytes=2,
+    master_bytes=4,
+    copy_bytes=0,
+    fused_kernels=True,
+    host_s_per_block=0.6e-3,
+    overlaps_gradients=False,
+    splits_pipeline_sends=True,
+    default_attention="eager",
+    uses_tf32=True,
+    traffic_per_saved_byte=1.6,
+    logit_bytes=6,
+    source="Narayanan et al. 2021, section 3; fused scale-mask-softmax and bias-GeLU, attention scores kept",
+)
+
+MEGATRON_DEEPSPEED = MEGATRON_2021.replace(
+    name="Megatron-DeepSpeed",
+    host_s_per_block=1.0e-3,
+    splits_pipeline_sends=False,
+    last_stage_skips_recompute=True,
+    bucket_elements=5e8,
+    source="as Megatron-LM of 2021, with DeepSpeed's pipeline engine: whole boundaries sent; small models of vTrain's "
+    "published single-node runs take 1.0 to 1.1 ms of host time per layer and pass",
+)
+
+FSDP = Habits(
+    name="FSDP",
+    weight_bytes=4,
+    gradient_bytes=4,
+    master_bytes=0,
+    copy_bytes=0,
+    shards_with_fsdp=True,
+    frees_gradients=True,
+    fused_kernels=False,
+    host_s_per_block=0.3e-3,
+    source="torch.distributed.fsdp with mixed precision: fp32 shards, 16-bit all-gathers",
+)
+
+COMPOSER = FSDP.replace(
+    name="Composer",
+    fused_kernels=True,
+    traffic_per_saved_byte=1.6,
+    flash_generation=1,
+    source="MosaicML Composer of 2023 on FSDP: MPT blocks with torch's fused LayerNorm and GELU, and FlashAttention 1",
+)
+
+DEEPSPEED_ZERO = Habits(
+    name="DeepSpeed ZeRO",
+    weight_bytes=2,
+    gradient_bytes=2,
+    master_bytes=4,
+    copy_bytes=0,
+    fused_kernels=False,
+    host_s_per_block=0.6e-3,
+    bucket_elements=5e8,
+    prefetch_elements=5e7,
+    source="Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12 bytes per parameter under Adam; reduce_bucket_size and "
+    "allgather_bucket_size (5e8) and stage3_prefetch_bucket_size (5e7) of DeepSpeed's configuration",
+)
+
+HF_TRAINER = Habits(
+    name="Hugging Face Trainer",
+    weight_bytes=4,
+    gradient_bytes=4,
+    master_bytes=0,
+    copy_bytes=2,
+    is_autocast=True,
+    frees_gradients=True,
+    optimizer_step="foreach",
+    fused_kernels=False,
+    host_s_per_block=0.6e-3,
+    default_attention="eager",
+    source="transformers.Trainer: fp32 parameters under autocast",
+)
+
+NVIDIA_EXAMPLES = HF_TRAINER.replace(
+    name="NVIDIA DeepLearningExamples",
+    fused_kernels=True,
+    traffic_per_saved_byte=1.6,
+    uses_tf32=True,
+    source="NVIDIA/DeepLearningExamples in NVIDIA's containers, which allow TF32 for fp32 matmuls; apex's LayerNorm",
+)
+
+ALL_HABITS = (
+    PARAPLAN,
+    MEGATRON_CORE,
+    MEGATRON_CORE_LOCAL,
+    MEGATRON_2021,
+    MEGATRON_DEEPSPEED,
+    FSDP,
+    COMPOSER,
+    DEEPSPEED_ZERO,
+    HF_TRAINER,
+    NVIDIA_EXAMPLES,
+)
+
+
+def habits_of(framework: str) -> Habits:
+    """Return the habits of a framework by the words in its name; those of paraplan's runtime for an unknown one."""
+    words = framework.lower()
+    for sign, habits in _SIGNS:
+        if sign in words:
+            return habits
+    return PARAPLAN
+
+
+_SIGNS: tuple[tuple[str, Habits], ...] = (
+    ("deepspeed zero", DEEPSPEED_ZERO),
+    ("megatron-deepspeed", MEGATRON_DEEPSPEED),
+    ("transformer-impl=local", MEGATRON_CORE_LOCAL),
+    ("megatron-core", MEGATRON_CORE),
+    ("+ te", MEGATRON_CORE),
+    ("megatron-bridge", MEGATRON_CORE),
+    ("nemo", MEGATRON_CORE),
+    ("megatron-lm (kwai)", MEGATRON_CORE),
+    ("megatron", MEGATRON_2021),
+    ("composer", COMPOSER),
+    ("fsdp", FSDP),
+    ("torchtitan", FSDP),
+    ("deepspeed", DEEPSPEED_ZERO),
+    ("gemini", DEEPSPEED_ZERO),
+    ("nvidia dle", NVIDIA_EXAMPLES),
+    ("hf", HF_TRAINER),
+)

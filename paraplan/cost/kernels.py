@@ -1,0 +1,119 @@
+"""Seconds that one block of one micro-batch spends on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paraplan.cost.activations import Cuts, saved_bytes
+from paraplan.cost.constants import CostConstants
+from paraplan.cost.habits import Habits
+from paraplan.cost.table import Floats
+from paraplan.hardware.profiles import GpuProfile, Precision
+from paraplan.model.spec import Attention, BlockSpec, Matmul
+from paraplan.plan.training import TrainingSpec
+
+
+def effective_peak(gpu: GpuProfile, training: TrainingSpec) -> float:
+    """Return the matmul peak that the training precision reaches on `gpu`, in FLOP/s.
+
+    fp32 training counts plain fp32 arithmetic: torch leaves TF32 off for matmuls by default. A GPU without bf16 units
+    computes it at the fp32 rate.
+    """
+    wanted: tuple[Precision, Precision] = (training.precision, "fp32")
+    return next(gpu.peak_flops_per_s[name] for name in wanted if name in gpu.peak_flops_per_s)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelTimes:
+    """Prices the kernels of blocks: matmuls and attention by FLOPs, everything else by the bytes that it moves."""
+
+    training: TrainingSpec
+    gpu: GpuProfile
+    cuts: Cuts
+    constants: CostConstants
+    habits: Habits
+
+    def block_s(self, block: BlockSpec, *, backward: bool = False) -> Floats:
+        """Return the seconds of the forward or the backward pass of one block, one entry a cut."""
+        traffic = saved_bytes(block, self.training, self.cuts, fused_kernels=self.habits.fused_kernels)
+        traffic = traffic * self.habits.traffic_per_saved_byte * (2.0 if backward else 1.0)
+        attention = sum(
+            (self._attention_s(one, backward=backward) for one in (block.attention, block.cross_attention) if one),
+            np.zeros_like(self.cuts.tp),
+        )
+        matmuls = sum(
+            (self._matmul_s(matmul, backward=backward) for matmul in block.matmuls), np.zeros_like(self.cuts.tp)
+        )
+        return np.asarray(matmuls + attention + self.moved_s(traffic))
+
+    def attention_core_s(self, block: BlockSpec) -> Floats:
+        """Return the seconds of the attention core's forward pass, which selective recompute runs again."""
+        whole, rest = (
+            saved_bytes(
+                block,
+                self.training,
+                self.cuts,
+                fused_kernels=self.habits.fused_kernels,
+                without_attention_core=without,
+            )
+            for without in (False, True)
+        )
+        traffic = (whole - rest) * self.habits.traffic_per_saved_byte
+        core = self._attention_s(block.attention, backward=False) if block.attention else 0.0
+        return np.asarray(core + self.moved_s(traffic))
+
+    def loss_s(self, vocab_size: int) -> Floats:
+        """Return the seconds of the loss on logits, forward and backward."""
+        logits = self.cuts.tokens * vocab_size / self.cuts.tp
+        return self.moved_s(logits * self.constants.loss_bytes_per_logit)
+
+    def moved_s(self, num_bytes: Floats) -> Floats:
+        """Return the seconds to move `num_bytes` through the GPU's memory."""
+        bandwidth = self.gpu.memory_bandwidth_bytes_per_s * self.constants.memory_bandwidth_efficiency
+        return num_bytes / bandwidth
+
+    def _matmul_s(self, matmul: Matmul, *, backward: bool) -> Floats:
+        tp = self.cuts.tp
+        rows = self.cuts.tokens * matmul.rows_per_token / matmul.num_experts
+        n = matmul.n / tp if matmul.split == "column" else np.full_like(tp, matmul.n)
+        k = matmul.k / tp if matmul.split == "row" else np.full_like(tp, matmul.k)
+        # Backward: the gradient of the input, then that of the weight.
+        shapes = [(rows, k, n), (k, n, rows)] if backward else [(rows, n, k)]
+        return np.asarray(matmul.num_experts * sum(self._product_s(*shape) for shape in shapes))
+
+    def _product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
+        """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source."""
+        constants = self.constants
+        penalty = 1.0 + constants.matmul_half_m / m + constants.matmul_half_n / n + constants.matmul_half_k / k
+        if self.training.precision != "fp32":
+            unaligned = (m % 8 != 0) | (n % 8 != 0) | (k % 8 != 0)
+            penalty = penalty * np.where(unaligned, constants.unaligned_slowdown, 1.0)
+        peak = self._peak() * self._reached_share() * constants.matmul_efficiency
+        return np.asarray(2.0 * m * n * k * penalty / peak + constants.matmul_launch_s)
+
+    def _peak(self) -> float:
+        tf32 = self.gpu.peak("tf32")
+        if self.training.precision == "fp32" and self.habits.uses_tf32 and tf32 is not None:
+            return tf32
+        return effective_peak(self.gpu, self.training)
+
+    def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
+        flops = self.cuts.tokens * attention.flops_per_token(self.cuts.seq_length) / self.cuts.tp
+        flops = flops * (2.0 if backward else 1.0)
+        constants = self.constants
+        if self.training.attention == "eager":
+            efficiency, computed = constants.eager_attention_efficiency, 1.0
+        else:
+            speed = constants.flash_speed(
+                generation=self.habits.flash_generation, compute_capability=self.gpu.compute_capability
+            )
+            efficiency = speed.backward if backward else speed.forward
+            computed = 0.5 if attention.is_causal else 1.0
+        return np.asarray(computed * flops / (self._peak() * efficiency))
+
+    def _reached_share(self) -> float:
+        """Return the share of the peak that the best matmul reaches on this GPU, as measured in 16 bits."""
+        best, peak = self.gpu.reached_matmul_flops_per_s, self.gpu.peak("bf16") or self.gpu.peak("fp16")
+        return best / peak if best is not None and peak is not None else self.constants.usual_reached_share

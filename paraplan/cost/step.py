@@ -1,0 +1,168 @@
+"""Time of one optimizer step, by parts that sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from paraplan.cost.blocks import BlockCosts
+from paraplan.cost.collectives import GroupLinks, group_links
+from paraplan.cost.habits import Habits
+from paraplan.cost.stages import StageBlocks
+from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
+from paraplan.cost.workload import Workload
+
+
+@dataclass(frozen=True, eq=False)
+class StepTime:
+    """Seconds of one step that nothing else hides, one entry a plan; `data_parallel_wire_s` stands beside the sum."""
+
+    compute_s: Floats
+    recompute_s: Floats
+    tensor_parallel_s: Floats
+    pipeline_bubble_s: Floats
+    pipeline_send_s: Floats
+    data_parallel_s: Floats
+    optimizer_s: Floats
+    data_parallel_wire_s: Floats
+
+    @property
+    def step_time_s(self) -> Floats:
+        """Sum of the exposed parts."""
+        parts = (getattr(self, field.name) for field in fields(self) if field.name != "data_parallel_wire_s")
+        return np.asarray(sum(parts))
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """Seconds that one micro-batch spends on one pipeline rank."""
+
+    compute_s: Floats
+    recompute_s: Floats
+    tensor_parallel_s: Floats
+    send_s: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        return np.asarray(self.compute_s + self.recompute_s + self.tensor_parallel_s + self.send_s)
+
+
+def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> StepTime:
+    """Return the time of one step under each plan.
+
+    `T = sum_i t_i + (m - 1) max_i t_i` over stages of unequal length (Alpa, Zheng et al. 2022, eq. 2); virtual
+    stages divide the bubble by v (Narayanan et al. 2021, section 2.2.2). `stages` are the ranks that may be the
+    slowest. The sum over all stages does not depend on where the blocks are cut.
+    """
+    cluster, constants, habits = workload.cluster, workload.constants, workload.habits
+    links = {axis: group_links(workload, table, axis) for axis in ("tp", "pp")}
+    slots = [_slot(table, costs, stage, links["tp"], links["pp"], habits) for stage in stages]
+    slowest = np.argmax(np.stack([slot.total_s for slot in slots]), axis=0)
+    rows = np.arange(len(table))
+
+    def of_slowest(name: str) -> Floats:
+        return np.asarray(np.stack([getattr(slot, name) for slot in slots])[slowest, rows])
+
+    microbatches = table.num_microbatches
+    whole = _slot(table, costs, _all_blocks(table, costs), links["tp"], links["pp"], habits)
+    everything = whole.total_s + whole.send_s * (table.pp - 1)
+    bubble = np.where(table.pp > 1, np.maximum(everything - of_slowest("total_s"), 0.0) / table.virtual, 0.0)
+    wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
+    parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
+    sharded = parameters / np.where(table.zero_stage >= 1, table.shard_size, 1)
+    bandwidth = cluster.gpu.memory_bandwidth_bytes_per_s * constants.memory_bandwidth_efficiency
+    return StepTime(
+        compute_s=microbatches * of_slowest("compute_s"),
+        recompute_s=microbatches * of_slowest("recompute_s"),
+        tensor_parallel_s=microbatches * of_slowest("tensor_parallel_s"),
+        pipeline_bubble_s=bubble,
+        pipeline_send_s=microbatches * of_slowest("send_s"),
+        data_parallel_s=exposed,
+        optimizer_s=sharded * constants.optimizer_bytes_per_parameter / bandwidth,
+        data_parallel_wire_s=wire,
+    )
+
+
+def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:
+    count = costs.forward_s.shape[1] - 1
+    ones = np.ones(len(table), dtype=bool)
+    zeros = np.zeros((1, len(table)), dtype=np.int64)
+    return StageBlocks(rank=zeros[0], low=zeros, high=zeros + count, is_first=ones, is_last=ones)
+
+
+def _slot(
+    table: PlanTable, costs: BlockCosts, stage: StageBlocks, tp: GroupLinks, pp: GroupLinks, habits: Habits
+) -> _Slot:
+    key = costs.key
+    host = habits.host_s_per_block
+    forward = np.maximum(stage.sum(costs, costs.forward_s), host * stage.num_blocks)
+    backward = np.maximum(stage.sum(costs, costs.backward_s), host * stage.num_blocks)
+    ends = costs.embedding_s[key] * stage.is_first + costs.head_s[key] * stage.is_last
+    is_full = table.recompute == RECOMPUTES.index("full")
+    recompute = np.where(is_full, forward, stage.sum(costs, costs.recompute_s))
+    if habits.last_stage_skips_recompute:
+        recompute = np.where(stage.is_last & (table.pp > 1), 0.0, recompute)
+    all_reduces = 4 + 2 * is_full
+    # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
+    activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
+    sends = 2.0 * np.where(table.pp > 1, table.virtual, 0)
+    sent = activation / (table.tp if habits.splits_pipeline_sends else 1)
+    return _Slot(
+        compute_s=forward + backward + ends,
+        recompute_s=recompute,
+        tensor_parallel_s=all_reduces * stage.num_blocks * tp.all_reduce_s(activation),
+        send_s=sends * pp.send_s(np.minimum(sent, costs.boundary_bytes[key])),
+    )
+
+
+def _parameters(costs: BlockCosts, stage: StageBlocks) -> Floats:
+    ends = costs.embedding_parameters[costs.key] * stage.is_first + costs.head_parameters[costs.key] * stage.is_last
+    return stage.sum(costs, costs.parameters) + ends
+
+
+def _data_parallel(
+    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks], compute_s: Floats
+) -> tuple[Floats, Floats]:
+    """Return seconds on the wire and seconds exposed of gradient reduction and of ZeRO's gathers.
+
+    DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice and reduces
+    once in every micro-batch, each block's transfer behind its neighbour's compute; ZeRO-1 reduces and gathers around
+    the optimizer step, where nothing hides it. Overlap slows both sides by `overlap_slowdown` (Galvatron, section 4).
+    """
+    constants, habits = workload.constants, workload.habits
+    links = group_links(workload, table, "dp")
+    parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
+    num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
+    unit_bytes = float(workload.training.activation_bytes)
+    gradient_bytes = habits.gradient_bytes if workload.is_mixed_precision else 4.0
+    microbatches = table.num_microbatches
+    is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
+    # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
+    units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1), 1)
+    reduce_s = units * links.reduce_scatter_s(parameters * gradient_bytes / units)
+    gather_s = units * links.all_gather_s(parameters * unit_bytes / units)
+    wire = np.select(
+        [is_zero_3, is_zero_2, is_zero_1],
+        [microbatches * (2 * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],
+        links.all_reduce_s(parameters * gradient_bytes),
+    )
+    hidden = [microbatches * compute_s, compute_s * (1.0 if habits.overlaps_zero_1 else 0.0)]
+    behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if habits.overlaps_gradients else 0.0))
+    block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
+    waited = (
+        2 * gather_s * microbatches * np.where(is_zero_3, np.maximum(0.0, 1 - habits.prefetch_elements / block), 0.0)
+    )
+    first_and_last = wire / np.maximum(num_blocks, 1) / np.where(is_zero_3, microbatches, 1)
+    overlapped = overlap_s(wire - waited, behind, slowdown=constants.overlap_slowdown)
+    return wire, waited + np.maximum(overlapped, np.minimum(first_and_last, wire - waited))
+
+
+def overlap_s(transfer_s: Floats, compute_s: Floats, *, slowdown: float) -> Floats:
+    """Return what `transfer_s` of communication adds to `compute_s` of compute that runs at the same time.
+
+    While both run, each takes `slowdown` times as long (Galvatron, Miao et al. 2022, section 3.4): what is hidden still
+    costs `slowdown - 1` of the shorter one, and what is longer goes on alone.
+    """
+    shared = np.minimum(transfer_s, compute_s)
+    return np.asarray((slowdown - 1.0) * shared + np.maximum(transfer_s - compute_s, 0.0))

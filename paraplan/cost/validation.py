@@ -1,0 +1,181 @@
+"""Predictions of measured runs from their configuration alone, and what the predictions are worth."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.habits import Habits, habits_of
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan, Recompute
+from paraplan.plan.runs import MeasuredRun
+from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
+from paraplan.records import Record
+from paraplan.units import GIB
+
+
+class RunPrediction(Record):
+    """One row of `paraplan validate`. Errors are predicted / measured - 1; what was not measured is None."""
+
+    id: str
+    source: str
+    gpu: str
+    framework: str
+    predicted_step_time_s: float | None = None
+    measured_step_time_s: float | None = None
+    step_time_error: float | None = None
+    predicted_peak_memory_bytes: int | None = None
+    measured_peak_memory_bytes: int | None = None
+    memory_error: float | None = None
+    skipped: str | None = None
+
+
+class ErrorSummary(Record):
+    """Errors over rows: mean and median of the absolute errors, the largest, and the mean with its sign."""
+
+    rows: int
+    mape: float | None = None
+    median_ape: float | None = None
+    max_ape: float | None = None
+    bias: float | None = None
+
+
+class Score(Record):
+    """Errors over all scored rows and by source. `mean_of_sources` weighs every source the same, whatever its rows."""
+
+    all_rows: ErrorSummary
+    mean_of_sources: float | None
+    by_source: dict[str, ErrorSummary]
+
+
+def habits_of_run(run: MeasuredRun) -> Habits:
+    """Return the habits of the framework that a run names, with the precision of gradients that the run states."""
+    habits = habits_of(run.framework)
+    words = run.grad_dtype.lower()
+    if words.startswith("fp32") and "reduce" not in words:
+        return habits.replace(gradient_bytes=4)
+    return habits.replace(gradient_bytes=2) if words.startswith(("bf16", "fp16")) else habits
+
+
+def padded_vocabulary(run: MeasuredRun, vocab_size: int) -> int:
+    """Return the vocabulary as it was trained.
+
+    Megatron pads it to a multiple of 128 tp (its argument --make-vocab-size-divisible-by), others take it as it is.
+    """
+    if "megatron" not in run.framework.lower() and "nemo" not in run.framework.lower():
+        return vocab_size
+    unit = 128 * (run.tp or 1)
+    return -(-vocab_size // unit) * unit
+
+
+def training_of_run(run: MeasuredRun, habits: Habits) -> TrainingSpec:
+    """Return the training of a run. Blank: bf16, AdamW, and the framework's usual attention kernel."""
+    precision: TrainingPrecision = "bf16"
+    for known in get_args(TrainingPrecision):
+        if run.precision.lower() == known:
+            precision = known
+    optimizer: OptimizerName = "sgd" if run.optimizer.lower() == "sgd" else "adamw"
+    attention: AttentionKind = habits.default_attention
+    if run.flash_attention is not None:
+        attention = "flash" if run.flash_attention else "eager"
+    return TrainingSpec(
+        global_batch_size=run.global_batch,
+        seq_length=run.seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        attention=attention,
+    )
+
+
+def plan_of_run(run: MeasuredRun) -> ParallelPlan:
+    """Return the plan of a run. Blank: degrees of 1, dp what is left of the GPUs, micro-batches of 1, 1F1B.
+
+    Raises `ValueError` (pydantic's) for degrees that contradict each other.
+    """
+    tp, pp, cp = run.tp or 1, run.pp or 1, run.cp or 1
+    dp = run.dp or max(1, run.num_gpus // (tp * pp * cp))
+    micro_batch = run.micro_batch or 1
+    zero_stage = (run.zero_stage or 0) if dp * cp > 1 else 0
+    virtual = (run.vpp or 1) if pp > 1 else 1
+    recompute: Recompute = "none"
+    for known in get_args(Recompute):
+        if run.recompute == known:
+            recompute = known
+    return ParallelPlan.model_validate(
+        {
+            "dp": dp,
+            "tp": tp,
+            "pp": pp,
+            "cp": cp,
+            "zero_stage": min(zero_stage, 1) if pp > 1 else zero_stage,
+            "sequence_parallel": bool(run.sequence_parallel) and tp > 1,
+            "micro_batch_size": micro_batch,
+            "num_microbatches": run.num_microbatches or max(1, round(run.global_batch / dp / micro_batch)),
+            "pipeline_schedule": None if pp == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b",
+            "virtual_pipeline_size": virtual,
+            "recompute": recompute,
+        }
+    )
+
+
+def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> RunPrediction:
+    """Return the prediction of one run beside what was measured."""
+    estimate = estimate_plan(workload, plan)
+    measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
+    predicted_bytes = _as_measured(estimate, run.memory_metric)
+    step_s = estimate.step.step_time_s
+    return RunPrediction(
+        id=run.id,
+        source=run.source,
+        gpu=run.gpu,
+        framework=run.framework,
+        predicted_step_time_s=step_s,
+        measured_step_time_s=run.measured_step_time_s,
+        step_time_error=step_s / run.measured_step_time_s - 1 if run.measured_step_time_s else None,
+        predicted_peak_memory_bytes=predicted_bytes,
+        measured_peak_memory_bytes=measured_bytes,
+        memory_error=predicted_bytes / measured_bytes - 1 if measured_bytes else None,
+    )
+
+
+def _as_measured(estimate: PlanEstimate, metric: str) -> int:
+    """Return the peak in the unit of a measurement: of all ranks or the last; allocated, reserved, or on the device."""
+    words = metric.lower()
+    stages = estimate.memory[-1:] if "last rank" in words else estimate.memory
+    if "nvidia-smi" in words or "nvml" in words or not words or "unknown" in words:
+        return max(stage.device_bytes for stage in stages)
+    return max(stage.total_bytes for stage in stages)
+
+
+def summarize(errors: list[float]) -> ErrorSummary:
+    """Return the summary of relative errors; all None without any."""
+    if not errors:
+        return ErrorSummary(rows=0)
+    values = np.array(errors)
+    absolute = np.abs(values)
+    return ErrorSummary(
+        rows=len(errors),
+        mape=float(absolute.mean()),
+        median_ape=float(np.median(absolute)),
+        max_ape=float(absolute.max()),
+        bias=float(values.mean()),
+    )
+
+
+def is_standard(run: MeasuredRun) -> bool:
+    """Return whether a run is a fair test: completely described, nothing unusual, in bf16, fp16 or fp32."""
+    complete = run.quality in ("A", "B") and not run.nonstandard_features
+    return complete and run.precision in get_args(TrainingPrecision) and run.fit_status != "oom"
+
+
+def score(errors_by_source: dict[str, list[float]]) -> Score:
+    """Return the score of relative errors that are grouped by source."""
+    by_source = {source: summarize(errors) for source, errors in sorted(errors_by_source.items())}
+    means = [summary.mape for summary in by_source.values() if summary.mape is not None]
+    return Score(
+        all_rows=summarize([error for errors in errors_by_source.values() for error in errors]),
+        mean_of_sources=float(np.mean(means)) if means else None,
+        by_source=by_source,
+    )

@@ -1,0 +1,43 @@
+"""`Workload`: what plans are priced for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from paraplan.cost.constants import CostConstants
+from paraplan.cost.habits import PARAPLAN, Habits
+from paraplan.hardware.cluster import Cluster
+from paraplan.hardware.link_speed import LinkSpeedTable
+from paraplan.model.spec import ModelSpec
+from paraplan.plan.training import TrainingSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A model, its training, the machines with what their links reach, the constants, and whose runtime executes."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    cluster: Cluster
+    links: LinkSpeedTable
+    constants: CostConstants = field(default_factory=CostConstants)
+    habits: Habits = PARAPLAN
+
+    @classmethod
+    def of(cls, model: ModelSpec, training: TrainingSpec, cluster: Cluster, links: LinkSpeedTable) -> Self:
+        """Return the workload of paraplan's own runtime, with the constants that suit the kind of machine."""
+        constants = CostConstants()
+        if cluster.gpu.vendor == "cpu":
+            constants = constants.for_cpu()
+        return cls(model, training, cluster, links, constants)
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """What training may allocate on the smallest GPU."""
+        return self.constants.usable_memory_bytes(self.cluster.gpu_memory_bytes, num_gpus=self.cluster.num_gpus)
+
+    @property
+    def is_mixed_precision(self) -> bool:
+        """True for training in 16 bits with fp32 master weights."""
+        return self.training.precision != "fp32"

@@ -1,0 +1,77 @@
+"""The error tree: everything that a user can mend is a `ParaplanError`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ParaplanError(Exception):
+    """Something that the user can mend.
+
+    `message` says what was wrong, the value seen and the limit; `hint` says what to do.
+    The command line prints both on stderr and ends with `exit_status`.
+    """
+
+    exit_status = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}; hint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(ParaplanError):
+    """Arguments that contradict each other or lie outside their range."""
+
+
+class TopologyError(ParaplanError):
+    """A text, XML or JSON that describes no topology."""
+
+
+class ProfileError(ParaplanError):
+    """A hardware profile that does not exist or cannot be read."""
+
+
+class ModelError(ParaplanError):
+    """A model that cannot be read: missing file, missing field, unknown architecture, failing factory."""
+
+
+class PlanError(ParaplanError):
+    """A plan that contradicts itself, its model, or the world in which it is to run."""
+
+
+class UnsupportedPlanError(PlanError):
+    """A consistent plan that the runtime cannot execute."""
+
+
+class NoPlanFitsError(ParaplanError):
+    """No plan of the search space fits in memory."""
+
+    exit_status = 1
+
+
+class CheckFailedError(ParaplanError):
+    """A check that the user asked for does not hold."""
+
+    exit_status = 1
+
+
+class NoGpuError(ParaplanError):
+    """No GPU, or no driver to ask for one, and no profile in its place."""
+
+    exit_status = 3
+
+
+def near_names(name: str, known: Iterable[str], *, count: int = 3) -> str:
+    """Return a hint that lists the names of `known` that look like `name`, or all of them if none does."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5) or [
+        candidate for candidate in names if name.lower() in candidate
+    ]
+    if near:
+        return "did you mean " + " or ".join(near[:count]) + "?"
+    return "known: " + ", ".join(names)

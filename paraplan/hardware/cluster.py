@@ -1,0 +1,47 @@
+"""Several machines of one kind: what a plan is made for."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from paraplan.hardware.profiles import GpuProfile, MeasuredCollective, NetworkProfile
+from paraplan.hardware.topology import NodeTopology
+from paraplan.records import Record
+
+
+class Cluster(Record):
+    """`num_nodes` machines with the same topology. `network` is None where nothing is known of it.
+
+    `host_memory_bytes` is that of one node; `measured` is what calibration found, to be preferred to data sheets.
+
+    GPUs are numbered node by node: global GPU `g` is GPU `g % gpus_per_node` of node `g // gpus_per_node`.
+    """
+
+    name: str
+    gpu: GpuProfile
+    node: NodeTopology
+    num_nodes: int = Field(default=1, gt=0)
+    network: NetworkProfile | None = None
+    host_memory_bytes: int | None = None
+    measured: tuple[MeasuredCollective, ...] = ()
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Number of GPUs of one machine."""
+        return len(self.node.gpus)
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs of all machines: the world size of a plan that uses them all."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def island_size(self) -> int:
+        """Size of the largest set of GPUs of one machine that NVLink or xGMI connects; 1 without such links."""
+        return max((len(island) for island in self.node.nvlink_islands), default=1)
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        """Memory of the smallest GPU: the driver's figure where it is known, else the data sheet's."""
+        reported = [gpu.memory_total_bytes for gpu in self.node.gpus if gpu.memory_total_bytes is not None]
+        return min(reported, default=self.gpu.memory_bytes)

@@ -1,0 +1,106 @@
+"""What data sheets and calibration say: `GpuProfile`, `NetworkProfile`, `MachineProfile`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paraplan.hardware.topology import NodeTopology
+from paraplan.records import Record
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
+
+
+class GpuProfile(Record):
+    """One kind of GPU, from its data sheet. Rates are dense; bandwidth is per direction.
+
+    `driver_names` are the names under which drivers report it, without the vendor: `H100 80GB HBM3`.
+    `peer_access` tells whether one GPU may read another's memory over PCIe; None where nobody said.
+    `nvlink_bridge` marks cards whose NVLinks lead over a bridge to other cards, never through NVSwitch.
+    """
+
+    name: str
+    title: str
+    aliases: tuple[str, ...] = ()
+    driver_names: tuple[str, ...] = ()
+    vendor: Literal["nvidia", "amd", "cpu"]
+    architecture: str
+    compute_capability: str | None = None
+    memory_bytes: int = Field(gt=0, description="what the driver reports as total")
+    memory_bandwidth_bytes_per_s: float = Field(gt=0)
+    peak_flops_per_s: dict[Precision, float] = Field(description="dense matmul peak with fp32 accumulation")
+    reached_matmul_flops_per_s: float | None = Field(
+        default=None, gt=0, description="best 16-bit matmul that anyone measured, any shape"
+    )
+    nvlink_generation: int | None = None
+    nvlink_count: int | None = None
+    nvlink_bandwidth_bytes_per_s: float | None = Field(default=None, description="payload of one link, one direction")
+    pcie_generation: int | None = None
+    pcie_bandwidth_bytes_per_s: float = Field(gt=0, description="one direction, as measured between GPUs")
+    nvlink_bridge: bool = False
+    peer_access: bool | None = None
+    source: str
+
+    def peak(self, precision: Precision) -> float | None:
+        """Return the dense matmul peak in FLOP/s, None where the GPU has no such arithmetic."""
+        return self.peak_flops_per_s.get(precision)
+
+
+class NetworkProfile(Record):
+    """The network between nodes, as one node sees it. Rates are per direction.
+
+    `protocol` is how collectives use it: NICs that read the memory of GPUs (rdma), or sockets (tcp).
+    """
+
+    name: str
+    title: str
+    aliases: tuple[str, ...] = ()
+    nics_per_node: int = Field(gt=0)
+    nic_bandwidth_bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(gt=0)
+    protocol: Literal["rdma", "tcp"] = "rdma"
+    source: str
+
+    @property
+    def node_bandwidth_bytes_per_s(self) -> float:
+        """All NICs of a node together, one direction."""
+        return self.nics_per_node * self.nic_bandwidth_bytes_per_s
+
+
+class MeasuredCollective(Record):
+    """A collective measured on a group of GPUs: time = `latency_s` + bytes on the bus / `bus_bandwidth_bytes_per_s`.
+
+    `link` names the kind of link that decides, as `profiles/links.json` does; `payload_bytes_per_s` is what the links
+    of one GPU of the group carry at most (None: it holds for all links of that kind). A message of S bytes counts as
+    S + sqrt(S * `ramp_bytes`). Bus bandwidth is defined as nccl-tests defines it (`bus_bandwidth.bus_factor`).
+    """
+
+    collective: Collective
+    num_ranks: int = Field(gt=1)
+    link: str
+    latency_s: float = Field(ge=0)
+    bus_bandwidth_bytes_per_s: float = Field(gt=0)
+    ramp_bytes: int = Field(default=0, ge=0)
+    payload_bytes_per_s: float | None = Field(default=None, gt=0)
+    source: str
+
+
+class MachineProfile(Record):
+    """One kind of machine: its GPUs, the links inside it, and the network that it comes with.
+
+    `measured` holds what calibration found on it, which is to be preferred to the data sheets.
+    `notes` says what is unknown and would have to be filled in.
+    """
+
+    name: str
+    title: str
+    aliases: tuple[str, ...] = ()
+    gpu: GpuProfile
+    node: NodeTopology
+    network: NetworkProfile | None = None
+    host_memory_bytes: int | None = None
+    measured: tuple[MeasuredCollective, ...] = ()
+    notes: tuple[str, ...] = ()
+    source: str

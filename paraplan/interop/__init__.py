@@ -1,0 +1,1 @@
+"""Interop: a plan in the words of other tools."""

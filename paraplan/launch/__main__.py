@@ -1,0 +1,39 @@
+"""The launcher's process: `python -m paraplan.launch`, and what `paraplan launch` becomes.
+
+It imports torch once, forks the spawner while it has a single thread, and then runs torch's elastic agent. A rank comes
+out of that fork with torch imported and almost nothing on its stack, and runs its script from here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def _restore_path() -> None:
+    """Take the folder that Python put first off sys.path: neither the launcher nor a rank is to import from it."""
+    own_folder = Path(__file__).resolve().parent
+    if sys.path and Path(sys.path[0] or ".").resolve() in (own_folder, Path.cwd()) and not sys.flags.safe_path:
+        first = sys.path.pop(0)
+        if Path(first or ".").resolve() == own_folder or "paraplan" not in sys.modules:
+            _import_paraplan(own_folder.parent.parent)
+
+
+def _import_paraplan(root: Path) -> None:
+    """Import the package that this file is part of, installed or not, without leaving its folder on sys.path."""
+    sys.path.insert(0, str(root))
+    try:
+        import paraplan  # noqa: F401
+    finally:
+        sys.path.remove(str(root))
+
+
+if __name__ == "__main__":
+    _restore_path()
+    from paraplan.launch.command import launch_here
+    from paraplan.launch.forked import flush_streams
+
+    status = launch_here(sys.argv[1:])
+    flush_streams()
+    os._exit(status)  # taking torch's modules apart would cost a quarter of a second, for nothing

@@ -1,0 +1,245 @@
+"""What runs in a rank around its script: it runs the script as `python script` would and records how it failed.
+
+Standard library only, and importable alone: with `--start-method exec` the interpreter of a rank runs this file itself,
+and that interpreter (PYTHON_EXEC) may have no paraplan. A forked rank calls `run_target` of the imported module.
+A failure is written to TORCHELASTIC_ERROR_FILE in torchrun's format, with the time in nanoseconds added.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
+
+STACK_FILE = "stacks.txt"
+"""Name of the file beside the error file that gets the stacks of all threads when the launcher asks for them."""
+
+STACK_SIGNAL_VARIABLE = "PARAPLAN_STACK_SIGNAL"
+"""Environment variable with the number of the signal by which the launcher asks for stacks; unset if it never does."""
+
+FAULT_FILE = "fault.txt"
+"""Name of the file beside the error file that gets the Python stacks of a crash (SIGSEGV, SIGABRT, ...)."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a rank runs: a script, or a module as `python -m` does, with its arguments."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+
+class FailureRecorder:
+    """Writes how this process failed, once, to `error_file`; None writes nothing. Forked children write nothing."""
+
+    def __init__(self, error_file: str | None) -> None:
+        self.error_file = error_file
+        self._pid = os.getpid()
+
+    def record(
+        self, error: BaseException, traceback: TracebackType | None, *, exit_code: int, in_thread: bool = False
+    ) -> bool:
+        """Write `error`; say whether it was written. A record of `@record` is kept and gets the time added.
+
+        A thread's error may be harmless: it is overwritten by an error of the main thread, and never the other way.
+        """
+        if not self.error_file or os.getpid() != self._pid:
+            return False
+        import json  # not at the top: only a failing rank pays for it
+        import time
+
+        now_ns = time.time_ns()
+        extra: dict[str, Any] = {
+            "timestamp": str(now_ns // 10**9),
+            "timestamp_ns": str(now_ns),
+            "exit_code": str(exit_code),
+            "exception_type": type(error).__name__,
+            "in_thread": in_thread,
+        }
+        try:
+            earlier = self._earlier_record()
+            if earlier is not None and in_thread:
+                return False
+            if earlier is not None and not earlier["message"]["extraInfo"].get("in_thread", False):
+                earlier["message"]["extraInfo"] = extra | earlier["message"]["extraInfo"]
+                record = earlier
+            else:
+                record = {"message": {"message": _headline(error), "extraInfo": extra | _details(error, traceback)}}
+            partial = f"{self.error_file}.{self._pid}"
+            with open(partial, "w") as file:  # noqa: PTH123 (pathlib costs every rank an import)
+                json.dump(record, file)
+            os.replace(partial, self.error_file)  # noqa: PTH105
+        except OSError:  # a full disk must not replace the error of the script
+            return False
+        return True
+
+    def _earlier_record(self) -> dict[str, Any] | None:
+        import json
+
+        try:
+            with open(str(self.error_file)) as file:  # noqa: PTH123
+                earlier = json.load(file)
+            is_torchs = isinstance(earlier["message"]["extraInfo"], dict)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return earlier if is_torchs else None
+
+
+def _headline(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # the __str__ of the script's own exception may raise anything
+        text = "<its text cannot be made>"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _details(error: BaseException, traceback: TracebackType | None) -> dict[str, str]:
+    from traceback import format_exception
+
+    details = {"py_callstack": "".join(format_exception(type(error), error, traceback))}
+    if _is_user_error(error):
+        details["user_message"] = str(getattr(error, "message", error))
+        details["user_hint"] = str(getattr(error, "hint", None) or "")
+    if isinstance(error, SystemExit):
+        details["exit_message"] = "" if isinstance(error.code, int) else str(error.code)
+    return details
+
+
+def _is_user_error(error: BaseException) -> bool:
+    errors = sys.modules.get("paraplan.errors")
+    return errors is not None and isinstance(error, errors.ParaplanError)
+
+
+def watch_process(recorder: FailureRecorder) -> None:
+    """Record errors of threads, and write the stacks of a crash beside the error file."""
+    import faulthandler
+
+    previous = threading.excepthook
+
+    def record_thread(failure: threading.ExceptHookArgs) -> None:
+        if failure.exc_value is not None and failure.exc_type is not SystemExit:
+            recorder.record(failure.exc_value, failure.exc_traceback, exit_code=1, in_thread=True)
+        previous(failure)
+
+    threading.excepthook = record_thread
+    if recorder.error_file:
+        folder = os.path.dirname(recorder.error_file)  # noqa: PTH120
+        faulthandler.enable(file=_open_to_append(folder, FAULT_FILE), all_threads=True)
+        number = os.environ.get(STACK_SIGNAL_VARIABLE)
+        if number is not None:
+            descriptor = _open_to_append(folder, f"{STACK_FILE}.new")
+            faulthandler.register(int(number), file=descriptor, all_threads=True, chain=False)
+            stack_file = os.path.join(folder, STACK_FILE)  # noqa: PTH118
+            os.replace(f"{stack_file}.new", stack_file)  # noqa: PTH105 (that it is there says that a signal may come)
+
+
+def _open_to_append(folder: str, name: str) -> int:
+    path = os.path.join(folder, name)  # noqa: PTH118
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def run_target(target: Target, recorder: FailureRecorder) -> NoReturn:
+    """Run `target` as the `__main__` of this process, then end the process as Python would.
+
+    Uncaught errors are recorded and printed without the frames of this file; a `ParaplanError` is left to the
+    launcher, which prints its message and hint once for all ranks.
+    """
+    main = ModuleType("__main__")
+    main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"], __cached__=None)
+    sys.modules["paraplan_rank_bootstrap"] = sys.modules["__main__"]  # dropped, its globals would be cleared under us
+    sys.modules["__main__"] = main
+    try:
+        _run_as_main(target, main)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            code = error.code if isinstance(error.code, int) else 1
+            recorder.record(error, _without_own_frames(error.__traceback__), exit_code=code & 0xFF)
+        raise
+    except KeyboardInterrupt as error:
+        traceback, show = _without_own_frames(error.__traceback__), sys.excepthook
+        recorder.record(error, traceback, exit_code=130)
+        sys.excepthook = lambda kind, value, _: show(kind, value.with_traceback(traceback), traceback)
+        raise  # the interpreter prints it, and ends by SIGINT itself
+    except BaseException as error:  # this frame stands where the interpreter's own handler stands
+        exit_code = _show_uncaught(error, recorder)
+    else:
+        exit_code = 0
+    sys.exit(exit_code)
+
+
+def _show_uncaught(error: BaseException, recorder: FailureRecorder) -> int:
+    traceback = _without_own_frames(error.__traceback__)
+    is_user_error = _is_user_error(error)
+    exit_code = int(getattr(error, "exit_status", 1)) if is_user_error else 1
+    recorded = recorder.record(error, traceback, exit_code=exit_code)
+    if not (is_user_error and recorded):
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+    return exit_code
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _run_as_main(target: Target, main: ModuleType) -> None:
+    import runpy
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
+    if target.is_module:
+        _enter(["-m", *target.arguments], os.getcwd())  # noqa: PTH109
+        runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        return
+    path = os.path.join(os.getcwd(), target.name)  # noqa: PTH109, PTH118 (as the interpreter, not normalised)
+    arguments = [target.name, *target.arguments]
+    if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113
+        _enter(arguments, path)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    _enter(arguments, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
+    main.__dict__.update(__file__=path, __loader__=loader)
+    if path.endswith(".pyc"):
+        code = loader.get_code("__main__")
+    else:
+        with open(path, "rb") as file:  # noqa: PTH123
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)  # noqa: S102 (to run the user's script is this file's purpose)
+
+
+def _enter(arguments: list[str], first_path: str) -> None:
+    sys.argv[:] = arguments
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, first_path)
+
+
+def _is_archive(path: str) -> bool:
+    with open(path, "rb") as file:  # noqa: PTH123
+        if file.read(2) == b"PK":
+            from zipfile import is_zipfile
+
+            return is_zipfile(path)
+    return False
+
+
+def main() -> NoReturn:
+    """Run `bootstrap.py [-m] NAME ARGUMENTS...` in a rank with an interpreter of its own."""
+    own_folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    if sys.path and sys.path[0] == own_folder:
+        del sys.path[0]
+    is_module = sys.argv[1] == "-m"
+    name, *arguments = sys.argv[2:] if is_module else sys.argv[1:]
+    sys.orig_argv[:] = [argument for argument in sys.orig_argv if argument != __file__]
+    recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    watch_process(recorder)
+    run_target(Target(name, tuple(arguments), is_module), recorder)
+
+
+if __name__ == "__main__":
+    main()

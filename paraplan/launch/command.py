@@ -1,0 +1,90 @@
+"""The command `paraplan launch`: from the words of the command line to an exit status."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from paraplan.errors import ParaplanError
+from paraplan.launch.cores import threads_per_rank, usable_cores
+from paraplan.launch.guess import guess_ranks_per_node
+from paraplan.launch.report import render_error, write_report
+from paraplan.launch.script import ScriptTraits, read_traits
+from paraplan.launch.spawner import RankStart
+
+if TYPE_CHECKING:  # torch is imported by none of these names before its number of threads is known
+    from paraplan.launch.spawning import SpawnerHandle
+
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
+def launch_here(arguments: Sequence[str]) -> int:
+    """Launch as `arguments` say and return the exit status of the job. Ranks never return from here."""
+    try:
+        return _launch(arguments)
+    except ParaplanError as error:
+        write_report(render_error(error))
+        return error.exit_status
+
+
+def _launch(arguments: Sequence[str]) -> int:
+    gc.disable()  # next to all that the imports make stays: collections would look through it again and again
+    is_chosen = _choose_import_threads(arguments)
+    imported_threads = os.environ.get(_THREADS_VARIABLE)
+    from paraplan.launch.job import forks_ranks, show_dry_run, supervise  # imports torch
+    from paraplan.launch.parser import parse_arguments
+
+    if is_chosen:
+        del os.environ[_THREADS_VARIABLE]
+    args = parse_arguments(list(arguments), os.environ)
+    if args.dry_run:
+        return show_dry_run(args)
+    traits = ScriptTraits() if args.module else read_traits(Path(args.training_script))
+    fork = forks_ranks(args) and not traits.early_variables
+    spawner = _fork(preload_runtime=fork and bool(traits.uses_runtime or args.plan))
+    if isinstance(spawner, RankStart):
+        _run_rank(spawner)
+    gc.enable()
+    try:
+        return supervise(args, spawner, fork=fork, imported_threads=imported_threads)
+    finally:
+        spawner.close()
+
+
+def _choose_import_threads(arguments: Sequence[str]) -> bool:
+    """Set OMP_NUM_THREADS for the import of torch as ranks will have it; return whether it was set here."""
+    ranks = guess_ranks_per_node(arguments, os.environ)
+    if _THREADS_VARIABLE in os.environ or ranks is None or ranks < 2:
+        return False
+    os.environ[_THREADS_VARIABLE] = str(threads_per_rank(num_cores=usable_cores(), ranks_per_node=ranks))
+    return True
+
+
+def _fork(*, preload_runtime: bool) -> SpawnerHandle | RankStart:
+    from paraplan.launch.spawning import fork_spawner
+
+    if preload_runtime:
+        importlib.import_module("paraplan.runtime")  # once here, where every rank would pay for it
+    gc.freeze()  # a collection in a rank would touch, and so copy, every page that the fork shares
+    return fork_spawner()
+
+
+def _run_rank(start: RankStart) -> NoReturn:
+    from paraplan.launch.bootstrap import FailureRecorder, run_target, watch_process
+    from paraplan.launch.elastic import target_of
+    from paraplan.launch.forked import enter_rank, leave_rank
+
+    inherited = frozenset(sys.modules)
+    enter_rank(start)
+    recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    watch_process(recorder)
+    try:
+        run_target(target_of(start.command), recorder)
+    except SystemExit as end:
+        code = end.code
+    leave_rank(code, inherited_modules=inherited)

@@ -1,0 +1,161 @@
+"""What a launch would start: every rank with its host, GPU, place on the plan's axes, environment and command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from paraplan.errors import CheckFailedError
+from paraplan.launch.cores import threads_per_rank, usable_cores
+from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, min_max_nodes
+from paraplan.plan.ranks import RankGrid
+from paraplan.plan.support import unsupported_reason
+from paraplan.units import format_bytes
+
+CHOSEN_AT_START = "<chosen at start>"
+
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """One rank as it would start. `gpu` is None on a CPU; axes of one rank are left out of its place and its groups."""
+
+    rank: int
+    host: str
+    local_rank: int
+    gpu: str | None
+    coordinates: dict[str, int]
+    groups: dict[str, list[int]]
+    environment: dict[str, str]
+    command: list[str]
+
+
+@dataclass(frozen=True)
+class LaunchTarget:
+    """The machines of a dry run. `gpu_memory_bytes` is None where unknown, `num_cores` where they are not at hand."""
+
+    host: str
+    num_gpus: int
+    gpu_memory_bytes: int | None = None
+    num_cores: int | None = field(default_factory=usable_cores)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The ranks of a launch, and the reasons why it would fail; none if it would not."""
+
+    ranks: list[PlannedRank]
+    problems: list[str]
+
+    def to_json(self) -> str:
+        """Return the dry run as JSON text."""
+        return json.dumps({"ranks": [asdict(rank) for rank in self.ranks], "problems": self.problems}, indent=2)
+
+    def render(self) -> str:
+        """Return the dry run as text: the environment that all ranks share once, then what differs."""
+        shared = set.intersection(*(set(rank.environment.items()) for rank in self.ranks))
+        lines = [f"{len(self.ranks)} ranks; each runs: {shlex.join(self.ranks[0].command)}", "in every rank:"]
+        lines += [f"  {name}={value}" for name, value in sorted(shared)]
+        for rank in self.ranks:
+            where = [f"rank {rank.rank}: host {rank.host}, local rank {rank.local_rank}"]
+            where.append(f"GPU {rank.gpu}" if rank.gpu is not None else "CPU")
+            if rank.coordinates:
+                where.append(" ".join(f"{axis} {position}" for axis, position in rank.coordinates.items()))
+            lines.append(", ".join(where))
+            lines += [f"  {axis} group: {' '.join(map(str, group))}" for axis, group in rank.groups.items()]
+            own = sorted(set(rank.environment.items()) - shared)
+            lines.append("  " + " ".join(f"{name}={value}" for name, value in own))
+        return "\n".join(lines) + "\n"
+
+    def require_runnable(self) -> None:
+        """Raise `CheckFailedError` with the first reason why the launch would fail."""
+        if self.problems:
+            raise CheckFailedError(self.problems[0], hint="make a plan for these machines: paraplan recommend MODEL")
+
+
+def plan_launch(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget) -> DryRun:
+    """Return what the launch of `request` would start with `ranks_per_node` ranks on each node of `target`.
+
+    For an elastic launch (MIN:MAX nodes) it is the start with all nodes.
+    """
+    arguments = request.arguments
+    num_nodes = min_max_nodes(arguments.nnodes)[1]
+    grid = RankGrid.of_plan(request.plan) if request.plan else None
+    gpus = _gpu_names(request, target)
+    ranks = []
+    for rank in range(num_nodes * ranks_per_node):
+        node, local_rank = divmod(rank, ranks_per_node)
+        axes = [axis for axis in grid.axes if grid.size(axis) > 1] if grid else []
+        ranks.append(
+            PlannedRank(
+                rank=rank,
+                host=target.host if num_nodes == 1 else f"{target.host} {node}",
+                local_rank=local_rank,
+                gpu=gpus[local_rank] if local_rank < len(gpus) else None,
+                coordinates={axis: grid.coordinates(rank)[axis] for axis in axes} if grid else {},
+                groups={axis: grid.group(axis, rank) for axis in axes} if grid else {},
+                environment=_environment(request, rank, ranks_per_node=ranks_per_node, target=target),
+                command=_command(arguments),
+            )
+        )
+    return DryRun(ranks, _problems(request, ranks_per_node=ranks_per_node, target=target))
+
+
+def _gpu_names(request: LaunchRequest, target: LaunchTarget) -> Sequence[str]:
+    return request.gpus if request.gpus is not None else [str(index) for index in range(target.num_gpus)]
+
+
+def _environment(request: LaunchRequest, rank: int, *, ranks_per_node: int, target: LaunchTarget) -> dict[str, str]:
+    """Return what the launcher adds to the environment of a rank, where it is known before the start."""
+    arguments = request.arguments
+    num_nodes = min_max_nodes(arguments.nnodes)[1]
+    world_size = str(num_nodes * ranks_per_node)
+    is_static = arguments.rdzv_backend == "static" and (arguments.master_port is not None or num_nodes > 1)
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "GROUP_RANK": str(rank // ranks_per_node),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": arguments.role,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": arguments.master_addr if is_static else CHOSEN_AT_START,
+        "MASTER_PORT": str(arguments.master_port or 29500) if is_static else CHOSEN_AT_START,
+    }
+    if request.plan_path:
+        environment[PLAN_VARIABLE] = request.plan_path
+    if request.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(request.gpus)
+    if "OMP_NUM_THREADS" not in os.environ and target.num_cores is not None and ranks_per_node > 1:
+        threads = threads_per_rank(num_cores=target.num_cores, ranks_per_node=ranks_per_node)
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
+def _command(arguments: Namespace) -> list[str]:
+    words = [arguments.training_script, *arguments.training_script_args]
+    if arguments.no_python:
+        return words
+    return [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else []), *words]
+
+
+def _problems(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget) -> list[str]:
+    problems = []
+    reason = unsupported_reason(request.plan) if request.plan else None
+    if reason is not None:
+        problems.append(f"paraplan.runtime cannot execute this plan: {reason}")
+    num_gpus = len(_gpu_names(request, target))
+    if 0 < num_gpus < ranks_per_node:
+        problems.append(f"{ranks_per_node} ranks per node, but {target.host} has {num_gpus} GPUs for them")
+    predicted, memory = request.predicted_peak_bytes, target.gpu_memory_bytes
+    if predicted is not None and memory is not None and predicted > memory:
+        problems.append(
+            f"the plan needs {format_bytes(predicted)} on a GPU, and one of {target.host} has {format_bytes(memory)}"
+        )
+    return problems

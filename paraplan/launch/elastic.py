@@ -1,0 +1,156 @@
+"""torch's elastic agent with our ranks in it: rendezvous, restarts and membership are torch's, processes are ours."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+from torch.distributed.run import config_from_args
+
+from paraplan.launch import bootstrap
+from paraplan.launch.processes import AttemptSettings, JobRecord, RankProcesses
+from paraplan.launch.request import min_max_nodes
+from paraplan.launch.spawning import SpawnerHandle
+
+DEFAULT_MASTER_PORT = 29500
+_NO_INTERPRETER_OPTIONS = {"-u", "-m"}
+
+
+def rendezvous_arguments(arguments: Namespace) -> Namespace:
+    """Return `arguments` with the rendezvous that torchrun chooses where none is asked for.
+
+    `--standalone`, and one node without an endpoint or a port, meet in a store of their own on a free port.
+    """
+    chosen = Namespace(**vars(arguments))
+    unasked = chosen.rdzv_backend == "static" and not chosen.rdzv_endpoint and chosen.master_port is None
+    if chosen.standalone or (unasked and min_max_nodes(chosen.nnodes)[1] == 1):
+        chosen.rdzv_backend = "c10d"
+        chosen.rdzv_endpoint = "localhost:0"
+        chosen.rdzv_id = str(uuid.uuid4())
+    if chosen.master_port is None:
+        chosen.master_port = DEFAULT_MASTER_PORT
+    return chosen
+
+
+def make_config(arguments: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """Return torch's configuration of the job, and the program of a rank with its arguments.
+
+    Raises what torch raises for arguments that it refuses: ValueError, AssertionError, RuntimeError, OSError.
+    """
+    return config_from_args(rendezvous_arguments(arguments))
+
+
+def run_agent(
+    config: LaunchConfig,
+    program: Callable[..., Any] | str,
+    program_arguments: list[str],
+    *,
+    spawner: SpawnerHandle,
+    settings: AttemptSettings,
+    job: JobRecord,
+) -> dict[int, Any]:
+    """Run the job on this node under torch's elastic agent, until all ranks have ended.
+
+    Raises torch's ChildFailedError for a failed rank, its SignalException for a signal, and its rendezvous errors.
+    """
+    start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
+    with _agent_starting_by(start):
+        return launch_agent(config, program, program_arguments)
+
+
+@contextmanager
+def _agent_starting_by(start: Callable[..., PContext]) -> Iterator[None]:
+    """Have torch's local agent start its processes by `start` inside this block.
+
+    The agent composes each rank's environment and then calls `start_processes` by its module's name; it has no
+    argument for it. Binding that one name keeps the environment torch's own, with all that a new torch adds to it.
+    """
+    names = vars(local_agent)
+    torchs = names["start_processes"]
+    names["start_processes"] = start
+    try:
+        yield
+    finally:
+        names["start_processes"] = torchs
+
+
+def _start_ranks(
+    name: str,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[str, ...]],
+    envs: dict[int, dict[str, str]],
+    logs_specs: Any,
+    log_line_prefixes: dict[int, str] | None = None,
+    start_method: str = "spawn",
+    numa_options: Any = None,
+    *,
+    spawner: SpawnerHandle,
+    settings: AttemptSettings,
+    job: JobRecord,
+    **torch_options: Any,
+) -> PContext:
+    """Start the ranks of one attempt; the signature is that of torch's `start_processes`."""
+    if not isinstance(entrypoint, str):  # --run-path: functions go through torch.multiprocessing
+        for env in envs.values():
+            env.update(settings.extra_environment)
+        return start_torchs_processes(
+            name=name,
+            entrypoint=entrypoint,
+            args=args,
+            envs=envs,
+            logs_specs=logs_specs,
+            log_line_prefixes=log_line_prefixes,
+            start_method=start_method,
+            numa_options=numa_options,
+            **torch_options,
+        )
+    commands = {rank: (entrypoint, *map(str, arguments)) for rank, arguments in args.items()}
+    if numa_options is not None:
+        commands = {rank: _bound_to_numa(command, rank, numa_options) for rank, command in commands.items()}
+    processes = RankProcesses(
+        name,
+        commands=commands,
+        envs=envs,
+        logs_specs=logs_specs,
+        spawner=spawner,
+        settings=settings,
+        job=job,
+        torch_options={"log_line_prefixes": log_line_prefixes, **torch_options},
+    )
+    try:
+        processes.start()
+    except BaseException:
+        processes.close()
+        raise
+    return processes
+
+
+def _bound_to_numa(command: tuple[str, ...], rank: int, numa_options: Any) -> tuple[str, ...]:
+    from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding  # torch has no public name for it
+
+    return _maybe_wrap_command_args_with_numa_binding(command, gpu_index=rank, numa_options=numa_options)
+
+
+def with_bootstrap(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return an interpreter's command with our bootstrap before the script: `python -u bootstrap.py train.py ...`."""
+    index = command.index("-u") + 1 if "-u" in command else 1
+    return (*command[:index], str(Path(bootstrap.__file__)), *command[index:])
+
+
+def target_of(command: tuple[str, ...]) -> bootstrap.Target:
+    """Return what an interpreter's command `python -u [-m] NAME ARGUMENTS...` runs."""
+    words = list(command[1:])
+    options = set()
+    while words and words[0] in _NO_INTERPRETER_OPTIONS:
+        options.add(words.pop(0))
+    name, *arguments = words
+    return bootstrap.Target(name, tuple(arguments), is_module="-m" in options)

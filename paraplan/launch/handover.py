@@ -1,0 +1,27 @@
+"""From the process of the command line to the launcher's: what `paraplan launch` imports, and nothing more."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from paraplan.errors import UsageError
+
+
+def become_launcher(
+    arguments: Sequence[str], *, find_module: Callable[[str], object | None] = importlib.util.find_spec
+) -> NoReturn:
+    """Replace this process by the launcher, a fresh interpreter with the same process id. Raises `UsageError`.
+
+    Ranks are forked from the launcher: what the command line of paraplan has imported must not be in them.
+    """
+    if find_module("torch") is None:
+        raise UsageError("paraplan launch needs torch, which is not installed", hint='pip install "paraplan[runtime]"')
+    entry = Path(__file__).with_name("__main__.py")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-u", str(entry), *arguments])  # noqa: S606 (no shell is wanted)

@@ -1,0 +1,166 @@
+"""A job on this node from its arguments to its exit status, with what is said about its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import determine_local_world_size
+
+from paraplan.errors import ParaplanError
+from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.failures import first_failure
+from paraplan.launch.hang import HANG_EXIT_STATUS
+from paraplan.launch.memory_kills import count_memory_kills, new_memory_kill
+from paraplan.launch.ports import find_listener
+from paraplan.launch.processes import JobRecord
+from paraplan.launch.report import ReportContext, render_failures, say, write_report
+from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes
+from paraplan.launch.run import count_gpus, run_job
+from paraplan.launch.spawning import SpawnerHandle, SpawnerLostError
+
+if TYPE_CHECKING:
+    from paraplan.launch import dry_run
+
+
+class MeetingError(ParaplanError):
+    """Nodes that do not find each other, or a port that is taken."""
+
+    exit_status = 1
+
+
+def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_threads: str | None) -> int:
+    """Run the job; return its exit status, with the reason of a failure on stderr.
+
+    `fork` starts ranks with torch imported; `imported_threads` is the OMP_NUM_THREADS that it was imported with. Raises
+    `ParaplanError` for what the user can mend before ranks start.
+    """
+    request = check_request(args, num_gpus=count_gpus(), current_folder=Path.cwd())
+    job = JobRecord()
+    try:
+        run_job(request, spawner=spawner, job=job, fork=fork, imported_threads=imported_threads)
+    except ChildFailedError:
+        return _report(request, job)
+    except SignalException as stop:
+        say(f"{stop.sigval.name} ended the job; all ranks have been stopped")
+        return 128 + int(stop.sigval)
+    except SpawnerLostError as error:
+        say(f"{error}, and the ranks with it; often the system is out of memory")
+        return 128 + signal.SIGKILL
+    except (RendezvousError, DistError) as error:
+        raise _meeting_error(str(error)) from error
+    except (ValueError, AssertionError, OSError) as error:
+        if job.attempts or isinstance(error, ParaplanError):
+            raise
+        raise ArgumentError(str(error).rstrip("."), hint="paraplan launch --help lists the options") from error
+    return 0
+
+
+def forks_ranks(args: Namespace) -> bool:
+    """Return whether the arguments let ranks be forked with torch imported; else they get interpreters of their own."""
+    return not (
+        args.start_method == "exec"
+        or args.no_python
+        or args.run_path
+        or args.numa_binding
+        or "PYTHON_EXEC" in os.environ
+    )
+
+
+def _meeting_error(said: str) -> MeetingError:
+    """Return what torch `said` about a failed rendezvous as one sentence with something to do."""
+    port = re.search(r"\bport: (\d+)", said)
+    if port is not None and "EADDRINUSE" in said:
+        listener = find_listener(int(port[1]))
+        return MeetingError(
+            f"port {port[1]} of this host is taken" + (f" by {listener}" if listener else ""),
+            hint="give another --master-port or --rdzv-endpoint; without them one node takes a free port by itself",
+        )
+    return MeetingError(
+        f"the nodes could not meet: {said.splitlines()[0].rstrip('.')}",
+        hint="check --rdzv-endpoint, --master-addr and --master-port, and that each node can reach that address",
+    )
+
+
+def show_dry_run(args: Namespace) -> int:
+    """Print what would be started, on stdout; return the exit status. Raises `CheckFailedError` if it could not run."""
+    from paraplan.launch.dry_run import LaunchTarget, plan_launch  # imports pydantic, which other launches do without
+
+    if args.profile is None:
+        num_gpus = count_gpus()
+        memory = min((torch.cuda.get_device_properties(index).total_memory for index in range(num_gpus)), default=None)
+        target = LaunchTarget(host=socket.gethostname(), num_gpus=num_gpus, gpu_memory_bytes=memory)
+    else:
+        target = _profile_target(args.profile)
+    request = _dry_request(args, target)
+    words = request.arguments.nproc_per_node
+    if words in ("gpu", "auto") and target.num_gpus:
+        ranks = target.num_gpus if request.gpus is None else len(request.gpus)
+    else:
+        ranks = determine_local_world_size(words)
+    plan = plan_launch(request, ranks_per_node=ranks, target=target)
+    sys.stdout.write(plan.to_json() + "\n" if args.json else plan.render())
+    plan.require_runnable()
+    return 0
+
+
+def _dry_request(args: Namespace, target: dry_run.LaunchTarget) -> LaunchRequest:
+    if args.profile is None:
+        return check_request(args, num_gpus=target.num_gpus, current_folder=Path.cwd())
+    from paraplan.hardware.profile_files import load_machine
+
+    return check_request(
+        args,
+        num_gpus=target.num_gpus,
+        current_folder=Path.cwd(),
+        read_gpus=lambda: load_machine(args.profile).node.gpus,
+        environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # a profile's GPUs have no UUIDs, only their numbers
+    )
+
+
+def _profile_target(name: str) -> dry_run.LaunchTarget:
+    from paraplan.hardware.profile_files import cluster_from_profile
+    from paraplan.launch.dry_run import LaunchTarget
+
+    cluster = cluster_from_profile(name)
+    if cluster.gpu.vendor == "cpu":
+        return LaunchTarget(host=cluster.name, num_gpus=0, num_cores=None)
+    memory = cluster.gpu_memory_bytes
+    return LaunchTarget(host=cluster.name, num_gpus=cluster.gpus_per_node, gpu_memory_bytes=memory, num_cores=None)
+
+
+def _report(request: LaunchRequest, job: JobRecord) -> int:
+    if job.hang is not None:
+        write_report(job.hang.render())
+        return HANG_EXIT_STATUS
+    first = first_failure(job.failures)
+    context = ReportContext(
+        hostname=socket.gethostname(),
+        elapsed_s=max(0.0, (first.time_ns - (job.started_ns or time.time_ns())) / 1e9),
+        coordinates=_coordinates(request, first.global_rank),
+        memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
+        predicted_peak_bytes=request.predicted_peak_bytes,
+        num_nodes=min_max_nodes(request.arguments.nnodes)[1],
+    )
+    write_report(render_failures(job.failures, context))
+    return first.exit_status
+
+
+def _coordinates(request: LaunchRequest, rank: int) -> dict[str, int]:
+    if request.plan is None:
+        return {}
+    from paraplan.plan.ranks import RankGrid  # as the plan itself, only where there is one
+
+    return {str(axis): position for axis, position in RankGrid.of_plan(request.plan).coordinates(rank).items()}

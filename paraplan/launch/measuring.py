@@ -1,0 +1,226 @@
+"""Ranks that measure the links of this machine: started, watched, and ended with the process that asked for them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import importlib.metadata
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+import paraplan
+from paraplan.errors import ParaplanError, UsageError
+from paraplan.hardware.cluster import Cluster
+from paraplan.hardware.link_measurement import (
+    CPU_MESSAGE_BYTES,
+    GPU_MESSAGE_BYTES,
+    LinkReport,
+    MeasureRequest,
+    RankEvent,
+    groups_to_measure,
+    report_links,
+)
+from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.hardware.topology import NodeTopology
+
+_START_ALLOWANCE_S = 180.0  # importing torch on slow disks, and one message that takes longer than the time for all
+_GRACE_S = 2.0
+
+
+class MeasurementError(ParaplanError):
+    """Ranks that measured links failed, or did not end in time."""
+
+    exit_status = 1
+
+
+def measure_machine(
+    node: NodeTopology,
+    *,
+    cluster: Cluster | None,
+    on_gpus: bool,
+    max_seconds: float,
+    environment: Mapping[str, str],
+    watch: Callable[[MeasureRequest], Callable[[RankEvent], None]] = lambda request: lambda event: None,
+) -> LinkReport:
+    """Return what the links between the GPUs of `node` reach, one rank for each GPU in their order.
+
+    `environment` must show exactly these GPUs to CUDA. Without `on_gpus` the ranks are CPU processes. `cluster` says
+    what is expected (None: unknown). `watch` is told the request and returns what gets each report.
+    Raises `MeasurementError`, and `UsageError` where torch is missing or there is no pair to measure.
+    """
+    try:
+        torch_version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError("measuring links needs torch", hint="pip install torch, as suits these GPUs") from None
+    groups = groups_to_measure(node, members="GPUs" if on_gpus else "processes")
+    if not groups:
+        raise UsageError("there is one GPU, and no link to measure", hint="--ranks 2 measures CPU processes")
+    rank_of = {gpu.index: rank for rank, gpu in enumerate(node.gpus)}
+    request = MeasureRequest(
+        device="cuda" if on_gpus else "cpu",
+        groups=tuple(tuple(sorted(rank_of[gpu] for gpu in group.gpus)) for group in groups),
+        message_bytes=GPU_MESSAGE_BYTES if on_gpus else CPU_MESSAGE_BYTES,
+        max_seconds=max_seconds,
+    )
+    events = measure_links(request, num_ranks=len(node.gpus), environment=environment, on_event=watch(request))
+    backend = "nccl" if on_gpus else "gloo"
+    return report_links(
+        events,
+        groups=groups,
+        cluster=cluster,
+        table=load_link_speeds(),
+        backend=backend,
+        source=f"measured on this machine with {backend}, torch {torch_version}, {dt.date.today()}",
+    )
+
+
+def measure_links(
+    request: MeasureRequest,
+    *,
+    num_ranks: int,
+    environment: Mapping[str, str],
+    on_event: Callable[[RankEvent], None] = lambda event: None,
+) -> list[RankEvent]:
+    """Return what `num_ranks` ranks on this machine report on `request`; `on_event` gets each report at once.
+
+    `environment` is that of the ranks. They have ended when this returns or raises, also by Ctrl-C or SIGTERM; when
+    this process is killed they end by themselves. Raises `MeasurementError` with the last words of a failed rank.
+    """
+    with tempfile.TemporaryDirectory(prefix="paraplan_") as folder, _stopped_by_sigterm():
+        read_fd, write_fd = os.pipe()
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            try:
+                ranks.extend(
+                    _start(rank, num_ranks, Path(folder), write_fd, request, environment) for rank in range(num_ranks)
+                )
+            finally:
+                os.close(write_fd)
+            return _collect(ranks, read_fd, Path(folder), request, on_event)
+        finally:
+            os.close(read_fd)
+            _stop(ranks)
+
+
+def _start(
+    rank: int, num_ranks: int, folder: Path, write_fd: int, request: MeasureRequest, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    package_folder = str(Path(paraplan.__file__).parent.parent)
+    search_path = os.pathsep.join(filter(None, [package_folder, environment.get("PYTHONPATH", "")]))
+    own = {"PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"} | _on_loopback(environment)
+    words = [str(rank), str(num_ranks), str(folder / "store"), str(write_fd)]
+    with (folder / f"{rank}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "paraplan.runtime.measure_links", *words],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=dict(environment) | own,
+            pass_fds=[write_fd],
+            start_new_session=True,  # a Ctrl-C of the terminal is this process's to act on
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended already; its exit status will tell
+        process.stdin.write(request.to_json(indent=None).encode() + b"\n")
+        process.stdin.flush()  # and stays open: that it closes is how ranks learn that this process has ended
+    return process
+
+
+def _on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep the sockets of gloo and NCCL on the loopback interface."""
+    interface = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: interface for name in variables if interface is not None and name not in environment}
+
+
+def _collect(
+    ranks: list[subprocess.Popen[bytes]],
+    read_fd: int,
+    folder: Path,
+    request: MeasureRequest,
+    on_event: Callable[[RankEvent], None],
+) -> list[RankEvent]:
+    events: list[RankEvent] = []
+    deadline = time.monotonic() + request.max_seconds + _START_ALLOWANCE_S
+    received, is_open = b"", True
+    while is_open or any(rank.poll() is None for rank in ranks):
+        ready, _, _ = select.select([read_fd] if is_open else [], [], [], 0.1)
+        if ready:
+            data = os.read(read_fd, 1 << 16)
+            is_open = bool(data)
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                events.append(RankEvent.model_validate_json(line))
+                on_event(events[-1])
+        failed = [number for number, rank in enumerate(ranks) if rank.poll()]
+        if failed:
+            raise _failure(ranks, failed, folder)
+        if time.monotonic() > deadline:
+            raise MeasurementError(
+                f"{len(ranks)} ranks have not measured {request.num_timings} messages within "
+                f"{request.max_seconds + _START_ALLOWANCE_S:.0f} s",
+                hint="NCCL_DEBUG=INFO and fewer GPUs (--gpus) show which link hangs",
+            )
+    return events
+
+
+def _failure(ranks: list[subprocess.Popen[bytes]], failed: list[int], folder: Path) -> MeasurementError:
+    """Return the error that names the rank whose fault it was: not one that only lost its connection to another."""
+    time.sleep(0.3)  # ranks that fail together, each with its own reason
+    failed = [number for number, rank in enumerate(ranks) if rank.poll()]
+    words = {number: _last_words(folder / f"{number}.log") for number in failed}
+    lost = ("connection closed by peer", "connection reset", "socket closed", "remote process has exited")
+    cause = next((number for number in failed if not any(word in words[number].lower() for word in lost)), failed[0])
+    status = ranks[cause].returncode
+    ended = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
+    return MeasurementError(
+        f"rank {cause} that measured links {ended}: {words[cause] or 'it said nothing'}",
+        hint="paraplan topo without --measure shows what is known of the machine",
+    )
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:500] if lines else ""
+
+
+def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        if rank.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                rank.stdin.close()
+    deadline = time.monotonic() + _GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM unwind this process as Ctrl-C does, with the status that a shell gives it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

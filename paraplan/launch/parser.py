@@ -1,0 +1,119 @@
+"""The options of `paraplan launch`: torchrun's own, taken from the torch that is installed, and ours beside them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch.distributed.run import get_args_parser
+
+from paraplan.launch.arguments import ArgumentError
+
+OUR_OPTIONS = ("--plan", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout")
+_EXEC = "exec"
+
+
+class LaunchParser(argparse.ArgumentParser):
+    """A parser that raises `ArgumentError` in place of exiting, and lets no option of ours shadow one of torchrun's.
+
+    torchrun accepts abbreviated options. Where an abbreviation fits one of its options and one of ours, it means
+    torchrun's, as it always did.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `ArgumentError`; argparse calls this for every mistake in the arguments."""
+        if "training_script" in message:
+            raise ArgumentError(
+                "no training script given", hint="paraplan launch [options] train.py [arguments of train.py]"
+            )
+        raise ArgumentError(message, hint="paraplan launch --help lists the options")
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        matches = super()._get_option_tuples(option_string)
+        torchs = [match for match in matches if not set(match[0].option_strings) & set(OUR_OPTIONS)]
+        candidates = torchs or matches
+        is_one_option = len({id(match[0]) for match in candidates}) == 1  # its spellings with - and _ are no choice
+        return candidates[:1] if is_one_option else candidates
+
+
+def build_parser() -> LaunchParser:
+    """Return the parser of `paraplan launch`. PET_ variables of the environment are its defaults, as with torchrun."""
+    torchs = get_args_parser()
+    for action in torchs._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        if action.dest == "start_method" and action.choices is not None:
+            action.choices = [*action.choices, _EXEC]
+            action.help = (
+                "How ranks start: forked with torch imported already (the default), or 'exec': each with an "
+                "interpreter that imports torch itself, as torchrun does. With --run-path: multiprocessing's methods."
+            )
+        if action.dest == "nproc_per_node":
+            action.help = (
+                "Number of ranks per node: a number, auto, gpu, cpu or xpu. Default: the plan's, or one for each GPU, "
+                "or 1 without a GPU."
+            )
+        if action.dest == "nnodes":
+            action.help = "Number of nodes, or MIN:MAX of an elastic job. Default: the plan's, or 1."
+    parser = LaunchParser(
+        prog="paraplan launch",
+        usage="paraplan launch [options] train.py [arguments of train.py]",
+        description=(
+            "Start one process (rank) per GPU, or --nproc-per-node on a CPU, that train together; torchrun's equal, "
+            "with the same options and the same environment in each rank. A plan made by `paraplan recommend -o "
+            "plan.json` sets the number of ranks and reaches the script through paraplan.runtime."
+        ),
+        epilog="The job ends with the exit status of the rank that failed first; 128+n where signal n ended it.",
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="help", help="Show this and exit.")
+    ours = parser.add_argument_group("options of paraplan")
+    ours.add_argument(
+        "--plan",
+        metavar="PLAN.json",
+        help="Run this plan: sets the numbers of nodes and ranks where they are not given, refuses any that differ.",
+    )
+    ours.add_argument(
+        "--gpus",
+        metavar="0,2",
+        help="Use these GPUs of each node in this order (2: the first two), one rank each without --nproc-per-node.",
+    )
+    ours.add_argument(
+        "--hang-timeout",
+        metavar="SECONDS",
+        type=float,
+        help="End the job, with the stacks of all ranks, when no rank has moved for so long. Give more than the "
+        "longest call that only computes takes. Default: never.",
+    )
+    ours.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="Show every rank with its host, GPU, place in the plan, environment and command; start nothing. "
+        "Exit status 1 if it could not run or would not fit.",
+    )
+    ours.add_argument("--profile", metavar="NAME", help="With --dry-run: for machines of this profile, not this one.")
+    ours.add_argument("--json", action="store_true", help="With --dry-run: as JSON.")
+    _take_over(parser, torchs)
+    return parser
+
+
+def _take_over(parser: LaunchParser, torchs: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("options of torchrun (each also as PET_<NAME> in the environment)")
+    for action in torchs._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        (group if action.option_strings else parser)._add_action(action)
+        if action.nargs != 0 and action.metavar is None and action.choices is None and action.option_strings:
+            action.metavar = "VALUE"  # argparse repeats a long name for each spelling
+
+
+def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> argparse.Namespace:
+    """Return the parsed arguments (None: of this process).
+
+    `nnodes` and `nproc_per_node` are None where neither the command line nor PET_ variables give them.
+    Raises `ArgumentError` for mistakes.
+    """
+    parser = build_parser()
+    defaults = {name: None for name in ("nnodes", "nproc_per_node") if f"PET_{name.upper()}" not in environment}
+    return parser.parse_args(arguments, argparse.Namespace(**defaults))

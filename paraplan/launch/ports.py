@@ -1,0 +1,36 @@
+"""Who listens on a port of this host, as Linux tells it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+_LISTENING = "0A"  # the state TCP_LISTEN in /proc/net/tcp
+
+
+def find_listener(port: int, *, proc: Path = Path("/proc")) -> str | None:
+    """Return the process that listens on TCP `port` as `python (pid 812)`; None where nobody does or it is hidden.
+
+    Processes of other users and of other containers cannot be seen.
+    """
+    sockets = _listening_sockets(port, proc)
+    if not sockets:
+        return None
+    for folder in sorted(proc.glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        with contextlib.suppress(OSError):
+            for descriptor in (folder / "fd").iterdir():
+                if descriptor.readlink().name in sockets:
+                    return f"{(folder / 'comm').read_text().strip()} (pid {folder.name})"
+    return None
+
+
+def _listening_sockets(port: int, proc: Path) -> set[str]:
+    """Return the names `socket:[inode]` of sockets that listen on `port`."""
+    names = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in (proc / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    names.add(f"socket:[{fields[9]}]")
+    return names

@@ -1,0 +1,273 @@
+"""The ranks of one attempt on this node, in the shape that torch's elastic agent expects: `RankProcesses`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs, PContext, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from paraplan.launch.bootstrap import STACK_FILE
+from paraplan.launch.failures import RankFailure, first_failure, read_failure
+from paraplan.launch.hang import HangVerdict, HangWatch, count_waits
+from paraplan.launch.memory_kills import MemoryKills, count_memory_kills
+from paraplan.launch.spawning import RankCommand, RankExit, SpawnerHandle
+
+STACK_SIGNAL = signal.SIGRTMAX - 1
+"""Asks a rank for its stacks: a real-time signal, for which scripts have no use."""
+
+SETTLE_S = 0.5
+"""How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
+
+
+@dataclass(frozen=True)
+class AttemptSettings:
+    """How ranks start and stop.
+
+    `grace_s` passes between a request to end (SIGTERM) and SIGKILL, whatever the reason for ending.
+    `fork` starts ranks with torch imported; `num_threads` is then what torch is set to in them, None for as imported.
+    `wrap_command` turns an interpreter's command into what is executed, for ranks that are not forked.
+    `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
+    """
+
+    grace_s: float
+    fork: bool
+    num_threads: int | None
+    extra_environment: Mapping[str, str]
+    wrap_command: Callable[[tuple[str, ...]], tuple[str, ...]]
+    hang_timeout_s: float | None = None
+
+
+@dataclass
+class JobRecord:
+    """What is known of a job while it runs; the attempts write it, the report reads it."""
+
+    started_ns: int | None = None
+    kills_before: MemoryKills | None = None
+    failures: list[RankFailure] = field(default_factory=list)
+    attempts: int = 0
+    hang: HangVerdict | None = None
+
+
+class _HeldSignals:
+    """torch's signal handlers raise wherever they strike; inside `held` they wait, so that no message is torn."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._pending: list[tuple[Callable[[int, FrameType | None], Any], int]] = []
+
+    def wrap_handlers(self, names: Sequence[str]) -> None:
+        """Put this object before the Python handlers of the signals `names`."""
+        for name in names:
+            number = signal.Signals.__members__.get(name.strip())
+            if number is None:
+                continue  # torch has warned of it
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not signal.default_int_handler:
+                signal.signal(number, self._holding(handler))
+
+    def _holding(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], Any]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._depth:
+                self._pending.append((handler, number))
+            else:
+                handler(number, frame)
+
+        return handle
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let signals wait until the end of this block."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._pending and not self._depth:
+            handler, number = self._pending.pop(0)
+            self._pending.clear()
+            handler(number, None)
+
+
+class RankProcesses(PContext):
+    """One attempt of the ranks of this node, started by a spawner and watched by torch's elastic agent."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        commands: dict[int, tuple[str, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        spawner: SpawnerHandle,
+        settings: AttemptSettings,
+        job: JobRecord,
+        torch_options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(name, "ranks", commands, envs, logs_specs, **torch_options)
+        self._spawner = spawner
+        self._settings = settings
+        self._job = job
+        self._signals = _HeldSignals()
+        self._pids: dict[int, int] = {}
+        self._exits: dict[int, RankExit] = {}
+        self._stopped: set[int] = set()
+        self._is_closed = False
+        self._watch = self._make_watch() if settings.hang_timeout_s is not None else None
+
+    def _make_watch(self) -> HangWatch:
+        def request_stacks(ranks: list[int]) -> None:
+            with self._signals.held():
+                self._spawner.signal(STACK_SIGNAL, only_leaders_of=ranks)
+
+        return HangWatch(
+            timeout_s=float(self._settings.hang_timeout_s or 0),
+            stack_files={rank: Path(path).with_name(STACK_FILE) for rank, path in self.error_files.items()},
+            request_stacks=request_stacks,
+            count_waits=lambda rank: count_waits(self._pids[rank]),
+        )
+
+    def _start(self) -> None:
+        """Start the ranks. The base class has put torch's signal handlers in place."""
+        if threading.current_thread() is threading.main_thread():
+            names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+            self._signals.wrap_handlers(names.split(","))
+        self._job.attempts += 1
+        self._job.failures = []
+        self._job.hang = None
+        self._job.started_ns = time.time_ns()
+        self._job.kills_before = count_memory_kills()
+        commands = [
+            RankCommand(
+                local_rank=rank,
+                command=self.args[rank] if self._settings.fork else self._settings.wrap_command(self.args[rank]),
+                environment={**self.envs[rank], **self._settings.extra_environment},
+                stdout=self.stdouts[rank],
+                stderr=self.stderrs[rank],
+            )
+            for rank in range(self.nprocs)
+        ]
+        with self._signals.held():
+            self._pids = self._spawner.start(
+                commands,
+                environment=os.environ,
+                fork=self._settings.fork,
+                num_threads=self._settings.num_threads,
+            )
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the ranks by local rank."""
+        return dict(self._pids)
+
+    def _poll(self) -> RunProcsResult | None:
+        """Return the result once all ranks have ended or one has failed, None before."""
+        self._collect()
+        if self._is_running() and not self._failed():
+            if not self._hangs():
+                return None
+            self.close()
+            return self._result()
+        deadline = time.monotonic() + SETTLE_S
+        while self._is_running() and time.monotonic() < deadline:
+            self._collect(timeout_s=0.05)
+        self.close()
+        return self._result()
+
+    def _hangs(self) -> bool:
+        running = sorted(set(self._pids) - set(self._exits))
+        verdict = self._watch.check(running) if self._watch is not None else None
+        if verdict is None:
+            return False
+        stacks = {int(self.envs[rank].get("RANK", rank)): stack for rank, stack in verdict.stacks.items()}
+        self._job.hang = replace(verdict, stacks=stacks)
+        return True
+
+    def _is_running(self) -> bool:
+        return len(self._exits) < len(self._pids)
+
+    def _failed(self) -> bool:
+        return any(end.code != 0 for end in self._exits.values())
+
+    def _collect(self, *, timeout_s: float = 0.0) -> None:
+        with self._signals.held():
+            for end in self._spawner.exits(timeout_s=timeout_s):
+                self._exits[end.local_rank] = end
+
+    def _result(self) -> RunProcsResult:
+        failures = self._read_failures()
+        self._job.failures = failures
+        result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
+        if not failures:
+            result.return_values = dict.fromkeys(range(self.nprocs))
+            return result
+        first = first_failure(failures)
+        for failure in failures:
+            torchs = ProcessFailure(
+                local_rank=failure.local_rank,
+                pid=failure.pid,
+                exitcode=failure.exit.code,
+                error_file=failure.error_file,
+            )
+            # torch takes the smallest timestamp for the root cause, and keeps whole seconds only
+            later_ns = 0 if failure is first else max(0, first.time_ns + 1000 - failure.time_ns)
+            torchs.timestamp = (failure.time_ns + later_ns) / 1e9  # type: ignore[assignment]
+            result.failures[failure.local_rank] = torchs
+        return result
+
+    def _read_failures(self) -> list[RankFailure]:
+        return [
+            read_failure(
+                global_rank=int(self.envs[rank].get("RANK", rank)),
+                pid=self._pids[rank],
+                exit=end,
+                error_file=self.error_files[rank] if self.error_files[rank] != os.devnull else "",
+                was_stopped=rank in self._stopped,
+            )
+            for rank, end in sorted(self._exits.items())
+            if end.code != 0
+        ]
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """End the ranks: `death_sig`, the grace time of this job, SIGKILL; then what they have left behind.
+
+        torch passes its own default as `timeout` on some paths, whatever the user asked for, so it is not used.
+        """
+        if self._is_closed or not self._pids:
+            return
+        was_running = self._is_running()
+        self._stopped = set(self._pids) - set(self._exits)
+        try:
+            self._stop(death_sig)
+        except SignalException:  # a second signal: no more patience
+            self._kill()
+            raise
+        self._is_closed = True
+        with self._signals.held():
+            self._spawner.clear(everything=was_running or self._failed(), grace_s=1.0)
+
+    def _stop(self, death_sig: signal.Signals) -> None:
+        if self._is_running():
+            with self._signals.held():
+                self._spawner.signal(death_sig)
+            self._wait_for_exits(self._settings.grace_s)
+        if self._is_running():
+            self._kill()
+
+    def _kill(self) -> None:
+        with self._signals.held():
+            self._spawner.signal(signal.SIGKILL)
+            self._wait_for_exits(5.0)  # longer only for a rank in uninterruptible sleep, which nobody can end
+
+    def _wait_for_exits(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while self._is_running() and time.monotonic() < deadline:
+            self._collect(timeout_s=min(0.1, patience_s))

@@ -1,0 +1,184 @@
+"""What the launcher says on stderr: errors of the user, and the report of a job that failed, in at most ten lines."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paraplan.errors import ParaplanError
+from paraplan.launch.failures import Cause, RankFailure, first_failure
+from paraplan.launch.memory_kills import MemoryKillScope
+from paraplan.launch.spawning import signal_name
+from paraplan.units import format_bytes
+
+MAX_REPORT_LINES = 10
+_MAX_LINE = 200
+
+
+@dataclass(frozen=True)
+class ReportContext:
+    """What the report says beside the failure: where it happened, and what is known of the job.
+
+    `coordinates` gives a global rank's place on the axes of the plan, empty without a plan.
+    `elapsed_s` counts from the start of the ranks to the first failure. `log_folder` is None where none is kept.
+    `memory_kill` says where the kernel has killed a process for want of host memory since the ranks started.
+    `predicted_peak_bytes` is what the plan expects a GPU to hold at most.
+    """
+
+    hostname: str
+    elapsed_s: float | None = None
+    coordinates: Mapping[str, int] | None = None
+    log_folder: str | None = None
+    memory_kill: MemoryKillScope | None = None
+    predicted_peak_bytes: int | None = None
+    num_nodes: int = 1
+
+
+def say(text: str) -> None:
+    """Write one line of the launcher's own to stderr."""
+    write_report(f"paraplan: {text}\n")
+
+
+def write_report(text: str) -> None:
+    """Write lines of the launcher's own to stderr."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def render_error(error: ParaplanError) -> str:
+    """Return what was wrong and what to do, as every command of paraplan prints it."""
+    return f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else "")
+
+
+def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> str:
+    """Return the report of a failed job: the first failure, what became of the other ranks, and the error itself."""
+    first = first_failure(failures)
+    is_elsewhere = context.num_nodes > 1 and first.cause is Cause.COMMUNICATION
+    verb = "lost a connection" if is_elsewhere else "failed first" if len(failures) > 1 else "failed"
+    head = [f"rank {first.global_rank} {verb}: {_what_happened(first, context)}"]
+    if is_elsewhere:
+        head.append("no rank of this node failed by itself: another node's launcher says what happened first")
+    if first.record is not None and first.record.user_hint:
+        head.append(f"hint: {first.record.user_hint}")
+    if first.record is not None and first.record.exception_type == "OutOfMemoryError":
+        head.append(_memory_advice(context))
+    head.append(_where(first, context))
+    others = [failure for failure in failures if failure is not first]
+    if others:
+        head.append(_consequence(others))
+    if context.log_folder:
+        head.append(f"logs: {context.log_folder}")
+    lines = [*head, *_evidence(first, MAX_REPORT_LINES - len(head))]  # so that the error itself is the last line
+    return "".join(f"paraplan: {line}\n" if index == 0 else f"  {line}\n" for index, line in enumerate(lines))
+
+
+def describe_exit(code: int) -> str:
+    """Return a rank's exit in words: `exit code 3`, `killed by SIGSEGV (a crash in native code)`."""
+    if code >= 0:
+        return f"exit code {code}"
+    meanings = {
+        signal.SIGSEGV: "a crash in native code",
+        signal.SIGBUS: "a crash in native code, or a full /dev/shm",
+        signal.SIGFPE: "a crash in native code",
+        signal.SIGILL: "an instruction that this CPU does not have",
+        signal.SIGABRT: "it aborted itself",
+        signal.SIGKILL: "from outside",
+        signal.SIGTERM: "from outside",
+    }
+    meaning = meanings.get(signal.Signals(-code)) if -code in set(signal.Signals) else None
+    return f"killed by {signal_name(-code)}" + (f" ({meaning})" if meaning else "")
+
+
+def _what_happened(failure: RankFailure, context: ReportContext) -> str:
+    record = failure.record
+    if record is None:
+        if failure.exit.code == -signal.SIGKILL:
+            return _describe_kill(failure, context)
+        return describe_exit(failure.exit.code)
+    if record.user_message is not None:
+        return _shortened(record.user_message)
+    if record.exception_type == "SystemExit":
+        said = f": {record.exit_message}" if record.exit_message else ""
+        return _shortened(f"the script ended itself with {describe_exit(failure.exit_status)}{said}")
+    return _shortened(record.message.splitlines()[0] if record.message else record.exception_type or "an error")
+
+
+def _describe_kill(failure: RankFailure, context: ReportContext) -> str:
+    held = f"; it had held up to {format_bytes(failure.exit.max_rss_bytes)}" if failure.exit.max_rss_bytes else ""
+    if context.memory_kill == "cgroup":
+        return f"killed, out of host memory: the memory limit of its cgroup was hit{held}"
+    if context.memory_kill == "host":
+        return f"killed, probably out of host memory: the kernel has killed a process of this host for it{held}"
+    return describe_exit(-signal.SIGKILL) + held
+
+
+def _where(failure: RankFailure, context: ReportContext) -> str:
+    parts = [f"host {context.hostname}", f"local rank {failure.local_rank}", f"pid {failure.pid}"]
+    if failure.cause is not Cause.STOPPED and not (failure.record and failure.exit.code == -signal.SIGTERM):
+        parts.append(describe_exit(failure.exit.code).partition(" (")[0])
+    if context.coordinates:
+        parts.append(" ".join(f"{axis} {position}" for axis, position in context.coordinates.items()))
+    if context.elapsed_s is not None:
+        parts.append(f"{context.elapsed_s:.1f} s after start")
+    return ", ".join(parts)
+
+
+def _memory_advice(context: ReportContext) -> str:
+    if context.predicted_peak_bytes is None:
+        return "hint: paraplan recommend MODEL finds plans that fit this GPU"
+    predicted = format_bytes(context.predicted_peak_bytes)
+    return f"hint: the plan expected at most {predicted} on a GPU; a smaller micro-batch or recompute full needs less"
+
+
+def _evidence(failure: RankFailure, room: int) -> list[str]:
+    """Return the last lines of the traceback or of the crash's stack, at most `room` of them."""
+    record = failure.record
+    if record is not None and (record.user_message is not None or record.exception_type == "SystemExit"):
+        return []
+    if record is not None:
+        lines = _traceback_lines(record.traceback)
+        return lines[-room:] if room > 0 else []
+    if failure.fault:
+        frames = [line.strip() for line in failure.fault.splitlines() if line.lstrip().startswith("File ")]
+        return frames[: min(room, 3)]
+    return []
+
+
+def _traceback_lines(text: str) -> list[str]:
+    """Return the lines that help: frames, their source, the error; not the marks under expressions."""
+    return [
+        _shortened(line.rstrip())
+        for line in text.splitlines()
+        if line.strip() and set(line.strip()) - set("^~") and not line.startswith("Traceback ")
+    ]
+
+
+def _consequence(others: Sequence[RankFailure]) -> str:
+    by_cause: dict[str, list[int]] = {}
+    for failure in others:
+        became = {
+            Cause.OWN_ERROR: "with an error of its own",
+            Cause.ABORT: "by aborting",
+            Cause.COMMUNICATION: "because a connection was lost",
+            Cause.STOPPED: "because the launcher stopped it",
+        }[failure.cause]
+        by_cause.setdefault(became, []).append(failure.global_rank)
+    return "then ended: " + "; ".join(f"{ranks_in_words(ranks)} {became}" for became, ranks in by_cause.items())
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, `ranks 0-2, 5`: neighbours joined."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ("rank " if len(ranks) == 1 else "ranks ") + text
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."

@@ -1,0 +1,252 @@
+"""What is to be launched: the arguments checked and completed by the plan, before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paraplan.errors import NoGpuError, PlanError
+from paraplan.launch.arguments import ArgumentError
+
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
+    from paraplan.hardware.topology import Gpu
+    from paraplan.plan.files import PlanFile
+    from paraplan.plan.parallel import ParallelPlan
+
+PLAN_VARIABLE = "PARAPLAN_PLAN"
+"""Environment variable that gives each rank the absolute path of the plan file."""
+
+_LOCAL_WORLD_WORDS = "a number above 0, auto, cpu, gpu or xpu"
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A checked launch: torchrun's arguments with nodes and ranks filled in, and the plan where there is one.
+
+    `predicted_peak_bytes` is the plan's estimate for one GPU. `gpus` are the devices asked for, as CUDA_VISIBLE_DEVICES
+    names them; None for all.
+    """
+
+    arguments: argparse.Namespace
+    plan: ParallelPlan | None = None
+    plan_path: str | None = None
+    predicted_peak_bytes: int | None = None
+    gpus: tuple[str, ...] | None = None
+
+
+def gpus_of_this_machine() -> Sequence[Gpu]:
+    """Return this machine's GPUs as its driver lists them. Raises `NoGpuError` where there is none."""
+    from paraplan.hardware.nvml import read_this_machine  # only --gpus needs the driver's list
+
+    return read_this_machine().gpus
+
+
+def check_request(
+    arguments: argparse.Namespace,
+    *,
+    num_gpus: int,
+    current_folder: Path,
+    read_gpus: Callable[[], Sequence[Gpu]] = gpus_of_this_machine,
+    environment: Mapping[str, str] = os.environ,
+) -> LaunchRequest:
+    """Return the launch that `arguments` ask for.
+
+    `num_gpus` is the number of GPUs of this node, for the default number of ranks.
+    Raises `ArgumentError` and `PlanError`; nothing has been started then.
+    """
+    completed = argparse.Namespace(**vars(arguments))
+    plan_path = getattr(arguments, "plan", None)
+    gpus = _chosen_gpus(getattr(arguments, "gpus", None), read_gpus=read_gpus, environment=environment)
+    num_gpus = num_gpus if gpus is None else len(gpus)
+    file = read_plan_file(current_folder / plan_path) if plan_path else None
+    if completed.nproc_per_node is not None:
+        _check_local_world(completed.nproc_per_node, num_gpus=num_gpus)
+    if completed.nnodes is not None:
+        _check_nodes(completed.nnodes)
+    if completed.max_restarts < 0:
+        raise ArgumentError(f"--max-restarts {completed.max_restarts} is negative", hint="use 0 or more")
+    _check_hang_timeout(completed)
+    for option in ("redirects", "tee"):
+        _check_streams(option, getattr(completed, option))
+    _check_script(completed, current_folder)
+    if file is not None and plan_path is not None:
+        _complete_from_plan(completed, file, num_gpus=num_gpus, plan_path=plan_path)
+    completed.nnodes = completed.nnodes or "1:1"
+    completed.nproc_per_node = completed.nproc_per_node or str(max(1, num_gpus))
+    return LaunchRequest(
+        arguments=completed,
+        plan=file.plan if file else None,
+        gpus=gpus,
+        predicted_peak_bytes=file.estimate.peak_memory_bytes if file and file.estimate else None,
+        plan_path=str((current_folder / plan_path).resolve()) if plan_path else None,
+    )
+
+
+def _chosen_gpus(
+    words: str | None, *, read_gpus: Callable[[], Sequence[Gpu]], environment: Mapping[str, str]
+) -> tuple[str, ...] | None:
+    """Return the devices of `--gpus` as CUDA_VISIBLE_DEVICES names them, chosen as `paraplan topo --gpus` chooses."""
+    if words is None:
+        return None
+    from paraplan.hardware.cuda_view import cuda_view, select_gpus, visible_devices
+
+    try:
+        gpus = read_gpus()
+    except NoGpuError as error:
+        raise ArgumentError(f"--gpus {words}: {error.message}", hint="leave it out to train on the CPU") from None
+    devices = select_gpus(gpus, words, environment)
+    return tuple(visible_devices(devices, cuda_view(gpus, environment)).split(","))
+
+
+def read_plan_file(path: Path) -> PlanFile:
+    """Return the plan file at `path`. Raises `PlanError` where it is missing, unreadable or no plan."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise PlanError(
+            f"the plan {path} cannot be read: {reason}", hint="write one with paraplan recommend -o"
+        ) from None
+    except UnicodeDecodeError:
+        raise PlanError(f"the plan {path} is not text", hint="write one with paraplan recommend -o") from None
+    from paraplan.plan.files import PlanFile
+
+    return PlanFile.from_json(text, source=str(path))
+
+
+def min_max_nodes(nnodes: str) -> tuple[int, int]:
+    """Return the bounds of `--nnodes N` or `MIN:MAX`. Raises `ArgumentError`."""
+    if not re.fullmatch(r"\d+(:\d+)?", nnodes):
+        raise ArgumentError(f"--nnodes {nnodes} is no number of nodes", hint="use a number such as 2, or MIN:MAX")
+    low, _, high = nnodes.partition(":")
+    return int(low), int(high or low)
+
+
+def _check_nodes(nnodes: str) -> None:
+    low, high = min_max_nodes(nnodes)
+    if not 0 < low <= high:
+        raise ArgumentError(
+            f"--nnodes {nnodes} is no range of nodes", hint="use a number above 0, or MIN:MAX with 0 < MIN <= MAX"
+        )
+
+
+def _check_hang_timeout(arguments: argparse.Namespace) -> None:
+    timeout_s = getattr(arguments, "hang_timeout", None)
+    if timeout_s is None:
+        return
+    if not timeout_s > 0:
+        raise ArgumentError(f"--hang-timeout {timeout_s} is no time to wait", hint="use a number of seconds above 0")
+    if sys.platform != "linux":
+        raise ArgumentError("--hang-timeout watches ranks through /proc, which only Linux has", hint="leave it out")
+    if arguments.no_python or arguments.run_path:
+        raise ArgumentError(
+            "--hang-timeout looks at the Python stacks of ranks, which --no-python and --run-path do not give",
+            hint="leave one of them out",
+        )
+
+
+def _check_streams(option: str, value: str) -> None:
+    if not re.fullmatch(r"[0-3]|\d:[0-3](,\d:[0-3])*", value):
+        raise ArgumentError(
+            f"--{option} {value} names no streams",
+            hint="use 1 for stdout, 2 for stderr, 3 for both, 0 for none; or one for each local rank, such as 0:3,1:2",
+        )
+
+
+def _check_local_world(nproc_per_node: str, *, num_gpus: int) -> None:
+    if nproc_per_node == "gpu" and num_gpus == 0:
+        raise ArgumentError(
+            "--nproc-per-node gpu, but no GPU is visible here", hint="give a number to train on the CPU"
+        )
+    try:
+        number = int(nproc_per_node)
+    except ValueError:
+        if nproc_per_node.isidentifier():  # the name of a device type; torch knows which there are
+            return
+        raise ArgumentError(
+            f"--nproc-per-node {nproc_per_node} is no number of ranks", hint=f"use {_LOCAL_WORLD_WORDS}"
+        ) from None
+    if number < 1:
+        raise ArgumentError(f"--nproc-per-node {number} leaves no rank to start", hint=f"use {_LOCAL_WORLD_WORDS}")
+
+
+def _check_script(arguments: argparse.Namespace, current_folder: Path) -> None:
+    script = arguments.training_script
+    if arguments.module:
+        if arguments.no_python and not arguments.run_path:
+            raise ArgumentError("--no-python and --module contradict each other", hint="give one of them")
+        top = script.partition(".")[0]
+        finder = importlib.machinery.PathFinder.find_spec(top, [str(current_folder), *sys.path])
+        if finder is None and top not in sys.builtin_module_names:
+            raise ArgumentError(f"there is no module {script}", hint="install it, or run from the folder that holds it")
+        return
+    if arguments.no_python and not arguments.run_path:
+        if shutil.which(script) is None and shutil.which(str(current_folder / script)) is None:
+            raise ArgumentError(f"there is no program {script}", hint="give its path, and see that it is executable")
+        return
+    path = current_folder / script
+    if not path.exists():
+        raise ArgumentError(f"there is no script {script}", hint=_similar_scripts(path))
+    if path.is_file() and not os.access(path, os.R_OK):
+        raise ArgumentError(f"the script {script} cannot be read", hint="check its permissions")
+
+
+def _similar_scripts(path: Path) -> str:
+    folder = path.parent
+    near = sorted(file.name for file in folder.glob("*.py"))[:5] if folder.is_dir() else []
+    if near:
+        return f"options come before the script; {folder} holds {', '.join(near)}"
+    return "check the path; options come before the script"
+
+
+def _complete_from_plan(arguments: argparse.Namespace, file: PlanFile, *, num_gpus: int, plan_path: str) -> None:
+    """Fill in nodes and ranks from the plan where they are not given; raise `PlanError` for another world size."""
+    world_size = file.plan.world_size
+    given_nodes = min_max_nodes(arguments.nnodes) if arguments.nnodes is not None else None
+    given_ranks = _given_ranks(arguments.nproc_per_node, num_gpus)
+    nodes, ranks = planned_layout(file)
+    if given_nodes is None and given_ranks == world_size:
+        nodes = 1
+    if given_nodes is not None:
+        nodes = given_nodes[1]
+    if given_ranks is not None:
+        ranks = given_ranks
+    elif world_size % nodes == 0:
+        ranks = world_size // nodes
+    if nodes * ranks != world_size:
+        raise PlanError(
+            f"the plan {plan_path} ({file.plan.describe()}) is for {world_size} ranks, "
+            f"but {nodes} {'node' if nodes == 1 else 'nodes'} with {ranks} ranks each make {nodes * ranks}",
+            hint=f"leave out --nproc-per-node and --nnodes, or make a plan for {nodes * ranks} ranks",
+        )
+    arguments.nnodes = arguments.nnodes or str(nodes)
+    arguments.nproc_per_node = str(ranks)
+
+
+def planned_layout(file: PlanFile) -> tuple[int, int]:
+    """Return nodes and ranks per node that the plan was made for; one node where it does not say."""
+    world_size = file.plan.world_size
+    cluster = file.cluster
+    if cluster is not None and cluster.num_nodes * cluster.gpus_per_node == world_size:
+        return cluster.num_nodes, cluster.gpus_per_node
+    return 1, world_size
+
+
+def _given_ranks(nproc_per_node: str | None, num_gpus: int) -> int | None:
+    if nproc_per_node is None:
+        return None
+    if nproc_per_node.isdigit():
+        return int(nproc_per_node)
+    if nproc_per_node in ("gpu", "auto") and num_gpus > 0:
+        return num_gpus
+    if nproc_per_node in ("cpu", "auto"):
+        return os.cpu_count() or 1
+    return None

@@ -1,0 +1,158 @@
+"""Launching from Python as torchrun's `torch.distributed.run` does: `main(args)`, `run(args)`, and the job itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import parse_min_max_nnodes
+
+from paraplan.launch.bootstrap import STACK_SIGNAL_VARIABLE
+from paraplan.launch.cores import threads_per_rank, usable_cores
+from paraplan.launch.elastic import make_config, run_agent, with_bootstrap
+from paraplan.launch.parser import parse_arguments
+from paraplan.launch.processes import STACK_SIGNAL, AttemptSettings, JobRecord
+from paraplan.launch.report import say
+from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request
+from paraplan.launch.spawning import SpawnerHandle, open_spawner
+
+__all__ = ["main", "parse_min_max_nnodes", "run", "run_job"]
+
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
+_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_NO_FILE = "<N/A>"  # what torch's ProcessFailure has for a rank without an error file
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Launch as the command line `args` (None: this process's) says. The same as `torch.distributed.run.main`.
+
+    Raises torch's ChildFailedError when a rank fails, and `ArgumentError` (a ValueError) for unusable arguments.
+    Ranks get interpreters of their own: a program that calls this may have threads, and such cannot be forked.
+    """
+    run(parse_arguments(args, os.environ))
+
+
+def run(args: Namespace) -> None:
+    """Launch as the parsed arguments `args` say, of our parser or of torchrun's."""
+    request = check_request(args, num_gpus=count_gpus(), current_folder=Path.cwd())
+    spawner = open_spawner()
+    try:
+        run_job(request, spawner=spawner, job=JobRecord(), fork=False)
+    finally:
+        spawner.close()
+
+
+def count_gpus() -> int:
+    """Return the number of CUDA devices that this process may use; 0 without any. It may start CUDA's driver."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def run_job(
+    request: LaunchRequest, *, spawner: SpawnerHandle, job: JobRecord, fork: bool, imported_threads: str | None = None
+) -> dict[int, Any]:
+    """Run the ranks of this node until all have ended; return torch's results by rank.
+
+    `imported_threads` is the OMP_NUM_THREADS that torch was imported with, for ranks that are forked. `job` is written
+    while the job runs. Raises torch's ChildFailedError, SignalException and rendezvous errors. Log files that nobody
+    asked for are removed at the end.
+    """
+    arguments = Namespace(**vars(request.arguments))
+    temporary = _give_log_folder(arguments, spawner)
+    threads_given, visible_before = os.environ.get(_THREADS_VARIABLE), os.environ.get(_DEVICES_VARIABLE)
+    try:
+        if request.gpus is not None:
+            os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, visible_before)
+        config, program, program_arguments = _configure(arguments, threads_given)
+        settings = AttemptSettings(
+            grace_s=float(config.shutdown_timeout if config.shutdown_timeout is not None else 30),
+            fork=fork,
+            num_threads=_threads_to_set(imported_threads) if fork else None,
+            extra_environment=_extra_environment(request),
+            wrap_command=(lambda command: command) if arguments.no_python else with_bootstrap,
+            hang_timeout_s=getattr(arguments, "hang_timeout", None),
+        )
+        run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
+        return run_here(config, program, program_arguments, spawner=spawner, settings=settings, job=job) or {}
+    except ChildFailedError as error:
+        if temporary is not None:  # a caller under @record would copy an error file that is gone
+            for failure in error.failures.values():
+                failure.error_file = _NO_FILE
+        raise
+    finally:
+        if threads_given is None:
+            os.environ.pop(_THREADS_VARIABLE, None)
+        if request.gpus is not None:
+            _restore(_DEVICES_VARIABLE, visible_before)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _extra_environment(request: LaunchRequest) -> dict[str, str]:
+    extra = {PLAN_VARIABLE: request.plan_path} if request.plan_path else {}
+    if getattr(request.arguments, "hang_timeout", None) is not None:
+        extra[STACK_SIGNAL_VARIABLE] = str(int(STACK_SIGNAL))
+    return extra
+
+
+def visible_devices(gpus: Sequence[str], visible_before: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES for the chosen `gpus`; indices count among those that were visible before."""
+    before = [device.strip() for device in visible_before.split(",")] if visible_before else None
+    return ",".join(before[int(gpu)] if before and gpu.isdigit() else gpu for gpu in gpus)
+
+
+def _restore(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _configure(arguments: Namespace, threads_given: str | None) -> tuple[LaunchConfig, Any, list[str]]:
+    """Return torch's configuration; threads per rank are chosen before torch would choose 1 with a banner."""
+    if threads_given is None:
+        os.environ[_THREADS_VARIABLE] = "1"  # only while torch counts the ranks
+    config, program, program_arguments = make_config(arguments)
+    if threads_given is None and config.nproc_per_node > 1:
+        num_cores = usable_cores()
+        threads = threads_per_rank(num_cores=num_cores, ranks_per_node=config.nproc_per_node)
+        os.environ[_THREADS_VARIABLE] = str(threads)
+        say(
+            f"{_THREADS_VARIABLE}={threads} in each rank ({num_cores} cores, {config.nproc_per_node} ranks on this "
+            "node); set it to choose another"
+        )
+    elif threads_given is None:
+        del os.environ[_THREADS_VARIABLE]
+    return config, program, program_arguments
+
+
+def _threads_to_set(imported_threads: str | None) -> int | None:
+    """Return the threads that a forked rank must set because torch was imported with another number."""
+    wanted = os.environ.get(_THREADS_VARIABLE)
+    if wanted == imported_threads:
+        return None
+    if wanted is None:
+        return usable_cores()
+    return int(wanted) if wanted.isdigit() else None
+
+
+def _give_log_folder(arguments: Namespace, spawner: SpawnerHandle) -> str | None:
+    """Set `log_dir` where it is not given; return the folder if it is to be removed at the end.
+
+    Error files need a folder even when no log is asked for. With --redirects or --tee it holds logs, and stays.
+    """
+    if arguments.log_dir:
+        return None
+    arguments.log_dir = tempfile.mkdtemp(prefix="paraplan_")
+    if arguments.redirects != "0" or arguments.tee != "0":
+        say(f"logs in {arguments.log_dir}")
+        return None
+    spawner.own(arguments.log_dir)
+    return str(arguments.log_dir)

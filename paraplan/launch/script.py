@@ -1,0 +1,62 @@
+"""What the text of a training script says about how its ranks are best started."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+_READ_AT_IMPORT = ("ATEN_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH")
+"""Starts of the names of environment variables that torch, NumPy and their libraries read while they are imported."""
+
+
+@dataclass(frozen=True)
+class ScriptTraits:
+    """`uses_runtime`: it probably imports paraplan. `early_variables`: what it sets for libraries to read at import.
+
+    A script that sets such variables must import torch itself, after it has set them.
+    """
+
+    uses_runtime: bool = False
+    early_variables: tuple[str, ...] = ()
+
+
+def read_traits(path: Path) -> ScriptTraits:
+    """Return the traits of the script at `path`; none for what is no Python text, or cannot be read.
+
+    Only this file is read, not the modules that it imports.
+    """
+    try:
+        source = path.read_bytes()
+        tree = ast.parse(source)
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return ScriptTraits()
+    names = {name for node in ast.walk(tree) for name in _variables_set(node)}
+    return ScriptTraits(
+        uses_runtime=b"paraplan" in source,
+        early_variables=tuple(sorted(name for name in names if name.startswith(_READ_AT_IMPORT))),
+    )
+
+
+def _variables_set(node: ast.AST) -> list[str]:
+    """Return the variables that a statement sets: `os.environ[...] = ...`, `.setdefault`, `.update`, `putenv`."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _is_environment(node.value):
+        return _texts([node.slice])
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return []
+    if node.func.attr == "putenv" or (node.func.attr == "setdefault" and _is_environment(node.func.value)):
+        return _texts(node.args[:1])
+    if node.func.attr == "update" and _is_environment(node.func.value):
+        keys = [key for argument in node.args if isinstance(argument, ast.Dict) for key in argument.keys if key]
+        return _texts(keys) + [keyword.arg for keyword in node.keywords if keyword.arg]
+    return []
+
+
+def _is_environment(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
+        isinstance(node, ast.Name) and node.id == "environ"
+    )
+
+
+def _texts(nodes: list[ast.expr]) -> list[str]:
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]

@@ -1,0 +1,270 @@
+"""The spawner: a small process between the launcher and its ranks that starts, signals and reaps them.
+
+It is forked from the launcher before that has threads, sockets or CUDA, so that ranks forked from it start with torch
+imported and nothing else; for callers that are themselves programs it is a fresh interpreter that runs this file (then
+ranks get fresh interpreters too). It outlives a killed launcher by the moment it takes to kill the ranks and remove
+what was temporary. Ranks die with it (PR_SET_PDEATHSIG), and as a subreaper it inherits what ranks leave behind.
+
+Messages are lines of JSON over one Unix socket, `do` towards the spawner, `event` back. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a forked rank is to run: `command` as the arguments of an interpreter (`[-m] name ...`), and its threads."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    num_threads: int | None
+
+
+@dataclass
+class _Ranks:
+    """The ranks of one attempt by process id; processes that were started here and not reaped yet."""
+
+    running: dict[int, int] = field(default_factory=dict)
+    programs: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    sessions: set[int] = field(default_factory=set)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends; end at once if `parent_pid` has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+class Spawner:
+    """The loop of the spawner process. `serve` returns only in a forked rank."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._received = b""
+        self._ranks = _Ranks()
+        self._owned_paths: list[str] = []
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    def serve(self) -> RankStart:
+        """Serve the launcher until it says `end` or is gone; both end the process. Returns in each forked rank."""
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in (*_IGNORED, signal.SIGCHLD):
+            signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that are started would inherit
+        actions: dict[str, Callable[[dict[str, Any]], RankStart | None]] = {
+            "start": self._start,
+            "signal": self._signal,
+            "clear": self._clear,
+            "own": lambda message: self._owned_paths.append(message["path"]),
+            "end": lambda _: self._end(0),
+        }
+        while True:
+            ready, _, _ = select.select([self._channel.fileno(), self._wake_read], [], [])
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+            self._reap()
+            if self._channel.fileno() in ready:
+                for message in self._receive():
+                    start = actions[message["do"]](message)
+                    if start is not None:
+                        return start
+
+    def _receive(self) -> list[dict[str, Any]]:
+        try:
+            data = self._channel.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._end(1)
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _send(self, **message: Any) -> None:
+        try:
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionError):
+            self._end(1)
+
+    def _start(self, message: dict[str, Any]) -> RankStart | None:
+        pids: dict[int, int] = {}
+        for rank in message["ranks"]:
+            environment = message["environment"] | rank["environment"]
+            try:
+                with contextlib.ExitStack() as files:
+                    streams = [
+                        files.enter_context(open(path, "wb")) if path else None  # noqa: PTH123
+                        for path in (rank["stdout"], rank["stderr"])
+                    ]
+                    if message["fork"]:
+                        parent = os.getpid()
+                        pid = os.fork()
+                        if pid == 0:
+                            self._become_rank(
+                                parent, [None if stream is None else stream.fileno() for stream in streams]
+                            )
+                            return RankStart(tuple(rank["command"]), environment, message["num_threads"])
+                    else:
+                        program = self._open_program(rank["command"], environment, streams)
+                        pid = program.pid
+                        self._ranks.programs[pid] = program
+            except (OSError, ValueError) as error:
+                self._kill_all()
+                self._send(event="start_failed", rank=rank["rank"], error=str(error))
+                return None
+            pids[rank["rank"]] = pid
+            self._ranks.running[pid] = rank["rank"]
+            self._ranks.sessions.add(pid)
+        self._send(event="started", pids=pids)
+        return None
+
+    def _become_rank(self, parent: int, descriptors: list[int | None]) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in (*_IGNORED, signal.SIGCHLD):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.setsid()
+        die_with(parent)
+        for stream, descriptor in zip((1, 2), descriptors, strict=True):
+            if descriptor is not None:
+                os.dup2(descriptor, stream)
+        self._channel.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _open_program(self, command: list[str], environment: dict[str, str], streams: list[Any]) -> Any:
+        parent = os.getpid()
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdout=streams[0],
+            stderr=streams[1],
+            start_new_session=True,
+            preexec_fn=lambda: die_with(parent),  # safe: this process has one thread
+        )
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            now_ns = time.time_ns()
+            code = os.waitstatus_to_exitcode(status)
+            program = self._ranks.programs.pop(pid, None)
+            if program is not None:
+                program.returncode = code
+            rank = self._ranks.running.pop(pid, None)
+            if rank is not None:
+                self._send(event="exit", rank=rank, code=code, time_ns=now_ns, max_rss_kib=usage.ru_maxrss)
+
+    def _signal(self, message: dict[str, Any]) -> None:
+        only = message["only_leaders_of"]
+        for pid, rank in self._ranks.running.items():  # not reaped yet, so their ids name no other process
+            with contextlib.suppress(ProcessLookupError):
+                if only is None:
+                    os.killpg(pid, message["signal"])
+                elif rank in only:
+                    os.kill(pid, message["signal"])
+
+    def _clear(self, message: dict[str, Any]) -> None:
+        """End what ranks that are gone have left behind: all of it, or only what stayed in their sessions."""
+        sessions = None if message["everything"] else self._ranks.sessions
+        first = _leftovers(self._ranks.running, sessions)
+        for number, patience_s in ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0)):
+            deadline = time.monotonic() + patience_s
+            left = _leftovers(self._ranks.running, sessions)
+            while left:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+                self._reap()
+                left = _leftovers(self._ranks.running, sessions)
+        self._ranks.sessions = set(self._ranks.running)
+        self._send(event="cleared", num_processes=len(first))
+
+    def _kill_all(self) -> None:
+        for pid in self._ranks.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        for _ in range(100):  # each killed process may hand its own children up to this one
+            left = _leftovers({}, None)
+            if not left:
+                break
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.01)
+        self._ranks = _Ranks()
+
+    def _end(self, status: int) -> NoReturn:
+        if status or self._ranks.running:
+            self._kill_all()
+        for path in self._owned_paths:
+            shutil.rmtree(path, ignore_errors=True)
+        os._exit(status)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    """Handle a signal that is the launcher's to act on."""
+
+
+def _leftovers(running: dict[int, int], sessions: set[int] | None) -> list[int]:
+    """Return the children of this process that are no ranks: orphans of ranks, handed up by the kernel."""
+    own = os.getpid()
+    return [
+        pid
+        for pid, (parent, session) in _process_table().items()
+        if parent == own and pid not in running and (sessions is None or session in sessions)
+    ]
+
+
+def _process_table() -> dict[int, tuple[int, int]]:
+    """Return parent and session of every live process; empty where there is no /proc. Zombies are left out."""
+    table: dict[int, tuple[int, int]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc"):  # noqa: PTH208
+            if not name.isdigit():
+                continue
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
+                if state not in (b"Z", b"X"):
+                    table[int(name)] = (int(parent), int(session))
+    return table
+
+
+if __name__ == "__main__":
+    Spawner(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -1,0 +1,1 @@
+"""Models: what is trained, as blocks with parameters, matmuls and saved activations."""

@@ -1,0 +1,295 @@
+"""Attention over shared pieces: projections, the attention core by kernel, latent (MLA) projections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paraplan.model.norm import NormKind, norm
+from paraplan.model.part import KeptBy, Part, dropout, kept, linear
+from paraplan.model.spec import Attention, AttentionKernel, ElementType
+
+FUSED_KERNELS: tuple[AttentionKernel, ...] = ("flash", "sdpa")
+EAGER: tuple[AttentionKernel, ...] = ("eager",)
+
+QkNorm = Literal["none", "per_head", "all_heads", "weight_per_head"]
+"""per_head: one weight of head_dim features for all heads; all_heads: a norm over all heads' features together;
+weight_per_head: each head normalised alone and scaled by its own weights."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Shapes of one attention. `hidden` is the width of its input and output."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def query_width(self) -> int:
+        """Features of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all key heads, as many as of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    def attention(self, *, is_causal: bool = True, window: int | None = None) -> Attention:
+        """Return the record of the attention core."""
+        return Attention(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            qk_head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
+            is_causal=is_causal,
+            window=window,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionStyle:
+    """How a family writes its attention down.
+
+    `projections` names query, key, value and output, or the one fused projection and the output.
+    `rotary` says that rotary positions make new query and key tensors.
+    How transformers runs it, under eager attention: `softmax_in_fp32`, probabilities computed in fp32 and cast back;
+    `products_in_fp32`, query and key cast to fp32; `is_capped`, scores squeezed by tanh (Gemma 2). Under fused kernels:
+    `copies_output`, the output laid out anew for its projection because the query was made by a concatenation;
+    `position_bias`, a bias for each head and pair of tokens (T5); `masks_each_layer`, a mask made anew by every layer
+    (Falcon); `splits_by_copy`, keys and values copied out of a fused projection, repeated for every query head where
+    `repeats_kv` says so; `is_windowed`, a window shorter than the sequence, which torch's attention takes as a mask.
+    """
+
+    projections: tuple[str, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    input_first: bool = False
+    rotary: bool = True
+    qk_norm: QkNorm = "none"
+    qk_norm_kind: NormKind = "rms"
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    softmax_in_fp32: bool = True
+    products_in_fp32: bool = False
+    is_capped: bool = False
+    copies_output: bool = False
+    position_bias: bool = False
+    masks_each_layer: bool = False
+    splits_by_copy: bool = False
+    repeats_kv: bool = False
+    is_windowed: bool = False
+    dropout: float = 0.0
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one projection makes query, key and value."""
+        return len(self.projections) == 2
+
+
+def attention(heads: Heads, style: AttentionStyle, *, keeps_input: bool = True) -> Part:
+    """Return projections, query and key norms and the core of a self-attention.
+
+    `keeps_input` is False where another piece of the block keeps the same input (parallel residual).
+    """
+    readers = 1 if style.is_fused else 3
+    part = kept("attention input", heads.hidden, split="sequence", num_readers=readers) if keeps_input else Part()
+    part += _projections(heads, style)
+    part += _qk_norms(heads, style)
+    part += attention_core(heads.attention(), style)
+    if style.is_fused and style.rotary and not style.splits_by_copy:
+        rest = heads.query_width + heads.kv_width
+        # The values are a view of the fused projection, except where they are repeated.
+        repeats = style.is_windowed and 1 < heads.num_kv_heads < heads.num_heads
+        views: tuple[AttentionKernel, ...] = ("flash",) if repeats else FUSED_KERNELS
+        part += kept("query and key before rotation", rest, split="tensor", kernels=views, by="modules")
+    return part + linear(
+        style.projections[-1],
+        heads.query_width,
+        heads.hidden,
+        bias=style.output_bias,
+        split="row",
+        input_first=style.input_first,
+    )
+
+
+def attention_core(core: Attention, style: AttentionStyle) -> Part:
+    """Return what softmax(QK^T)V keeps under each kernel, its output included (the output projection's input).
+
+    Flash attention keeps query, key, value, output and one fp32 number a head and token (Dao et al. 2022, section 3.1).
+    Eager attention keeps key and value repeated for every query head, the probabilities and, with dropout, its mask and
+    the dropped probabilities: `5as^2b` in half precision (Korthikanti et al. 2022, section 4.1).
+    """
+    heads, query_width = core.num_heads, core.num_heads * core.qk_head_dim
+    output_width = heads * core.v_head_dim
+    part = Part()
+    for kernels, count in _kv_heads_by_kernel(core, style):
+        fp32 = style.products_in_fp32 and kernels == EAGER
+        for name, width in (("query", query_width), ("key", count * core.qk_head_dim)):
+            if fp32:
+                part += kept(name, width, element_type="fp32", split="tensor", kernels=kernels, by="modules")
+            part += kept(name, width, split="tensor", kernels=kernels, by="fused" if fp32 else "both")
+        part += kept("value", count * core.v_head_dim, split="tensor", kernels=kernels)
+    part += kept("attention output", output_width, split="tensor")
+    if style.copies_output:
+        copying: tuple[AttentionKernel, ...] = ("flash",) if style.is_windowed else FUSED_KERNELS
+        part += kept("projection input", output_width, split="tensor", kernels=copying, by="modules")
+    part += kept(
+        "softmax statistics",
+        heads,
+        element_type="fp32",
+        split="tensor",
+        kernels=FUSED_KERNELS,
+        in_attention_core=True,
+    )
+    if style.position_bias:
+        part += kept(
+            "position bias",
+            pairs=heads,
+            split="tensor",
+            kernels=("sdpa",),
+            in_attention_core=True,
+            is_shared_by_batch=True,
+        )
+    if style.masks_each_layer or style.is_windowed:
+        part += kept("attention mask", pairs=1, kernels=("sdpa",), in_attention_core=True, by="modules")
+    return part + _probabilities(heads, style)
+
+
+def _kv_heads_by_kernel(core: Attention, style: AttentionStyle) -> list[tuple[tuple[AttentionKernel, ...], int]]:
+    """Return how many heads of keys and values are kept under each kernel."""
+    fused = core.num_heads if style.repeats_kv else core.num_kv_heads
+    if style.is_windowed:  # with a mask transformers repeats the heads, a single one as a view that takes no memory
+        repeated = 1 if core.num_kv_heads == 1 else core.num_heads
+        return [(("flash",), fused), (("sdpa",), repeated), (EAGER, core.num_heads)]
+    return [(FUSED_KERNELS, fused), (EAGER, core.num_heads)]
+
+
+def _score(
+    name: str,
+    num_heads: int,
+    *,
+    by: KeptBy = "both",
+    element_type: ElementType = "activation",
+    is_copy: bool = False,
+) -> Part:
+    return kept(
+        name,
+        pairs=num_heads,
+        element_type=element_type,
+        split="tensor",
+        kernels=EAGER,
+        in_attention_core=True,
+        absent_in_fp32=is_copy,
+        by=by,
+    )
+
+
+def _probabilities(num_heads: int, style: AttentionStyle) -> Part:
+    part = _score("capped scores", num_heads) if style.is_capped else Part()
+    if not style.softmax_in_fp32:
+        part += _score("probabilities", num_heads, element_type="promoted")
+    else:
+        part += _score("probabilities in fp32", num_heads, by="modules", element_type="fp32")
+        part += _score("probabilities", num_heads, by="fused")
+        if style.dropout == 0:
+            part += _score("probabilities cast back", num_heads, by="modules", is_copy=True)
+    if style.dropout == 0:
+        return part
+    part += _score("attention dropout mask", num_heads, element_type="mask")
+    return part + _score("dropped probabilities", num_heads)
+
+
+def _projections(heads: Heads, style: AttentionStyle) -> Part:
+    def column(name: str, width: int) -> Part:
+        return linear(name, heads.hidden, width, bias=style.qkv_bias, split="column", input_first=style.input_first)
+
+    if style.is_fused:
+        return column(style.projections[0], heads.query_width + 2 * heads.kv_width)
+    query, key, value, _ = style.projections
+    return column(query, heads.query_width) + column(key, heads.kv_width) + column(value, heads.kv_width)
+
+
+def _qk_norms(heads: Heads, style: AttentionStyle) -> Part:
+    part = Part()
+    if style.qk_norm == "none":
+        return part
+    for name, count in zip(style.qk_norm_names, (heads.num_heads, heads.num_kv_heads), strict=True):
+        if style.qk_norm == "all_heads":
+            part += norm(name, style.qk_norm_kind, count * heads.head_dim, is_residual=False, split="tensor")
+        elif style.qk_norm == "per_head":
+            part += norm(name, style.qk_norm_kind, heads.head_dim, groups=count, is_residual=False, split="tensor")
+        else:
+            shape = (count, heads.head_dim)
+            part += norm(
+                name,
+                style.qk_norm_kind,
+                heads.head_dim,
+                groups=count,
+                shape=shape,
+                is_residual=False,
+                split="tensor",
+            )
+    return part
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """Shapes of multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+
+    `query_rank` is None where queries are projected in one step.
+    """
+
+    hidden: int
+    num_heads: int
+    query_rank: int | None
+    kv_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Features of one query or key head: the part without and the part with rotary positions."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    def attention(self) -> Attention:
+        """Return the record of the attention core: keys and values are expanded to all heads."""
+        return Attention(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            qk_head_dim=self.qk_head_dim,
+            v_head_dim=self.v_head_dim,
+        )
+
+
+def latent_attention(heads: LatentHeads, style: AttentionStyle) -> Part:
+    """Return projections through low ranks and the core. Tensor parallelism leaves the low-rank projections whole."""
+    part = kept("attention input", heads.hidden, split="sequence", num_readers=2)
+    query_width = heads.num_heads * heads.qk_head_dim
+    if heads.query_rank is None:
+        part += linear("self_attn.q_proj", heads.hidden, query_width, bias=False, split="column")
+    else:
+        part += linear("self_attn.q_a_proj", heads.hidden, heads.query_rank, bias=style.output_bias)
+        part += norm("self_attn.q_a_layernorm", "rms", heads.query_rank, is_residual=False)
+        part += kept("query latent", heads.query_rank, split="sequence")
+        part += linear("self_attn.q_b_proj", heads.query_rank, query_width, bias=False, split="column")
+    part += linear(
+        "self_attn.kv_a_proj_with_mqa", heads.hidden, heads.kv_rank + heads.rope_head_dim, bias=style.output_bias
+    )
+    part += norm("self_attn.kv_a_layernorm", "rms", heads.kv_rank, is_residual=False)
+    part += kept("key and value latent", heads.kv_rank, split="sequence")
+    expanded = heads.num_heads * (heads.nope_head_dim + heads.v_head_dim)
+    part += linear("self_attn.kv_b_proj", heads.kv_rank, expanded, bias=False, split="column")
+    part += attention_core(heads.attention(), style)
+    # The values are a view of the expansion, so that the keys' part of it stays too.
+    nope_width = heads.num_heads * heads.nope_head_dim
+    part += kept("keys before rotation", nope_width, split="tensor", kernels=FUSED_KERNELS, by="modules")
+    return part + linear(
+        "self_attn.o_proj", heads.num_heads * heads.v_head_dim, heads.hidden, bias=style.output_bias, split="row"
+    )
+
+
+def residual_dropout(name: str, rate: float, hidden: int) -> Part:
+    """Return the dropout before a residual sum; sequence parallelism divides its mask."""
+    return dropout(name, rate, hidden)

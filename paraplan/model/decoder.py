@@ -1,0 +1,140 @@
+"""Decoder-only transformers: one description for every family, and the `ModelSpec` built from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from math import gcd
+from typing import Literal
+
+from paraplan.model.attention import AttentionStyle, Heads, LatentHeads, attention, latent_attention, residual_dropout
+from paraplan.model.config_file import ModelConfig
+from paraplan.model.heads import HeadStyle, read_head
+from paraplan.model.norm import NormKind, norm, norm_output
+from paraplan.model.part import Part, dropout, kept, linear, weight
+from paraplan.model.spec import Attention, BlockRun, BlockSpec, ModelSpec
+
+ResidualLayout = Literal["sequential", "parallel", "parallel_two_norms"]
+"""sequential: attention, then MLP. parallel: both read one norm's output. parallel_two_norms: both read the block's
+input, each through a norm of its own."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What tells one layer of a model from another: its attention window and its feed-forward part."""
+
+    feed_forward: Part
+    window: int | None = None
+    name: str = "transformer"
+
+
+@dataclass(frozen=True)
+class EmbeddingStyle:
+    """Token embedding of `width` features, learned positions if any, and what follows before the first block."""
+
+    name: str
+    width: int
+    positions: tuple[str, int] | None = None
+    norm: tuple[str, NormKind] | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """One decoder-only model, every choice resolved from its config.
+
+    `norms` names the norms of a block in the order of its forward pass. `residual_dropouts` are the rates after
+    attention and after the feed-forward part. `shared` is kept once for all blocks; it stands with the embedding, and
+    under pipeline parallelism every stage makes its own.
+    """
+
+    hidden: int
+    vocab_size: int
+    max_seq_length: int | None
+    heads: Heads | LatentHeads
+    attention: AttentionStyle
+    layers: tuple[LayerKind, ...]
+    norm_kind: NormKind
+    norms: tuple[str, ...]
+    embedding: EmbeddingStyle
+    head: HeadStyle
+    residual: ResidualLayout = "sequential"
+    residual_dropouts: tuple[float, float] = (0.0, 0.0)
+    shared: Part = field(default_factory=Part)
+
+
+def build_decoder(config: ModelConfig, shape: DecoderShape) -> ModelSpec:
+    """Return the model that `shape` describes. Equal layers in a row share one block."""
+    runs = []
+    for kind, group in groupby(shape.layers):
+        runs.append(BlockRun(block=_layer(shape, kind, config.seq_length), count=len(list(group))))
+    head, tied = read_head(config, shape.head, shape.vocab_size)
+    return ModelSpec(
+        name=config.name,
+        model_type=config.model_type,
+        source=config.source,
+        hidden_size=shape.hidden,
+        vocab_size=shape.vocab_size,
+        max_seq_length=shape.max_seq_length,
+        tied_embeddings=tied,
+        embedding=_embedding(shape),
+        runs=tuple(runs),
+        head=head,
+    )
+
+
+def block_from_part(kind: str, part: Part, **values: Attention | int | str | None) -> BlockSpec:
+    """Return the block of `kind` that holds what `part` sums."""
+    return BlockSpec.model_validate(
+        {
+            "kind": kind,
+            "parameters": part.parameters,
+            "matmuls": part.matmuls,
+            "saved": part.saved,
+            "saved_fused": part.saved_fused,
+            **values,
+        }
+    )
+
+
+def _embedding(shape: DecoderShape) -> BlockSpec:
+    style = shape.embedding
+    part = weight(f"{style.name}.weight", shape.vocab_size, style.width, tp_dim=0)
+    if style.positions is not None:
+        name, count = style.positions
+        part += weight(f"{name}.weight", count, shape.hidden)
+    if style.width != shape.hidden:
+        part += kept("word embeddings", style.width, split="sequence")
+        part += linear("project_in", style.width, shape.hidden, bias=False)
+    if style.norm is not None:
+        name, kind = style.norm
+        part += norm(name, kind, shape.hidden)
+    part += dropout("embedding dropout", style.dropout, shape.hidden) + shape.shared
+    if shape.attention.rotary:
+        heads = shape.heads
+        rotated = heads.rope_head_dim if isinstance(heads, LatentHeads) else heads.head_dim
+        part += kept("rotary cosines and sines", 2 * rotated, element_type="residual", is_shared_by_batch=True)
+    return block_from_part("embedding", part)
+
+
+def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> BlockSpec:
+    part = Part()
+    style = shape.attention
+    if kind.window is not None and seq_length is not None and seq_length >= kind.window:
+        style = replace(style, is_windowed=True)
+    for index, name in enumerate(shape.norms):
+        keeps_input = index == 0 or shape.residual != "parallel_two_norms"  # both norms read the same input
+        part += norm(name, shape.norm_kind, shape.hidden, keeps_input=keeps_input)
+    core: Attention
+    if isinstance(shape.heads, LatentHeads):
+        part += latent_attention(shape.heads, style)
+        core, limit = shape.heads.attention(), shape.heads.num_heads
+    else:
+        part += attention(shape.heads, style, keeps_input=shape.residual != "parallel")
+        core = shape.heads.attention(window=kind.window)
+        limit = gcd(shape.heads.num_heads, shape.heads.num_kv_heads)
+    part += kind.feed_forward
+    for where, rate in zip(("attention", "feed-forward"), shape.residual_dropouts, strict=True):
+        part += residual_dropout(f"{where} output dropout", rate, shape.hidden)
+    output = norm_output(shape.norm_kind)
+    return block_from_part(kind.name, part, attention=core, tp_limit=limit, norm_output=output)

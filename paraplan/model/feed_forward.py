@@ -1,0 +1,135 @@
+"""Feed-forward layers: plain and gated MLPs, and mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paraplan.errors import ModelError
+from paraplan.model.part import Part, dropout, kept, linear, weight
+from paraplan.model.spec import Matmul, Parameter
+
+# How many tensors of the inner width an activation keeps besides its output, run as transformers writes it: torch's own
+# kernels keep their input (ReLU its output); gelu_new is written out and keeps x, tanh, x/2 and 1 + tanh; gpt-oss keeps
+# gate and up before and the gate behind their clamps, and the sigmoid.
+_KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "relu2": 2, "gpt_oss": 4}
+# Of these, how many autocast computes in fp32: gelu_new's power, and what is made of it.
+_PROMOTED_BY_ACTIVATION = {"gelu_new": 3}
+
+
+def kept_by_activation(activation: str) -> int:
+    """Return how many tensors of its input's size an activation keeps besides its output, run as transformers does."""
+    return _KEPT_BY_ACTIVATION.get(activation, 1)
+
+
+@dataclass(frozen=True)
+class MlpStyle:
+    """How a family writes its MLP down: names of the projections in, then out; two in, or one fused, make it gated."""
+
+    projections: tuple[str, ...]
+    activation: str
+    is_gated: bool = False
+    bias: bool = False
+    output_bias: bool | None = None
+    inner_dropout: float = 0.0
+    input_first: bool = False
+
+
+def mlp(hidden: int, inner: int, style: MlpStyle, *, keeps_input: bool = True) -> Part:
+    """Return an MLP of inner width `inner`. `keeps_input` is False where another piece keeps the same input."""
+    *inputs, output = style.projections
+    part = kept("MLP input", hidden, split="sequence", num_readers=len(inputs)) if keeps_input else Part()
+    width = 2 * inner if style.is_gated and len(inputs) == 1 else inner
+    for name in inputs:
+        part += linear(name, hidden, width, bias=style.bias, split="column", input_first=style.input_first)
+    part += activation_saved(style.activation, inner, is_gated=style.is_gated)
+    part += dropout("inner dropout", style.inner_dropout, inner, split="tensor")
+    if style.inner_dropout > 0 and style.activation == "relu":  # kept as ReLU's own output, beside what is left of it
+        part += kept("ReLU output", inner, split="tensor")
+    output_bias = style.bias if style.output_bias is None else style.output_bias
+    return part + linear(output, inner, hidden, bias=output_bias, split="row", input_first=style.input_first)
+
+
+def activation_saved(activation: str, inner: float, *, is_gated: bool) -> Part:
+    """Return what the activation of an MLP keeps, its output (the output projection's input) included.
+
+    Plain: `8sbh + 8sbh` of Korthikanti et al. 2022, section 4.1, for an inner width of 4h. Gated: gate, up and their
+    product under a fused kernel; torch's own operations keep the activated gate too.
+    """
+    steps = kept_by_activation(activation)
+    fused_steps = 0 if activation == "relu" else 1
+    promoted = _PROMOTED_BY_ACTIVATION.get(activation, 0)
+    part = kept("activation internals", (steps - promoted) * inner, split="tensor", by="modules")
+    for _ in range(promoted):
+        part += kept("power", inner, element_type="promoted", split="tensor", by="modules")
+    part += kept("activation input", fused_steps * inner, split="tensor", by="fused")
+    if is_gated:
+        part += kept("up projection", inner, split="tensor")
+        part += kept("activated gate", inner, split="tensor", by="modules" if fused_steps else "both")
+    return part + kept("MLP inner output", inner, split="tensor")
+
+
+@dataclass(frozen=True)
+class ExpertsStyle:
+    """Routed experts of a block: shapes, and how transformers stores and runs them (packed, grouped matmuls).
+
+    `router` says what is made of the router's logits: a softmax of all of them in fp32, one of the chosen only, or
+    logits computed in fp32 from the cast input.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    inner: int
+    activation: str
+    bias: bool = False
+    input_first: bool = False
+    router_name: str = "mlp.gate"
+    router: Literal["softmax", "softmax_of_chosen", "fp32"] = "softmax"
+
+
+def experts(hidden: int, style: ExpertsStyle) -> Part:
+    """Return router and routed experts. Each token makes `experts_per_token` rows of the grouped matmuls."""
+    if style.experts_per_token > style.num_experts:
+        raise ModelError(
+            f"num_experts_per_tok={style.experts_per_token} is more than the {style.num_experts} experts",
+            hint=f"choose from 1 to {style.num_experts} experts for each token",
+        )
+    rows = float(style.experts_per_token)
+    count, inner = style.num_experts, style.inner
+    up_shape = (count, hidden, 2 * inner) if style.input_first else (count, 2 * inner, hidden)
+    down_shape = (count, inner, hidden) if style.input_first else (count, hidden, inner)
+    part = kept("router input", hidden, split="sequence") + linear(style.router_name, hidden, count, bias=style.bias)
+    parameters = [
+        _expert_parameter("mlp.experts.gate_up_proj", up_shape, 2 if style.input_first else 1),
+        _expert_parameter("mlp.experts.down_proj", down_shape, 1 if style.input_first else 2),
+    ]
+    if style.bias:
+        parameters.append(_expert_parameter("mlp.experts.gate_up_proj_bias", (count, 2 * inner), 1))
+        parameters.append(_expert_parameter("mlp.experts.down_proj_bias", (count, hidden), None))
+    products = (
+        Matmul(name="gate_up_proj", k=hidden, n=2 * inner, split="column", rows_per_token=rows, num_experts=count),
+        Matmul(name="down_proj", k=inner, n=hidden, split="row", rows_per_token=rows, num_experts=count),
+    )
+    part += Part(parameters=tuple(parameters), matmuls=products)
+    if style.router == "fp32":
+        part += kept("router input in fp32", hidden, element_type="fp32", split="sequence")
+    if style.router != "softmax_of_chosen":
+        part += kept("router probabilities", count, element_type="fp32")
+    # Chosen experts, the order of rows by expert and back: four or five 64-bit indices a row; the row's weight twice.
+    indices = 5 if style.bias else 4
+    part += kept("routing indices", 2 * indices * rows, element_type="fp32", by="modules")
+    part += kept("routing weights", 2 * rows, element_type="fp32")
+    part += kept("tokens by expert", rows * hidden)
+    part += activation_saved(style.activation, rows * inner, is_gated=True)
+    return part + kept("expert outputs", rows * hidden)
+
+
+def _expert_parameter(name: str, shape: tuple[int, ...], tp_dim: int | None) -> Parameter:
+    return Parameter(name=name, shape=shape, tp_dim=tp_dim, is_expert=True)
+
+
+def shared_expert_gate(hidden: int) -> Part:
+    """Return the gate of one number that scales a shared expert's output."""
+    return weight("mlp.shared_expert_gate.weight", 1, hidden) + Part(
+        matmuls=(Matmul(name="mlp.shared_expert_gate", k=hidden, n=1),)
+    )

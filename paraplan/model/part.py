@@ -1,0 +1,89 @@
+"""`Part`: a piece of a block (parameters, matmuls, saved tensors), and the small pieces that all others are sums of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paraplan.model.spec import (
+    ActivationSplit,
+    AttentionKernel,
+    ElementType,
+    Matmul,
+    Parameter,
+    SavedTensor,
+)
+
+Split = Literal["column", "row", "none"]
+KeptBy = Literal["both", "modules", "fused"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a block; pieces add up. `saved` and `saved_fused` are those of `BlockSpec`."""
+
+    parameters: tuple[Parameter, ...] = ()
+    matmuls: tuple[Matmul, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
+    saved_fused: tuple[SavedTensor, ...] = ()
+
+    def __add__(self, other: Part) -> Part:
+        return Part(
+            self.parameters + other.parameters,
+            self.matmuls + other.matmuls,
+            self.saved + other.saved,
+            self.saved_fused + other.saved_fused,
+        )
+
+
+def kept(
+    name: str,
+    elements: float = 0.0,
+    *,
+    pairs: float = 0.0,
+    element_type: ElementType = "activation",
+    split: ActivationSplit = "none",
+    kernels: tuple[AttentionKernel, ...] | None = None,
+    in_attention_core: bool = False,
+    absent_in_fp32: bool = False,
+    is_shared_by_batch: bool = False,
+    num_readers: int | None = None,
+    by: KeptBy = "both",
+) -> Part:
+    """Return a part that keeps one tensor: `elements` per token and `pairs` per pair of query and key token."""
+    tensor = SavedTensor(
+        name=name,
+        elements_per_token=elements,
+        elements_per_token_pair=pairs,
+        element_type=element_type,
+        split=split,
+        kernels=kernels,
+        in_attention_core=in_attention_core,
+        absent_in_fp32=absent_in_fp32,
+        is_shared_by_batch=is_shared_by_batch,
+        num_readers=num_readers,
+    )
+    return Part(saved=(tensor,) if by != "fused" else (), saved_fused=(tensor,) if by != "modules" else ())
+
+
+def weight(name: str, *shape: int, tp_dim: int | None = None) -> Part:
+    """Return a part that is one parameter."""
+    return Part(parameters=(Parameter(name=name, shape=shape, tp_dim=tp_dim),))
+
+
+def linear(name: str, k: int, n: int, *, bias: bool, split: Split = "none", input_first: bool = False) -> Part:
+    """Return a linear layer from `k` to `n` features; its input is kept by whoever makes it.
+
+    The weight is [n, k] as in torch's Linear, [k, n] with `input_first` (transformers' Conv1D). A row-parallel bias
+    stays whole on each rank: it is added once, after the sum over ranks (Shoeybi et al. 2019, section 3).
+    """
+    dims = {"column": 1, "row": 0, "none": None} if input_first else {"column": 0, "row": 1, "none": None}
+    part = weight(f"{name}.weight", *((k, n) if input_first else (n, k)), tp_dim=dims[split])
+    if bias:
+        part += weight(f"{name}.bias", n, tp_dim=0 if split == "column" else None)
+    return part + Part(matmuls=(Matmul(name=name, k=k, n=n, split=split),))
+
+
+def dropout(name: str, rate: float, elements: float, *, split: ActivationSplit = "sequence") -> Part:
+    """Return the mask of a dropout, one byte an element, nothing where the rate is 0."""
+    return kept(f"{name} mask", elements, element_type="mask", split=split) if rate > 0 else Part()

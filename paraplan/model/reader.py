@@ -1,0 +1,113 @@
+"""From what a user names to a `ModelSpec`: a config file, a bundled name, a hub id, or a factory of an `nn.Module`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from paraplan.errors import ModelError, near_names
+from paraplan.model.config_file import OWN_CODE_HINT, ModelConfig, load_config
+from paraplan.model.family_table import READERS
+from paraplan.model.spec import ModelSpec
+from paraplan.resources import profiles_folder
+
+
+def read_model(reference: str, *, seq_length: int | None = None, micro_batch_size: int = 1) -> ModelSpec:
+    """Return the model that `reference` names, without importing torch where it is a configuration.
+
+    `reference` is a `config.json` or a folder that holds one; a name in `profiles/models`; `file.py:factory` or
+    `package.module:factory`; or a hub id (`owner/name`), where `huggingface_hub` is installed. Code that a config names
+    is never executed. A factory's module is traced with `micro_batch_size` sequences of `seq_length` tokens.
+    Raises ModelError for a reference that leads nowhere and for a config that cannot be read.
+    """
+    if is_factory(reference):
+        if importlib.util.find_spec("torch") is None:
+            raise ModelError(
+                f"{reference} is a factory of an nn.Module, and torch is not installed",
+                hint='pip install "paraplan[runtime]", or give a config.json',
+            )
+        from paraplan.model.trace import trace_factory  # torch is imported only for a factory
+
+        return trace_factory(reference, seq_length=seq_length, micro_batch_size=micro_batch_size)
+    return read_config(find_config(reference), source=reference, seq_length=seq_length)
+
+
+def is_factory(reference: str) -> bool:
+    """Return whether `reference` has the form `file.py:factory` or `package.module:factory`."""
+    where, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier() or Path(reference).exists():
+        return False
+    return where.endswith(".py") or all(part.isidentifier() for part in where.split("."))
+
+
+def bundled_models() -> dict[str, Path]:
+    """Return the bundled configurations by name."""
+    return {path.stem: path for path in sorted((profiles_folder() / "models").glob("*.json"))}
+
+
+def find_config(reference: str) -> Path:
+    """Return the path of the configuration that `reference` names: a file, a folder, a bundled name or a hub id."""
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"the folder {path} holds no config.json", hint="give a folder saved by transformers")
+        return path / "config.json"
+    if path.is_file():
+        return path
+    bundled = bundled_models()
+    if reference in bundled:
+        return bundled[reference]
+    if _looks_like_hub_id(reference):
+        return _download_config(reference)
+    raise ModelError(
+        f"{reference!r} is neither a file, a folder, a bundled model nor a hub id",
+        hint=near_names(reference, bundled),
+    )
+
+
+def read_config(path: Path, *, source: str | None = None, seq_length: int | None = None) -> ModelSpec:
+    """Return the model that the configuration in `path` describes. `source` is the reference kept in the result.
+
+    With `seq_length`, layers whose sliding window is shorter keep the masks that torch's own attention makes for it.
+
+    Raises ModelError for a family that no reader knows, and for fields that are missing or wrong.
+    """
+    config = load_config(path, seq_length=seq_length)
+    return read_fields(config).replace(source=source or str(path))
+
+
+def read_fields(config: ModelConfig) -> ModelSpec:
+    """Return the model of a configuration that is already loaded."""
+    model_type = config.model_type
+    reader = READERS.get(model_type)
+    if reader is not None:
+        return reader(config)
+    if config.has("auto_map"):
+        hint = f"the code that auto_map names is never executed; {OWN_CODE_HINT}"
+    else:
+        hint = f"{near_names(model_type, READERS)}, or {OWN_CODE_HINT}"
+    raise ModelError(f"{config.source}: no reader knows model_type={model_type!r}", hint=hint)
+
+
+def _looks_like_hub_id(reference: str) -> bool:
+    owner, slash, name = reference.partition("/")
+    return bool(slash and owner and name) and "/" not in name and not reference.startswith((".", "~"))
+
+
+def _download_config(repository: str) -> Path:
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ModelError(
+            f"there is no file or folder {repository!r}, and huggingface_hub is not installed to look on the hub",
+            hint="pip install huggingface_hub, or give the path of a config.json",
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(repository, "config.json"))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"there is no file or folder {repository!r}, and its config.json cannot be had from the hub: {first_line}",
+            hint="check the name and the network, or give the path of a config.json",
+        ) from error

@@ -1,0 +1,209 @@
+"""What is trained: a model as a sequence of blocks, each with its parameters, matmuls and saved activations.
+
+Shapes are those of one unsplit model. `split` fields say which of them tensor and sequence parallelism divide;
+`paraplan.cost` divides, nothing here does.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Literal
+
+from pydantic import Field
+
+from paraplan.records import Record
+
+AttentionKernel = Literal["flash", "sdpa", "eager"]
+ElementType = Literal["activation", "fp32", "mask", "promoted", "residual"]
+ActivationSplit = Literal["tensor", "sequence", "none"]
+NormOutput = Literal["promoted", "weights", "residual"]
+
+
+class Parameter(Record):
+    """One parameter tensor. `tp_dim` is the dimension that tensor parallelism divides, None where each rank keeps all.
+
+    `is_expert` marks tensors of routed experts, which expert parallelism divides along dimension 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+    is_expert: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the whole tensor."""
+        return prod(self.shape)
+
+
+class Matmul(Record):
+    """A product of activations `[tokens * rows_per_token, k]` with a weight `[k, n]`.
+
+    `split` is the tensor dimension that tensor parallelism divides: "column" divides n, "row" divides k.
+    `rows_per_token` is above 1 where a router sends each token to several experts (top-k: k rows over all of them).
+    """
+
+    name: str
+    k: int = Field(gt=0)
+    n: int = Field(gt=0)
+    split: Literal["column", "row", "none"] = "none"
+    rows_per_token: float = 1.0
+    num_experts: int = 1
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward FLOPs for one token, a multiply-add counted as two."""
+        return 2.0 * self.k * self.n * self.rows_per_token
+
+
+class Attention(Record):
+    """Scaled dot-product attention of one block. `window` is the reach of a sliding window, None for no window."""
+
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    qk_head_dim: int = Field(gt=0)
+    v_head_dim: int = Field(gt=0)
+    is_causal: bool = True
+    window: int | None = None
+
+    def flops_per_token(self, seq_length: int) -> float:
+        """Forward FLOPs of QK^T and PV for one token against `seq_length` keys, the mask's saving not counted."""
+        reach = seq_length if self.window is None else min(seq_length, self.window)
+        return 2.0 * self.num_heads * reach * (self.qk_head_dim + self.v_head_dim)
+
+
+class SavedTensor(Record):
+    """One tensor that a block keeps for its backward pass, per token of a micro-batch.
+
+    Elements = `elements_per_token` + `elements_per_token_pair` * key length (attention scores: one per head).
+    `split`: "tensor" is divided by tp; "sequence" is divided by tp under sequence parallelism only.
+    `kernels` names the attention kernels under which it is kept, None for all.
+    `in_attention_core` marks what selective recompute (Korthikanti et al. 2022, section 5) frees.
+    `absent_in_fp32` marks a low-precision copy of another tensor of the list: with fp32 activations both are one.
+    `is_shared_by_batch` marks what a micro-batch keeps once, however many sequences it has.
+    The element types "promoted" and "residual" differ from "activation" under autocast alone, where parameters stay in
+    fp32: promoted is what autocast computes in fp32 (norms, powers), residual has the type of the residual stream.
+    `num_readers` counts the matmuls that read the output of a norm: where that is fp32, autocast makes each its copy.
+    None marks what is no such output.
+    """
+
+    name: str
+    elements_per_token: float = 0.0
+    elements_per_token_pair: float = 0.0
+    element_type: ElementType = "activation"
+    split: ActivationSplit = "none"
+    kernels: tuple[AttentionKernel, ...] | None = None
+    in_attention_core: bool = False
+    absent_in_fp32: bool = False
+    is_shared_by_batch: bool = False
+    num_readers: int | None = None
+
+
+class BlockSpec(Record):
+    """One block of a model: a transformer layer, the embedding, or the head with its final norm.
+
+    `tp_limit` is the largest number that may divide it for tensor parallelism together with all its divisors
+    (heads and key-value heads decide); 1 where the block cannot be split, None where nothing limits it.
+    `saved` is what the block's own modules keep, run one operation after the other (transformers' code on
+    torch kernels); `saved_fused` is what remains where norms, activations and rotations are fused kernels
+    (Megatron-LM, Transformer Engine), the setting of Korthikanti et al. 2022. Sum one of the two, never both.
+    `cross_attention` is a second attention over an encoder's output (decoders of encoder-decoder models).
+    `norm_output` is the type of what its norms return under autocast: fp32 where autocast runs the norm's kernel, that
+    of the residual stream, or the wider one of this and the weights.
+    """
+
+    kind: str
+    parameters: tuple[Parameter, ...] = ()
+    matmuls: tuple[Matmul, ...] = ()
+    attention: Attention | None = None
+    cross_attention: Attention | None = None
+    saved: tuple[SavedTensor, ...] = ()
+    saved_fused: tuple[SavedTensor, ...] = ()
+    tp_limit: int | None = None
+    norm_output: NormOutput = "promoted"
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters of one such block."""
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    def flops_per_token(self, seq_length: int, *, with_attention: bool = True) -> float:
+        """Forward FLOPs for one token; without the part that grows with the sequence if `with_attention` is False."""
+        flops = sum(matmul.flops_per_token for matmul in self.matmuls)
+        if with_attention:
+            attentions = (self.attention, self.cross_attention)
+            flops += sum(attention.flops_per_token(seq_length) for attention in attentions if attention is not None)
+        return flops
+
+
+class BlockRun(Record):
+    """`count` equal blocks in a row."""
+
+    block: BlockSpec
+    count: int = Field(gt=0)
+
+
+class ParameterCount(Record):
+    """Parameters by part; the parts sum to `total`. A tied head counts once, in `embedding`."""
+
+    embedding: int
+    blocks: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parameters, tied ones once."""
+        return self.embedding + self.blocks + self.head
+
+
+class ModelSpec(Record):
+    """A model in the order of its forward pass: embedding, runs of blocks, head.
+
+    `tied_embeddings` says that the head's matmul uses the embedding's matrix: the head then lists no weight for it.
+    `max_seq_length` is the longest sequence that the model was made for, None where its positions have no limit.
+    `source` is what the user named: a path, a bundled name, or `file.py:factory`.
+    """
+
+    name: str
+    model_type: str
+    source: str
+    hidden_size: int = Field(gt=0)
+    vocab_size: int | None = None
+    max_seq_length: int | None = None
+    tied_embeddings: bool = False
+    embedding: BlockSpec
+    runs: tuple[BlockRun, ...]
+    head: BlockSpec
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """True where a table of the embedding has a row for each position, so that sequences cannot be longer."""
+        longest = self.max_seq_length or 0
+        return any(
+            parameter.tp_dim is None and len(parameter.shape) == 2 and longest <= parameter.shape[0] <= longest + 2
+            for parameter in self.embedding.parameters
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of repeated blocks (transformer layers), embedding and head not counted."""
+        return sum(run.count for run in self.runs)
+
+    @property
+    def blocks(self) -> list[BlockSpec]:
+        """All repeated blocks in order."""
+        return [run.block for run in self.runs for _ in range(run.count)]
+
+    @property
+    def parameters(self) -> ParameterCount:
+        """Parameters by part."""
+        return ParameterCount(
+            embedding=self.embedding.num_parameters,
+            blocks=sum(run.block.num_parameters * run.count for run in self.runs),
+            head=self.head.num_parameters,
+        )
+
+    def flops_per_token(self, seq_length: int, *, with_attention: bool = True) -> float:
+        """Forward FLOPs of the whole model for one token. Forward and backward together are three times that."""
+        parts = [(self.embedding, 1), *((run.block, run.count) for run in self.runs), (self.head, 1)]
+        return sum(block.flops_per_token(seq_length, with_attention=with_attention) * count for block, count in parts)

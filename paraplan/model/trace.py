@@ -1,0 +1,345 @@
+"""Any `nn.Module` as a `ModelSpec`: built and run once without values, its matmuls and saved tensors written down.
+
+The module stands on torch's meta device, where every operation computes shapes and autograd records what it would
+keep. Dropout and scaled dot-product attention are sent to the operators that a GPU runs, because the CPU's own keep
+other tensors. The only module of this package that imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from paraplan.errors import ModelError
+from paraplan.model.factory import call_user_code, load_factory
+from paraplan.model.measured import Measured, Product, products_of, saved_of
+from paraplan.model.spec import (
+    Attention,
+    BlockRun,
+    BlockSpec,
+    Matmul,
+    ModelSpec,
+    Parameter,
+    SavedTensor,
+)
+
+DEFAULT_SEQ_LENGTH = 1024
+_EMBEDDING, _HEAD = "embedding", "head"
+
+
+def trace_factory(reference: str, *, seq_length: int | None = None, micro_batch_size: int = 1) -> ModelSpec:
+    """Return the model of the factory that `reference` names, `file.py:factory` or `package.module:factory`.
+
+    The factory takes no arguments and returns an `nn.Module`; it is called under `torch.device("meta")`.
+    Raises ModelError with the factory's own error and the line of the user's file.
+    """
+    return trace_module(
+        load_factory(reference), seq_length=seq_length, micro_batch_size=micro_batch_size, source=reference
+    )
+
+
+def trace_module(
+    factory: Callable[[], Any],
+    *,
+    seq_length: int | None = None,
+    micro_batch_size: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    source: str = "factory",
+) -> ModelSpec:
+    """Return the model that `factory` builds, measured for `micro_batch_size` sequences of `seq_length` tokens.
+
+    Inputs are those of the module's own `example_inputs(micro_batch_size, seq_length)` (a tensor, a tuple of
+    positional or a dict of keyword arguments), else token ids [batch, sequence]. Parameters and activations have
+    `dtype`. What grows with the square of the sequence is told apart by a second run at half the length; the sums are
+    exact at `seq_length`. Nothing is known about tensor parallelism: every block's `tp_limit` is 1.
+    """
+    seq_length = seq_length or DEFAULT_SEQ_LENGTH
+    with torch.device("meta"):
+        module = call_user_code(source, "the model was built", factory)
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"{source} returned {type(module).__name__}, expected an nn.Module",
+            hint="return the model itself",
+        )
+    module = call_user_code(source, "the model was cast", lambda: module.to(device="meta", dtype=dtype)).train()
+    blocks = find_blocks(module)
+    whole = _measure(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length)
+    half = None
+    if seq_length >= 2:
+        half = _measure(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length // 2)
+    return _assemble(module, blocks, whole, half, source, micro_batch_size=micro_batch_size, seq_length=seq_length)
+
+
+def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks of `module` by name, in order.
+
+    They are the children of the largest list of equal-class children, and of further lists at least a tenth as large
+    (an encoder beside a decoder). A model without such a list is one block.
+    """
+    stacks: dict[str, tuple[int, dict[str, nn.Module]]] = {}
+    for name, candidate in module.named_modules():
+        if any(name.startswith(f"{stack}.") or not stack for stack in stacks):
+            continue
+        children = dict(candidate.named_children())
+        is_list = isinstance(candidate, nn.ModuleList | nn.Sequential) and len(children) > 1
+        if is_list and len({type(child) for child in children.values()}) == 1:
+            size = sum(parameter.numel() for parameter in candidate.parameters())
+            prefix = f"{name}." if name else ""
+            stacks[name] = size, {f"{prefix}{key}": child for key, child in children.items()}
+    largest = max((size for size, _ in stacks.values()), default=0)
+    if largest == 0:
+        return {"": module}
+    return {
+        name: block for size, children in stacks.values() if 10 * size >= largest for name, block in children.items()
+    }
+
+
+def _measure(
+    module: nn.Module, blocks: Mapping[str, nn.Module], source: str, *, micro_batch_size: int, seq_length: int
+) -> Measured:
+    def run() -> None:
+        args, kwargs = _example_inputs(module, micro_batch_size=micro_batch_size, seq_length=seq_length)
+        module(*args, **kwargs)
+
+    recorder = _Recorder(module)
+    with torch.device("meta"), recorder.watching(module, blocks), AsOnGpu(), recorder:
+        call_user_code(source, "the model was run without values", run)
+    return recorder.measured
+
+
+def _example_inputs(
+    module: nn.Module, *, micro_batch_size: int, seq_length: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    own = getattr(module, "example_inputs", None)
+    if own is None:
+        return (torch.zeros(micro_batch_size, seq_length, dtype=torch.long),), {}
+    inputs = own(micro_batch_size, seq_length)
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Writes down, by scope, every product and every storage that autograd keeps beside parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.measured = Measured()
+        self._scope = _EMBEDDING
+        # Storages are told apart by address, so all that were seen stay alive until the end.
+        self._seen = {_address(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if func._overloadpacket is torch.ops.aten._grouped_mm:  # rows go to one expert each: a plain product's FLOPs
+            rows, k = args[0].shape
+            n = args[1].shape[-1]
+            self.measured.products[self._scope].append(Product(2 * rows * k * n, dims=(1, rows, k, n)))
+        elif formula is not None:
+            flops = int(formula(*args, **(kwargs or {}), out_val=out))
+            self.measured.products[self._scope].append(_product(func._overloadpacket, args, flops))
+        return out
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that autograd packs, each storage once, whole storages even for views."""
+        if _address(tensor) not in self._seen:
+            self._seen[_address(tensor)] = tensor
+            size = tensor.element_size()
+            self.measured.saved_elements[self._scope][size] += tensor.untyped_storage().nbytes() // size
+        return tensor
+
+    @contextmanager
+    def watching(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Follow `module` from scope to scope while its forward runs."""
+        handles = []
+        for name, part in module.named_modules():
+            handles.append(part.register_forward_pre_hook(self._note_scope(name)))
+        for name, block in blocks.items():
+            handles.append(block.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leave))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note_scope(self, name: str) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            self.measured.module_scopes.setdefault(name, self._scope)
+
+        return note
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._scope = name
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            if self.measured.hidden_size is None and tensors and tensors[0].dim():
+                self.measured.hidden_size = tensors[0].shape[-1]
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self._scope = _HEAD
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _product(packet: Any, args: Any, flops: int) -> Product:
+    aten = torch.ops.aten
+    shapes = [tuple(value.shape) for value in args if isinstance(value, Tensor)]
+    if packet in (aten.mm, aten.addmm, aten.bmm):
+        left, right = shapes[-2:]
+        batch = left[0] if len(left) == 3 else 1
+        return Product(flops, dims=(batch, left[-2], left[-1], right[-1]))
+    causal_argument = {
+        aten._scaled_dot_product_flash_attention: 4,
+        aten._scaled_dot_product_efficient_attention: 6,
+    }.get(packet)
+    if causal_argument is not None:
+        query, key, value = shapes[:3]
+        heads = Attention(
+            num_heads=query[1],
+            num_kv_heads=key[1],
+            qk_head_dim=query[3],
+            v_head_dim=value[3],
+            is_causal=len(args) > causal_argument and bool(args[causal_argument]),
+        )
+        return Product(flops, attention=heads, key_length=key[2])
+    return Product(flops)
+
+
+CHECKS = {Tensor.all: True, torch.all: True, Tensor.any: False, torch.any: False}
+
+
+class AsOnGpu(TorchFunctionMode):
+    """Sends dropout and attention to the operators that torch picks on a GPU, and answers checks of values.
+
+    A model that asks whether all values of a mask are set, or any are, gets the answer of a plain batch without
+    padding: all are, none is.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return _attention_on_gpu(*args, **kwargs)
+        if func is functional.dropout:
+            return _dropout_on_gpu(*args, **kwargs)
+        if func in CHECKS and len(args) == 1 and not kwargs and args[0].is_meta:
+            return torch.tensor(CHECKS[func], device="cpu")
+        return func(*args, **kwargs)
+
+
+def _dropout_on_gpu(value: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(value, p, True)[0] if training and p > 0 else value
+
+
+def _attention_on_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention where torch's own rules allow it (no mask, equal head sizes of at most 256, half precision)."""
+    aten = torch.ops.aten
+    sizes = {query.shape[-1], value.shape[-1]}
+    if attn_mask is None and len(sizes) == 1 and max(sizes) <= 256 and query.dtype is not torch.float32:
+        flash = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+        return flash[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    efficient = aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )
+    return efficient[0]  # type: ignore[no-any-return]
+
+
+def _assemble(
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    whole: Measured,
+    half: Measured | None,
+    source: str,
+    *,
+    micro_batch_size: int,
+    seq_length: int,
+) -> ModelSpec:
+    scopes = _parameters_by_scope(module, blocks, whole)
+    specs = {
+        scope: _block(
+            scope if scope in (_EMBEDDING, _HEAD) else type(blocks[scope]).__name__,
+            scopes[scope],
+            products_of(scope, whole, half, micro_batch_size=micro_batch_size, seq_length=seq_length),
+            saved_of(scope, whole, half, micro_batch_size=micro_batch_size, seq_length=seq_length),
+        )
+        for scope in (_EMBEDDING, *blocks, _HEAD)
+    }
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    tables = {id(part.weight): part.num_embeddings for part in embeddings}
+    projections = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    runs = [(block, len(list(group))) for block, group in groupby(specs[name] for name in blocks)]
+    return ModelSpec(
+        name=source.rpartition(":")[2] or type(module).__name__,
+        model_type=type(module).__name__,
+        source=source,
+        hidden_size=whole.hidden_size or 1,
+        vocab_size=max(tables.values(), default=None),
+        tied_embeddings=any(id(part.weight) in tables for part in projections),
+        embedding=specs[_EMBEDDING],
+        runs=tuple(BlockRun(block=block, count=count) for block, count in runs),
+        head=specs[_HEAD],
+    )
+
+
+def _parameters_by_scope(
+    module: nn.Module, blocks: Mapping[str, nn.Module], measured: Measured
+) -> dict[str, list[Parameter]]:
+    """Give a parameter to its block, else to the scope in which its module ran first, to the head if it never ran."""
+    scopes: dict[str, list[Parameter]] = defaultdict(list)
+    for name, parameter in module.named_parameters():
+        block = next((block for block in blocks if not block or name.startswith(f"{block}.")), None)
+        owner = name.rpartition(".")[0]
+        scope = block if block is not None else measured.module_scopes.get(owner, _HEAD)
+        if scope in blocks and block is None:  # shared by blocks, owned by none
+            scope = _EMBEDDING
+        short = name[len(block) + 1 :] if block else name
+        scopes[scope].append(Parameter(name=short, shape=tuple(parameter.shape)))
+    return scopes
+
+
+def _block(
+    kind: str, parameters: list[Parameter], products: tuple[list[Matmul], list[Attention]], saved: list[SavedTensor]
+) -> BlockSpec:
+    matmuls, attentions = products
+    return BlockSpec(
+        kind=kind,
+        parameters=tuple(parameters),
+        matmuls=tuple(matmuls),
+        attention=attentions[0] if attentions else None,
+        cross_attention=attentions[1] if len(attentions) > 1 else None,
+        saved=tuple(saved),
+        saved_fused=tuple(saved),
+        tp_limit=1,
+    )

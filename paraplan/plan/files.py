@@ -1,0 +1,81 @@
+"""The plan file: a plan with what it was made for. People read and edit it; launch, estimate and export read it."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from pydantic import ValidationError
+
+from paraplan.errors import PlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
+from paraplan.records import Record
+
+SCHEMA_VERSION: Literal[1] = 1
+
+
+class ModelReference(Record):
+    """The model that a plan was made for, as far as a run can check it. Counts are None where nothing was known."""
+
+    name: str
+    source: str | None = None
+    num_parameters: int | None = None
+    num_blocks: int | None = None
+
+
+class ClusterReference(Record):
+    """The machines that a plan was made for."""
+
+    name: str
+    num_nodes: int
+    gpus_per_node: int
+
+
+class PlannedEstimate(Record):
+    """What was predicted for a plan: the figures that a run is compared with."""
+
+    step_time_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    peak_memory_bytes: int | None = None
+
+
+class PlanFile(Record):
+    """A plan, its model, its training, its machines and its prediction, in one JSON object."""
+
+    schema_version: Literal[1] = 1
+    plan: ParallelPlan
+    model: ModelReference | None = None
+    training: TrainingSpec | None = None
+    cluster: ClusterReference | None = None
+    estimate: PlannedEstimate | None = None
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str) -> PlanFile:
+        """Read the JSON of a plan file; `source` names it in errors. Raises `PlanError` naming the field at fault."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"{source} is not JSON: {error}", hint="write one with paraplan recommend -o") from None
+        if not isinstance(data, dict) or "plan" not in data:
+            raise PlanError(f"{source} has no field 'plan'", hint="write one with paraplan recommend -o")
+        version = data.get("schema_version", SCHEMA_VERSION)
+        if version != SCHEMA_VERSION:
+            raise PlanError(
+                f"{source} has schema_version {version!r}, and this paraplan reads {SCHEMA_VERSION}",
+                hint="make the plan again with paraplan recommend -o",
+            )
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"]) or "plan"
+            message = first["msg"].removeprefix("Value error, ")
+            raise PlanError(
+                f"{source}: {field}: {message} (found {_shortened(first['input'])})", hint="mend that field"
+            ) from None
+
+
+def _shortened(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

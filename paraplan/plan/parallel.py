@@ -1,0 +1,111 @@
+"""How a model is split over ranks: `ParallelPlan`."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from paraplan.errors import PlanError
+from paraplan.records import Record
+
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "parameters"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Axis = Literal["pp", "dp", "cp", "tp"]
+
+MEGATRON_RANK_ORDER: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+
+
+class ParallelPlan(Record):
+    """Degrees of each axis and the choices that go with them. `dp * cp * pp * tp` is the number of ranks.
+
+    `rank_order` lists the axes from outermost to innermost: consecutive ranks differ in the last axis first.
+    `stage_blocks` gives the number of blocks of each pipeline stage, None for an even split.
+    `global_batch = micro_batch_size * num_microbatches * dp`.
+    """
+
+    dp: int = Field(default=1, gt=0)
+    tp: int = Field(default=1, gt=0)
+    pp: int = Field(default=1, gt=0)
+    cp: int = Field(default=1, gt=0)
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    sequence_parallel: bool = False
+    micro_batch_size: int = Field(default=1, gt=0)
+    num_microbatches: int = Field(default=1, gt=0)
+    pipeline_schedule: ScheduleName | None = None
+    virtual_pipeline_size: int = Field(default=1, gt=0)
+    stage_blocks: tuple[int, ...] | None = None
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+    rank_order: tuple[Axis, ...] = MEGATRON_RANK_ORDER
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if sorted(self.rank_order) != sorted(MEGATRON_RANK_ORDER):
+            raise ValueError(f"rank_order={self.rank_order} must name each of pp, dp, cp and tp once")
+        if (self.pp > 1) != (self.pipeline_schedule is not None):
+            raise ValueError(
+                f"pipeline_schedule={self.pipeline_schedule} with pp={self.pp}: a schedule goes with pp > 1 alone"
+            )
+        num_stages = self.pp * self.virtual_pipeline_size
+        if self.stage_blocks is not None and len(self.stage_blocks) != num_stages:
+            raise ValueError(f"stage_blocks names {len(self.stage_blocks)} stages, but the plan has {num_stages}")
+        if self.stage_blocks is not None and min(self.stage_blocks) < 1:
+            raise ValueError(f"stage_blocks={self.stage_blocks} leaves a stage without a block")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel=True needs tp > 1")
+        if self.zero_stage >= 1 and self.dp * self.cp == 1:
+            raise ValueError(f"zero_stage={self.zero_stage} has nothing to shard over with dp=1")
+        if self.pp > 1 and self.zero_stage >= 2:
+            raise ValueError(f"zero_stage={self.zero_stage} with pp={self.pp}: beside a pipeline only stages 0 and 1")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages, virtual ones counted."""
+        return self.pp * self.virtual_pipeline_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of one optimizer step over all ranks."""
+        return self.micro_batch_size * self.num_microbatches * self.dp
+
+    def describe(self) -> str:
+        """Return the plan in the words of the field: `dp4 x pp2, ZeRO-1, 1f1b, micro-batch 2 x 8, recompute full`."""
+        axes = " x ".join(
+            f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(self, axis) > 1
+        )
+        parts = [axes or "one process"]
+        if self.zero_stage:
+            parts.append(f"ZeRO-{self.zero_stage}")
+        elif self.dp > 1:
+            parts.append("DDP")
+        if self.pipeline_schedule:
+            virtual = f" v{self.virtual_pipeline_size}" if self.virtual_pipeline_size > 1 else ""
+            parts.append(self.pipeline_schedule + virtual)
+        if self.sequence_parallel:
+            parts.append("sequence parallel")
+        parts.append(f"micro-batch {self.micro_batch_size} x {self.num_microbatches}")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        if self.offload != "none":
+            parts.append(f"offload {self.offload}")
+        return ", ".join(parts)
+
+
+def micro_batches(global_batch_size: int, *, dp: int, micro_batch_size: int) -> int:
+    """Return the number of micro-batches of one step; raise `PlanError` where the batch does not divide."""
+    unit = dp * micro_batch_size
+    share, rest = divmod(global_batch_size, unit)
+    if rest or not share:
+        raise PlanError(
+            f"global_batch_size={global_batch_size} is not a multiple of dp={dp} x micro_batch_size={micro_batch_size}",
+            hint=f"use a global batch of {max(1, share) * unit} or {(share + 1) * unit}",
+        )
+    return share

@@ -1,0 +1,100 @@
+"""Which blocks of a model each pipeline stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paraplan.errors import PlanError
+from paraplan.plan.parallel import ParallelPlan
+
+_RELATIVE_ROUNDING = 1e-12
+
+
+def even_split(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Return the blocks of each stage of an even split; the first stages take the remainder, the last has the head."""
+    _check_counts(num_blocks, num_stages)
+    share, rest = divmod(num_blocks, num_stages)
+    return tuple(share + (stage < rest) for stage in range(num_stages))
+
+
+def stage_blocks(plan: ParallelPlan, num_blocks: int) -> tuple[int, ...]:
+    """Return how many of `num_blocks` blocks each stage of `plan` holds: its `stage_blocks`, or an even split.
+
+    Raises `PlanError` where the stages do not hold the blocks exactly.
+    """
+    if plan.stage_blocks is None:
+        return even_split(num_blocks, plan.num_stages)
+    if sum(plan.stage_blocks) != num_blocks:
+        raise PlanError(
+            f"stage_blocks={plan.stage_blocks} sum to {sum(plan.stage_blocks)}, but the model has {num_blocks} blocks",
+            hint="the plan was made for another model; make it again with paraplan recommend",
+        )
+    return plan.stage_blocks
+
+
+def stage_bounds(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first block of each stage and the one after its last, for stages of `blocks` blocks."""
+    ends = list(accumulate(blocks))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def assign_blocks(
+    block_costs: Sequence[float], num_stages: int, *, first_extra: float = 0.0, last_extra: float = 0.0
+) -> tuple[int, ...]:
+    """Return the number of blocks of each stage that makes the slowest stage as fast as it can be.
+
+    A stage holds consecutive blocks, at least one. `first_extra` and `last_extra` are the costs of what the first and
+    the last stage do besides (embedding, head), in the unit of `block_costs`. Among splits with the same slowest stage
+    the most even one is taken (least sum of squares), then the one with more blocks in earlier stages.
+    Exact by dynamic programming: slowest(s, i) = min over j of max(slowest(s - 1, j), cost of blocks j..i-1).
+    """
+    num_blocks = len(block_costs)
+    _check_counts(num_blocks, num_stages)
+    load = _stage_loads(block_costs, num_stages, first_extra=first_extra, last_extra=last_extra)
+    slowest = load[0][0]
+    for stage in range(1, num_stages):
+        slowest = np.maximum(slowest[:, None], load[stage]).min(axis=0)
+    limit = slowest[num_blocks] * (1 + _RELATIVE_ROUNDING)
+    ends = _most_even_ends(np.where(load <= limit, load**2, np.inf))
+    return tuple(int(end - start) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _check_counts(num_blocks: int, num_stages: int) -> None:
+    if not 1 <= num_stages <= num_blocks:
+        raise PlanError(
+            f"{num_blocks} blocks cannot fill {num_stages} pipeline stages with at least one block each",
+            hint=f"use at most pp={num_blocks}",
+        )
+
+
+def _stage_loads(
+    block_costs: Sequence[float], num_stages: int, *, first_extra: float, last_extra: float
+) -> NDArray[np.float64]:
+    """Return `[stage, j, i]`: the cost of a stage that holds blocks j..i-1, infinite where it would hold none."""
+    running = np.concatenate([[0.0], np.cumsum(np.asarray(block_costs, dtype=np.float64))])
+    load = running[None, :] - running[:, None]
+    load[np.tril_indices(len(running))] = np.inf
+    loads = np.repeat(load[None], num_stages, axis=0)
+    loads[0] += first_extra
+    loads[-1] += last_extra
+    return loads
+
+
+def _most_even_ends(squares: NDArray[np.float64]) -> list[int]:
+    """Return the end of each stage with the least sum of `squares`; of equals, those with later starts."""
+    num_stages, size = squares.shape[0], squares.shape[1]
+    best = squares[0][0]
+    starts: list[NDArray[np.intp]] = []
+    for stage in range(1, num_stages):
+        total = best[:, None] + squares[stage]
+        # argmin takes the first of equals, so the rows are read from the last one back.
+        starts.append(size - 1 - total[::-1].argmin(axis=0))
+        best = total.min(axis=0)
+    ends = [size - 1]
+    for start in reversed(starts):
+        ends.append(int(start[ends[-1]]))
+    return ends[::-1]

@@ -1,0 +1,87 @@
+"""What the runtime can execute. The planner recommends nothing else; tests run what this module admits."""
+
+from __future__ import annotations
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
+
+RUNNABLE_SCHEDULES = ("gpipe", "1f1b")
+RUNNABLE_RECOMPUTE = ("none", "full")
+RUNNABLE_PRECISIONS = ("fp32", "bf16")
+
+
+def unsupported_reason(
+    plan: ParallelPlan, *, num_blocks: int | None = None, precision: TrainingPrecision | None = None
+) -> str | None:
+    """Return why the runtime cannot execute `plan`, or None where it can.
+
+    Runnable are one process; DDP and ZeRO-1, 2 and 3 over `dp`; a pipeline of two or more stages under GPipe or 1F1B,
+    alone or beside DDP or ZeRO-1; tensor parallelism with and without sequence parallelism, alone or beside any of
+    these; each with any number of micro-batches, and with recompute of none or all of the blocks. `num_blocks` is the
+    number of repeated blocks of the model and `precision` that of the training; what is None is not looked at. Splits
+    alone decide: whether the plan fits in memory is another question, and whether a model's heads divide over `tp` is
+    seen when it is prepared.
+    """
+    reasons = (
+        _axes_reason(plan),
+        _pipeline_reason(plan, num_blocks),
+        _memory_reason(plan),
+        _precision_reason(precision),
+    )
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def check_supported(
+    plan: ParallelPlan, *, num_blocks: int | None = None, precision: TrainingPrecision | None = None
+) -> None:
+    """Raise `UnsupportedPlanError` with the reason and a way out if the runtime cannot execute `plan`."""
+    reason = unsupported_reason(plan, num_blocks=num_blocks, precision=precision)
+    if reason is not None:
+        raise UnsupportedPlanError(
+            f"this runtime cannot execute the plan '{plan.describe()}': {reason}",
+            hint="change that field of the plan, or make one with paraplan recommend",
+        )
+
+
+def rule_of(reason: str) -> str:
+    """Return the general part of a reason, without the values of the plan: what many plans have in common."""
+    return reason.partition(": ")[2] or reason
+
+
+def _axes_reason(plan: ParallelPlan) -> str | None:
+    if plan.cp > 1:
+        return f"cp={plan.cp}: context parallelism is not executed yet"
+    return None
+
+
+def _pipeline_reason(plan: ParallelPlan, num_blocks: int | None) -> str | None:
+    if plan.pp == 1:
+        return None
+    if plan.pipeline_schedule not in RUNNABLE_SCHEDULES:
+        return f"pipeline_schedule={plan.pipeline_schedule}: executed schedules are {' and '.join(RUNNABLE_SCHEDULES)}"
+    if plan.virtual_pipeline_size > 1:
+        return f"virtual_pipeline_size={plan.virtual_pipeline_size}: each rank executes one stage, it must be 1"
+    if plan.pipeline_schedule == "1f1b" and plan.num_microbatches < plan.pp:
+        return f"num_microbatches={plan.num_microbatches}, pp={plan.pp}: 1f1b needs a micro-batch for each stage"
+    if num_blocks is not None and plan.pp > num_blocks:
+        return f"pp={plan.pp} stages for a model of {num_blocks} blocks leave a stage without a block"
+    if num_blocks is not None and plan.stage_blocks is not None and sum(plan.stage_blocks) != num_blocks:
+        return (
+            f"stage_blocks={plan.stage_blocks} sum to {sum(plan.stage_blocks)}, and the model has {num_blocks} blocks"
+        )
+    return None
+
+
+def _memory_reason(plan: ParallelPlan) -> str | None:
+    if plan.recompute not in RUNNABLE_RECOMPUTE:
+        return f"recompute={plan.recompute}: executed recompute is {' or '.join(RUNNABLE_RECOMPUTE)}"
+    if plan.offload != "none":
+        return f"offload={plan.offload}: offload to the host is not executed yet"
+    return None
+
+
+def _precision_reason(precision: TrainingPrecision | None) -> str | None:
+    if precision is not None and precision not in RUNNABLE_PRECISIONS:
+        return f"precision={precision}: executed are {' and '.join(RUNNABLE_PRECISIONS)}"
+    return None

@@ -1,0 +1,50 @@
+"""How many bytes each axis of a plan sends in a step: the weights of a placement."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from paraplan.model.spec import ModelSpec
+from paraplan.plan.parallel import Axis, ParallelPlan
+from paraplan.plan.training import TrainingSpec
+from paraplan.records import Record
+
+
+class AxisTraffic(Record):
+    """Bytes that a rank sends in one step on each axis; only their proportions matter to a placement.
+
+    The defaults are orders of magnitude for a transformer without a known size: tensor parallelism sends activations
+    in every layer, context parallelism keys and values, data parallelism gradients once, a pipeline one activation a
+    boundary.
+    """
+
+    tp: float = Field(default=64.0, ge=0)
+    cp: float = Field(default=16.0, ge=0)
+    dp: float = Field(default=4.0, ge=0)
+    pp: float = Field(default=1.0, ge=0)
+
+    def bytes_of(self, axis: Axis) -> float:
+        """Return the bytes of an axis."""
+        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}[axis]
+
+
+def axis_traffic(plan: ParallelPlan, training: TrainingSpec, model: ModelSpec) -> AxisTraffic:
+    """Return the bytes that a rank sends on each axis in one step of a transformer, by rings.
+
+    tp: four all-reduces of an activation per layer and micro-batch (Shoeybi et al., Megatron-LM, section 3), each
+    2 (t-1)/t of its size. cp: keys and values of each layer pass around the ring forward, and with their gradients
+    backward. dp: gradients in 2(d-1)/d of their size, with ZeRO-3 parameters twice more. pp: an activation and its
+    gradient for each boundary and micro-batch.
+    """
+    tokens = plan.micro_batch_size * training.seq_length / plan.cp
+    activation = tokens * model.hidden_size * training.activation_bytes
+    layers = model.num_blocks / plan.pp
+    parameters = model.parameters.total / (plan.tp * plan.pp) * training.activation_bytes
+    sharded = plan.dp * plan.cp
+    passes = {3: 1.5}.get(plan.zero_stage, 1.0)
+    return AxisTraffic(
+        tp=4 * 2 * (plan.tp - 1) / plan.tp * activation * layers * plan.num_microbatches,
+        cp=3 * 2 * (plan.cp - 1) * activation / plan.tp * layers * plan.num_microbatches,
+        dp=2 * (sharded - 1) / sharded * parameters * passes,
+        pp=(2 * activation * plan.virtual_pipeline_size * plan.num_microbatches if plan.pp > 1 else 0.0),
+    )

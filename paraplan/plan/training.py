@@ -1,0 +1,36 @@
+"""What is to be trained, apart from the model: batch, sequence, precision, optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paraplan.records import Record
+
+TrainingPrecision = Literal["fp32", "bf16", "fp16"]
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd_momentum", "sgd"]
+AttentionKind = Literal["flash", "sdpa", "eager"]
+
+
+class TrainingSpec(Record):
+    """One training step as the user wants it, whatever the plan. The batch is counted in sequences.
+
+    bf16 and fp16 mean mixed precision: matmuls and activations in 16 bits, optimizer state and master weights in fp32.
+    """
+
+    global_batch_size: int = Field(gt=0)
+    seq_length: int = Field(gt=0)
+    precision: TrainingPrecision = "bf16"
+    optimizer: OptimizerName = "adamw"
+    attention: AttentionKind = "sdpa"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return 4 if self.precision == "fp32" else 2

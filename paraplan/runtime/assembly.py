@@ -1,0 +1,174 @@
+"""From a whole model to what one rank runs of it: checked against the plan, cut, sharded, wrapped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paraplan.errors import PlanError, UnsupportedPlanError
+from paraplan.plan.files import ModelReference, PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stages import stage_blocks, stage_bounds
+from paraplan.plan.support import check_supported
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.anatomy import Anatomy, examine
+from paraplan.runtime.blocks import BlockStack, find_blocks, recompute_in_backward
+from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync
+from paraplan.runtime.engine import RankPart
+from paraplan.runtime.execution import WholeModelExecution
+from paraplan.runtime.setting import Setting
+from paraplan.runtime.stage_module import StageModule
+from paraplan.runtime.stage_split import cut_stage
+from paraplan.runtime.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
+from paraplan.runtime.ties import TiedGradients, find_ties
+from paraplan.runtime.weights import check_materialised, count_parameters
+
+_LOGGER = logging.getLogger(__name__)
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def check_model(
+    model: nn.Module, *, plan: ParallelPlan, file: PlanFile | None, precision: TrainingPrecision
+) -> BlockStack | None:
+    """Return the block stack of `model` once it is known that the plan can be executed on it; see `Job.prepare`."""
+    check_materialised(model)
+    stack = find_blocks(model)
+    if file is not None and file.model is not None:
+        _check_reference(file.model, model, stack, plan)
+    check_supported(plan, num_blocks=None if stack is None else len(stack), precision=precision)
+    if plan.recompute != "none" and stack is None:
+        raise PlanError(
+            f"recompute={plan.recompute}, but {type(model).__name__} has no repeated blocks to recompute",
+            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use recompute=none",
+        )
+    return stack
+
+
+def assemble_part(
+    model: nn.Module, stack: BlockStack | None, setting: Setting, *, example_inputs: Any = None
+) -> RankPart:
+    """Return this rank's part of `model`, which is changed in place."""
+    if setting.plan.pp > 1:
+        return _assemble_stage(model, stack, setting, example_inputs)
+    cuts = {}
+    if setting.plan.tp > 1:
+        split = _tensor_split(model, stack, setting, example_inputs)
+        cuts = apply_tensor_split(model, split, split.names, tensor_group(setting.mesh))
+    blocks = [] if stack is None else stack.modules(model)
+    called = _wrap(model, blocks, setting)
+    execution = WholeModelExecution(
+        called,
+        sync=gradient_sync(called, zero_stage=setting.plan.zero_stage),
+        loss_fn=setting.loss_fn,
+        precision=setting.precision,
+        device=setting.mesh.world.device,
+    )
+    return RankPart(
+        module=model,
+        parameters=dict(model.named_parameters()),
+        buffers=_lasting_buffers(model),
+        execution=execution,
+        cuts=cuts,
+        is_replica=isinstance(called, DistributedDataParallel),
+    )
+
+
+def _tensor_split(
+    model: nn.Module,
+    stack: BlockStack | None,
+    setting: Setting,
+    example_inputs: Any,
+    anatomy: Anatomy | None = None,
+) -> TensorSplit:
+    split = find_tensor_split(
+        model,
+        stack,
+        mesh=setting.mesh,
+        sequence_parallel=setting.plan.sequence_parallel,
+        example_inputs=example_inputs,
+        anatomy=anatomy,
+    )
+    if split.whole and setting.mesh.world.rank == 0:
+        reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in split.whole.items())
+        _LOGGER.warning("tp=%d leaves these layers of a block whole on every rank:%s", setting.plan.tp, reasons)
+    return split
+
+
+def _assemble_stage(model: nn.Module, stack: BlockStack | None, setting: Setting, example_inputs: Any) -> RankPart:
+    from paraplan.runtime.pipeline import PipelineExecution  # imports torch's compiler, which other plans do without
+
+    plan, mesh, device = setting.plan, setting.mesh, setting.mesh.world.device
+    if stack is None:
+        raise UnsupportedPlanError(
+            f"pp={plan.pp}, but {type(model).__name__} has no repeated blocks to cut between",
+            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use pp=1",
+        )
+    anatomy = examine(model, stack, example_inputs)
+    bounds = stage_bounds(stage_blocks(plan, len(stack)))
+    start, end = bounds[mesh.coordinate("pp")]
+    split = _tensor_split(model, stack, setting, example_inputs, anatomy) if plan.tp > 1 else None
+    cut = cut_stage(model, anatomy, start=start, end=end, device=device)
+    cuts = {}
+    if split is not None:
+        cuts = apply_tensor_split(model, split, stack.names[start:end], tensor_group(mesh))
+    stage = StageModule(
+        model,
+        cut.inject,
+        is_last=mesh.is_last_stage,
+        loss_fn=setting.loss_fn,
+        precision=setting.precision,
+        device=device,
+    )
+    called = _wrap(stage, stack.modules(model)[start:end], setting)
+    held = dict(model.named_parameters())
+    parameters = {name: held[own] for name, own in cut.names.items()}
+    ties = find_ties(anatomy, bounds)
+    execution = PipelineExecution(
+        stage, called, anatomy=anatomy, bounds=bounds, setting=setting, ties=TiedGradients(ties, parameters, mesh)
+    )
+    repeated = {tie.name for tie in ties if tie.stages[0] != mesh.coordinate("pp")}
+    return RankPart(
+        module=stage,
+        parameters=parameters,
+        buffers=_lasting_buffers(model),
+        execution=execution,
+        repeated=frozenset(repeated & parameters.keys()),
+        cuts=cuts,
+        is_replica=isinstance(called, DistributedDataParallel),
+    )
+
+
+def _lasting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state dict of `model` holds."""
+    lasting = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+
+
+def _wrap(module: nn.Module, blocks: list[nn.Module], setting: Setting) -> nn.Module:
+    if setting.plan.recompute == "full":
+        for block in blocks:
+            recompute_in_backward(block)
+    return apply_data_parallelism(module, blocks, plan=setting.plan, mesh=setting.mesh, precision=setting.precision)
+
+
+def _check_reference(reference: ModelReference, model: nn.Module, stack: BlockStack | None, plan: ParallelPlan) -> None:
+    num_parameters = count_parameters(model)
+    if reference.num_parameters not in (None, num_parameters):
+        raise PlanError(
+            f"the plan was made for {reference.name} with {reference.num_parameters:,} parameters, and this model has "
+            f"{num_parameters:,}",
+            hint="make a plan for this model with paraplan recommend",
+        )
+    # Readers of models count the blocks of a second stack too (an encoder's); only a pipeline cuts by the count.
+    if plan.pp > 1 and stack is not None and reference.num_blocks not in (None, len(stack)):
+        raise PlanError(
+            f"the plan was made for {reference.name} with {reference.num_blocks} blocks, and this model has "
+            f"{len(stack)}",
+            hint="make a plan for this model with paraplan recommend",
+        )

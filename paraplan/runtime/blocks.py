@@ -1,0 +1,71 @@
+"""The repeated block stack of a model: what pipelines cut, shards wrap, and recompute repeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """The blocks of a model in order, by the names of their modules."""
+
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def modules(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks of `model`, or of a copy of it."""
+        return [model.get_submodule(name) for name in self.names]
+
+
+def find_blocks(model: nn.Module) -> BlockStack | None:
+    """Return the block stack with the most parameters, the outermost of equals; None where the model has none.
+
+    A stack is an `nn.ModuleList` or `nn.ModuleDict` of two or more modules of one class, or in an `nn.Sequential` the
+    longest run of modules of one class that have parameters. The children of an `nn.Sequential` without such a run are
+    its blocks themselves where the model is nothing else.
+    """
+    best: tuple[int, tuple[str, ...]] = (0, ())
+    for path, container in model.named_modules():
+        names = _stack_names(container)
+        size = sum(parameter.numel() for name in names for parameter in container.get_submodule(name).parameters())
+        if names and size > best[0]:
+            best = (size, tuple(f"{path}.{name}" if path else name for name in names))
+    if best[1]:
+        return BlockStack(names=best[1])
+    if isinstance(model, nn.Sequential) and len(model) > 1:
+        return BlockStack(names=tuple(name for name, _ in model.named_children()))
+    return None
+
+
+def recompute_in_backward(block: nn.Module) -> None:
+    """Make `block` keep only its inputs for the backward pass, and run its forward pass again there.
+
+    The forward of the instance is wrapped, not the module: names of parameters stay, and hooks of the module (those of
+    FSDP) stay outside. Non-reentrant checkpointing (torch.utils.checkpoint) restores the random numbers of dropout.
+    """
+    inner = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False)
+
+    block.forward = forward
+
+
+def _stack_names(container: nn.Module) -> list[str]:
+    children = list(container.named_children())
+    if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
+        same_class = len({type(child) for _, child in children}) == 1
+        return [name for name, _ in children] if same_class and len(children) > 1 else []
+    if isinstance(container, nn.Sequential):
+        runs = [list(run) for _, run in groupby(children, key=lambda child: type(child[1]))]
+        runs = [run for run in runs if len(run) > 1 and any(True for _ in run[0][1].parameters())]
+        return [name for name, _ in max(runs, key=len)] if runs else []
+    return []

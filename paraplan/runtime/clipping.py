@@ -1,0 +1,52 @@
+"""Clipping by the norm of the whole model's gradient, wherever its parts lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paraplan.plan.parallel import Axis
+from paraplan.runtime.mesh import Mesh
+
+
+def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Collection[str] = ()) -> torch.Tensor:
+    """Return the 2-norm of the gradient of the whole model, the same on every rank, as a scalar tensor.
+
+    `gradients` are this rank's by the names of their parameters: shards over `dp` (DTensors) are summed over `dp`,
+    those of parameters in `split` over `tp`, and all over the stages of the pipeline. A gradient that several stages
+    hold must be given by one of them only.
+    """
+    device = mesh.world.device
+
+    def square_of(*, is_split: bool, is_sharded: bool) -> torch.Tensor:
+        chosen = [
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            for name, gradient in gradients.items()
+            if (name in split) == is_split and isinstance(gradient, DTensor) == is_sharded
+        ]
+        return _squared_norm(chosen, device)
+
+    def summed(square: torch.Tensor, axis: Axis) -> torch.Tensor:
+        if mesh.group(axis) is not None:
+            dist.all_reduce(square, group=mesh.group(axis))
+        return square
+
+    # Both squares travel together: over dp those of shards, and over tp those of parts.
+    sharded = summed(torch.stack([square_of(is_split=part, is_sharded=True) for part in (False, True)]), "dp")
+    whole, part = sharded + torch.stack([square_of(is_split=part, is_sharded=False) for part in (False, True)])
+    return summed(whole + summed(part.clone(), "tp"), "pp").sqrt()
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], *, norm: torch.Tensor, max_norm: float) -> None:
+    """Scale the gradients of `parameters` in place so that a model's gradient of `norm` is at most `max_norm` long."""
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+
+def _squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.nn.utils.get_total_norm(tensors).to(device, torch.float32).square()

@@ -1,0 +1,125 @@
+"""Data parallelism: whole replicas (DDP), or optimizer state, gradients and parameters sharded over `dp` (ZeRO).
+
+ZeRO-1, 2 and 3 (Rajbhandari et al. 2020) are one mechanism here, FSDP2's `fully_shard`, at three settings: each rank
+keeps a shard of every parameter with its optimizer state, and
+- ZeRO-1 gathers the parameters once for a step and reduces the gradients once, after the last micro-batch;
+- ZeRO-2 gathers once and reduces the gradients into shards after every micro-batch;
+- ZeRO-3 gathers each block for its forward and again for its backward pass, and frees it between.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.precision import shard_precision
+
+
+class GradientSync(Protocol):
+    """When the gradients of the micro-batches of a step travel between ranks."""
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Surround the forward and backward pass of one micro-batch."""
+        ...
+
+
+class NoSync:
+    """One replica: nothing travels."""
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Surround the forward and backward pass of one micro-batch."""
+        yield
+
+
+class ReplicaSync:
+    """DDP: gradients are averaged in the backward pass of the last micro-batch."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = module
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Surround the forward and backward pass of one micro-batch."""
+        if is_last:
+            yield
+        else:
+            with self._module.no_sync():
+                yield
+
+
+class ShardSync:
+    """FSDP2 at the settings of a ZeRO stage; see the module's own text."""
+
+    def __init__(self, module: FSDPModule, *, zero_stage: int) -> None:
+        self._module = module
+        self._zero_stage = zero_stage
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Surround the forward and backward pass of one micro-batch."""
+        self._module.set_is_last_backward(is_last)
+        if self._zero_stage == 1:
+            self._module.set_requires_gradient_sync(is_last)
+        if self._zero_stage < 3:
+            self._module.set_reshard_after_backward(is_last)
+        yield
+
+
+def apply_data_parallelism(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    precision: TrainingPrecision,
+) -> nn.Module:
+    """Move `module` to this rank's device and return what is to be called in its place.
+
+    That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
+    gathered one by one under ZeRO.
+    """
+    device = mesh.world.device
+    if plan.zero_stage == 0:
+        module.to(device)
+        if plan.dp == 1:
+            return module
+        return _replicate(module, mesh)
+    policy = shard_precision(precision)
+    dp_mesh = mesh.axis_mesh("dp")
+    frees_parameters = plan.zero_stage == 3
+    for block in blocks:
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=dp_mesh, reshard_after_forward=frees_parameters, mp_policy=policy)
+    # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
+    fully_shard(module, mesh=dp_mesh, reshard_after_forward=False, mp_policy=policy)
+    return module.to(device)
+
+
+def _replicate(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:
+    """Wrap `module` in DDP over `dp`. Buffers are equal from the start and are not sent again in every forward pass."""
+    # torch 2.13 renamed the option and warns about the old name.
+    options = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers: dict[str, Any] = {
+        "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False
+    }
+    return DistributedDataParallel(module, process_group=mesh.group("dp"), gradient_as_bucket_view=True, **buffers)
+
+
+def gradient_sync(module: nn.Module, *, zero_stage: int) -> GradientSync:
+    """Return how the gradients of `module`, as `apply_data_parallelism` returned it, are kept back and sent."""
+    if isinstance(module, DistributedDataParallel):
+        return ReplicaSync(module)
+    if isinstance(module, FSDPModule):
+        return ShardSync(module, zero_stage=zero_stage)
+    return NoSync()

@@ -1,0 +1,79 @@
+"""Running the micro-batches of a step through a model that one rank holds from start to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from paraplan.errors import UsageError
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.batches import MicroBatch, call_model
+from paraplan.runtime.data_parallel import GradientSync
+from paraplan.runtime.precision import compute_context
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class Execution(Protocol):
+    """Runs micro-batches. Losses are means over this rank's share, 0 on ranks without the end of the model."""
+
+    def train(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Run forward and backward passes, leave the gradients of the mean loss in place, and return that loss."""
+        ...
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Run forward passes without gradients and return the mean loss."""
+        ...
+
+
+class WholeModelExecution:
+    """One micro-batch after another through the whole model: one process, DDP, ZeRO."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        sync: GradientSync,
+        loss_fn: LossFunction,
+        precision: TrainingPrecision,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._sync = sync
+        self._loss_fn = loss_fn
+        self._precision = precision
+        self._device = device
+
+    def train(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Run forward and backward passes, leave the gradients of the mean loss in place, and return that loss."""
+        total = torch.zeros((), device=self._device)
+        for index, micro_batch in enumerate(micro_batches):
+            with self._sync.micro_batch(is_last=index == len(micro_batches) - 1):
+                loss = self._loss(micro_batch) / len(micro_batches)
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Run forward passes without gradients and return the mean loss."""
+        total = torch.zeros((), device=self._device)
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                total += self._loss(micro_batch) / len(micro_batches)
+        return total
+
+    def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        with compute_context(self._precision, self._device):
+            outputs = call_model(self._module, micro_batch.inputs)
+            return scalar_loss(self._loss_fn(outputs, micro_batch.targets))
+
+
+def scalar_loss(loss: Any) -> torch.Tensor:
+    """Return `loss` as a tensor without dimensions; raise `UsageError` where it is no single floating-point number."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UsageError(f"loss_fn returned {found}, not one number", hint="return the mean loss over the micro-batch")
+    return loss.reshape(())

@@ -1,0 +1,154 @@
+"""One rank of a large world in one process: collectives that send nothing, tensors that hold nothing.
+
+A few places of torch's distributed code read the values of tensors, which fake tensors lack. They are replaced while
+a fake world lasts, by what a healthy job would find there; what is allocated stays the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+
+from paraplan.runtime.world import World
+
+
+@contextmanager
+def fake_world(*, rank: int, size: int) -> Iterator[World]:
+    """Yield the world of `rank` among `size` ranks of which no other exists. There must be no process group yet."""
+    device = torch.device("cpu")
+    if size == 1:
+        yield World(rank=0, local_rank=0, size=1, device=device, is_distributed=False)
+        return
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with _ddp_without_values():
+            yield World(rank=rank, local_rank=0, size=size, device=device, is_distributed=True)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def without_values() -> Iterator[FakeTensorMode]:
+    """Make tensors that have a shape, a type and a storage of the right size, and no memory."""
+    with ExitStack() as stack:
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_SmallNumbers())
+        stack.enter_context(_modules_that_stay())
+        stack.enter_context(_transformers_as_if_with_values())
+        yield mode
+
+
+@contextmanager
+def _modules_that_stay() -> Iterator[None]:
+    """Leave modules where they are: all is on one device, and torch cannot move fake parameters to where they stand."""
+    plain = nn.Module.to
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        is_move = len(args) == 1 and isinstance(args[0], torch.device) and not kwargs
+        return self if is_move else plain(self, *args, **kwargs)
+
+    nn.Module.to = to  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _transformers_as_if_with_values() -> Iterator[None]:
+    """Hide from transformers, where it is loaded, that tensors are fake: it makes masks for such that it else skips."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if module is None or not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    plain = module.is_fake_tensor
+    module.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = plain
+
+
+class _SmallNumbers(TorchFunctionMode):
+    """Keeps the numbers of micro-batches real: a pipeline's schedule cuts a range of them, and its stage reads one.
+
+    The vote of a pipeline's ranks on whether shapes are known is answered with yes, as all ranks of this runtime vote.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.arange and len(args) == 1 and not kwargs:
+            return self._really(func, args, kwargs)
+        if func is torch.Tensor.item and isinstance(args[0], FakeTensor) and _is_called_by("distributed/pipelining"):
+            return 1
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        is_real = tensors and not any(isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in tensors)
+        if is_real and all(leaf.dtype is torch.long for leaf in tensors):
+            return self._really(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def _is_called_by(folder: str) -> bool:
+    """Whether the nearest caller outside of torch's machinery of modes is code in `folder`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and folder in frame.f_code.co_filename.replace("\\", "/")
+
+
+@contextmanager
+def _ddp_without_values() -> Iterator[None]:
+    """Let DDP skip what compares ranks by values: shapes at the start, the order of buckets after the first step.
+
+    Its buckets are reduced in place by a hook that does nothing, since the fake group's own reduction returns nothing.
+    """
+    plain = DistributedDataParallel.__init__
+
+    @wraps(plain)
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **{**kwargs, "init_sync": False})
+        self.register_comm_hook(None, lambda _, bucket: _reduce_in_place(bucket))
+        self.reducer = _SteadyReducer(self.reducer)  # type: ignore[assignment]
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DistributedDataParallel.__init__ = plain  # type: ignore[method-assign]
+
+
+class _SteadyReducer:
+    """DDP's reducer, which keeps its first buckets; the later ones hold the same parameters in another order."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _reduce_in_place(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

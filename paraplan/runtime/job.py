@@ -1,0 +1,203 @@
+"""A job: this process among its ranks, with the plan that they run. What a training script talks to."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paraplan.errors import PlanError
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import check_supported
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
+from paraplan.runtime.data import ShardedBatches, SizedDataset, shard_dataset
+from paraplan.runtime.engine import Engine, StepShape
+from paraplan.runtime.execution import LossFunction
+from paraplan.runtime.mesh import Mesh, build_mesh
+from paraplan.runtime.noise import silence_known_noise
+from paraplan.runtime.setting import Setting
+from paraplan.runtime.weights import share_weights
+from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, read_world
+
+PLAN_VARIABLE = "PARAPLAN_PLAN"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank of a training job. `file` is what the plan came from, None for a plan made on the spot."""
+
+    plan: ParallelPlan
+    file: PlanFile | None
+    precision: TrainingPrecision
+    mesh: Mesh
+
+    @property
+    def world(self) -> World:
+        """This rank among the others."""
+        return self.mesh.world
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.mesh.world.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.mesh.world.rank == 0
+
+    def prepare(
+        self,
+        model: nn.Module,
+        *,
+        loss_fn: LossFunction,
+        optimizer: OptimizerFactory,
+        max_grad_norm: float | None = None,
+        example_inputs: Any = None,
+    ) -> Engine:
+        """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
+
+        `loss_fn(outputs, targets)` returns the mean over its micro-batch. `optimizer` is called with a list of this
+        rank's parameters and returns their optimizer. `max_grad_norm` clips the norm of the whole model's gradient.
+        Every rank starts from the weights of rank 0. Ranks of a `dp` group draw different random numbers afterwards
+        (dropout). `example_inputs` is a small batch to find the model's structure by, for a pipeline over a model whose
+        inputs are not token ids.
+
+        Raises `PlanError` for a model that the plan was not made for, `UnsupportedPlanError` for a plan that the
+        runtime cannot execute on it, and `ModelError` for a model without values, or another one on another rank.
+        """
+        stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision)
+        share_weights(model, self.world)
+        setting = Setting(plan=self.plan, mesh=self.mesh, precision=self.precision, loss_fn=loss_fn)
+        part = assemble_part(model, stack, setting, example_inputs=example_inputs)
+        self._separate_random_numbers()
+        return Engine(
+            part,
+            optimizer(list(part.parameters.values())),
+            mesh=self.mesh,
+            shape=StepShape(
+                num_microbatches=self.plan.num_microbatches,
+                micro_batch_size=None if self.file is None else self.plan.micro_batch_size,
+            ),
+            max_grad_norm=max_grad_norm,
+        )
+
+    def shard(
+        self,
+        dataset: SizedDataset,
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        epochs: int = 1,
+        shuffle: bool = True,
+        skip: int = 0,
+        num_workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> ShardedBatches:
+        """Return the batches of this rank: an iterable of (inputs, targets), one pair for each step.
+
+        `dataset` is a map-style data set of (inputs, targets). `batch_size` is the global batch in samples: by default
+        the plan's, and with a plan made on the spot one sample for each rank. The order depends on `seed` and the epoch
+        alone, so it is the same under every plan. The last samples of an epoch that fill no global batch are left out.
+        `skip` leaves out the first steps: the engine's `num_steps`, to go on where a checkpoint was written.
+        Raises `UsageError` for a batch that does not divide over the ranks and for a data set smaller than a batch, and
+        `PlanError` for a `batch_size` that is not the plan's.
+        """
+        planned = self.plan.global_batch_size
+        if self.file is not None and batch_size not in (None, planned):
+            raise PlanError(
+                f"batch_size={batch_size}, but the plan is for a global batch of {planned} (dp={self.plan.dp} x "
+                f"micro_batch_size={self.plan.micro_batch_size} x num_microbatches={self.plan.num_microbatches})",
+                hint="leave batch_size out, or make a plan with paraplan recommend --global-batch",
+            )
+        return shard_dataset(
+            dataset,
+            batch_size=planned if batch_size is None else batch_size,
+            dp=self.plan.dp,
+            dp_rank=self.mesh.coordinate("dp"),
+            device=self.device,
+            seed=seed,
+            epochs=epochs,
+            shuffle=shuffle,
+            skip=skip,
+            num_workers=num_workers,
+            collate=collate,
+        )
+
+    def close(self) -> None:
+        """Leave the process group. Done at exit too; safe to call twice."""
+        _leave_group()
+
+    def _separate_random_numbers(self) -> None:
+        place = self.mesh.coordinate("dp") + self.mesh.coordinate("pp") * self.mesh.size("dp")
+        if place:
+            torch.manual_seed(torch.initial_seed() + place)
+
+
+def init(
+    plan: ParallelPlan | PlanFile | None = None,
+    *,
+    precision: TrainingPrecision | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Job:
+    """Join the other ranks, if a launcher started any, and return the job.
+
+    The plan is `plan`, else the launcher's (the file that PARAPLAN_PLAN names), else one made on the spot: DDP over all
+    ranks, or one process. `precision` is that of the plan file's training, fp32 where nothing says. A collective that
+    takes longer than `timeout_s` fails.
+
+    Raises `PlanError` for a plan of another number of ranks or another precision, `UnsupportedPlanError` for one that
+    the runtime cannot execute, and `UsageError` for an environment that no launcher makes.
+    """
+    silence_known_noise()
+    world = read_world(os.environ)
+    file = PlanFile(plan=plan) if isinstance(plan, ParallelPlan) else plan
+    if file is None:
+        file = _launched_plan()
+    chosen = ParallelPlan(dp=world.size) if file is None else file.plan
+    if chosen.world_size != world.size:
+        raise PlanError(
+            f"the plan '{chosen.describe()}' is for {chosen.world_size} ranks, and this job has {world.size}",
+            hint=f"start {chosen.world_size} ranks, or make a plan for {world.size}",
+        )
+    precision = _agreed_precision(precision, file)
+    check_supported(chosen, precision=precision)
+    if world.is_distributed and not dist.is_initialized():
+        join_world(world, os.environ, timeout_s=timeout_s)
+        atexit.register(_leave_group)
+    return Job(plan=chosen, file=file, precision=precision, mesh=build_mesh(chosen, world))
+
+
+def _launched_plan() -> PlanFile | None:
+    name = os.environ.get(PLAN_VARIABLE)
+    if not name:
+        return None
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {name}: {error.strerror}", hint="start with --plan FILE") from None
+    return PlanFile.from_json(text, source=name)
+
+
+def _agreed_precision(precision: TrainingPrecision | None, file: PlanFile | None) -> TrainingPrecision:
+    planned = file.training.precision if file is not None and file.training is not None else None
+    if precision is not None and planned is not None and precision != planned:
+        raise PlanError(
+            f"the script asks for precision={precision}, but the plan was made for {planned}",
+            hint="leave precision out of runtime.init, or make a plan for it",
+        )
+    return precision or planned or "fp32"
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,62 @@
+"""The ranks of a plan as torch's process groups, in the layout of `RankGrid`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from paraplan.plan.parallel import Axis, ParallelPlan
+from paraplan.plan.ranks import RankGrid
+from paraplan.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands on the axes of its plan. `device_mesh` has the axes longer than 1, None without any."""
+
+    grid: RankGrid
+    world: World
+    device_mesh: DeviceMesh | None
+
+    def size(self, axis: Axis) -> int:
+        """Return the number of ranks along `axis`."""
+        return self.grid.size(axis)
+
+    def coordinate(self, axis: Axis) -> int:
+        """Return this rank's place along `axis`."""
+        return self.grid.coordinates(self.world.rank)[axis]
+
+    def group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """Return the process group of `axis` that holds this rank, None where the axis has one rank."""
+        if self.device_mesh is None or self.size(axis) == 1:
+            return None
+        return self.device_mesh.get_group(axis)
+
+    def axis_mesh(self, axis: Axis) -> DeviceMesh:
+        """Return the mesh of `axis` alone, which must have more than one rank."""
+        assert self.device_mesh is not None
+        return self.device_mesh[axis]
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the start of the model."""
+        return self.coordinate("pp") == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the end of the model and its loss."""
+        return self.coordinate("pp") == self.size("pp") - 1
+
+
+def build_mesh(plan: ParallelPlan, world: World) -> Mesh:
+    """Return the mesh of `plan`, which has as many ranks as `world`. Makes the groups of every axis on every rank."""
+    grid = RankGrid.of_plan(plan)
+    axes = [axis for axis in grid.axes if grid.size(axis) > 1]
+    if not axes:
+        return Mesh(grid=grid, world=world, device_mesh=None)
+    ranks = torch.arange(grid.world_size).reshape([grid.size(axis) for axis in axes])
+    device_mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(axes))
+    return Mesh(grid=grid, world=world, device_mesh=device_mesh)

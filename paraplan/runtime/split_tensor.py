@@ -1,0 +1,84 @@
+"""A tensor that code sees whole while this rank holds its part: how unmodified code runs with split heads.
+
+Attention code writes sizes down (`view(batch, tokens, 3, num_heads, head_size)`), so it cannot be handed a part of a
+tensor. A `SplitTensor` has the whole tensor's shape and one rank's values. Every torch function on it runs on the
+values; `split_rules` finds the sizes to pass and the dimension that is split in the result. Where a function would mix
+what several ranks hold, a `SplitError` is raised: nothing travels unless a layer of `tensor_layers` sends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_group import TensorGroup
+
+
+class SplitError(Exception):
+    """A computation that ranks cannot do each on its part. It never leaves the search for a split.
+
+    `source` is the layer whose output was split. `segments` is another way to cut that output, if one may help.
+    `is_mixed` says that parts would have to be brought together: the layer may then be left whole.
+    """
+
+    def __init__(
+        self, message: str, *, source: str, segments: tuple[int, ...] | None = None, is_mixed: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.source = source
+        self.segments = segments
+        self.is_mixed = is_mixed
+
+
+class SplitTensor(torch.Tensor):
+    """The whole's shape, and in `local` the values of this rank's part by `cut`. `source` names the layer it is of."""
+
+    local: torch.Tensor
+    cut: Cut
+    group: TensorGroup
+    source: str
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, cut: Cut, group: TensorGroup, source: str) -> SplitTensor:
+        """Return the whole tensor of which `local` is this rank's part."""
+        whole: SplitTensor = torch.Tensor._make_wrapper_subclass(
+            cls, cut.whole_shape(local.shape), dtype=local.dtype, device=local.device
+        )
+        whole.local, whole.cut, whole.group, whole.source = local, cut, group, source
+        return whole
+
+    # Its arguments are those of the parent, which torch does not type.
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from paraplan.runtime.split_rules import run_on_parts  # the rules make tensors of this class
+
+        return run_on_parts(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks `func`
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Raise: every function was to be met by `__torch_function__`."""
+        raise SplitError(f"{func} reached a split tensor unseen", source="")
+
+
+def split_operands(*values: Any) -> list[SplitTensor]:
+    """Return the split tensors among arguments, those in lists and tuples included."""
+    found: list[SplitTensor] = []
+    for value in values:
+        if isinstance(value, SplitTensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(split_operands(*value))
+        elif isinstance(value, dict):
+            found.extend(split_operands(*value.values()))
+    return found

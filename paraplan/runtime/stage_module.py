@@ -1,0 +1,74 @@
+"""A pipeline stage as torch's schedules call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from paraplan.errors import UsageError
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.anatomy import HiddenShape
+from paraplan.runtime.batches import MicroBatch, call_model
+from paraplan.runtime.execution import LossFunction, scalar_loss
+from paraplan.runtime.precision import compute_context
+from paraplan.runtime.stage_split import Inject, StageEndError
+
+
+class StageModule(nn.Module):
+    """A stage as torch's schedules call it: a hidden state in and out; on the last stage the loss out.
+
+    The micro-batches of a step are handed over beforehand, whole, and the schedule passes their numbers: every stage
+    makes its own masks and positions from the inputs. The loss is divided by the number of micro-batches, so that the
+    gradients of a step add up to those of its mean.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inject: Inject | None,
+        *,
+        is_last: bool,
+        loss_fn: LossFunction,
+        precision: TrainingPrecision,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._inject = inject if inject is None else [inject]  # in a list: it is no second child of this module
+        self._is_last = is_last
+        self._loss_fn = loss_fn
+        self._precision = precision
+        self._device = device
+        self.micro_batches: Sequence[MicroBatch] = ()
+        self.sent: HiddenShape | None = None
+
+    def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+        """Return the hidden state after this stage, or the loss, of micro-batch `number`.
+
+        `received` is the hidden state before this stage; the first stage is given the number in its place.
+        """
+        micro_batch = self.micro_batches[int(number)]
+        if self._inject is not None:
+            self._inject[0].hold(received)
+        try:
+            with compute_context(self._precision, self._device):
+                outputs = call_model(self.model, micro_batch.inputs)
+                loss = scalar_loss(self._loss_fn(outputs, micro_batch.targets)) / len(self.micro_batches)
+        except StageEndError as end:
+            return self._sendable(end.hidden)
+        finally:
+            if self._inject is not None:
+                self._inject[0].hold(None)
+        return loss.float().reshape(1)
+
+    def _sendable(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `hidden` as the next stage expects it; a buffer of another size would end the process inside gloo."""
+        if self.sent is None or hidden.shape != self.sent.shape:
+            raise UsageError(
+                f"this stage's hidden state has shape {tuple(hidden.shape)}, and {self.sent and self.sent.shape} was "
+                "found for these inputs without values",
+                hint="use pp=1 for this model",
+            )
+        return hidden.to(self.sent.dtype).contiguous()

@@ -1,0 +1,192 @@
+"""Tensor parallelism: the linear layers of a model's blocks split over `tp`, checked before they are used.
+
+How a block is split is found without values (`tensor_search`), by the model's own plan where it has one; then one block
+of every kind is split for real and compared with itself whole (`tensor_check`). Embeddings, heads and norms stay whole
+on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, example_of, meta_copy
+from paraplan.runtime.blocks import BlockStack
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.model_plan import own_plan, splits, style_of
+from paraplan.runtime.tensor_check import check_split, summed_gradients
+from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_group import TensorGroup
+from paraplan.runtime.tensor_layers import SequenceEnds, is_linear, run_block, split_linear, sum_gradients_in_backward
+from paraplan.runtime.tensor_search import BlockSplit, find_split
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """How the blocks of a model are split over `tp`: `blocks` by the block's name. Found before anything is changed."""
+
+    blocks: dict[str, BlockSplit]
+    sequence_parallel: bool
+    hidden_argument: int | str
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """The linear layers that every rank holds whole, by their names in a block, with the reason."""
+        return {layer: reason for block in self.blocks.values() for layer, reason in block.whole.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all blocks, in order."""
+        return [*self.blocks]
+
+
+def tensor_group(mesh: Mesh) -> TensorGroup:
+    """Return the `tp` group of this rank."""
+    return TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
+
+
+def find_tensor_split(
+    model: nn.Module,
+    stack: BlockStack | None,
+    *,
+    mesh: Mesh,
+    sequence_parallel: bool,
+    example_inputs: Any = None,
+    anatomy: Anatomy | None = None,
+) -> TensorSplit:
+    """Return how the blocks of `model`, which is whole and keeps its values, are split; checked with real numbers.
+
+    All ranks of a `tp` group call it together. `anatomy` saves a second look where it is known. Raises
+    `UnsupportedPlanError` where the model has no blocks or they cannot be split, and says why.
+    """
+    size = mesh.size("tp")
+    if stack is None:
+        raise UnsupportedPlanError(
+            f"tp={size}, but {type(model).__name__} has no repeated blocks to split",
+            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use tp=1",
+        )
+    if sequence_parallel and anatomy is None:
+        anatomy = examine(model, stack, example_inputs)
+    shadow = meta_copy(model) if anatomy is None else anatomy.shadow
+    calls = block_calls(shadow, stack, example_of(model, example_inputs))
+    where = 0 if anatomy is None else anatomy.hidden_argument
+    plan = own_plan(model)
+    found: dict[Any, BlockSplit] = {}
+    blocks: dict[str, BlockSplit] = {}
+    for name, block, call in zip(stack.names, stack.modules(shadow), calls, strict=True):
+        if call is None:
+            raise UnsupportedPlanError(f"block {name} takes no part in a forward pass", hint="use tp=1 for this model")
+        kept = _kept_whole(shadow, block, name, plan)
+        kind = _kind(block, call, kept)
+        if kind not in found:
+            ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
+            split = find_split(block, call, size=size, name=name, ends=ends, kept_whole=kept)
+            found[kind] = _checked(model.get_submodule(name), name, call, split, mesh, ends)
+        blocks[name] = found[kind]
+    return TensorSplit(blocks=blocks, sequence_parallel=sequence_parallel, hidden_argument=where)
+
+
+def apply_tensor_split(
+    model: nn.Module, split: TensorSplit, names: Sequence[str], group: TensorGroup
+) -> dict[str, Cut]:
+    """Leave this rank's parts in the blocks `names` of `model`; return the cuts of parameters by their names."""
+    cuts: dict[str, Cut] = {}
+    done: set[int] = set()
+    for place, name in enumerate(names):
+        block = model.get_submodule(name)
+        if id(block) in done:
+            raise UnsupportedPlanError(f"block {name} stands in the model twice", hint="use tp=1 for this model")
+        done.add(id(block))
+        ends = None
+        if split.sequence_parallel:
+            ends = SequenceEnds(split.hidden_argument, is_first=place == 0, is_last=place == len(names) - 1)
+        found = split_block(block, split.blocks[name], group, ends)
+        cuts |= {f"{name}.{parameter}": cut for parameter, cut in found.items()}
+    return cuts
+
+
+def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: SequenceEnds | None) -> dict[str, Cut]:
+    """Leave this rank's parts in `block` and make it work on them; return the cuts of its parameters by their names."""
+    cuts: dict[str, Cut] = {}
+    for layer, role in split.roles.items():
+        module = block.get_submodule(layer)
+        found = split_linear(
+            module, role, group, name=layer, sequence_parallel=ends is not None, is_direct=split.is_direct
+        )
+        cuts |= {f"{layer}.{parameter}": cut for parameter, cut in found.items()}
+    summed: dict[str, list[str]] = {}
+    for name in split.summed:
+        layer, _, parameter = name.rpartition(".")
+        summed.setdefault(layer, []).append(parameter)
+    for layer, parameters in summed.items():
+        sum_gradients_in_backward(block.get_submodule(layer), parameters, group)
+    block.forward = _block_forward(block.forward, group, ends)
+    return cuts
+
+
+def _block_forward(inner: Callable[..., Any], group: TensorGroup, ends: SequenceEnds | None) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run_block(inner, args, kwargs, group=group, ends=ends)
+
+    return forward
+
+
+def _kept_whole(shadow: nn.Module, block: nn.Module, name: str, plan: dict[str, str] | None) -> dict[str, str]:
+    """Return the layers of a block that are not to be split, with the reason."""
+    uses: dict[int, int] = {}
+    for _, parameter in shadow.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    layers = {layer: module for layer, module in block.named_modules() if layer and is_linear(module)}
+    kept = {
+        layer: "its parameters belong to another layer too"
+        for layer, module in layers.items()
+        if any(uses[id(parameter)] > 1 for parameter in module.parameters())
+    }
+    styles = {layer: style_of(plan or {}, f"{name}.{layer}") for layer in layers}
+    if any(splits(style) for style in styles.values()):
+        kept |= {layer: "the model's own plan leaves it whole" for layer, style in styles.items() if not splits(style)}
+    return kept
+
+
+def _kind(block: nn.Module, call: BlockCall, kept: Mapping[str, str]) -> Any:
+    """Return what two blocks that split alike have in common."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+    settings = tuple(
+        (name, type(module).__qualname__, module.extra_repr(), _numbers(module))
+        for name, module in block.named_modules()
+    )
+    return (type(block), shapes, settings, tuple(kept), tuple(call.kwargs), len(call.args))
+
+
+def _numbers(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Return the plain attributes of a module: another window or number of heads is another kind of block."""
+    return tuple(
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str, bool)) and name not in ("layer_idx", "training")
+    )
+
+
+def _checked(
+    block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
+) -> BlockSplit:
+    """Return `split`, or the same with plain parts where the block's code computes the same with them."""
+    group = tensor_group(mesh)
+    whole = copy.deepcopy(block).to(mesh.world.device, torch.float32).eval()
+    if ends is None and not split.draws:
+        # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
+        direct = replace(split, is_direct=True)
+        part = copy.deepcopy(whole)
+        summed = summed_gradients(whole, part, split_block(part, direct, group, None), call, group=group)
+        if summed is not None:
+            split = replace(direct, summed=summed)
+    part = copy.deepcopy(whole)
+    cuts = split_block(part, split, group, ends)
+    check_split(whole, part, cuts, call, group=group, name=name)
+    return split

@@ -1,0 +1,85 @@
+"""The weights before the first step: counted, compared between ranks, and made equal to those of rank 0."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paraplan.errors import ModelError
+from paraplan.runtime.world import World
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of elements of all parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def check_materialised(model: nn.Module) -> None:
+    """Raise `ModelError` where a parameter has no values yet, or is split over ranks already."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter {name} is on the meta device and has no values", hint="build the model on the CPU"
+            )
+        if isinstance(parameter, DTensor):
+            raise ModelError(
+                f"parameter {name} is split over ranks already", hint="give job.prepare a model that nothing has split"
+            )
+
+
+def share_weights(model: nn.Module, world: World) -> None:
+    """Give every rank the parameters and buffers of rank 0, so that all start from the same model.
+
+    Tensors travel in buckets of one type and stay on the device where they are. Raises `ModelError` on every rank
+    where the ranks have built models of different names, shapes or types.
+    """
+    if not world.is_distributed:
+        return
+    _check_same_model(model, world)
+    for bucket in _buckets(model):
+        flat = torch.cat([tensor.detach().reshape(-1).to(world.device) for tensor in bucket])
+        dist.broadcast(flat, src=0)
+        if world.rank == 0:
+            continue
+        for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+            tensor.detach().copy_(part.view_as(tensor))
+
+
+def _check_same_model(model: nn.Module, world: World) -> None:
+    described = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict().items()]
+    mine = torch.tensor(
+        [count_parameters(model), zlib.crc32("\n".join(described).encode())], dtype=torch.int64, device=world.device
+    )
+    gathered = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(gathered, mine)
+    odd = [rank for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
+    if odd:
+        raise ModelError(
+            f"ranks {odd} have built another model than rank 0 ({int(gathered[odd[0]][0]):,} parameters against "
+            f"{int(gathered[0][0]):,}, or other names or types)",
+            hint="build the same model on every rank",
+        )
+
+
+def _buckets(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for tensors in by_type.values():
+        bucket: list[torch.Tensor] = []
+        size_bytes = 0
+        for tensor in tensors:
+            bucket.append(tensor)
+            size_bytes += tensor.numel() * tensor.element_size()
+            if size_bytes >= _BUCKET_BYTES:
+                yield bucket
+                bucket, size_bytes = [], 0
+        if bucket:
+            yield bucket

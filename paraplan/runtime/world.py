@@ -1,0 +1,135 @@
+"""The processes of a job: which rank this one is, on which device, and how they find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
+
+from paraplan.errors import UsageError
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank among `size`. `is_distributed` is False for a process that no launcher started."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    is_distributed: bool
+
+
+def read_world(environment: Mapping[str, str]) -> World:
+    """Return this process's place as the variables of torchrun name it; a world of one where WORLD_SIZE is not set.
+
+    The device is the GPU of the local rank, or the CPU where there is no GPU. Raises `UsageError` on variables that
+    are missing or no numbers, and where the machine has fewer GPUs than local ranks.
+    """
+    if "WORLD_SIZE" not in environment:
+        return World(rank=0, local_rank=0, size=1, device=_device(0), is_distributed=False)
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    local_rank = _number(environment, "LOCAL_RANK")
+    if not 0 <= rank < size:
+        raise UsageError(f"RANK={rank} is outside a world of WORLD_SIZE={size} ranks")
+    return World(rank=rank, local_rank=local_rank, size=size, device=_device(local_rank), is_distributed=True)
+
+
+def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Set up the default process group: NCCL on GPUs, gloo on the CPU.
+
+    Where the rendezvous is a loopback address the ranks listen there alone. A collective that takes longer than
+    `timeout_s` ends its rank with an error.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(world.device)
+    host, port = environment.get("MASTER_ADDR", ""), _number(environment, "MASTER_PORT")
+    if not host:
+        raise UsageError("WORLD_SIZE is set but MASTER_ADDR is not", hint="start the script with paraplan launch")
+    store = None
+    if is_loopback(host):
+        _stay_on_loopback()
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            store = _loopback_store(host, port, world, timeout)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=world.device if on_gpu else None,
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` names this machine only."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _stay_on_loopback() -> None:
+    """Bind the sockets of gloo and NCCL to the loopback interface unless the user chose another.
+
+    Both read the environment of the process and take no argument that would reach groups made later.
+    """
+    interface = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _loopback_store(host: str, port: int, world: World, timeout: timedelta) -> TCPStore:
+    """Return the store of the ranks; rank 0 holds it on a socket of `host` alone (torch's own listens everywhere)."""
+    if world.rank != 0:
+        return TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"rank 0 cannot listen on MASTER_ADDR={host}, MASTER_PORT={port}: {error.strerror}",
+            hint="choose a free port",
+        ) from None
+    listener.listen()
+    return TCPStore(
+        host,
+        port,
+        world.size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name)
+    if text is None:
+        raise UsageError(f"WORLD_SIZE is set but {name} is not", hint="start the script with paraplan launch")
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r} is no number", hint="start the script with paraplan launch") from None
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UsageError(
+            f"local rank {local_rank} has no GPU: this machine has {count}", hint="start at most one rank for each GPU"
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,1 @@
+"""Search: the decision tree, the space of plans, and the ranked result."""

@@ -1,0 +1,163 @@
+"""The decision tree of Hugging Face's guide "Efficient Training on Multiple GPUs", as rules with their numbers.
+
+https://huggingface.co/docs/transformers/perf_train_gpu_many
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paraplan.hardware.interconnect import Verdict
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.records import Record
+from paraplan.search.results import Decision
+from paraplan.units import format_bytes
+
+
+class TreeFacts(Record):
+    """The numbers that the tree looks at. Bytes are those of one unsplit model; bandwidths are per GPU and direction.
+
+    `training_state_bytes` is parameters, gradients and optimizer state; `least_activation_bytes` what the smallest
+    micro-batch adds under full recompute; `largest_layer_bytes` the training state of the largest single layer.
+    `node` says whether the links inside a node are fast (None where nothing is known of them), `network` those between
+    nodes (None with one node).
+    """
+
+    num_gpus: int
+    num_nodes: int
+    usable_memory_bytes: int
+    training_state_bytes: int
+    least_activation_bytes: int
+    largest_layer_bytes: int
+    node: Verdict | None = None
+    network: Verdict | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that one GPU needs to train the whole model."""
+        return self.training_state_bytes + self.least_activation_bytes
+
+
+class TreeAnswer(Record):
+    """The families of plans that the tree names, most preferred first, and the decisions that led there."""
+
+    families: tuple[str, ...]
+    decisions: tuple[Decision, ...]
+
+
+Rule = Callable[[TreeFacts], "tuple[Decision, tuple[str, ...]] | None"]
+
+
+def family(plan: ParallelPlan) -> str:
+    """Return the family of a plan in the words of the tree: `single`, `DDP`, `ZeRO`, `PP`, `TP`, `PP x DP`, ..."""
+    axes = [name for name, degree in (("PP", plan.pp), ("TP", plan.tp), ("CP", plan.cp)) if degree > 1]
+    if not axes:
+        if plan.dp == 1:
+            return "single"
+        return "ZeRO" if plan.zero_stage else "DDP"
+    return " x ".join([*axes, "DP"] if plan.dp > 1 else axes)
+
+
+def decide(facts: TreeFacts) -> TreeAnswer:
+    """Walk the rules in order; the last rule that names families decides."""
+    decisions: list[Decision] = []
+    families: tuple[str, ...] = ()
+    for rule in RULES:
+        outcome = rule(facts)
+        if outcome is not None:
+            decision, named = outcome
+            decisions.append(decision)
+            families = named or families
+    return TreeAnswer(families=families, decisions=tuple(decisions))
+
+
+def _one_gpu(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    if facts.num_gpus > 1:
+        return None
+    outcome = "train in one process" if _fits(facts) else "recompute, smaller micro-batches or offload"
+    return Decision(rule="number of GPUs", outcome=outcome, because="there is one GPU"), ("single",)
+
+
+def _model_fits(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    numbers = (
+        f"training state {format_bytes(facts.training_state_bytes)} + smallest activations "
+        f"{format_bytes(facts.least_activation_bytes)} against {format_bytes(facts.usable_memory_bytes)} usable per GPU"
+    )
+    rule = "does the model fit one GPU?"
+    if not _fits(facts):
+        return Decision(rule=rule, outcome="no: the model has to be split", because=numbers), ()
+    outcome = "yes: DDP or ZeRO" if facts.num_gpus > 1 else "yes"
+    return Decision(rule=rule, outcome=outcome, because=numbers), ("DDP", "ZeRO") if facts.num_gpus > 1 else ()
+
+
+def _processes(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    """DataParallel in one process against DDP, as the guide's benchmark ranks them: GPT-2 on two TITAN RTX."""
+    if not _fits(facts) or facts.num_gpus == 1 or facts.num_nodes > 1 or facts.node is None:
+        return None
+    rule = "DDP, or DataParallel in one process?"
+    guide = "the guide's GPT-2 on two GPUs: DDP over NVLink 101 s, DataParallel 110 s, DDP over PCIe 131 s"
+    if facts.node.is_fast:
+        return Decision(rule=rule, outcome="DDP", because=f"{facts.node.because}; {guide}"), ()
+    outcome = "DDP; without fast links DataParallel can be faster, where micro-batches are few"
+    return Decision(rule=rule, outcome=outcome, because=f"{facts.node.because}; {guide}"), ()
+
+
+def _largest_layer(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    if _fits(facts) or facts.num_gpus == 1:
+        return None
+    numbers = (
+        f"training state of the largest layer {format_bytes(facts.largest_layer_bytes)} against "
+        f"{format_bytes(facts.usable_memory_bytes)} usable per GPU"
+    )
+    rule = "does the largest layer fit one GPU?"
+    if facts.largest_layer_bytes > facts.usable_memory_bytes:
+        outcome = "no: tensor parallelism, or ZeRO with recompute and offload; a pipeline alone cannot"
+        return Decision(rule=rule, outcome=outcome, because=numbers), (
+            "TP",
+            "TP x DP",
+            "ZeRO",
+            "PP x TP",
+            "PP x TP x DP",
+        )
+    return Decision(rule=rule, outcome="yes: a pipeline is possible too", because=numbers), ()
+
+
+def _links_inside(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    if _fits(facts) or facts.num_gpus == 1 or facts.num_nodes > 1 or facts.node is None:
+        return None
+    rule = "are the GPUs of the node connected fast?"
+    if facts.largest_layer_bytes > facts.usable_memory_bytes:
+        return Decision(rule=rule, outcome=_yes_or_no(facts.node), because=facts.node.because), ()
+    if facts.node.is_fast:
+        outcome = "yes: ZeRO, pipeline and tensor parallelism are close; the cost model decides"
+        named: tuple[str, ...] = ("ZeRO", "PP", "TP", "PP x DP", "TP x DP", "PP x TP")
+    else:
+        outcome = "no: a pipeline before tensor parallelism and ZeRO"
+        named = ("PP", "PP x DP", "ZeRO", "TP")
+    return Decision(rule=rule, outcome=outcome, because=facts.node.because), named
+
+
+def _links_between(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    if facts.network is None:
+        return None
+    rule = "are the nodes connected fast?"
+    if _fits(facts):
+        return Decision(rule=rule, outcome=_yes_or_no(facts.network), because=facts.network.because), ()
+    if facts.network.is_fast:
+        outcome = "yes: ZeRO, or pipeline x tensor x data parallelism"
+        named: tuple[str, ...] = ("ZeRO", "PP x TP x DP", "PP x DP", "TP x DP", "PP x TP")
+    else:
+        outcome = "no, and memory is short: data x pipeline x tensor parallelism with ZeRO-1"
+        named = ("PP x TP x DP", "PP x DP", "PP x TP", "PP")
+    return Decision(rule=rule, outcome=outcome, because=facts.network.because), named
+
+
+def _yes_or_no(verdict: Verdict) -> str:
+    return "yes" if verdict.is_fast else "no"
+
+
+def _fits(facts: TreeFacts) -> bool:
+    return facts.needed_bytes <= facts.usable_memory_bytes
+
+
+RULES: tuple[Rule, ...] = (_one_gpu, _model_fits, _processes, _largest_layer, _links_inside, _links_between)

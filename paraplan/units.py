@@ -1,0 +1,90 @@
+"""Rendering of quantities. Values are kept in base units (bytes, seconds, FLOPs); only text is scaled."""
+
+from __future__ import annotations
+
+import math
+import re
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_BYTE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+}
+
+
+def format_bytes(num_bytes: float | None) -> str:
+    """Return `num_bytes` in binary units with three significant digits, "?" for unknown: `79.6 GiB`."""
+    if num_bytes is None:
+        return "?"
+    size = abs(num_bytes)
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= factor:
+            return f"{_three_digits(num_bytes / factor)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_bandwidth(bytes_per_s: float | None) -> str:
+    """Return a rate in decimal gigabytes per second, as data sheets print it: `450 GB/s`."""
+    return "?" if bytes_per_s is None else f"{_three_digits(bytes_per_s / 1e9)} GB/s"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Return a duration with three significant digits and the unit that suits it: `3.20 ms`."""
+    if seconds is None:
+        return "?"
+    if seconds >= 120:
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= factor:
+            return f"{_three_digits(seconds / factor)} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+def format_count(count: float | None) -> str:
+    """Return a count scaled by thousands: `8.03 B` parameters, `12.4 k` tokens."""
+    if count is None:
+        return "?"
+    for unit, factor in ((" T", 1e12), (" B", 1e9), (" M", 1e6), (" k", 1e3)):
+        if abs(count) >= factor:
+            return f"{_three_digits(count / factor)}{unit}"
+    return f"{count:g}"
+
+
+def format_flops(flops_per_s: float | None) -> str:
+    """Return a rate of floating-point operations: `412 TFLOP/s`."""
+    if flops_per_s is None:
+        return "?"
+    for unit, factor in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
+        if flops_per_s >= factor:
+            return f"{_three_digits(flops_per_s / factor)} {unit}"
+    return f"{flops_per_s / 1e6:.3g} MFLOP/s"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes in a text such as `70GiB`, `80 GB` or `1024`.
+
+    Raises ValueError for anything else, with the units that are known.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match.group(2).lower() if match else None
+    if match is None or unit not in _BYTE_UNITS:
+        raise ValueError(f"{text!r} is no amount of memory; write a number with B, KB, MB, GB, KiB, MiB or GiB")
+    return math.ceil(float(match.group(1)) * _BYTE_UNITS[unit])
+
+
+def _three_digits(value: float) -> str:
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))
+    return f"{value:.{decimals}f}"

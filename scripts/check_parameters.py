@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Compare paraplan's parameter counts with those of transformers, for every model configuration in a folder.
+
+Each configuration is built by transformers on the meta device (no weights, no code that the config names) and compared
+in total and by part: embedding, blocks, head. Where transformers is not installed, the totals of the folder's
+`expected.json` are compared alone. Ends with status 1 if a count differs, 2 if nothing could be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from paraplan.errors import ModelError, ParaplanError
+from paraplan.model.reader import read_config
+from paraplan.model.spec import ParameterCount
+
+EMBEDDING_NAMES = re.compile(r"embed|wte|wpe|shared\.weight|project_in")
+
+
+def configurations(folder: Path) -> dict[str, Path]:
+    """Return the configurations in `folder` by name: NAME.json and NAME/config.json."""
+    found = {path.stem: path for path in folder.glob("*.json") if path.name != "expected.json"}
+    return dict(sorted((found | {path.parent.name: path for path in folder.glob("*/config.json")}).items()))
+
+
+def expected_totals(folder: Path) -> dict[str, int]:
+    """Return the totals in `expected.json`, empty where the folder has none."""
+    path = folder / "expected.json"
+    if not path.is_file():
+        return {}
+    models = json.loads(path.read_text(encoding="utf-8"))["models"]
+    return {name: int(values["parameters"]) for name, values in models.items()}
+
+
+def count_with_transformers(path: Path) -> ParameterCount:
+    """Return the parameters of the class that the config names, built by transformers on the meta device."""
+    import torch
+    import transformers
+
+    from paraplan.model.trace import find_blocks
+
+    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    architectures = fields.get("architectures")
+    if not architectures:
+        raise ModelError(f"{path}: architectures names no class for transformers to build")
+    model_class = getattr(transformers, str(architectures[0]), None)
+    if model_class is None:
+        raise ModelError(f"{path}: transformers has no class {architectures[0]!r}")
+    with torch.device("meta"):
+        module = model_class(config)
+    blocks = tuple(f"{name}." for name in find_blocks(module))
+    counts = {"embedding": 0, "blocks": 0, "head": 0}
+    for name, parameter in module.named_parameters():
+        part = "blocks" if name.startswith(blocks) else "embedding" if EMBEDDING_NAMES.search(name) else "head"
+        counts[part] += parameter.numel()
+    return ParameterCount(**counts)
+
+
+def check(name: str, path: Path, *, with_transformers: bool, expected: int | None) -> bool:
+    """Print one row of the table and return whether all counts agree."""
+    try:
+        ours = read_config(path).parameters
+        theirs = count_with_transformers(path) if with_transformers else None
+    except ParaplanError as error:
+        print(f"{name:<24} not compared: {error}")
+        return False
+    agrees = (theirs is None or ours == theirs) and (expected is None or ours.total == expected)
+    print(f"{name:<24}{ours.embedding:>15,}{ours.blocks:>18,}{ours.head:>15,}{ours.total:>18,}  ", end="")
+    print("same" if agrees else "DIFFERS")
+    if theirs is not None and ours != theirs:
+        print(f"{'  transformers':<24}{theirs.embedding:>15,}{theirs.blocks:>18,}{theirs.head:>15,}{theirs.total:>18,}")
+    if expected is not None and ours.total != expected:
+        print(f"{'  expected.json':<24}{'':>48}{expected:>18,}")
+    return agrees
+
+
+def main() -> int:
+    """Compare every configuration of the folder and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="folder with NAME.json files or NAME/config.json folders")
+    folder: Path = parser.parse_args().folder
+    paths = configurations(folder) if folder.is_dir() else {}
+    if not paths:
+        print(f"{folder} holds no configurations", file=sys.stderr)
+        return 2
+    totals = expected_totals(folder)
+    with_transformers = importlib.util.find_spec("transformers") is not None
+    if not with_transformers and not totals:
+        print(f"transformers is not installed and {folder} holds no expected.json: nothing to compare", file=sys.stderr)
+        return 2
+    print(f"{'model':<24}{'embedding':>15}{'blocks':>18}{'head':>15}{'total':>18}  against", end=" ")
+    print(" and ".join(["transformers"] * with_transformers + ["expected.json"] * bool(totals)))
+    same = [
+        check(name, path, with_transformers=with_transformers, expected=totals.get(name))
+        for name, path in paths.items()
+    ]
+    print(f"{sum(same)} of {len(same)} configurations agree")
+    return 0 if all(same) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The command line of `paraplan launch`: help, and bad input that starts nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paraplan.errors import UsageError
+from paraplan.launch.handover import become_launcher
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "OMP_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "paraplan", "launch", *words],
+        cwd=folder,
+        env=environment | {"TMPDIR": str(scratch)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_says_what_the_command_does_and_lists_both_kinds_of_options(tmp_path: Path) -> None:
+    done = run(tmp_path, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: paraplan launch [options] train.py")
+    for word in ("--plan PLAN.json", "--nproc-per-node", "--rdzv-backend", "recommend"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no training script given"),
+        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node 0 leaves no rank to start"),
+        (["--nproc-per-node", "two ", "train.py"], "--nproc-per-node two "),
+        (["--nproc-per-node", "tpu", "train.py"], "tpu"),
+        (["no_such.py"], "there is no script no_such.py"),
+        (["--plan", "broken.json", "train.py"], "broken.json"),
+        (["--plan", "four.json", "--nproc-per-node", "2", "train.py"], "is for 4 ranks"),
+        (["--no-such-option", "train.py"], "unrecognized arguments: --no-such-option"),
+        (["--rdzv-backend", "pigeon", "--nnodes", "2", "train.py"], "pigeon"),
+    ],
+)
+def test_bad_input_is_one_sentence_with_a_hint_and_starts_nothing(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "four.json").write_text('{"plan": {"dp": 4}}')
+    done = run(tmp_path, *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
+    assert done.stdout == ""
+    assert not (tmp_path / "started").exists()
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_said_to_be_taken_and_by_whom(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = run(tmp_path, "--nproc-per-node=2", f"--master-port={port}", "train.py")
+    assert done.returncode == 1
+    assert f"error: port {port} of this host is taken by " in done.stderr
+    assert f"(pid {os.getpid()})" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_without_torch_the_command_says_how_to_install_it() -> None:
+    with pytest.raises(UsageError) as caught:
+        become_launcher([], find_module=lambda name: None)
+    assert caught.value.hint == 'pip install "paraplan[runtime]"'

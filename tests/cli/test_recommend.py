@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from paraplan.cli.main import app
+from paraplan.plan.files import PlanFile
+
+LLAMA = ["llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096"]
+RECOMMEND = ["recommend", *LLAMA, "--global-batch", "64"]
+FACTORY = """
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, hidden):
+        return hidden + self.down(torch.relu(self.up(hidden)))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(256, 64)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.head = torch.nn.Linear(64, 256)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+def build():
+    return Model()
+"""
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_recommend_prints_the_interface_that_programs_read() -> None:
+    status, stdout, stderr = run(*RECOMMEND, "--json")
+    answer = json.loads(stdout)
+    assert (status, stderr) == (0, "")
+    assert {"decisions", "plan", "estimate", "candidates", "rejections", "search", "commands"} <= set(answer)
+    assert set(answer["decisions"][0]) == {"rule", "outcome", "because"}
+    assert set(answer["rejections"][0]) == {"reason", "count"}
+    assert answer["search"]["plans_considered"] > len(answer["candidates"])
+    assert answer["estimate"]["fits"] is True
+    assert answer["plan"]["dp"] * answer["plan"]["tp"] * answer["plan"]["pp"] * answer["plan"]["cp"] == 8
+
+
+def test_estimate_prints_the_interface_that_programs_read() -> None:
+    status, stdout, _ = run("estimate", *LLAMA, "--dp", "4", "--pp", "2", "--global-batch", "64", "--json")
+    answer = json.loads(stdout)
+    assert status == 0
+    assert {"plan", "parameters", "memory", "fits", "peak_memory_bytes", "step"} <= set(answer)
+    assert answer["parameters"]["total"] == 8_030_261_248
+    assert [row["pipeline_stage"] for row in answer["memory"]] == [0, 1]
+    assert answer["plan"]["num_microbatches"] == 16
+    assert {"step_time_s", "tokens_per_s_per_gpu", "model_flops_per_s_per_gpu", "mfu"} <= set(answer["step"])
+
+
+def test_the_text_names_the_plan_the_tree_and_the_command() -> None:
+    status, stdout, _ = run(*RECOMMEND)
+    assert status == 0
+    for expected in ("Recommended:", "Decision tree", "does the model fit one GPU?", "Ruled out", "paraplan launch"):
+        assert expected in stdout
+
+
+def test_the_plan_file_holds_plan_model_training_cluster_and_estimate(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    status, stdout, _ = run(*RECOMMEND, "-o", str(path))
+    file = PlanFile.from_json(path.read_text(), source=str(path))
+    assert status == 0
+    assert file.model is not None
+    assert file.model.num_parameters == 8_030_261_248
+    assert file.training is not None
+    assert file.plan.global_batch_size == file.training.global_batch_size == 64
+    assert file.cluster is not None
+    assert file.cluster.gpus_per_node == 8
+    assert file.estimate is not None
+    assert f"paraplan launch --plan {path} train.py" in stdout
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_saved_plan_is_estimated_as_it_was_recommended(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    _, stdout, _ = run(*RECOMMEND, "-o", str(path), "--json")
+    recommended = json.loads(stdout)["estimate"]
+    _, stdout, _ = run("estimate", *LLAMA, "--plan", str(path), "--json")
+    assert json.loads(stdout)["step"] == recommended["step"]
+
+
+def test_a_model_from_a_factory_gets_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(FACTORY)
+    status, stdout, stderr = run(
+        "recommend", f"{path}:build", "--profile", "cpu", "--seq-len", "32", "--global-batch", "8", "--json"
+    )
+    assert (status, stderr) == (0, "")
+    answer = json.loads(stdout)
+    assert answer["estimate"]["parameters"]["total"] == 256 * 64 + 4 * (64 * 256 * 2 + 256 + 64) + 64 * 256 + 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "expected_status"),
+    [
+        (["no-such-model", *LLAMA[1:]], "no-such-model", 2),
+        (["llama-3-8b", "--profile", "dgx-h1000"], "dgx-h100", 2),
+        (["llama-3-8b", "--profile", "dgx-h100", "--nodes", "0"], "--nodes", 2),
+        (["llama-3-8b", "--profile", "dgx-h100", "--gpus-per-node", "9"], "8", 2),
+        (["llama-3-8b", "--profile", "dgx-h100", "-o", "/no/such/folder/plan.json"], "cannot write", 2),
+        (["gpt3-175b", "--profile", "rtx-3090-x2"], "no plan fits", 1),
+        (["gpt2", "--profile", "dgx-1-v100"], "no bf16 arithmetic", 2),
+        (["gpt2", "--profile", "dgx-h100", "--seq-len", "1025"], "1024 learned positions", 2),
+    ],
+)
+def test_bad_input_is_one_clear_message(arguments: list[str], message: str, expected_status: int) -> None:
+    status, stdout, stderr = run("recommend", *arguments, "--global-batch", "64")
+    assert status == expected_status
+    assert stdout == ""
+    assert message in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_broken_config_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama"')
+    status, _, stderr = run("recommend", str(path), "--profile", "dgx-h100", "--global-batch", "8")
+    assert status == 2
+    assert "config.json" in stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["topo", "--profile", "dgx-h100", "--json"],
+        [*RECOMMEND, "--json"],
+        ["estimate", *LLAMA, "--json"],
+    ],
+    ids=["topo", "recommend", "estimate"],
+)
+def test_planning_a_known_model_never_imports_torch(arguments: list[str]) -> None:
+    probe = (
+        "import sys\nfrom paraplan.cli.main import app\n"
+        "try:\n    app(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    finished = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_the_module_and_the_script_are_the_same_command() -> None:
+    environment = os.environ | {"NO_COLOR": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-m", "paraplan", "--version"], capture_output=True, text=True, check=True, env=environment
+    )
+    assert finished.stdout.startswith("paraplan 0.")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message", "hint"),
+    [
+        (["--tp", "3"], "tp=3 does not divide", "use 1, 2, 4, 8"),
+        (["--pp", "33", "--global-batch", "33"], "33 pipeline stages for the 32 blocks", "at most 32"),
+        (["--dp", "3", "--global-batch", "4"], "is not a multiple of dp=3", "3 or 6"),
+    ],
+)
+def test_a_plan_that_does_not_suit_the_model_is_refused(degrees: list[str], message: str, hint: str) -> None:
+    status, stdout, stderr = run("estimate", *LLAMA, *degrees)
+    assert (status, stdout) == (2, "")
+    assert message in stderr
+    assert hint in stderr

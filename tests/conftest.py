@@ -1,0 +1,32 @@
+"""Workloads for tests of cost and search: bundled models on bundled machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paraplan.cost.workload import Workload
+from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.hardware.profile_files import cluster_from_profile
+from paraplan.model.reader import read_model
+from paraplan.plan.training import TrainingSpec
+
+MakeWorkload = Callable[..., Workload]
+
+
+@pytest.fixture(scope="session")
+def workload() -> MakeWorkload:
+    def make(
+        model: str = "gpt2",
+        profile: str = "dgx-h100",
+        *,
+        num_nodes: int = 1,
+        gpus: int | None = None,
+        **training: object,
+    ) -> Workload:
+        values: dict[str, object] = {"global_batch_size": 64, "seq_length": 1024} | training
+        cluster = cluster_from_profile(profile, num_nodes=num_nodes, gpus_per_node=gpus)
+        return Workload.of(read_model(model), TrainingSpec.model_validate(values), cluster, load_link_speeds())
+
+    return make

@@ -1,0 +1,164 @@
+"""The estimate against the runtime itself, run without a GPU: what `scripts/check_memory.py` does at full size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
+from torch import nn
+
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.hardware.profile_files import cluster_from_profile
+from paraplan.model.config_file import ModelConfig
+from paraplan.model.reader import read_fields
+from paraplan.model.spec import ModelSpec
+from paraplan.model.trace import trace_module
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision, TrainingSpec
+from paraplan.runtime.fake_run import first_rank_of_stage, trace_memory
+
+PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes")
+TOKENS = 512
+PIPELINE = {"pp": 2, "pipeline_schedule": "1f1b", "num_microbatches": 4}
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+    "max_position_embeddings": TOKENS,
+    "tie_word_embeddings": False,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 512,
+    "n_layer": 6,
+    "n_head": 8,
+    "n_positions": TOKENS,
+    "vocab_size": 8192,
+}
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForMaskedLM"],
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "vocab_size": 8192,
+    "max_position_embeddings": TOKENS,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = hidden.shape
+        heads = self.qkv(self.norm(hidden)).view(batch, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        change: torch.Tensor = self.down(F.gelu(self.up(self.mlp_norm(hidden))))
+        return hidden + change
+
+
+class Plain(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(6))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 1000, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def of_config(fields: dict[str, Any]) -> tuple[ModelSpec, Callable[[], Any]]:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers' classes")
+
+    def build() -> Any:
+        own = json.loads(json.dumps(fields))
+        model_class = getattr(transformers, own["architectures"][0])
+        config = transformers.AutoConfig.for_model(own.pop("model_type"), **own)
+        config._attn_implementation = "sdpa"
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        return model_class(config)
+
+    return read_fields(ModelConfig("config", fields)), build
+
+
+def compare(
+    spec: ModelSpec, build: Callable[[], Any], plan: ParallelPlan, precision: TrainingPrecision, stage: int = 0
+) -> None:
+    training = TrainingSpec(global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision=precision)
+    workload = Workload.of(spec, training, cluster_from_profile("dgx-h100"), load_link_speeds())
+    predicted = estimate_plan(workload, plan).memory[stage]
+    traced = trace_memory(build, plan=plan, training=training, rank=first_rank_of_stage(plan, stage))
+    assert predicted.total_bytes == pytest.approx(traced.total_bytes, rel=0.03)
+    for part in PARTS:
+        # What a block's backward pass holds for a moment is known roughly, and is little beside the rest.
+        difference = abs(getattr(predicted, part) - getattr(traced, part))
+        assert difference <= max(0.05 * getattr(traced, part), 0.03 * traced.total_bytes), part
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"micro_batch_size": 16, "num_microbatches": 2},
+        {"dp": 4, "zero_stage": 3, "micro_batch_size": 16},
+        {"dp": 4, "micro_batch_size": 16},
+    ],
+)
+def test_the_estimate_of_a_traced_model_is_what_the_runtime_holds(plan: dict[str, Any]) -> None:
+    compare(trace_module(Plain, seq_length=TOKENS), Plain, ParallelPlan.model_validate(plan), "fp32")
+
+
+@pytest.mark.parametrize("fields", [LLAMA, GPT2, BERT], ids=lambda fields: fields["model_type"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"micro_batch_size": 8, "num_microbatches": 2},
+        {"dp": 8, "micro_batch_size": 8},
+        {"dp": 64, "zero_stage": 3, "micro_batch_size": 8, "num_microbatches": 2},
+        {"dp": 8, "zero_stage": 1, "micro_batch_size": 8, "num_microbatches": 2},
+    ],
+    ids=["accumulating", "DDP", "ZeRO-3", "ZeRO-1"],
+)
+def test_the_estimate_is_what_the_runtime_holds(fields: dict[str, Any], plan: dict[str, Any]) -> None:
+    spec, build = of_config(fields)
+    compare(spec, build, ParallelPlan.model_validate(plan), "bf16")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_estimate_of_each_stage_is_what_the_runtime_holds(stage: int) -> None:
+    spec, build = of_config(LLAMA)
+    compare(spec, build, ParallelPlan.model_validate({**PIPELINE, "micro_batch_size": 8}), "bf16", stage)
+
+
+def test_the_estimate_with_recompute_is_what_the_runtime_holds() -> None:
+    spec, build = of_config(LLAMA)
+    plan = ParallelPlan(micro_batch_size=8, num_microbatches=2, recompute="full")
+    compare(spec, build, plan, "bf16")

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paraplan.cost.estimate import estimate_plan, step_times
+from paraplan.cost.step import overlap_s
+from paraplan.cost.table import PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.errors import ProfileError
+from paraplan.plan.parallel import ParallelPlan
+
+MakeWorkload = Callable[..., Workload]
+EXPOSED = (
+    "compute_s",
+    "recompute_s",
+    "tensor_parallel_s",
+    "pipeline_bubble_s",
+    "pipeline_send_s",
+    "data_parallel_s",
+    "optimizer_s",
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ParallelPlan:
+    pp = draw(st.sampled_from([1, 2, 4]))
+    dp = draw(st.sampled_from([1, 2, 4]))
+    stages = [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3]
+    return ParallelPlan(
+        dp=dp,
+        pp=pp,
+        tp=draw(st.sampled_from([1, 2])),
+        zero_stage=draw(st.sampled_from(stages)),
+        num_microbatches=64 // dp,
+        pipeline_schedule="1f1b" if pp > 1 else None,
+        recompute=draw(st.sampled_from(["none", "full"])),
+    )
+
+
+@given(plan=plans())
+@settings(deadline=None)
+def test_exposed_parts_sum_to_the_step(workload: MakeWorkload, plan: ParallelPlan) -> None:
+    step = estimate_plan(workload(), plan).step
+    assert min(getattr(step, name) for name in EXPOSED) >= 0
+    assert sum(getattr(step, name) for name in EXPOSED) == pytest.approx(step.step_time_s)
+
+
+@given(rows=st.lists(plans(), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=40)
+def test_a_table_times_each_plan_as_it_is_timed_alone(workload: MakeWorkload, rows: list[ParallelPlan]) -> None:
+    together = step_times(workload(), PlanTable.of_plans(rows)).step_time_s
+    alone = [estimate_plan(workload(), plan).step.step_time_s for plan in rows]
+    assert together.tolist() == pytest.approx(alone, rel=1e-6)
+
+
+def test_the_bubble_of_equal_stages_is_p_minus_1_slots(workload: MakeWorkload) -> None:
+    # A model with a negligible head, so that all stages take the same time: Narayanan et al. 2021, section 2.2.
+    made = workload("gpt3-175b", profile="dgx-a100", seq_length=2048)
+    plan = ParallelPlan(pp=8, pipeline_schedule="gpipe", num_microbatches=64)
+    step = estimate_plan(made, plan).step
+    slots = step.compute_s + step.pipeline_send_s
+    assert step.pipeline_bubble_s == pytest.approx(slots / 64 * 7, rel=0.05)
+
+
+def test_no_step_is_faster_than_the_peak_of_the_gpu_allows(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=4096)
+    step = estimate_plan(made, ParallelPlan(dp=8, zero_stage=3, num_microbatches=8)).step
+    assert 0 < step.mfu < 1
+    assert step.model_flops_per_s_per_gpu < made.cluster.gpu.peak_flops_per_s["bf16"]
+
+
+def test_recompute_costs_about_a_third_more_compute(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=4096)
+    step = estimate_plan(made, ParallelPlan(dp=8, zero_stage=3, num_microbatches=8, recompute="full")).step
+    assert step.recompute_s == pytest.approx(step.compute_s / 3, rel=0.15)
+
+
+def test_slow_links_expose_the_reduction_that_fast_links_hide(workload: MakeWorkload) -> None:
+    plan = ParallelPlan(dp=2, num_microbatches=32)
+    bridged, plain = (
+        estimate_plan(workload("gpt2-xl", profile=name), plan).step for name in ("rtx-3090-x2-nvlink", "rtx-3090-x2")
+    )
+    assert plain.data_parallel_wire_s > 2 * bridged.data_parallel_wire_s
+    assert plain.step_time_s > bridged.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("transfer_s", "compute_s", "added_s"),
+    [(0.0, 1.0, 0.0), (0.5, 1.0, 0.1), (1.0, 1.0, 0.2), (3.0, 1.0, 2.2), (1.0, 0.0, 1.0)],
+)
+def test_what_overlaps_slows_down_and_what_is_longer_goes_on_alone(
+    transfer_s: float, compute_s: float, added_s: float
+) -> None:
+    assert overlap_s(np.array(transfer_s), np.array(compute_s), slowdown=1.2) == pytest.approx(added_s)
+
+
+def test_several_nodes_without_a_network_are_an_error(workload: MakeWorkload) -> None:
+    made = workload(num_nodes=2)
+    lonely = Workload.of(made.model, made.training, made.cluster.replace(network=None), made.links)
+    with pytest.raises(ProfileError, match="names no network, and several nodes need one"):
+        estimate_plan(lonely, ParallelPlan(dp=16))

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paraplan.cost.habits import ALL_HABITS, FSDP, MEGATRON_CORE, MEGATRON_DEEPSPEED, PARAPLAN, habits_of
+from paraplan.cost.validation import (
+    habits_of_run,
+    is_standard,
+    plan_of_run,
+    predict_run,
+    score,
+    summarize,
+    training_of_run,
+)
+from paraplan.cost.workload import Workload
+from paraplan.plan.runs import MeasuredRun
+
+MakeWorkload = Callable[..., Workload]
+
+
+def run(**values: object) -> MeasuredRun:
+    base: dict[str, object] = {
+        "id": "a",
+        "gpu": "H100-80GB",
+        "num_gpus": 8,
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+        "seq_len": 1024,
+        "global_batch": 64,
+        "quality": "A",
+        "precision": "bf16",
+    }
+    return MeasuredRun.model_validate(base | values)
+
+
+def test_blank_cells_take_the_stated_defaults() -> None:
+    plan = plan_of_run(run())
+    assert (plan.dp, plan.tp, plan.pp, plan.micro_batch_size, plan.num_microbatches) == (8, 1, 1, 1, 8)
+    training = training_of_run(run(precision=""), MEGATRON_CORE)
+    assert (training.precision, training.optimizer, training.attention) == ("bf16", "adamw", "flash")
+
+
+def test_stated_cells_are_kept() -> None:
+    plan = plan_of_run(run(tp=2, pp=2, vpp=3, zero_stage=1, micro_batch=4, sequence_parallel=True, recompute="full"))
+    assert (plan.dp, plan.virtual_pipeline_size, plan.pipeline_schedule) == (2, 3, "interleaved_1f1b")
+    assert (plan.num_microbatches, plan.sequence_parallel, plan.recompute) == (8, True, "full")
+
+
+@pytest.mark.parametrize(
+    ("framework", "habits"),
+    [
+        ("NeMo / Megatron-Core", MEGATRON_CORE),
+        ("Megatron-DeepSpeed", MEGATRON_DEEPSPEED),
+        ("torchtitan (FSDP2)", FSDP),
+        ("something new", PARAPLAN),
+    ],
+)
+def test_frameworks_are_known_by_the_words_of_their_names(framework: str, habits: object) -> None:
+    assert habits_of(framework) == habits
+
+
+def test_every_habit_names_its_source() -> None:
+    assert all(habits.source for habits in ALL_HABITS)
+    assert len({habits.name for habits in ALL_HABITS}) == len(ALL_HABITS)
+
+
+def test_the_precision_of_gradients_is_that_of_the_row() -> None:
+    assert habits_of_run(run(framework="Megatron-LM", grad_dtype="fp32")).gradient_bytes == 4
+    assert habits_of_run(run(framework="Megatron-Core", grad_dtype="bf16")).gradient_bytes == 2
+
+
+def test_only_complete_usual_rows_are_standard() -> None:
+    assert is_standard(run())
+    assert not is_standard(run(quality="C"))
+    assert not is_standard(run(nonstandard_features="LoRA"))
+    assert not is_standard(run(precision="fp8"))
+    assert not is_standard(run(fit_status="oom"))
+
+
+def test_errors_are_predicted_over_measured_less_one(workload: MakeWorkload) -> None:
+    made = workload()
+    row = run(measured_step_time_s=0.02, measured_peak_mem_gib=10.0, memory_metric="max_allocated")
+    prediction = predict_run(row, made, plan_of_run(row))
+    assert prediction.predicted_step_time_s is not None
+    assert prediction.step_time_error == pytest.approx(prediction.predicted_step_time_s / 0.02 - 1)
+    assert prediction.memory_error is not None
+
+
+def test_what_nvidia_smi_shows_is_more_than_what_is_allocated(workload: MakeWorkload) -> None:
+    made = workload()
+    allocated, shown = (
+        predict_run(one, made, plan_of_run(one)).predicted_peak_memory_bytes
+        for one in (run(memory_metric="max_allocated"), run(memory_metric="nvidia-smi"))
+    )
+    assert allocated is not None
+    assert shown is not None
+    assert shown > allocated + 2**29
+
+
+def test_summaries_are_those_of_the_absolute_errors() -> None:
+    summary = summarize([0.1, -0.3])
+    assert summary.mape == pytest.approx(0.2)
+    assert summary.max_ape == pytest.approx(0.3)
+    assert summary.bias == pytest.approx(-0.1)
+    assert summarize([]).mape is None
+
+
+def test_a_large_source_does_not_drown_a_small_one() -> None:
+    figures = score({"large": [0.1] * 9, "small": [0.5]})
+    assert figures.all_rows.mape == pytest.approx(0.14)
+    assert figures.mean_of_sources == pytest.approx(0.3)

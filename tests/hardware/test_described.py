@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from paraplan.errors import ProfileError
+from paraplan.hardware.described import DescribedMachines, described_cluster, gpu_by_label
+from paraplan.hardware.topology import LinkType
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("A100-80GB", "a100-sxm-80gb"),
+        ("A100-40GB", "a100-sxm-40gb"),
+        ("V100-16GB", "v100-sxm2-16gb"),
+        ("RTX4090-24GB", "rtx-4090"),
+        ("TITAN-RTX-24GB", "titan-rtx"),
+        ("H100-80GB", "h100-sxm-80gb"),
+    ],
+)
+def test_labels_of_published_tables_find_their_gpu(label: str, name: str) -> None:
+    assert gpu_by_label(label).name == name
+
+
+def test_an_unknown_label_is_an_error_with_near_names() -> None:
+    with pytest.raises(ProfileError, match="no profile describes the GPU 'H1000-80GB'"):
+        gpu_by_label("H1000-80GB")
+
+
+def test_a_node_has_nvlink_unless_its_link_is_said_to_be_pcie() -> None:
+    fast = described_cluster(DescribedMachines(gpu="A100-80GB", num_gpus=8, link="NVLink3 600GB/s"))
+    slow = described_cluster(DescribedMachines(gpu="A100-80GB", num_gpus=8, link="PCIe"))
+    assert fast.node.nvlink_all_to_all
+    assert not slow.node.nvlink_islands
+
+
+def test_bridges_join_pairs() -> None:
+    machines = DescribedMachines(gpu="TITAN-RTX-24GB", num_gpus=4, gpus_per_node=4, link="NVLink bridge pairs + PCIe")
+    node = described_cluster(machines).node
+    assert node.nvlink_islands == [[0, 1], [2, 3]]
+    link = node.link(1, 2)
+    assert link is not None
+    assert link.link_type is LinkType.NODE
+
+
+def test_the_network_is_that_of_the_description_or_the_usual_one() -> None:
+    known = described_cluster(DescribedMachines(gpu="A100-80GB", num_gpus=16, network_bits_per_s_per_gpu=100e9))
+    usual = described_cluster(DescribedMachines(gpu="H100-80GB", num_gpus=16))
+    assert known.network is not None
+    assert usual.network is not None
+    assert known.network.nic_bandwidth_bytes_per_s == 12.5e9
+    assert usual.network.nic_bandwidth_bytes_per_s == 50e9
+    assert (known.num_nodes, known.gpus_per_node) == (2, 8)
+
+
+def test_a_rack_of_gb200_is_one_nvlink_domain() -> None:
+    cluster = described_cluster(DescribedMachines(gpu="GB200", num_gpus=256, gpus_per_node=4))
+    assert (cluster.num_nodes, cluster.gpus_per_node) == (4, 64)
+
+
+def test_gpus_that_fill_no_whole_nodes_are_an_error() -> None:
+    with pytest.raises(ProfileError, match="12 GPUs are no whole number of nodes of 8"):
+        described_cluster(DescribedMachines(gpu="A100-80GB", num_gpus=12))

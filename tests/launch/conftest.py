@@ -1,0 +1,59 @@
+"""Real launches: `launch(...)` runs the command with a script of the test; `scratch` shows what it left behind."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from launching import Launch, Start, WriteScript, launcher_command, launcher_environment
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """The folder for temporary files of a launch: what is in it afterwards was left behind."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> WriteScript:
+    def write(text: str, name: str = "train.py") -> Path:
+        path = tmp_path / name
+        path.write_text(dedent(text))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def launch(tmp_path: Path, scratch: Path) -> Launch:
+    def run(*arguments: object, timeout_s: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            launcher_command(*arguments),
+            cwd=tmp_path,
+            env=launcher_environment(scratch, **environment),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def start(tmp_path: Path, scratch: Path) -> Start:
+    def begin(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            launcher_command(*arguments),
+            cwd=tmp_path,
+            env=launcher_environment(scratch, **environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return begin

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paraplan.launch.cores import threads_per_rank, usable_cores
+
+
+@given(cores=st.integers(1, 512), ranks=st.integers(1, 64))
+def test_ranks_never_get_more_threads_than_there_are_cores_unless_each_has_one(cores: int, ranks: int) -> None:
+    threads = threads_per_rank(num_cores=cores, ranks_per_node=ranks)
+    assert threads >= 1
+    assert threads == 1 or threads * ranks <= cores
+
+
+def test_hardware_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    for cpu in os.sched_getaffinity(0):
+        folder = tmp_path / "cpus" / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text("0-1023\n")
+    assert usable_cores(cpu_folder=tmp_path / "cpus", cgroup=tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_a_cpu_quota_limits_the_cores(tmp_path: Path, files: dict[str, str], cores: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    expected = cores if cores is not None else len(os.sched_getaffinity(0))
+    assert usable_cores(cpu_folder=tmp_path / "none", cgroup=tmp_path) == expected

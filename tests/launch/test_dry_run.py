@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+import pytest
+
+from paraplan.errors import CheckFailedError
+from paraplan.launch.dry_run import CHOSEN_AT_START, LaunchTarget, plan_launch
+from paraplan.launch.request import LaunchRequest
+from paraplan.plan.parallel import ParallelPlan
+
+PLAN = ParallelPlan(dp=2, pp=4, pipeline_schedule="1f1b", num_microbatches=4)
+
+
+def request(plan: ParallelPlan | None = PLAN, *, peak: int | None = None, **changes: object) -> LaunchRequest:
+    values: dict[str, object] = {
+        "nnodes": "1",
+        "rdzv_backend": "static",
+        "master_addr": "10.0.0.1",
+        "master_port": None,
+        "role": "default",
+        "no_python": False,
+        "module": False,
+        "training_script": "train.py",
+        "training_script_args": ["--x", "a b"],
+    }
+    path = "/plan.json" if plan else None
+    arguments = Namespace(**(values | changes))
+    return LaunchRequest(arguments=arguments, plan=plan, plan_path=path, predicted_peak_bytes=peak)
+
+
+def target(num_gpus: int = 8, memory: int | None = 80 << 30) -> LaunchTarget:
+    return LaunchTarget(host="node", num_gpus=num_gpus, gpu_memory_bytes=memory, num_cores=64)
+
+
+def test_every_rank_has_its_gpu_and_its_place_on_the_axes() -> None:
+    run = plan_launch(request(), ranks_per_node=8, target=target())
+    assert [rank.gpu for rank in run.ranks] == [str(index) for index in range(8)]
+    assert run.ranks[5].coordinates == {"pp": 2, "dp": 1}
+    assert run.ranks[5].groups == {"pp": [1, 3, 5, 7], "dp": [4, 5]}
+    assert run.ranks[5].command[1:] == ["-u", "train.py", "--x", "a b"]
+    assert run.problems == []
+
+
+def test_the_environment_is_what_the_launcher_adds() -> None:
+    environment = plan_launch(request(), ranks_per_node=8, target=target()).ranks[3].environment
+    assert environment["RANK"] == environment["LOCAL_RANK"] == environment["ROLE_RANK"] == "3"
+    assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "8"
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == (CHOSEN_AT_START, CHOSEN_AT_START)
+    assert environment["PARAPLAN_PLAN"] == "/plan.json"
+
+
+def test_two_nodes_have_ranks_one_after_the_other_and_the_given_meeting_point() -> None:
+    run = plan_launch(request(nnodes="2"), ranks_per_node=4, target=target(4))
+    assert [(rank.host, rank.local_rank) for rank in run.ranks[3:5]] == [("node 0", 3), ("node 1", 0)]
+    assert run.ranks[4].environment["GROUP_RANK"] == "1"
+    assert (run.ranks[4].environment["MASTER_ADDR"], run.ranks[4].environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "said"),
+    [
+        (request(), target(4), "8 ranks per node, but node has 4 GPUs"),
+        (request(peak=90 << 30), target(), "the plan needs 90.0 GiB on a GPU, and one of node has 80.0 GiB"),
+    ],
+)
+def test_what_cannot_run_or_does_not_fit_is_a_failed_check(
+    asked: LaunchRequest, machine: LaunchTarget, said: str
+) -> None:
+    run = plan_launch(asked, ranks_per_node=8, target=machine)
+    with pytest.raises(CheckFailedError) as caught:
+        run.require_runnable()
+    assert said in str(caught.value)
+    assert caught.value.exit_status == 1
+
+
+def test_the_text_says_shared_things_once_and_the_json_everything() -> None:
+    run = plan_launch(request(), ranks_per_node=8, target=target())
+    text = run.render()
+    assert text.count("WORLD_SIZE=8") == 3  # of the world, the node and the role: each once
+    assert "rank 5: host node, local rank 5, GPU 5, pp 2 dp 1\n" in text
+    assert [rank["rank"] for rank in json.loads(run.to_json())["ranks"]] == list(range(8))
+
+
+def test_on_a_cpu_there_is_no_gpu_and_any_number_of_ranks() -> None:
+    run = plan_launch(request(None), ranks_per_node=3, target=target(0, None))
+    assert [(rank.gpu, rank.coordinates) for rank in run.ranks] == [(None, {})] * 3
+    assert run.problems == []

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from paraplan.launch.failures import Cause, ErrorRecord, RankFailure
+from paraplan.launch.memory_kills import MemoryKillScope
+from paraplan.launch.report import MAX_REPORT_LINES, ReportContext, describe_exit, ranks_in_words, render_failures
+from paraplan.launch.spawning import RankExit
+
+CONTEXT = ReportContext(hostname="node7", elapsed_s=12.34, coordinates={"pp": 1, "dp": 0})
+
+
+def failed(rank: int, *, code: int = 1, cause: Cause = Cause.OWN_ERROR, **changes: object) -> RankFailure:
+    values: dict[str, object] = {
+        "global_rank": rank,
+        "local_rank": rank,
+        "pid": 4000 + rank,
+        "exit": RankExit(local_rank=rank, code=code, time_ns=rank, max_rss_bytes=0),
+        "cause": cause,
+        "error_file": "",
+    }
+    return RankFailure(**(values | changes))  # type: ignore[arg-type]
+
+
+def deep_error(frames: int) -> ErrorRecord:
+    calls = "".join(f'  File "model.py", line {line}, in forward\n    x = self.layer(x)\n' for line in range(frames))
+    traceback = f"Traceback (most recent call last):\n{calls}ValueError: shapes differ\n"
+    return ErrorRecord(message="ValueError: shapes differ", traceback=traceback, time_ns=5)
+
+
+@pytest.mark.parametrize("frames", [1, 3, 60])
+def test_a_report_has_at_most_ten_lines_and_ends_with_the_error(frames: int) -> None:
+    others = [failed(rank, cause=Cause.COMMUNICATION) for rank in range(1, 512)]
+    lines = render_failures([failed(0, record=deep_error(frames)), *others], CONTEXT).splitlines()
+    assert len(lines) <= MAX_REPORT_LINES == 10
+    assert lines[0] == "paraplan: rank 0 failed first: ValueError: shapes differ"
+    assert lines[-1].strip() == "ValueError: shapes differ"
+    assert f"line {frames - 1}, in forward" in lines[-3]
+
+
+def test_a_report_says_where_on_the_axes_of_the_plan_the_rank_stood() -> None:
+    text = render_failures([failed(3, record=deep_error(1))], CONTEXT)
+    assert "host node7, local rank 3, pid 4003, exit code 1, pp 1 dp 0, 12.3 s after start" in text
+
+
+def test_a_report_of_many_ranks_says_why_the_others_ended() -> None:
+    others = [failed(rank, cause=Cause.COMMUNICATION) for rank in (0, 1, 3)] + [failed(5, cause=Cause.STOPPED)]
+    text = render_failures([failed(2, record=deep_error(1)), *others], CONTEXT)
+    assert "ranks 0-1, 3 because a connection was lost; rank 5 because the launcher stopped it" in text
+
+
+def test_a_node_whose_ranks_only_lost_connections_points_to_the_other_nodes() -> None:
+    lost = [failed(rank, cause=Cause.COMMUNICATION, record=deep_error(9)) for rank in (2, 3)]
+    lines = render_failures(lost, ReportContext(hostname="node7", num_nodes=2)).splitlines()
+    assert lines[0].startswith("paraplan: rank 2 lost a connection: ")
+    assert "another node's launcher says what happened first" in lines[1]
+    assert len(lines) == MAX_REPORT_LINES
+    assert "another node" not in render_failures(lost, CONTEXT)
+
+
+def test_an_error_of_the_user_is_shown_with_its_hint_and_without_traceback() -> None:
+    record = ErrorRecord(
+        message="PlanError: x",
+        traceback="Traceback (most recent call last):\n  File ...",
+        time_ns=5,
+        exit_code=2,
+        user_message="the plan is for 4 ranks, not 2",
+        user_hint="make another plan",
+    )
+    text = render_failures([failed(0, code=2, record=record)], CONTEXT)
+    assert text.splitlines()[:2] == [
+        "paraplan: rank 0 failed: the plan is for 4 ranks, not 2",
+        "  hint: make another plan",
+    ]
+    assert "Traceback" not in text
+    assert "File" not in text
+
+
+def test_a_script_that_ended_itself_is_reported_with_its_words() -> None:
+    record = ErrorRecord(message="SystemExit: no data", traceback="", time_ns=5, exit_code=1, exit_message="no data")
+    record = ErrorRecord(**(vars(record) | {"exception_type": "SystemExit"}))
+    text = render_failures([failed(0, record=record)], CONTEXT)
+    assert text.startswith("paraplan: rank 0 failed: the script ended itself with exit code 1: no data\n")
+
+
+def test_a_crash_is_reported_with_the_lines_of_python_it_happened_in() -> None:
+    fault = (
+        'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 3'
+    )
+    text = render_failures([failed(1, code=-signal.SIGSEGV, fault=fault)], CONTEXT)
+    assert "killed by SIGSEGV (a crash in native code)" in text.splitlines()[0]
+    assert text.splitlines()[-1].strip() == 'File "a.py", line 3'
+
+
+@pytest.mark.parametrize(
+    ("scope", "said"),
+    [
+        ("cgroup", "killed, out of host memory: the memory limit of its cgroup was hit; it had held up to 3.00 GiB"),
+        ("host", "killed, probably out of host memory: "),
+        (None, "killed by SIGKILL (from outside); it had held up to 3.00 GiB"),
+    ],
+)
+def test_a_kill_for_memory_is_named_only_where_the_kernel_counted_one(scope: MemoryKillScope, said: str) -> None:
+    end = RankExit(local_rank=1, code=-signal.SIGKILL, time_ns=1, max_rss_bytes=3 << 30)
+    text = render_failures([failed(1, exit=end)], ReportContext(hostname="node7", memory_kill=scope))
+    assert text.startswith(f"paraplan: rank 1 failed: {said}")
+
+
+def test_a_gpu_out_of_memory_is_answered_with_what_the_plan_had_expected() -> None:
+    record = ErrorRecord(**(vars(deep_error(1)) | {"exception_type": "OutOfMemoryError"}))
+    context = ReportContext(hostname="node7", predicted_peak_bytes=70 << 30)
+    assert "  hint: the plan expected at most 70.0 GiB on a GPU" in render_failures([failed(0, record=record)], context)
+    assert "paraplan recommend" in render_failures([failed(0, record=record)], CONTEXT)
+
+
+def test_an_exit_without_a_known_signal_is_still_described() -> None:
+    assert describe_exit(-77) == "killed by signal 77"
+    assert describe_exit(3) == "exit code 3"
+
+
+def test_neighbouring_ranks_are_joined() -> None:
+    assert ranks_in_words([4]) == "rank 4"
+    assert ranks_in_words([7, 0, 2, 1]) == "ranks 0-2, 7"

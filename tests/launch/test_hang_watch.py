@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from paraplan.launch.hang import Frame, HangVerdict, HangWatch, count_waits, main_stack
+
+STACK = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2901 in all_reduce
+  File "/home/me/train.py", line {line} in step
+  File "/home/me/train.py", line 80 in <module>
+"""
+
+
+class FakeRanks:
+    """Ranks that answer a request for stacks with what `stacks` holds, and a clock that moves when told."""
+
+    def __init__(self, folder: Path, num_ranks: int = 2) -> None:
+        self.stacks = {rank: STACK.format(line=41 + rank) for rank in range(num_ranks)}
+        self.waits = dict.fromkeys(self.stacks, 7)
+        self.requests = 0
+        self.now = 100.0
+        self.files = {rank: folder / f"{rank}.txt" for rank in self.stacks}
+        for file in self.files.values():
+            file.touch()
+
+    def answer(self, ranks: list[int]) -> None:
+        self.requests += 1
+        for rank in ranks:
+            self.files[rank].write_text(self.stacks[rank])
+            self.waits[rank] += 1
+
+    def watch(self, timeout_s: float = 10.0) -> HangWatch:
+        return HangWatch(
+            timeout_s=timeout_s,
+            stack_files=self.files,
+            request_stacks=self.answer,
+            count_waits=lambda rank: self.waits[rank],
+            clock=lambda: self.now,
+        )
+
+    def run(self, watch: HangWatch, seconds: float, running: list[int]) -> HangVerdict | None:
+        """Look every 0.1 s until there is a verdict or the time is over."""
+        end = self.now + seconds
+        while self.now < end:
+            verdict = watch.check(running)
+            if verdict is not None:
+                return verdict
+            self.now += 0.1
+        return None
+
+
+def test_ranks_that_stand_still_hang_after_the_timeout_and_not_before(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    watch = ranks.watch(timeout_s=10.0)
+    assert ranks.run(watch, 10.0, [0, 1]) is None
+    assert ranks.requests == 0  # nobody is disturbed before
+    verdict = ranks.run(watch, 10.0, [0, 1])
+    assert verdict is not None
+    assert verdict.still_s >= 10.0
+    assert verdict.stacks[1][1] == Frame("/home/me/train.py", 42, "step")
+
+
+def test_one_rank_that_waits_for_something_new_is_progress_for_all(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    watch = ranks.watch(timeout_s=2.0)
+    for _ in range(40):
+        ranks.waits[1] += 1
+        assert ranks.run(watch, 1.5, [0, 1]) is None
+    assert ranks.run(watch, 10.0, [0, 1]) is not None
+
+
+def test_a_thread_that_computes_without_waiting_is_seen_by_its_stack(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    watch = ranks.watch(timeout_s=2.0)
+    for step in range(400):
+        ranks.stacks[1] = STACK.format(line=step)
+        assert ranks.run(watch, 0.3, [0, 1]) is None
+    assert ranks.requests > 10
+    assert ranks.run(watch, 10.0, [0, 1]) is not None
+
+
+def test_a_rank_that_wakes_up_while_it_is_looked_at_does_not_hang(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    watch = ranks.watch(timeout_s=2.0)
+    while ranks.requests < 2:
+        assert ranks.run(watch, 0.1, [0, 1]) is None
+    ranks.waits[0] += 50
+    assert ranks.run(watch, 2.0, [0, 1]) is None
+
+
+def test_a_rank_that_has_not_begun_is_not_asked_and_does_not_hang(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    ranks.files[1].unlink()
+    assert ranks.run(ranks.watch(timeout_s=1.0), 20.0, [0, 1]) is None
+    assert not ranks.files[1].exists()
+    assert ranks.requests == 0
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    verdict = ranks.run(ranks.watch(timeout_s=1.0), 20.0, [1])
+    assert verdict is not None
+    assert set(verdict.stacks) == {1}
+
+
+def test_waits_of_a_process_are_counted_by_the_kernel() -> None:
+    before = count_waits(os.getpid())
+    for _ in range(10):
+        time.sleep(0.001)
+    after = count_waits(os.getpid())
+    assert before is not None
+    assert after is not None
+    assert after - before >= 10
+    assert count_waits(2**22 + 1) is None  # above the largest process id
+
+
+def test_the_report_says_who_stands_where_and_the_odd_one_last() -> None:
+    waiting, odd = main_stack(STACK.format(line=41)), (Frame("/home/me/train.py", 17, "load"),)
+    text = HangVerdict(still_s=30.2, stacks={0: waiting, 1: odd, 2: waiting, 3: waiting}).render()
+    assert "the job hangs: no rank has moved for 30 s" in text
+    assert text.splitlines()[-2:] == [
+        "  ranks 0, 2-3 in all_reduce (distributed_c10d.py:2901), called from step (train.py:41)",
+        "  rank 1 in load (train.py:17)",
+    ]
+    assert "  /home/me/train.py:80 in <module>" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no stack at all", "Current thread 0x1 (most recent call first):\n  <no Python frame>"]
+)
+def test_a_rank_without_python_frames_has_an_empty_stack(text: str) -> None:
+    assert main_stack(text) == ()
+    assert "no Python code" in HangVerdict(still_s=1.0, stacks={0: ()}).render()

@@ -1,0 +1,52 @@
+"""`paraplan.launch.run` as other programs use `torch.distributed.run`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import WriteScript, launcher_environment, names_in
+
+pytestmark = pytest.mark.ranks
+
+PROGRAM = """
+import os, sys, threading
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from paraplan.launch.run import main, parse_min_max_nnodes
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # a program with threads cannot be forked
+assert parse_min_max_nnodes("2:4") == (2, 4)
+main(["--nproc-per-node", "2", "good.py", "word"])
+assert "OMP_NUM_THREADS" not in os.environ
+for words in (["--nproc-per-node", "unknown", "good.py"], ["--nproc-per-node", "0", "good.py"], ["missing.py"]):
+    try:
+        main(words)
+    except ValueError as error:
+        print("refused", flush=True)
+try:
+    main(["--nproc-per-node", "2", "bad.py"])
+except ChildFailedError as error:
+    rank, failure = error.get_first_failure()
+    print("failed", rank, failure.exitcode, failure.message["message"], flush=True)
+"""
+
+
+def test_main_returns_or_raises_what_torchs_does(tmp_path: Path, scratch: Path, script: WriteScript) -> None:
+    script("import os, sys; os.write(1, f'good {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())", "good.py")
+    script("import os, time; time.sleep(9 * (os.environ['RANK'] == '0')); raise KeyError('bad')", "bad.py")
+    program = script(PROGRAM, "program.py")
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env=launcher_environment(scratch),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(lines[:2]) == ["good 0 ['word']", "good 1 ['word']"]
+    assert lines[2:] == ["refused"] * 3 + ["failed 1 1 KeyError: 'bad'"]
+    assert names_in(scratch) == []

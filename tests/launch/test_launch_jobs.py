@@ -1,0 +1,333 @@
+"""Whole jobs with real ranks: what torchrun promises, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+import pytest
+from launching import Launch, Start, WriteScript, is_alive, launcher_environment, names_in
+
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+
+pytestmark = pytest.mark.ranks
+
+SHOW_RANK = """
+    import json, os, sys
+    import __main__
+    json.dump({
+        "environment": dict(os.environ), "argv": sys.argv, "path": sys.path, "file": __file__,
+        "orig_argv": sys.orig_argv[1:], "name": __name__, "main": sys.modules["__main__"] is __main__,
+    }, open(sys.argv[1] + os.environ["RANK"], "w"))
+"""
+CHOSEN_BY_EACH_JOB = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS"}
+
+
+def read_ranks(prefix: Path, number: int) -> list[dict[str, object]]:
+    return [json.loads(Path(f"{prefix}{rank}").read_text()) for rank in range(number)]
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "exec"])
+def test_a_rank_sees_what_it_sees_under_torchrun(
+    tmp_path: Path, scratch: Path, script: WriteScript, launch: Launch, start_method: str
+) -> None:
+    train = script(SHOW_RANK)
+    words = ["--nproc-per-node=2", "--max-restarts=3", train.name]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "theirs"), "--x", "--"],
+        cwd=tmp_path,
+        env=launcher_environment(scratch),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ours = launch(f"--start-method={start_method}", *words, tmp_path / "theirs", "--x", "--")
+    assert ours.returncode == 0, ours.stderr
+    theirs = read_ranks(tmp_path / "theirs", 2)  # the path is part of argv, so both write to the same
+    ours = launch(f"--start-method={start_method}", *words, tmp_path / "theirs", "--x", "--")
+    assert ours.returncode == 0, ours.stderr
+    for their, our in zip(theirs, read_ranks(tmp_path / "theirs", 2), strict=True):
+        their_environment, our_environment = their.pop("environment"), our.pop("environment")
+        assert our == their
+        assert our_environment.keys() == their_environment.keys()
+        for name in their_environment.keys() - CHOSEN_BY_EACH_JOB:
+            assert our_environment[name] == their_environment[name], name
+
+
+def test_a_dry_run_tells_the_environment_that_ranks_then_have(
+    tmp_path: Path, script: WriteScript, launch: Launch
+) -> None:
+    (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
+    words = ["--plan", "plan.json", "--master-port", "29617", script(SHOW_RANK).name, tmp_path / "seen"]
+    told = json.loads(launch("--dry-run", "--json", *words).stdout)["ranks"]
+    assert not (tmp_path / "seen0").exists()
+    assert launch(*words).returncode == 0
+    for rank, seen in zip(told, read_ranks(tmp_path / "seen", 2), strict=True):
+        assert rank["environment"].items() <= seen["environment"].items()
+        assert rank["command"][1:] == seen["orig_argv"]
+
+
+def test_the_rank_that_failed_is_named_though_another_ended_before_it(
+    scratch: Path, script: WriteScript, launch: Launch
+) -> None:
+    train = script(
+        """
+        import threading, time
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if dist.get_rank() == 2:
+            threading.Thread(target=time.sleep, args=(3,)).start()
+            dist.destroy_process_group()
+            raise ValueError("the real bug")
+        dist.all_reduce(torch.ones(1))
+        """
+    )
+    done = launch("--nproc-per-node", 3, train)
+    report = done.stderr[done.stderr.index("paraplan: rank") :].splitlines()
+    assert report[0] == "paraplan: rank 2 failed first: ValueError: the real bug"
+    assert report[-1].strip() == "ValueError: the real bug"
+    assert len(report) <= 10
+    assert "ranks 0-1 because a connection was lost" in done.stderr
+    assert done.returncode == 1
+    assert names_in(scratch) == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "words"),
+    [
+        ("sys.exit(7)", 7, "the script ended itself with exit code 7"),
+        ("sys.exit('no data')", 1, "the script ended itself with exit code 1: no data"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+    ],
+)
+def test_a_job_ends_with_the_status_of_the_rank_that_failed(
+    scratch: Path, script: WriteScript, launch: Launch, ending: str, status: int, words: str
+) -> None:
+    train = script(
+        f"""
+        import os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            {ending}
+        time.sleep(60)
+        """
+    )
+    started = time.monotonic()
+    done = launch("--nproc-per-node", 2, train)
+    assert done.returncode == status
+    assert f"paraplan: rank 1 failed first: {words}" in done.stderr
+    assert "rank 0 because the launcher stopped it" in done.stderr
+    assert time.monotonic() - started < 30
+    assert names_in(scratch) == []
+
+
+def test_a_plan_sets_the_ranks_and_reaches_them(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
+    (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=1, pp=2, pipeline_schedule="gpipe")).to_json())
+    train = script(
+        """
+        import os
+        words = ("plan", os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["PARAPLAN_PLAN"])
+        os.write(1, " ".join(words).encode())
+        if os.environ["RANK"] == "1":
+            from paraplan.errors import PlanError
+            raise PlanError("the model is another one", hint="make a plan for this model")
+        """
+    )
+    done = launch("--plan", "plan.json", train)
+    assert f"plan 0 2 {tmp_path / 'plan.json'}" in done.stdout
+    assert done.returncode == 2
+    report = done.stderr[done.stderr.index("paraplan: rank") :].splitlines()
+    assert report[0].endswith(": the model is another one")
+    assert report[1] == "  hint: make a plan for this model"
+    assert "pp 1 dp 0 cp 0 tp 0" in report[2]
+    assert "Traceback" not in done.stderr
+
+
+def test_failed_ranks_are_started_again_as_often_as_allowed(script: WriteScript, launch: Launch, scratch: Path) -> None:
+    train = script(
+        """
+        import os, sys
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        os.write(1, f"attempt {attempt} of {os.environ['TORCHELASTIC_MAX_RESTARTS']} ".encode())
+        sys.exit(5 if attempt == "0" else 0)
+        """
+    )
+    done = launch("--nproc-per-node", 2, "--max-restarts", 1, train)
+    assert (done.returncode, done.stdout.count("attempt 1 of 1")) == (0, 2), done.stderr
+    assert names_in(scratch) == []
+
+
+def test_modules_programs_and_logs_are_torchruns(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
+    script("import os, sys; print('module', os.environ['RANK'], sys.argv[1:])", "job.py")
+    done = launch("--log-dir", "logs", "--redirects", "3", "--tee", "0:1", "--nproc-per-node", 2, "-m", "job", "--x")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[default0]:module 0 ['--x']\n"
+    logs = {path.parent.name: path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/stdout.log")}
+    assert logs == {"0": "module 0 ['--x']\n", "1": "module 1 ['--x']\n"}
+    done = launch("--no-python", "--nproc-per-node", 2, "sh", "-c", "echo $RANK ${local_rank}; exit 4")
+    assert sorted(done.stdout.splitlines()) == ["0 0", "1 1"]
+    assert done.returncode == 4
+
+
+def read_words(stream: IO[str], number: int) -> list[str]:
+    """Read so many words, each with a space after it; ranks write into each other's lines."""
+    text = ""
+    while text.count(" ") < number:
+        text += stream.read(1)
+    return text.split()
+
+
+STUBBORN = """
+    import os, signal, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = os.fork()
+    os.write(1, f"{os.getpid()} ".encode())
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_ranks_that_ignore_signals_end_with_the_launcher_and_so_do_their_children(
+    scratch: Path, script: WriteScript, start: Start, number: signal.Signals, status: int
+) -> None:
+    with start("--nproc-per-node", 2, "--shutdown-timeout", 1, script(STUBBORN)) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in read_words(process.stdout, 4)]
+        assert all(map(is_alive, pids))
+        process.send_signal(number)
+        sent = time.monotonic()
+        assert process.wait(timeout=20) == status
+        assert process.stdout.read() == ""  # ends only when nobody holds the pipe any more
+        assert time.monotonic() - sent < 10
+        assert "Traceback" not in (process.stderr.read() if process.stderr else "")
+    assert not any(map(is_alive, pids))
+    deadline = time.monotonic() + 5
+    while names_in(scratch) and time.monotonic() < deadline:
+        time.sleep(0.05)  # after SIGKILL the spawner cleans up by itself
+    assert names_in(scratch) == []
+
+
+def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
+    train = script(
+        """
+        import os, pickle, random, sys, threading
+        import numpy, torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Squares(Dataset):
+            def __len__(self):
+                return 8
+            def __getitem__(self, index):
+                return index * index
+
+        def main():
+            assert threading.active_count() == 1 and not torch.cuda.is_initialized()
+            assert type(pickle.loads(pickle.dumps(Squares()))) is Squares
+            for method in ("fork", "spawn", "forkserver") if os.environ["RANK"] == "0" else ("fork",):
+                loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=method)
+                assert [batch.tolist() for batch in loader] == [[0, 1, 4, 9], [16, 25, 36, 49]], method
+            seeds = [random.random(), numpy.random.random(), torch.rand(1).item()]
+            line = [*seeds, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]]
+            os.write(1, " ".join(map(str, [*line, os.linesep])).encode())
+
+        if __name__ == "__main__":
+            main()
+        """
+    )
+    done = launch("--nproc-per-node", 2, train, OMP_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+    assert "OMP_NUM_THREADS" not in done.stderr
+    first, second = [line.split() for line in done.stdout.splitlines()]
+    assert not set(first[:3]) & set(second[:3])
+    assert first[3:] == second[3:] == [str(min(2, os.cpu_count() or 1)), "2"]  # torch takes no more than there are
+
+
+ENDINGS = """
+    import atexit, gc, os, sys, threading, time, weakref
+    import torch
+
+    folder = f"{sys.argv[1]}{os.environ['RANK']}"
+    os.mkdir(folder)
+
+    def note(text, os=os, folder=folder, open=open):
+        with open(os.path.join(folder, "notes"), "a") as file:
+            file.write(text + "\\n")
+
+    class Noted:
+        def __init__(self, name):
+            self.name = name
+        def __del__(self, note=note):
+            note(f"deleted {self.name}")
+
+    unclosed = open(os.path.join(folder, "unclosed"), "w")
+    unclosed.write("written at the end")
+    kept = Noted("of main")
+    _private = Noted("private")
+    kept.cycle = kept
+    watched = Noted("watched")
+    weakref.finalize(watched, note, "finalized")
+    atexit.register(note, "exit function")
+    threading.Thread(target=lambda: (time.sleep(0.3), note("thread"))).start()
+    sys.stdout.write("no newline at the end")
+    note("collecting" if gc.isenabled() and gc.get_threshold()[0] else "not collecting")
+"""
+
+
+def test_a_forked_rank_ends_as_one_with_an_interpreter_of_its_own(
+    tmp_path: Path, script: WriteScript, launch: Launch
+) -> None:
+    train = script(ENDINGS)
+    seen = {}
+    for method in ("spawn", "exec"):
+        done = launch(
+            "--nproc-per-node=2", f"--start-method={method}", f"--log-dir=logs-{method}", "-r=3", train, method
+        )
+        assert done.returncode == 0, done.stderr
+        seen[method] = {
+            str(path.relative_to(tmp_path)).replace(method, ""): path.read_text()
+            for rank in range(2)
+            for path in (tmp_path / f"{method}{rank}").iterdir()
+        }
+        for path in tmp_path.glob(f"logs-{method}/*/attempt_0/*/std*.log"):
+            seen[method][f"{path.parent.name}/{path.name}"] = path.read_text()
+    for rank in (0, 1):
+        forked, alone = (seen[method].pop(f"{rank}/notes").splitlines() for method in ("spawn", "exec"))
+        assert forked[:4] == alone[:4] == ["collecting", "thread", "exit function", "finalized"]
+        assert sorted(forked) == sorted(alone)  # Python promises no order among the last objects
+        assert len(alone) == 7
+    assert seen["spawn"] == seen["exec"]
+    assert seen["exec"]["0/unclosed"] == "written at the end"
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "exec"])
+def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
+    scratch: Path, script: WriteScript, launch: Launch, start_method: str
+) -> None:
+    train = script(
+        """
+        import os, threading, time
+        def wait_for_others():
+            threading.Event().wait()
+        def load_data():
+            time.sleep(600)
+        end = time.monotonic() + 3
+        while time.monotonic() < end:  # longer than the timeout, always at one line, but it moves
+            time.sleep(0.05)
+        load_data() if os.environ["RANK"] == "1" else wait_for_others()
+        """
+    )
+    done = launch("--nproc-per-node=3", "--hang-timeout=1", f"--start-method={start_method}", train)
+    assert done.returncode == 124, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "  rank 1 in load_data (train.py:6)"
+    assert lines[-2].startswith("  ranks 0, 2 in wait (threading.py:")
+    assert lines[-2].endswith("called from wait_for_others (train.py:4)")
+    assert names_in(scratch) == []

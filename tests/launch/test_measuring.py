@@ -1,0 +1,96 @@
+"""Ranks that measure links: what is said when one fails, and that none of them outlives the one who asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paraplan.errors import UsageError
+from paraplan.hardware.link_measurement import MeasureRequest
+from paraplan.hardware.topology import Gpu, NodeTopology
+from paraplan.launch.measuring import MeasurementError, measure_links, measure_machine
+
+pytestmark = pytest.mark.ranks
+
+
+def test_a_rank_that_fails_is_quoted_and_no_rank_is_left() -> None:
+    request = MeasureRequest(device="cpu", groups=((0, 7),), message_bytes=(1024,), max_seconds=5)
+    with pytest.raises(MeasurementError, match=r"rank [01] .*failed with status 1: .*") as caught:
+        measure_links(request, num_ranks=2, environment=os.environ)
+    assert "it said nothing" not in str(caught.value)
+    assert children_of(os.getpid()) == set()
+
+
+def test_one_gpu_has_no_link_to_measure() -> None:
+    node = NodeTopology(source="test", gpus=(Gpu(index=0),))
+    with pytest.raises(UsageError, match="no link to measure"):
+        measure_machine(node, cluster=None, on_gpus=True, max_seconds=1, environment={})
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the children of a process in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_ranks_end_with_the_process_that_asked_for_them(number: signal.Signals, tmp_path: Path) -> None:
+    asking = subprocess.Popen(
+        [sys.executable, "-m", "paraplan", "topo", "--measure", "--ranks", "2", "--seconds", "60"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        ranks = wait_for_children(asking.pid, count=2)
+        asking.send_signal(number)
+        _, said = asking.communicate(timeout=30)
+        assert asking.returncode != 0
+        assert "Traceback" not in said
+        deadline = time.monotonic() + 15
+        while any(is_running(rank) for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(is_running(rank) for rank in ranks)
+    finally:
+        asking.kill()
+        asking.wait()
+    if number is not signal.SIGKILL:
+        assert list(tmp_path.iterdir()) == []
+
+
+def wait_for_children(pid: int, *, count: int) -> set[int]:
+    deadline = time.monotonic() + 60
+    while len(found := children_of(pid)) < count:
+        assert time.monotonic() < deadline, "no ranks were started"
+        time.sleep(0.05)
+    return found
+
+
+def children_of(pid: int) -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            fields = stat_fields(int(entry.name))
+            command = read(entry / "cmdline")
+            if fields and int(fields[1]) == pid and "paraplan.runtime.measure_links" in command:
+                found.add(int(entry.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    fields = stat_fields(pid)
+    return bool(fields) and fields[0] not in ("Z", "X")
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; none for a process that is gone."""
+    return read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

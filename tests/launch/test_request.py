@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from paraplan.errors import NoGpuError, PlanError
+from paraplan.hardware.topology import Gpu
+from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.guess import guess_ranks_per_node
+from paraplan.launch.parser import parse_arguments
+from paraplan.launch.request import LaunchRequest, check_request
+from paraplan.plan.files import ClusterReference, PlanFile
+from paraplan.plan.parallel import ParallelPlan
+
+
+def write_plan(folder: Path, *, nodes: int | None = None, gpus_per_node: int = 0, **degrees: int) -> str:
+    cluster = ClusterReference(name="test", num_nodes=nodes, gpus_per_node=gpus_per_node) if nodes else None
+    (folder / "plan.json").write_text(PlanFile(plan=ParallelPlan(**degrees), cluster=cluster).to_json())
+    return "plan.json"
+
+
+@pytest.fixture
+def check(tmp_path: Path):
+    (tmp_path / "train.py").write_text("")
+
+    def run(*, num_gpus: int = 0, **changes: object) -> LaunchRequest:
+        values: dict[str, object] = {
+            "nnodes": None,
+            "nproc_per_node": None,
+            "plan": None,
+            "max_restarts": 0,
+            "redirects": "0",
+            "tee": "0",
+            "module": False,
+            "no_python": False,
+            "run_path": False,
+            "training_script": "train.py",
+        }
+        return check_request(Namespace(**(values | changes)), num_gpus=num_gpus, current_folder=tmp_path)
+
+    return run
+
+
+@pytest.mark.parametrize(("num_gpus", "ranks"), [(0, "1"), (8, "8")])
+def test_without_a_plan_there_is_a_rank_for_each_gpu_and_one_on_a_cpu(check, num_gpus: int, ranks: str) -> None:
+    arguments = check(num_gpus=num_gpus).arguments
+    assert (arguments.nnodes, arguments.nproc_per_node) == ("1:1", ranks)
+
+
+def test_a_plan_sets_nodes_and_ranks_as_it_was_made(check, tmp_path: Path) -> None:
+    request = check(plan=write_plan(tmp_path, nodes=2, gpus_per_node=4, dp=8))
+    assert (request.arguments.nnodes, request.arguments.nproc_per_node) == ("2", "4")
+    assert request.plan_path == str(tmp_path / "plan.json")
+    assert request.plan == ParallelPlan(dp=8)
+
+
+def test_a_plan_that_names_no_machines_runs_on_one_node(check, tmp_path: Path) -> None:
+    arguments = check(plan=write_plan(tmp_path, dp=3)).arguments
+    assert (arguments.nnodes, arguments.nproc_per_node) == ("1", "3")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"nnodes": "4"}, ("4", "2")),
+        ({"nproc_per_node": "8"}, ("1", "8")),
+        ({"nproc_per_node": "4"}, ("2", "4")),
+        ({"nproc_per_node": "gpu"}, ("2", "4")),
+        ({"nnodes": "1", "nproc_per_node": "8"}, ("1", "8")),
+    ],
+)
+def test_given_numbers_are_kept_and_the_plan_fills_in_the_other(
+    check, tmp_path: Path, given: dict[str, str], expected: tuple[str, str]
+) -> None:
+    arguments = check(plan=write_plan(tmp_path, nodes=2, gpus_per_node=4, dp=8), num_gpus=4, **given).arguments
+    assert (arguments.nnodes, arguments.nproc_per_node) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"nproc_per_node": "3"},
+        {"nproc_per_node": "4"},
+        {"nnodes": "3"},
+        {"nnodes": "2", "nproc_per_node": "2"},
+        {"nnodes": "1:3"},
+        {"nproc_per_node": "16"},
+    ],
+)
+def test_numbers_that_make_another_world_than_the_plans_are_refused(
+    check, tmp_path: Path, given: dict[str, str]
+) -> None:
+    with pytest.raises(PlanError, match="is for 8 ranks, but"):
+        check(plan=write_plan(tmp_path, dp=8), **given)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"plan": {"dp": 0}}', '{"plan": {"dp": 2, "bogus": 1}}'])
+def test_a_broken_plan_is_refused_with_its_name(check, tmp_path: Path, text: str) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(PlanError, match=r"bad\.json"):
+        check(plan="bad.json")
+
+
+def test_a_plan_that_is_not_there_or_is_a_folder_is_refused(check, tmp_path: Path) -> None:
+    for name in ("none.json", "."):
+        with pytest.raises(PlanError, match="cannot be read"):
+            check(plan=name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"nproc_per_node": "0"},
+        {"nproc_per_node": "-2"},
+        {"nproc_per_node": "2.5"},
+        {"nproc_per_node": "gpu"},
+        {"nnodes": "0"},
+        {"nnodes": "two"},
+        {"nnodes": "2:1"},
+        {"nnodes": "1:2:3"},
+        {"max_restarts": -1},
+        {"redirects": "4"},
+        {"tee": "0:9"},
+        {"training_script": "trian.py"},
+        {"training_script": "no.such.module", "module": True},
+        {"training_script": "no-such-program", "no_python": True},
+        {"training_script": "json", "no_python": True, "module": True},
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_refused_with_something_to_do(check, given: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        check(**given)
+    assert caught.value.hint
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_missing_script_is_answered_with_the_scripts_that_are_there(check) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        check(training_script="trian.py")
+    assert "train.py" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "ranks"),
+    [
+        (["--nproc-per-node", "4", "train.py"], {}, 4),
+        (["--nproc_per_node=4", "train.py"], {}, 4),
+        (["train.py"], {"PET_NPROC_PER_NODE": "3"}, 3),
+        (["--nproc-per-node", "gpu", "train.py"], {}, None),
+        (["train.py"], {}, None),
+        (["--plan", "nowhere.json", "train.py"], {}, None),
+        (["--nproc-per-node"], {}, None),
+    ],
+)
+def test_ranks_are_guessed_from_the_words_of_the_command_line(
+    arguments: list[str], environment: dict[str, str], ranks: int | None
+) -> None:
+    assert guess_ranks_per_node(arguments, environment) == ranks
+
+
+def test_ranks_are_guessed_from_the_plan(tmp_path: Path) -> None:
+    name = write_plan(tmp_path, nodes=2, gpus_per_node=4, dp=8)
+    assert guess_ranks_per_node(["--plan", str(tmp_path / name), "train.py"], {}) == 4
+
+
+EIGHT_GPUS = [Gpu(index=index, uuid=f"GPU-{index}abc") for index in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("2", ("GPU-0abc", "GPU-1abc")), ("2,0", ("GPU-2abc", "GPU-0abc")), ("GPU-7", ("GPU-7abc",))],
+)
+def test_gpus_are_chosen_as_paraplan_topo_chooses_them(tmp_path: Path, words: str, expected: tuple[str, ...]) -> None:
+    (tmp_path / "train.py").touch()
+    arguments = parse_arguments(["--gpus", words, "train.py"], {})
+    request = check_request(
+        arguments, num_gpus=8, current_folder=tmp_path, read_gpus=lambda: EIGHT_GPUS, environment={}
+    )
+    assert request.gpus == expected
+    assert request.arguments.nproc_per_node == str(len(expected))
+
+
+def test_visible_devices_of_the_user_limit_the_choice(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    arguments = parse_arguments(["--gpus", "1,", "train.py"], {})
+    environment = {"CUDA_VISIBLE_DEVICES": "5,3"}
+    request = check_request(
+        arguments, num_gpus=2, current_folder=tmp_path, read_gpus=lambda: EIGHT_GPUS, environment=environment
+    )
+    assert request.gpus == ("GPU-3abc",)
+
+
+def test_gpus_on_a_machine_without_any_are_an_error(tmp_path: Path) -> None:
+    def no_driver() -> list[Gpu]:
+        raise NoGpuError("no NVIDIA driver on this machine")
+
+    (tmp_path / "train.py").touch()
+    arguments = parse_arguments(["--gpus", "0", "train.py"], {})
+    with pytest.raises(ArgumentError, match="--gpus 0: no NVIDIA driver"):
+        check_request(arguments, num_gpus=0, current_folder=tmp_path, read_gpus=no_driver, environment={})

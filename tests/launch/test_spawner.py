@@ -1,0 +1,166 @@
+"""The spawner with real processes: what it starts, it ends, and what those leave behind too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import is_alive
+
+from paraplan.launch.spawning import RankCommand, RankExit, SpawnerHandle, SpawnerLostError, StartError, open_spawner
+
+SLEEP = "import time; time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+WITH_CHILD = (
+    "import subprocess, sys; child = subprocess.Popen(['sleep', '60'], start_new_session={daemon}); "
+    "print(child.pid, flush=True)"
+)
+
+
+@pytest.fixture
+def spawner() -> Iterator[SpawnerHandle]:
+    handle = open_spawner()
+    yield handle
+    handle.close()
+
+
+def start(spawner: SpawnerHandle, *programs: str, folder: Path | None = None, **environment: str) -> dict[int, int]:
+    ranks = [
+        RankCommand(
+            local_rank=rank,
+            command=[sys.executable, "-c", program],
+            environment={"RANK": str(rank)},
+            stdout=str(folder / f"{rank}.out") if folder else "",
+        )
+        for rank, program in enumerate(programs)
+    ]
+    return spawner.start(ranks, environment=dict(os.environ) | environment, fork=False, num_threads=None)
+
+
+def wait_for_exits(spawner: SpawnerHandle, number: int) -> dict[int, RankExit]:
+    ends: dict[int, RankExit] = {}
+    deadline = time.monotonic() + 20
+    while len(ends) < number and time.monotonic() < deadline:
+        ends |= {end.local_rank: end for end in spawner.exits(timeout_s=0.2)}
+    return ends
+
+
+def wait_for_line(path: Path) -> str:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text().endswith("\n"):
+            return path.read_text().strip()
+        time.sleep(0.01)
+    raise TimeoutError(path)
+
+
+def wait_until_dead(*pids: int) -> list[int]:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(map(is_alive, pids)):
+        time.sleep(0.01)
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def test_exits_come_with_their_codes_and_the_order_in_which_they_happened(spawner: SpawnerHandle) -> None:
+    before_ns = time.time_ns()
+    start(spawner, "import time; time.sleep(0.3); raise SystemExit(7)", "import os; os.kill(os.getpid(), 9)", "")
+    ends = wait_for_exits(spawner, 3)
+    assert {rank: end.code for rank, end in ends.items()} == {0: 7, 1: -9, 2: 0}
+    assert before_ns < ends[1].time_ns < ends[0].time_ns < time.time_ns()
+    assert 1 << 20 < ends[0].max_rss_bytes < 1 << 32
+
+
+def test_each_rank_gets_its_environment_and_its_log_file(spawner: SpawnerHandle, tmp_path: Path) -> None:
+    program = "import os; print(os.environ['RANK'], os.environ['SHARED'], os.getsid(0) == os.getpid())"
+    start(spawner, program, program, folder=tmp_path, SHARED="yes")
+    wait_for_exits(spawner, 2)
+    assert [(tmp_path / f"{rank}.out").read_text() for rank in (0, 1)] == ["0 yes True\n", "1 yes True\n"]
+
+
+def test_a_signal_reaches_all_ranks_that_still_run(spawner: SpawnerHandle) -> None:
+    start(spawner, "", SLEEP, SLEEP)
+    assert wait_for_exits(spawner, 1)[0].code == 0
+    spawner.signal(signal.SIGTERM)
+    assert {end.code for end in wait_for_exits(spawner, 2).values()} == {-signal.SIGTERM}
+
+
+def test_ranks_start_with_the_default_answers_to_signals(spawner: SpawnerHandle, tmp_path: Path) -> None:
+    program = "import signal as s; print([s.getsignal(n) for n in (s.SIGTERM, s.SIGHUP, s.SIGCHLD)] == [0, 0, 0])"
+    start(spawner, program, folder=tmp_path)
+    wait_for_exits(spawner, 1)
+    assert (tmp_path / "0.out").read_text() == "True\n"
+
+
+def test_a_program_that_cannot_be_started_leaves_no_rank_running(spawner: SpawnerHandle) -> None:
+    good = RankCommand(local_rank=0, command=["sleep", "60"], environment={})
+    bad = RankCommand(local_rank=1, command=["/no/such/program"], environment={})
+    with pytest.raises(StartError, match="local rank 1 cannot be started"):
+        spawner.start([good, bad], environment=os.environ, fork=False, num_threads=None)
+    start(spawner, "")
+    assert set(wait_for_exits(spawner, 1)) == {0}
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+def test_what_a_rank_leaves_behind_is_ended_after_it(spawner: SpawnerHandle, tmp_path: Path, daemon: bool) -> None:
+    start(spawner, WITH_CHILD.format(daemon=daemon), folder=tmp_path)
+    child = int(wait_for_line(tmp_path / "0.out"))
+    wait_for_exits(spawner, 1)
+    assert is_alive(child)
+    assert spawner.clear(everything=True, grace_s=1.0) == 1
+    assert wait_until_dead(child) == []
+
+
+def test_a_daemon_of_a_rank_that_succeeded_is_left_alone(spawner: SpawnerHandle, tmp_path: Path) -> None:
+    start(spawner, WITH_CHILD.format(daemon=True), folder=tmp_path)
+    child = int(wait_for_line(tmp_path / "0.out"))
+    wait_for_exits(spawner, 1)
+    assert spawner.clear(everything=False, grace_s=1.0) == 0
+    assert is_alive(child)
+    os.kill(child, signal.SIGKILL)
+
+
+def test_ranks_and_their_children_die_with_a_killed_launcher_and_the_log_folder_goes(tmp_path: Path) -> None:
+    launcher = f"""
+import os, sys, time
+from paraplan.launch.spawning import RankCommand, open_spawner
+spawner = open_spawner()
+os.mkdir({str(tmp_path / "logs")!r})
+spawner.own({str(tmp_path / "logs")!r})
+ranks = [RankCommand(local_rank=0, command=[sys.executable, "-c", {STUBBORN!r}], environment={{}}),
+         RankCommand(local_rank=1, command=["sh", "-c", "sleep 60 & wait"], environment={{}})]
+print(*spawner.start(ranks, environment=os.environ, fork=False, num_threads=None).values(), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = {process.stdout.readline(), process.stdout.readline()}  # launcher and rank write to the same pipe
+        lines.remove("up\n")
+        pids = [int(word) for word in lines.pop().split()]
+        assert all(map(is_alive, pids))
+        process.kill()
+        assert wait_until_dead(*pids) == []
+        assert process.stdout.read() == ""  # the child of the second rank held it open
+    assert not (tmp_path / "logs").exists()
+
+
+def test_ranks_die_with_a_killed_spawner_and_the_launcher_is_told() -> None:
+    handle = open_spawner()
+    pids = start(handle, SLEEP, STUBBORN)
+    os.kill(handle._pid, signal.SIGKILL)
+    with pytest.raises(SpawnerLostError):
+        wait_for_exits(handle, 2)
+    assert wait_until_dead(*pids.values()) == []
+    handle.close()
+
+
+def test_closing_kills_ranks_that_still_run() -> None:
+    handle = open_spawner()
+    pids = start(handle, STUBBORN)
+    handle.close()
+    assert wait_until_dead(*pids.values()) == []

@@ -1,0 +1,351 @@
+"""Small random configurations of every family, for comparisons with transformers. Not a test module itself."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+_HEADS = {"num_attention_heads": (4, 8), "num_key_value_heads": (1, 2, 4)}
+_MODERN: dict[str, tuple[Any, ...]] = {
+    "vocab_size": (96, 131),
+    "hidden_size": (64, 128),
+    "intermediate_size": (80, 192),
+    "num_hidden_layers": (2, 5),
+    "max_position_embeddings": (256,),
+    "tie_word_embeddings": (True, False),
+    **_HEADS,
+}
+_FLAG = (True, False)
+_NO_CACHE_IDS = {"pad_token_id": (None,), "bos_token_id": (None,), "eos_token_id": (None,)}
+_MLM = {
+    "vocab_size": (96, 131),
+    "hidden_size": (64, 128),
+    "intermediate_size": (80, 192),
+    "num_hidden_layers": (2, 3),
+    "num_attention_heads": (4, 8),
+    "max_position_embeddings": (64, 512),
+    "type_vocab_size": (1, 2, 3),
+    "tie_word_embeddings": (True, False),
+    "hidden_act": ("gelu", "relu", "gelu_new"),
+    "hidden_dropout_prob": (0.0, 0.1),
+    "attention_probs_dropout_prob": (0.0, 0.1),
+    "num_labels": (1, 2, 5),
+}
+_GPT = {
+    "vocab_size": (96, 131),
+    "n_embd": (64, 128),
+    "n_layer": (2, 3),
+    "n_head": (4, 8),
+    "n_positions": (128, 256),
+    "n_inner": (None, 96),
+    "tie_word_embeddings": (True, False),
+    "attn_pdrop": (0.0, 0.1),
+    "resid_pdrop": (0.0, 0.1),
+    "embd_pdrop": (0.0, 0.1),
+}
+_GEMMA = {"head_dim": (16, 32), "attention_bias": _FLAG}
+
+# family: (classes, fields with the values to draw from)
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = {
+    "gpt2": (("GPT2LMHeadModel", "GPT2Model", "GPT2ForSequenceClassification", "GPT2ForQuestionAnswering"), _GPT),
+    "gptj": (("GPTJForCausalLM", "GPTJModel"), _GPT | {"rotary_dim": (8,)}),
+    "gpt_neo": (
+        ("GPTNeoForCausalLM", "GPTNeoModel"),
+        {
+            "vocab_size": (96,),
+            "hidden_size": (64, 128),
+            "num_layers": (4,),
+            "num_heads": (4, 8),
+            "attention_types": ([[["global", "local"], 2]], [[["global"], 4]]),
+            "intermediate_size": (None, 96),
+            "max_position_embeddings": (256,),
+            "window_size": (256,),
+            "tie_word_embeddings": _FLAG,
+            "resid_dropout": (0.0, 0.1),
+            "attention_dropout": (0.0, 0.1),
+        },
+    ),
+    "gpt_neox": (
+        ("GPTNeoXForCausalLM", "GPTNeoXModel"),
+        {key: value for key, value in _MODERN.items() if key != "num_key_value_heads"}
+        | {
+            "use_parallel_residual": _FLAG,
+            "attention_bias": _FLAG,
+            "hidden_dropout": (0.0, 0.1),
+            "attention_dropout": (0.0, 0.1),
+            "hidden_act": ("gelu", "gelu_new", "relu"),
+        },
+    ),
+    "opt": (
+        ("OPTForCausalLM", "OPTModel", "OPTForSequenceClassification"),
+        {
+            "vocab_size": (96,),
+            "hidden_size": (64, 128),
+            "ffn_dim": (96, 256),
+            "num_hidden_layers": (2, 3),
+            "num_attention_heads": (4, 8),
+            "max_position_embeddings": (256,),
+            "do_layer_norm_before": _FLAG,
+            "_remove_final_layer_norm": _FLAG,
+            "word_embed_proj_dim": (None, 32),
+            "enable_bias": _FLAG,
+            "layer_norm_elementwise_affine": _FLAG,
+            "tie_word_embeddings": _FLAG,
+            "dropout": (0.0, 0.1),
+            "attention_dropout": (0.0, 0.1),
+            "activation_function": ("relu", "gelu"),
+        },
+    ),
+    "bloom": (
+        ("BloomForCausalLM", "BloomModel", "BloomForTokenClassification"),
+        {
+            "vocab_size": (96,),
+            "hidden_size": (64, 128),
+            "n_layer": (2, 3),
+            "n_head": (4, 8),
+            "tie_word_embeddings": _FLAG,
+            "hidden_dropout": (0.0, 0.1),
+            "attention_dropout": (0.0, 0.1),
+            "apply_residual_connection_post_layernorm": _FLAG,
+        },
+    ),
+    "falcon": (
+        ("FalconForCausalLM", "FalconModel"),
+        {
+            "vocab_size": (96,),
+            "hidden_size": (64, 128),
+            "num_hidden_layers": (2, 3),
+            "num_attention_heads": (4, 8),
+            "num_kv_heads": (None, 2, 4),
+            "ffn_hidden_size": (None, 96),
+            "new_decoder_architecture": _FLAG,
+            "num_ln_in_parallel_attn": (None, 1, 2),
+            "multi_query": _FLAG,
+            "parallel_attn": _FLAG,
+            "bias": _FLAG,
+            "alibi": _FLAG,
+            "tie_word_embeddings": _FLAG,
+            "hidden_dropout": (0.0, 0.1),
+            "attention_dropout": (0.0, 0.1),
+        },
+    ),
+    "mpt": (
+        ("MptForCausalLM", "MptModel"),
+        {
+            "vocab_size": (96,),
+            "d_model": (64, 128),
+            "n_layers": (2, 3),
+            "n_heads": (4, 8),
+            "max_seq_len": (256,),
+            "expansion_ratio": (4, 2),
+            "no_bias": _FLAG,
+            "tie_word_embeddings": _FLAG,
+            "attn_config": ({"attn_type": "multihead_attention", "attn_pdrop": 0}, {"qk_ln": True}, None),
+        },
+    ),
+    "llama": (
+        ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification", "LlamaForTokenClassification"),
+        _MODERN | {"attention_bias": _FLAG, "mlp_bias": _FLAG, "head_dim": (None, 24)},
+    ),
+    "mistral": (
+        ("MistralForCausalLM", "MistralModel"),
+        _MODERN | {"head_dim": (None, 24), "sliding_window": (None, 256)},
+    ),
+    "mixtral": (
+        ("MixtralForCausalLM", "MixtralModel"),
+        _MODERN | {"num_local_experts": (4, 8), "num_experts_per_tok": (1, 2), "head_dim": (None, 24)},
+    ),
+    "qwen2": (("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"), _MODERN),
+    "qwen2_moe": (
+        ("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
+        _MODERN
+        | {
+            "num_experts": (4, 6),
+            "num_experts_per_tok": (2, 3),
+            "moe_intermediate_size": (32, 48),
+            "shared_expert_intermediate_size": (64, 80),
+            "decoder_sparse_step": (1, 2),
+            "mlp_only_layers": ([], [1], None),
+            "qkv_bias": _FLAG,
+            "norm_topk_prob": _FLAG,
+        },
+    ),
+    "qwen3": (("Qwen3ForCausalLM", "Qwen3Model"), _MODERN | {"attention_bias": _FLAG, "head_dim": (16, 32)}),
+    "qwen3_moe": (
+        ("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+        _MODERN
+        | {
+            "attention_bias": _FLAG,
+            "head_dim": (16, 32),
+            "num_experts": (4, 6),
+            "num_experts_per_tok": (2, 3),
+            "moe_intermediate_size": (32, 48),
+            "decoder_sparse_step": (1, 2),
+            "mlp_only_layers": ([], [1]),
+            "norm_topk_prob": _FLAG,
+        },
+    ),
+    "gemma": (("GemmaForCausalLM", "GemmaModel"), _MODERN | _GEMMA),
+    "gemma2": (("Gemma2ForCausalLM", "Gemma2Model"), _MODERN | _GEMMA | {"attn_logit_softcapping": (None, 50.0)}),
+    "gemma3_text": (("Gemma3ForCausalLM", "Gemma3TextModel"), _MODERN | _GEMMA),
+    "phi": (
+        ("PhiForCausalLM", "PhiModel", "PhiForSequenceClassification"),
+        _MODERN
+        | {
+            "qk_layernorm": _FLAG,
+            "resid_pdrop": (0.0, 0.1),
+            "embd_pdrop": (0.0, 0.1),
+            "hidden_act": ("gelu_new", "gelu"),
+        },
+    ),
+    "phi3": (("Phi3ForCausalLM", "Phi3Model"), _MODERN | {"resid_pdrop": (0.0, 0.1), "sliding_window": (None, 256)}),
+    "starcoder2": (
+        ("Starcoder2ForCausalLM", "Starcoder2Model"),
+        _MODERN | {"use_bias": _FLAG, "residual_dropout": (0.0, 0.1), "embedding_dropout": (0.0, 0.1)},
+    ),
+    "stablelm": (
+        ("StableLmForCausalLM", "StableLmModel"),
+        _MODERN
+        | {
+            "use_qkv_bias": _FLAG,
+            "qk_layernorm": _FLAG,
+            "use_parallel_residual": _FLAG,
+            "hidden_dropout": (0.0, 0.1),
+        },
+    ),
+    "olmo2": (("Olmo2ForCausalLM", "Olmo2Model"), _MODERN | {"attention_bias": _FLAG}),
+    "cohere": (("CohereForCausalLM", "CohereModel"), _MODERN | {"use_qk_norm": _FLAG, "attention_bias": _FLAG}),
+    "deepseek_v2": (
+        ("DeepseekV2ForCausalLM", "DeepseekV2Model"),
+        {key: value for key, value in _MODERN.items() if key != "num_key_value_heads"}
+        | {
+            "attention_bias": _FLAG,
+            "mlp_bias": _FLAG,
+            "q_lora_rank": (None, 24),
+            "kv_lora_rank": (16, 32),
+            "qk_nope_head_dim": (16, 32),
+            "qk_rope_head_dim": (8, 16),
+            "v_head_dim": (16, 24),
+            "n_routed_experts": (4, 8),
+            "n_shared_experts": (1, 2),
+            "num_experts_per_tok": (2, 3),
+            "moe_intermediate_size": (32, 48),
+            "first_k_dense_replace": (0, 1),
+        },
+    ),
+    "deepseek_v3": (
+        ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
+        {key: value for key, value in _MODERN.items() if key != "num_key_value_heads"}
+        | {
+            "attention_bias": _FLAG,
+            "q_lora_rank": (None, 24),
+            "kv_lora_rank": (16, 32),
+            "qk_nope_head_dim": (16, 32),
+            "qk_rope_head_dim": (8, 16),
+            "v_head_dim": (16, 24),
+            "n_routed_experts": (8, 16),
+            "n_group": (2, 4),
+            "topk_group": (2,),
+            "n_shared_experts": (1, 2),
+            "num_experts_per_tok": (2, 3),
+            "moe_intermediate_size": (32, 48),
+            "first_k_dense_replace": (0, 1),
+        },
+    ),
+    "gpt_oss": (
+        ("GptOssForCausalLM", "GptOssModel"),
+        _MODERN
+        | {
+            "attention_bias": _FLAG,
+            "head_dim": (16, 32),
+            "num_local_experts": (4, 8),
+            "num_experts_per_tok": (2, 3),
+            "sliding_window": (256,),
+        },
+    ),
+    "bert": (
+        (
+            "BertForMaskedLM",
+            "BertModel",
+            "BertForPreTraining",
+            "BertForSequenceClassification",
+            "BertForTokenClassification",
+            "BertForQuestionAnswering",
+            "BertForMultipleChoice",
+            "BertForNextSentencePrediction",
+            "BertLMHeadModel",
+        ),
+        _MLM,
+    ),
+    "roberta": (
+        (
+            "RobertaForMaskedLM",
+            "RobertaModel",
+            "RobertaForSequenceClassification",
+            "RobertaForTokenClassification",
+            "RobertaForQuestionAnswering",
+            "RobertaForMultipleChoice",
+            "RobertaForCausalLM",
+        ),
+        _MLM,
+    ),
+    "t5": (
+        (
+            "T5ForConditionalGeneration",
+            "T5Model",
+            "T5EncoderModel",
+            "T5ForSequenceClassification",
+            "T5ForTokenClassification",
+            "T5ForQuestionAnswering",
+        ),
+        {
+            "vocab_size": (96,),
+            "d_model": (64, 128),
+            "d_kv": (16, 24),
+            "d_ff": (96, 256),
+            "num_layers": (2, 3),
+            "num_decoder_layers": (None, 2, 3),
+            "num_heads": (4, 8),
+            "relative_attention_num_buckets": (8, 32),
+            "feed_forward_proj": ("relu", "gated-gelu", "gated-silu"),
+            "tie_word_embeddings": _FLAG,
+            "dropout_rate": (0.0, 0.1),
+            "num_labels": (2, 5),
+        },
+    ),
+    "vit": (
+        ("ViTForImageClassification", "ViTModel", "ViTForMaskedImageModeling"),
+        {
+            "hidden_size": (64, 128),
+            "intermediate_size": (80, 192),
+            "num_hidden_layers": (2, 3),
+            "num_attention_heads": (4, 8),
+            "image_size": (32, 64, [32, 64]),
+            "patch_size": (8, 16),
+            "encoder_stride": (16,),
+            "num_channels": (1, 3),
+            "qkv_bias": _FLAG,
+            "pooler_output_size": (None, 32),
+            "hidden_dropout_prob": (0.0, 0.1),
+            "num_labels": (2, 5),
+        },
+    ),
+}
+
+
+def random_config(model_type: str, seed: int) -> dict[str, Any]:
+    """Return the fields of one random configuration of a family, as its config.json would hold them."""
+    classes, choices = VARIANTS[model_type]
+    draw = random.Random(f"{model_type} {seed}")  # noqa: S311  # no secret: the same seed must give the same config
+    fields = {name: draw.choice(values) for name, values in (_NO_CACHE_IDS | choices).items()}
+    if model_type in ("bert", "roberta", "t5", "opt"):
+        fields["pad_token_id"] = 1
+    if model_type.startswith("deepseek"):
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    if model_type == "falcon" and fields["new_decoder_architecture"]:
+        fields["parallel_attn"] = True  # transformers builds these other choices, but cannot run them
+        fields["num_ln_in_parallel_attn"] = draw.choice((None, 2))
+    elif model_type == "falcon":
+        fields["num_kv_heads"] = None
+        fields["num_ln_in_parallel_attn"] = None
+    return {"model_type": model_type, "architectures": [draw.choice(classes)], **fields}

@@ -1,0 +1,71 @@
+"""The two checking scripts on random small configurations of every family, where transformers is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from model_variants import VARIANTS, random_config
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+def _run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / script), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _write_language_models(folder: Path, seed: int) -> None:
+    for family, (classes, _) in VARIANTS.items():
+        fields = random_config(family, seed) | {"architectures": [classes[0]]}
+        long = {
+            "max_position_embeddings",
+            "n_positions",
+            "window_size",
+            "sliding_window",
+            "max_seq_len",
+        } & fields.keys()
+        fields |= {name: 512 for name in long if fields[name]}
+        (folder / f"{family}.json").write_text(json.dumps(fields), encoding="utf-8")
+
+
+@needs_transformers
+def test_random_configs_of_every_family_count_as_transformers_builds_them(tmp_path: Path) -> None:
+    for family in VARIANTS:
+        for seed in range(4):
+            path = tmp_path / f"{family}-{seed}.json"
+            path.write_text(json.dumps(random_config(family, seed)), encoding="utf-8")
+    done = _run("check_parameters.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{4 * len(VARIANTS)} of {4 * len(VARIANTS)} configurations agree" in done.stdout
+
+
+@needs_transformers
+def test_flops_and_saved_bytes_of_every_family_agree_with_transformers_modules(tmp_path: Path) -> None:
+    _write_language_models(tmp_path, seed=2)
+    done = _run("check_saved.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(VARIANTS)} of {len(VARIANTS)} models agree" in done.stdout
+
+
+def test_a_wrong_expected_count_fails_the_check(tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_text(json.dumps(random_config("gpt2", 0)), encoding="utf-8")
+    expected = {"models": {"small": {"parameters": 1}}}
+    (tmp_path / "expected.json").write_text(json.dumps(expected), encoding="utf-8")
+    done = _run("check_parameters.py", tmp_path)
+    assert done.returncode == 1
+    assert "DIFFERS" in done.stdout
+
+
+def test_an_empty_folder_is_told(tmp_path: Path) -> None:
+    for script in ("check_parameters.py", "check_saved.py"):
+        done = _run(script, tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "holds no configurations" in done.stderr

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paraplan.errors import ModelError
+from paraplan.model.config_file import ModelConfig
+from paraplan.model.family_table import READERS
+from paraplan.model.reader import bundled_models, is_factory, read_fields, read_model
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+WriteConfig = Callable[..., Path]
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> WriteConfig:
+    def write(name: str = "config.json", **changes: object) -> Path:
+        path = tmp_path / name
+        fields = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
+        path.write_text(json.dumps(fields), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_file_and_its_folder_are_the_same_model(write_config: WriteConfig) -> None:
+    path = write_config()
+    by_file, by_folder = read_model(str(path)), read_model(str(path.parent))
+    assert by_file.replace(source="") == by_folder.replace(source="")
+    assert by_file.num_blocks == 3
+    assert by_file.name == path.parent.name
+
+
+def test_every_bundled_model_reads_and_says_where_its_shapes_come_from() -> None:
+    for name, path in bundled_models().items():
+        model = read_model(name)
+        assert (model.name, model.source) == (name, name)
+        assert json.loads(path.read_text(encoding="utf-8"))["source"]
+
+
+def test_a_near_name_is_offered_for_an_unknown_model() -> None:
+    with pytest.raises(ModelError, match=r"did you mean llama-3-8b"):
+        read_model("lama-3-8b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": ...}, r"the field 'hidden_size' is missing"),
+        ({"hidden_size": "64"}, r"hidden_size='64', expected a whole number above 0"),
+        ({"hidden_size": 64.5}, r"hidden_size=64\.5, expected a whole number above 0"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers=0, expected a whole number above 0"),
+        ({"num_hidden_layers": 10**12}, r"expected at most 10000 layers"),
+        ({"num_attention_heads": True}, r"num_attention_heads=True, expected a whole number above 0"),
+        ({"num_attention_heads": 7}, r"num_attention_heads=7 does not divide hidden_size=64"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 does not divide num_attention_heads=8"),
+        ({"attention_bias": "yes"}, r"attention_bias='yes', expected true or false"),
+        ({"attention_dropout": 7}, r"attention_dropout=7, expected a number from 0 to 1"),
+        ({"architectures": "LlamaForCausalLM"}, r"architectures='LlamaForCausalLM', expected a list of texts"),
+        ({"architectures": ["LlamaForTelepathy"]}, r"'LlamaForTelepathy', which is not described for llama"),
+        ({"layer_types": ["full_attention"]}, r"layer_types names 1 layers, num_hidden_layers is 3"),
+        ({"model_type": ...}, r"the field 'model_type' is missing"),
+        ({"model_type": "lama"}, r"no reader knows model_type='lama'; hint: did you mean llama"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config describes a quantised checkpoint"),
+    ],
+)
+def test_a_wrong_config_is_told_by_file_and_field(
+    write_config: WriteConfig, changes: dict[str, object], message: str
+) -> None:
+    path = write_config(**changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        read_model(str(path))
+    assert str(path) in str(caught.value)
+    assert caught.value.hint
+
+
+def test_more_experts_for_a_token_than_there_are_is_an_error(write_config: WriteConfig) -> None:
+    path = write_config(model_type="mixtral", num_local_experts=4, num_experts_per_tok=5)
+    with pytest.raises(ModelError, match="num_experts_per_tok=5 is more than the 4 experts"):
+        read_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is no JSON"), ("[1]", "holds no JSON object"), ("\xff", "is no JSON")]
+)
+def test_a_file_that_is_no_config_is_told(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match=message):
+        read_model(str(path))
+
+
+def test_a_folder_without_config_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        read_model(str(tmp_path))
+
+
+def test_code_named_by_a_config_is_never_executed(write_config: WriteConfig, tmp_path: Path) -> None:
+    trap = tmp_path / "modeling_trap.py"
+    trap.write_text("raise SystemExit('executed')", encoding="utf-8")
+    path = write_config(model_type="trap", auto_map={"AutoModelForCausalLM": "modeling_trap.TrapModel"})
+    with pytest.raises(ModelError, match="the code that auto_map names is never executed"):
+        read_model(str(path))
+    known = write_config(auto_map={"AutoModelForCausalLM": "modeling_trap.TrapModel"})
+    assert read_model(str(known)).model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        ("train.py:make", True),
+        ("package.module:make", True),
+        ("folder/train.py:make", True),
+        ("llama-3-8b", False),
+        ("owner/name", False),
+        ("C:\\models\\config.json", False),
+        ("train.py:make model", False),
+    ],
+)
+def test_factories_are_told_from_configs(reference: str, expected: bool) -> None:
+    assert is_factory(reference) is expected
+
+
+_VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 300)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=3)
+    | st.lists(st.integers(-2, 2), max_size=2)
+)
+
+
+@given(
+    family=st.sampled_from(sorted(READERS)),
+    changes=st.dictionaries(
+        st.sampled_from(
+            [*LLAMA, "n_embd", "n_layer", "n_head", "num_layers", "num_heads", "d_model", "d_ff", "id2label"]
+        ),
+        _VALUES,
+        max_size=8,
+    ),
+)
+def test_any_config_is_a_model_or_a_model_error(family: str, changes: dict[str, object]) -> None:
+    fields = LLAMA | {"n_embd": 64, "n_layer": 2, "n_head": 4} | changes | {"model_type": family}
+    try:
+        model = read_fields(ModelConfig("config.json", fields))
+    except ModelError:
+        return
+    assert model.parameters.total > 0
+
+
+def test_reading_a_known_model_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from paraplan.model.reader import read_model; read_model('llama-3-8b');"
+        "print([name for name in ('torch', 'transformers', 'huggingface_hub') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paraplan.model.config_file import ModelConfig
+from paraplan.model.family_table import READERS
+from paraplan.model.reader import bundled_models, read_config, read_fields, read_model
+
+COUNTED = json.loads((Path(__file__).parent / "counted_variants.json").read_text(encoding="utf-8"))["variants"]
+
+# Counted by transformers 5.23 on the meta device from each model's public config.json; GPT-3 by hand below.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+def _name(case: dict[str, dict[str, object]]) -> str:
+    return f"{case['config']['model_type']}-{COUNTED.index(case)}"
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=_name)
+def test_every_part_counts_as_transformers_builds_it(case: dict[str, dict[str, object]], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(case["config"]), encoding="utf-8")
+    parameters = read_config(path).parameters
+    parts = {"embedding": parameters.embedding, "blocks": parameters.blocks, "head": parameters.head}
+    assert parts == case["parameters"]
+
+
+def test_every_family_has_counted_variants() -> None:
+    assert {case["config"]["model_type"] for case in COUNTED} == set(READERS)
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_bundled_models_have_their_published_size(name: str, parameters: int) -> None:
+    assert read_model(name).parameters.total == parameters
+
+
+def test_gpt3_counts_by_hand() -> None:
+    h, layers, vocabulary, positions = 12_288, 96, 51_200, 2_048
+    weights, biases, norms = 12 * h * h, 9 * h, 4 * h
+    assert read_model("gpt3-175b").parameters.total == (
+        layers * (weights + biases + norms) + (vocabulary + positions) * h + 2 * h
+    )
+
+
+def test_an_untied_head_is_counted_and_a_tied_one_is_not(tmp_path: Path) -> None:
+    fields = json.loads(bundled_models()["llama-3-8b"].read_text(encoding="utf-8"))
+    tied = tmp_path / "tied.json"
+    tied.write_text(json.dumps(fields | {"tie_word_embeddings": True}), encoding="utf-8")
+    untied = read_model("llama-3-8b")
+    assert untied.parameters.total - read_config(tied).parameters.total == 128_256 * 4096
+    assert read_config(tied).tied_embeddings
+    assert not untied.tied_embeddings
+
+
+def test_a_tied_head_still_multiplies() -> None:
+    gpt2 = read_model("gpt2")
+    assert [(matmul.k, matmul.n) for matmul in gpt2.head.matmuls] == [(768, 50_257)]
+    assert gpt2.head.num_parameters == 2 * 768
+
+
+def test_first_dense_layers_stand_before_the_experts() -> None:
+    case = next(
+        case
+        for case in COUNTED
+        if case["config"]["model_type"] == "deepseek_v3" and case["config"]["first_k_dense_replace"] == 1
+    )
+    model = read_fields(ModelConfig("variant", case["config"]))
+    assert [(run.block.kind, run.count) for run in model.runs] == [
+        ("transformer", 1),
+        ("moe", case["config"]["num_hidden_layers"] - 1),
+    ]
+
+
+def test_experts_are_marked_and_shaped_by_expert() -> None:
+    block = read_model("mixtral-8x7b").blocks[0]
+    experts = [parameter for parameter in block.parameters if parameter.is_expert]
+    assert {parameter.shape[0] for parameter in experts} == {8}
+    assert sum(parameter.num_elements for parameter in experts) == 8 * 3 * 4096 * 14_336
+
+
+@pytest.mark.parametrize(("name", "limit"), [("llama-3-8b", 8), ("gpt2", 12), ("qwen2.5-0.5b", 2)])
+def test_key_value_heads_limit_tensor_parallelism(name: str, limit: int) -> None:
+    assert {block.tp_limit for block in read_model(name).blocks} == {limit}
+
+
+def test_tensor_parallel_dimensions_exist_and_cut_heads_and_widths() -> None:
+    for name in ("gpt2", "llama-3-8b", "mixtral-8x7b"):
+        model = read_model(name)
+        for block in (model.embedding, *model.blocks, model.head):
+            for parameter in block.parameters:
+                assert parameter.tp_dim is None or parameter.tp_dim < len(parameter.shape)
+    cut = {parameter.name: parameter.tp_dim for parameter in read_model("llama-3-8b").blocks[0].parameters}
+    assert cut["self_attn.q_proj.weight"] == 0
+    assert cut["self_attn.o_proj.weight"] == 1
+    assert cut["input_layernorm.weight"] is None

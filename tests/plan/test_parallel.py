@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paraplan.errors import PlanError
+from paraplan.plan.parallel import ParallelPlan, micro_batches
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pp": 2}, "a schedule goes with pp > 1"),
+        ({"pipeline_schedule": "1f1b"}, "a schedule goes with pp > 1"),
+        ({"sequence_parallel": True}, "needs tp > 1"),
+        ({"zero_stage": 1}, "nothing to shard over"),
+        ({"pp": 2, "dp": 2, "pipeline_schedule": "1f1b", "zero_stage": 3}, "only stages 0 and 1"),
+        ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (1, 2, 3)}, "names 3 stages, but the plan has 2"),
+        ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (0, 3)}, "without a block"),
+        ({"rank_order": ("pp", "dp", "tp", "tp")}, "each of pp, dp, cp and tp once"),
+        ({"dp": 0}, "greater than 0"),
+        ({"data_parallel": 2}, "Extra inputs"),
+    ],
+)
+def test_plans_that_contradict_themselves_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        ParallelPlan(**fields)
+
+
+def test_a_change_is_validated_again() -> None:
+    plan = ParallelPlan(dp=2, zero_stage=1)
+    with pytest.raises(ValidationError, match="nothing to shard over"):
+        plan.replace(dp=1)
+
+
+def test_global_batch_is_micro_batch_times_micro_batches_times_dp() -> None:
+    assert ParallelPlan(dp=4, micro_batch_size=2, num_microbatches=8).global_batch_size == 64
+    assert micro_batches(64, dp=4, micro_batch_size=2) == 8
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
+    with pytest.raises(PlanError, match="global batch of 60 or 66"):
+        micro_batches(64, dp=3, micro_batch_size=2)
+
+
+def test_a_plan_describes_itself_in_the_words_of_the_field() -> None:
+    plan = ParallelPlan(dp=4, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=8, recompute="full")
+    assert plan.describe() == "dp4 x pp2, ZeRO-1, 1f1b, micro-batch 1 x 8, recompute full"
+    assert ParallelPlan().describe() == "one process, micro-batch 1 x 1"

@@ -1,0 +1,68 @@
+"""The table of what the runtime executes."""
+
+from __future__ import annotations
+
+import pytest
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import check_supported, unsupported_reason
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(),
+        ParallelPlan(dp=8),
+        ParallelPlan(dp=2, zero_stage=3, recompute="full", num_microbatches=5),
+        ParallelPlan(pp=4, pipeline_schedule="1f1b", num_microbatches=4),
+        ParallelPlan(pp=4, pipeline_schedule="gpipe", num_microbatches=1),
+        ParallelPlan(pp=2, dp=4, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=2),
+        ParallelPlan(tp=4, dp=2, zero_stage=3, sequence_parallel=True),
+        ParallelPlan(tp=2, pp=2, dp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=2),
+    ],
+    ids=ParallelPlan.describe,
+)
+def test_data_parallelism_zero_pipelines_and_split_layers_are_executed(plan: ParallelPlan) -> None:
+    assert unsupported_reason(plan, num_blocks=12, precision="bf16") is None
+    check_supported(plan, num_blocks=12, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("plan", "word"),
+    [
+        (ParallelPlan(cp=2), "cp=2"),
+        (ParallelPlan(recompute="selective"), "recompute=selective"),
+        (ParallelPlan(offload="optimizer"), "offload=optimizer"),
+        (ParallelPlan(pp=2, pipeline_schedule="zero_bubble", num_microbatches=2), "zero_bubble"),
+        (
+            ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, num_microbatches=2),
+            "interleaved_1f1b",
+        ),
+        (ParallelPlan(pp=2, pipeline_schedule="1f1b", virtual_pipeline_size=2, num_microbatches=2), "virtual"),
+        (ParallelPlan(pp=4, pipeline_schedule="1f1b", num_microbatches=3), "num_microbatches=3, pp=4"),
+    ],
+)
+def test_other_plans_are_refused_with_the_field_and_its_value(plan: ParallelPlan, word: str) -> None:
+    reason = unsupported_reason(plan)
+    assert reason is not None
+    assert word in reason
+    with pytest.raises(UnsupportedPlanError, match=word):
+        check_supported(plan)
+
+
+def test_more_stages_than_blocks_are_refused_once_the_blocks_are_known() -> None:
+    plan = ParallelPlan(pp=4, pipeline_schedule="gpipe")
+    assert unsupported_reason(plan) is None
+    assert unsupported_reason(plan, num_blocks=4) is None
+    assert "3 blocks" in str(unsupported_reason(plan, num_blocks=3))
+
+
+def test_stage_blocks_must_sum_to_the_blocks_of_the_model() -> None:
+    plan = ParallelPlan(pp=2, pipeline_schedule="gpipe", stage_blocks=(3, 5))
+    assert unsupported_reason(plan, num_blocks=8) is None
+    assert "sum to 8" in str(unsupported_reason(plan, num_blocks=9))
+
+
+def test_fp16_is_refused_until_losses_are_scaled() -> None:
+    assert "fp16" in str(unsupported_reason(ParallelPlan(), precision="fp16"))

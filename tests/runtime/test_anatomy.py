@@ -1,0 +1,204 @@
+"""Which parameters each piece of a model uses, and models that cannot be cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from training_cases import HIDDEN, TOKENS, Decoder, Layer, sequential
+
+from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.runtime.anatomy import Anatomy, examine
+from paraplan.runtime.blocks import find_blocks
+from paraplan.runtime.stage_split import StageEndError, cut_stage
+
+TOKEN_IDS = torch.zeros(2, TOKENS, dtype=torch.long)
+
+
+def anatomy_of(model: nn.Module, example: object = TOKEN_IDS) -> Anatomy:
+    stack = find_blocks(model)
+    assert stack is not None
+    return examine(model, stack, example)
+
+
+def test_parameters_are_told_apart_by_where_they_are_used_not_by_their_place_in_the_model() -> None:
+    anatomy = anatomy_of(Decoder(2))
+    assert anatomy.before == {"embedding.weight", "positions"}
+    assert anatomy.after == {"head.weight", "norm.weight", "norm.bias"}
+    assert {name.split(".")[1] for name in anatomy.blocks[1]} == {"1"}
+    assert len(anatomy.blocks[1]) == 6
+
+
+def test_a_tied_head_is_used_before_and_after_under_one_name() -> None:
+    anatomy = anatomy_of(Decoder(2, tied=True))
+    assert anatomy.before & anatomy.after == {"head.weight"}
+
+
+def test_a_table_that_all_blocks_read_belongs_to_each_of_them() -> None:
+    anatomy = anatomy_of(Decoder(2, shared_scale=True))
+    assert all("scale.weight" in names for names in anatomy.blocks)
+    assert "scale.weight" not in anatomy.after
+
+
+def test_hidden_shapes_follow_the_micro_batch() -> None:
+    shapes = anatomy_of(Decoder(3)).hidden_shapes(torch.zeros(4, 5, dtype=torch.long))
+    assert [hidden.shape for hidden in shapes] == [(4, 5, HIDDEN)] * 3
+
+
+def test_a_model_names_its_own_example_inputs() -> None:
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv2d(3, 3, 1) for _ in range(2))
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                image = layer(image)
+            return image
+
+        def example_inputs(self, batch: int, tokens: int) -> torch.Tensor:
+            return torch.zeros(batch, 3, tokens, tokens)
+
+    assert anatomy_of(Image(), None).blocks[0] == {"layers.0.weight", "layers.0.bias"}
+
+
+def test_inputs_that_do_not_suit_the_model_are_named_with_a_way_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(UsageError, match=r"int64\[2, 8\].*example_inputs="):
+        anatomy_of(model, None)
+
+
+class Skipping(Decoder):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden) + hidden
+        return hidden
+
+
+class Backwards(Decoder):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in reversed(self.layers):
+            hidden = layer(hidden)
+        return hidden
+
+
+class HalfUsed(Decoder):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](self.embedding(tokens))
+
+
+class Pair(Layer):
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(hidden), hidden * 2
+
+
+class Pairs(nn.Module):
+    def __init__(self, *, adds_second: bool) -> None:
+        super().__init__()
+        self.adds_second = adds_second
+        self.embedding = nn.Embedding(9, HIDDEN)
+        self.layers = nn.ModuleList(Pair() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden, second = layer(hidden)
+        return hidden + second if self.adds_second else hidden
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Skipping(2), "layers.1 does not take the output of the block before it unchanged"),
+        (Backwards(2), "layers.1 runs out of turn"),
+        (HalfUsed(2), "1 of 2 blocks take part"),
+        (Pairs(adds_second=True), "more than one tensor that needs a gradient"),
+    ],
+)
+def test_blocks_that_are_no_chain_are_refused(model: nn.Module, words: str) -> None:
+    with pytest.raises(UnsupportedPlanError, match=words):
+        anatomy_of(model)
+
+
+def test_a_second_output_that_nothing_uses_does_not_matter() -> None:
+    assert anatomy_of(Pairs(adds_second=False)).num_outputs == 2
+
+
+class ValueReader(Decoder):
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is not None and bool(mask.all()):
+            mask = None
+        return super().forward(tokens)
+
+
+def test_inputs_whose_values_are_looked_at_are_left_out_of_the_run_without_values() -> None:
+    example = {"tokens": TOKEN_IDS, "mask": torch.ones(2, TOKENS)}
+    anatomy = anatomy_of(ValueReader(2), example)
+    assert anatomy.hidden_shapes(example)[1].shape == (2, TOKENS, HIDDEN)
+
+
+class Bf16Shapes(Layer):
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        if hidden.is_meta and hidden.dtype != torch.bfloat16:
+            raise RuntimeError("Expected inputs of BF16 type")
+        return super().forward(hidden, scale)
+
+
+def test_kernels_with_shapes_in_bf16_alone_leave_the_models_own_types() -> None:
+    model = Decoder(2)
+    model.layers = nn.ModuleList(Bf16Shapes() for _ in range(2))
+    anatomy = anatomy_of(model)
+    assert anatomy.hidden_shapes(TOKEN_IDS)[1].dtype == torch.float32
+    cut = cut_stage(model, anatomy, start=1, end=2, device=torch.device("cpu"))
+    assert cut.inject is not None
+    assert model.embedding(TOKEN_IDS).dtype == torch.float32
+
+
+def test_a_stage_keeps_the_names_and_only_its_own_parameters() -> None:
+    model = Decoder(5, tied=True)
+    anatomy = anatomy_of(model)
+    cut = cut_stage(model, anatomy, start=3, end=5, device=torch.device("cpu"))
+    held = {name for name, _ in model.named_parameters()}
+    assert held == set(cut.names.values())
+    assert {name.split(".")[0] for name in held} == {"head", "norm", "layers"}
+    assert {name.split(".")[1] for name in held if name.startswith("layers")} == {"3", "4"}
+    assert set(cut.names) == anatomy.used_by(3, 5)
+
+
+def test_stages_in_a_row_compute_what_the_whole_model_computes() -> None:
+    expected = sequential()
+    example = torch.randint(9, (2, TOKENS))
+    output: torch.Tensor | None = None
+    for start, end in ((0, 1), (1, 3), (3, 4)):
+        model = sequential()
+        model.load_state_dict(expected.state_dict())
+        cut = cut_stage(model, anatomy_of(model), start=start, end=end, device=torch.device("cpu"))
+        if cut.inject is not None:
+            cut.inject.hold(output)
+        try:
+            output = model(example)
+        except StageEndError as stage_end:
+            output = stage_end.hidden
+    assert torch.equal(output, expected(example))
+
+
+def test_blocks_that_share_parameters_across_stages_are_refused() -> None:
+    model = Decoder(4)
+    model.layers[3].up.weight = model.layers[0].up.weight
+    anatomy = anatomy_of(model)
+    cut_stage(model, anatomy, start=2, end=4, device=torch.device("cpu"))  # it holds its own copy: a tie
+    assert model.layers[3].up.weight.requires_grad
+
+    class Peeking(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(tokens)
+            weight = self.layers[0].down.bias
+            for layer in self.layers:
+                hidden = layer(hidden, weight)
+            return hidden
+
+    peeking = Peeking(4)
+    with pytest.raises(UnsupportedPlanError, match=r"layers\.0\.down\.bias, which lies in a block of another stage"):
+        cut_stage(peeking, anatomy_of(peeking), start=2, end=4, device=torch.device("cpu"))

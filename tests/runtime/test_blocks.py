@@ -1,0 +1,77 @@
+"""Finding the repeated blocks of a model, and recomputing them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from training_cases import Decoder, Layer
+
+from paraplan.runtime.blocks import find_blocks, recompute_in_backward
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+        self.body = Decoder(3)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (Decoder(4), ["layers.0", "layers.1", "layers.2", "layers.3"]),
+        (Outer(), ["body.layers.0", "body.layers.1", "body.layers.2"]),
+        (nn.Sequential(nn.Embedding(3, 4), Layer(), Layer(), nn.Linear(4, 3)), ["1", "2"]),
+        (nn.Sequential(OrderedDict(first=Layer(), second=Layer())), ["first", "second"]),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1)), ["0", "1", "2"]),
+        (nn.ModuleDict({"a": Layer(), "b": Layer()}), ["a", "b"]),
+        (nn.Sequential(*(nn.Sequential(Experts(), nn.ReLU()) for _ in range(2))), ["0", "1"]),
+        (nn.ModuleList([Experts(), Experts()]), ["0", "1"]),
+    ],
+)
+def test_the_largest_outermost_stack_is_found(model: nn.Module, names: list[str]) -> None:
+    stack = find_blocks(model)
+    assert stack is not None
+    assert list(stack.names) == names
+    assert [type(block) for block in stack.modules(model)] == [type(model.get_submodule(name)) for name in names]
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), Layer(), nn.ModuleList([nn.Linear(2, 2), Layer()])])
+def test_a_model_without_repetition_has_no_stack(model: nn.Module) -> None:
+    assert find_blocks(model) is None
+
+
+def test_recompute_keeps_gradients_names_and_dropout() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.passes = 0
+
+        def forward(self, value: torch.Tensor, *, scale: float) -> torch.Tensor:
+            self.passes += 1
+            return nn.functional.dropout(self.linear(value), 0.5) * scale
+
+    torch.manual_seed(0)
+    block = Dropping()
+    gradients = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        block.zero_grad()
+        block(torch.ones(3, 6), scale=2.0).sum().backward()
+        gradients.append(block.linear.weight.grad.clone())
+        passes, names = block.passes, [name for name, _ in block.named_parameters()]
+        block.passes = 0
+        recompute_in_backward(block)
+    assert passes == 2
+    assert names == ["linear.weight", "linear.bias"]
+    assert torch.equal(*gradients)

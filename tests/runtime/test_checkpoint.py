@@ -1,0 +1,210 @@
+"""Checkpoints: what one plan wrote, another one goes on from as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_harness import RankHarness, RanksFailedError
+from torch import nn
+from training_cases import GLOBAL_BATCH, MODELS, TOKENS, TokenPairs, loss_fn
+
+from paraplan import runtime
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checkpoint import CheckpointError
+from paraplan.runtime.engine import Engine
+
+FIRST_STEPS, LAST_STEPS = 2, 2
+
+PLANS = {
+    "one process": None,
+    "ddp": ParallelPlan(dp=2, micro_batch_size=6),
+    "zero 3": ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6),
+    "pipeline": ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3),
+    "zero 1 and pipeline": ParallelPlan(
+        dp=2, pp=2, zero_stage=1, pipeline_schedule="gpipe", micro_batch_size=2, num_microbatches=3
+    ),
+}
+
+
+class Counting(nn.Sequential):
+    """A model with a buffer that training changes: running statistics."""
+
+    def __init__(self) -> None:
+        blocks = (nn.Linear(8, 8), nn.BatchNorm1d(TOKENS))
+        super().__init__(nn.Embedding(24, 8), nn.Sequential(*blocks), nn.Sequential(*blocks), nn.Linear(8, 24))
+
+
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    return torch.optim.AdamW(
+        [{"params": vectors, "lr": 5e-3, "weight_decay": 0.0}, {"params": matrices, "lr": 1e-2}], eps=1e-4
+    )
+
+
+def prepared(model_name: str, plan: ParallelPlan | None, seed: int) -> tuple[runtime.Job, Engine]:
+    job = runtime.init(plan)
+    torch.manual_seed(seed)
+    engine = job.prepare(
+        Counting() if model_name == "counting" else MODELS[model_name](),
+        loss_fn=loss_fn,
+        optimizer=two_groups,
+        max_grad_norm=1.0,
+        example_inputs=torch.zeros(2, TOKENS, dtype=torch.long),
+    )
+    return job, engine
+
+
+def losses_of(job: runtime.Job, engine: Engine, num_steps: int) -> list[float]:
+    batches = job.shard(TokenPairs(), batch_size=GLOBAL_BATCH, skip=engine.num_steps)
+    return [engine.step(*batch).item() for batch, _ in zip(batches, range(num_steps), strict=False)]
+
+
+def train_and_save(model_name: str, plan: ParallelPlan | None, folder: str) -> list[float]:
+    job, engine = prepared(model_name, plan, seed=0)
+    losses = losses_of(job, engine, FIRST_STEPS)
+    engine.save(folder)
+    return losses + losses_of(job, engine, LAST_STEPS)
+
+
+def load_and_train(model_name: str, plan: ParallelPlan | None, folder: str) -> tuple[int, list[float]]:
+    job, engine = prepared(model_name, plan, seed=9)
+    engine.load(folder)
+    num_steps = engine.num_steps
+    return num_steps, losses_of(job, engine, LAST_STEPS)
+
+
+def run(ranks: RankHarness, work: object, plan: ParallelPlan | None, model_name: str, folder: Path) -> list[object]:
+    if plan is None:
+        return [ranks.run_alone(work, model_name, None, str(folder))]
+    return ranks.run(work, model_name, plan, str(folder), size=plan.world_size)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("written_under", PLANS)
+def test_what_one_plan_wrote_others_go_on_from(written_under: str, ranks: RankHarness, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    whole = run(ranks, train_and_save, PLANS[written_under], "tied", folder)[0]
+    names = [*PLANS]
+    place = names.index(written_under)
+    for name in (names[place - 1], names[place - 3]):  # all of them read, over the whole of this test
+        for num_steps, losses in run(ranks, load_and_train, PLANS[name], "tied", folder):
+            assert num_steps == FIRST_STEPS
+            assert losses == pytest.approx(whole[FIRST_STEPS:], rel=1e-5), name
+
+
+SPLIT_PLANS = {
+    "split layers": ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=6, num_microbatches=2),
+    "split layers, zero 3": ParallelPlan(tp=2, dp=2, zero_stage=3, micro_batch_size=6),
+    "split layers and pipeline": ParallelPlan(
+        tp=2, pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3
+    ),
+    "one process": None,
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("written_under", SPLIT_PLANS)
+def test_split_layers_are_written_and_read_whole(written_under: str, ranks: RankHarness, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    whole = run(ranks, train_and_save, SPLIT_PLANS[written_under], "attention", folder)[0]
+    names = [*SPLIT_PLANS]
+    name = names[names.index(written_under) - 1]
+    for num_steps, losses in run(ranks, load_and_train, SPLIT_PLANS[name], "attention", folder):
+        assert num_steps == FIRST_STEPS
+        assert losses == pytest.approx(whole[FIRST_STEPS:], rel=1e-5), name
+
+
+@pytest.mark.ranks
+def test_buffers_that_training_changes_are_part_of_a_checkpoint(ranks: RankHarness, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    plan = ParallelPlan(pp=2, pipeline_schedule="gpipe", micro_batch_size=12)
+    ranks.run(train_and_save, "counting", plan, str(folder), size=2)
+    before, after = ranks.run_alone(_running_means, str(folder))
+    assert torch.count_nonzero(before) == 0
+    assert torch.count_nonzero(after) == TOKENS
+
+
+def _running_means(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    _, engine = prepared("counting", None, seed=1)
+    mean = engine.module.get_submodule("2.1").running_mean
+    before = mean.clone()
+    engine.load(folder)
+    return before, mean.clone()
+
+
+def test_options_of_the_optimizer_come_back_parameter_by_parameter(tmp_path: Path) -> None:
+    _, engine = prepared("decoder", None, seed=0)
+    for group in engine.optimizer.param_groups:
+        group["lr"] /= 2  # as a scheduler does
+    engine.save(tmp_path / "checkpoint")
+    _, other = prepared("decoder", None, seed=0)
+    other.load(tmp_path / "checkpoint")
+    assert [group["lr"] for group in other.optimizer.param_groups] == [2.5e-3, 5e-3]
+
+
+def test_an_option_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    _, engine = prepared("decoder", None, seed=0)
+    engine.optimizer.param_groups[0]["callback"] = print
+    with pytest.raises(CheckpointError, match="option of type builtin_function_or_method"):
+        engine.save(tmp_path / "checkpoint")
+
+
+def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    job, engine = prepared("decoder", None, seed=0)
+    for expected in (1, 2):
+        losses_of(job, engine, 1)
+        engine.save(tmp_path / "deep" / "checkpoint")
+        _, other = prepared("decoder", None, seed=0)
+        other.load(tmp_path / "deep" / "checkpoint")
+        assert other.num_steps == expected
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["checkpoint"]
+
+
+def _save_and_die(folder: str) -> None:
+    job, engine = prepared("decoder", None, seed=0)
+    losses_of(job, engine, 1)
+    engine.save(folder)
+    losses_of(job, engine, 1)
+
+    class Dying(dict[str, torch.Tensor]):
+        """A state of the optimizer that ends the process when the writer looks at it."""
+
+        def items(self) -> Any:
+            os._exit(9)
+
+    last = next(reversed(engine.parameters.values()))
+    engine.optimizer.state[last] = Dying()
+    Path(f"{folder}.partial").mkdir()
+    engine.save(folder)
+
+
+@pytest.mark.ranks
+def test_a_kill_while_saving_leaves_the_last_whole_checkpoint(ranks: RankHarness, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    with pytest.raises(RanksFailedError, match="exit code 9"):
+        ranks.run_alone(_save_and_die, str(folder))
+    num_steps, _ = ranks.run_alone(load_and_train, "decoder", None, str(folder))
+    assert num_steps == 1
+
+
+def test_a_kill_between_the_two_renames_leaves_the_previous_one_readable(tmp_path: Path) -> None:
+    _, engine = prepared("decoder", None, seed=0)
+    engine.save(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.previous")
+    engine.load(tmp_path / "checkpoint")
+
+
+def test_a_folder_without_a_checkpoint_and_one_of_another_model_are_refused(tmp_path: Path) -> None:
+    _, engine = prepared("decoder", None, seed=0)
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        engine.load(tmp_path / "absent")
+    engine.save(tmp_path / "checkpoint")
+    for model_name, words in (("sequential", "holds no 0.weight"), ("shared scale", "holds no scale.weight")):
+        _, other = prepared(model_name, None, seed=0)
+        with pytest.raises(CheckpointError, match=words):
+            other.load(tmp_path / "checkpoint")

@@ -1,0 +1,112 @@
+"""Shapes of split tensors: a part reshaped is the part of the whole reshaped."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paraplan.runtime.split_sizes import reshaped_cut
+from paraplan.runtime.split_tensor import SplitError, SplitTensor
+from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_group import TensorGroup
+
+TP = 2
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(float(prod(shape))).reshape(shape)
+
+
+def parts_of(whole: torch.Tensor, cut: Cut) -> list[SplitTensor]:
+    return [
+        SplitTensor(cut.part(whole, index), cut, TensorGroup(size=TP, index=index, handle=None), "layer")
+        for index in range(TP)
+    ]
+
+
+@st.composite
+def shapes_with_cut(draw: st.DrawFn) -> tuple[tuple[int, ...], Cut]:
+    segments = draw(st.lists(st.sampled_from([2, 4, 6, 8, 12]), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        segments = [segments[0]] * len(segments)
+    outer = draw(st.lists(st.integers(1, 3), max_size=2))
+    inner = draw(st.lists(st.integers(1, 3), max_size=2))
+    return (*outer, sum(segments), *inner), Cut(dim=len(outer), segments=tuple(segments), size=TP)
+
+
+def factored(draw: st.DrawFn, total: int) -> list[int]:
+    sizes = []
+    while total > 1 and len(sizes) < 4:
+        size = draw(st.sampled_from([divisor for divisor in range(1, total + 1) if total % divisor == 0]))
+        sizes.append(size)
+        total //= size
+    return [*sizes, total]
+
+
+@given(shapes_with_cut(), st.data())
+def test_a_part_reshaped_is_the_part_of_the_whole_reshaped(described: tuple[tuple[int, ...], Cut], data) -> None:
+    shape, cut = described
+    after = tuple(factored(data.draw, prod(shape)))
+    new_cut = reshaped_cut(cut, shape, after)
+    if new_cut is None:
+        return
+    whole = numbered(shape)
+    for index in range(TP):
+        part = cut.part(whole, index).reshape(new_cut.local_shape(after))
+        assert torch.equal(part, new_cut.part(whole.reshape(after), index))
+
+
+@given(shapes_with_cut())
+def test_joined_parts_are_the_whole(described: tuple[tuple[int, ...], Cut]) -> None:
+    shape, cut = described
+    whole = numbered(shape)
+    assert torch.equal(cut.join([cut.part(whole, index) for index in range(TP)]), whole)
+
+
+@pytest.mark.parametrize(
+    ("segments", "code"),
+    [
+        ((24,), lambda x: x.view(2, 3, 4, 6).transpose(1, 2)),
+        ((24,), lambda x: x.reshape(2, 3, 4, 6).permute(2, 0, 1, 3).flatten(0, 1).unflatten(0, (4, 2))),
+        ((24,), lambda x: x.view(2, 3, -1, 6)[:, :, None].expand(2, 3, 5, 4, 6).transpose(2, 3)),
+        ((24,), lambda x: x.view(2, 3, 4, 6).repeat_interleave(3, dim=2)[..., :2]),
+        ((24,), lambda x: torch.cat([x.view(2, 3, 4, 6), -x.view(2, 3, 4, 6)], dim=-1) * torch.ones(12)),
+        ((8, 8, 8), lambda x: x.view(2, 3, 3, 4, 2).permute(2, 0, 3, 1, 4)[1]),
+        ((8, 8, 8), lambda x: torch.stack(x.chunk(3, dim=-1)).sum(0)),
+        ((8, 8, 8), lambda x: x.split(8, dim=2)[2] + x[..., 8:16]),
+        ((16, 4, 4), lambda x: x[..., :16].view(2, 3, 8, 2).softmax(-1)),
+        ((16, 4, 4), lambda x: x.split([16, 4, 4], dim=-1)[1].unsqueeze(0)),
+        ((24,), lambda x: x + numbered((24,))),
+        ((24,), lambda x: torch.where(numbered((2, 3, 24)) > 30, x, -x)),
+    ],
+)
+def test_code_for_the_whole_gives_every_rank_its_part(segments: tuple[int, ...], code) -> None:
+    whole = numbered((2, 3, 24))
+    expected = code(whole)
+    for split in parts_of(whole, Cut(dim=2, segments=segments, size=TP)):
+        result = code(split)
+        assert result.shape == expected.shape
+        assert torch.equal(result.local, result.cut.part(expected, split.group.index))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (lambda x: x.view(2, 3, 3, 8), "tp=2 does not divide the 3 heads that the output of layer is viewed as"),
+        (lambda x: x.sum(-1), "sum brings together what the ranks hold"),
+        (lambda x: x.softmax(-1), "softmax works along the output of layer"),
+        (lambda x: torch.nn.functional.layer_norm(x, (24,)), "layer_norm works along"),
+        (lambda x: torch.cat([x, x], dim=-1), "cat along the split dimension"),
+        (lambda x: x @ torch.ones(24, 2), "matmul does not run on parts|__matmul__ does not run on parts"),
+        (lambda x: x[..., 3:7], "tp=2 does not divide the pieces 3:7"),
+        (lambda x: x.view(2, 3, 4, 6)[..., :4] + x.view(2, 3, 4, 6)[..., :4].mT, "split along dimension 3"),
+    ],
+)
+def test_code_that_would_mix_the_parts_is_an_error(code, words: str) -> None:
+    split = parts_of(numbered((2, 3, 24)), Cut(dim=2, segments=(24,), size=TP))[0]
+    with pytest.raises(SplitError, match=words):
+        code(split)

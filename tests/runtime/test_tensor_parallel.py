@@ -1,0 +1,192 @@
+"""Splitting the layers of blocks: what is refused and why, dropout, and clipping."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from rank_harness import RankHarness
+from torch import nn
+from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, TokenPairs, Transformer, loss_fn
+
+from paraplan import runtime
+from paraplan.errors import ParaplanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.split_tensor import SplitTensor
+from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_parallel import tensor_group
+
+TWO_PARTS = ParallelPlan(tp=2, micro_batch_size=12)
+TOKENS_SPLIT = TWO_PARTS.replace(sequence_parallel=True)
+
+
+def prepared(model: nn.Module, plan: ParallelPlan) -> runtime.Engine:
+    return runtime.init(plan).prepare(
+        model,
+        loss_fn=loss_fn,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        example_inputs=torch.zeros(2, TOKENS, dtype=torch.long),
+    )
+
+
+class ThreeHeads(AttentionLayer):
+    def __init__(self) -> None:
+        super().__init__(num_heads=3)
+        self.qkv, self.out = nn.Linear(HIDDEN, 36), nn.Linear(12, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = hidden.shape
+        query, key, value = self.qkv(hidden).view(batch, tokens, 3, 3, 4).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        return hidden + self.out(attended.transpose(1, 2).reshape(batch, tokens, 12))
+
+
+class NoLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden)
+
+
+class Normed(AttentionLayer):
+    """A norm over all heads stands behind the projection, so ranks would have to bring theirs together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner_norm = nn.LayerNorm(HIDDEN)
+        self.mixing = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden + self.inner_norm(self.mixing(hidden)))
+
+
+class _Secretive(torch.autograd.Function):
+    """Hides from torch functions what gradients need, so that only numbers show it."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Secretive(AttentionLayer):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = hidden.shape
+        heads = self.up(hidden).view(batch, tokens, 4, width)  # sizes of the whole, which plain parts do not have
+        return hidden + self.down(_Secretive.apply(heads).flatten(2))
+
+
+def _refusals() -> list[str]:
+    cases = [
+        (Transformer(ThreeHeads), TWO_PARTS),
+        (Transformer(NoLinear), TWO_PARTS),
+        (nn.Bilinear(2, 2, 2), TWO_PARTS),
+        (Decoder(2), TOKENS_SPLIT),
+        (Transformer(Secretive), TWO_PARTS),
+    ]
+    said = []
+    for model, plan in cases:
+        with pytest.raises(ParaplanError) as refusal:
+            prepared(model, plan)
+        said.append(str(refusal.value))
+    return said
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_split_says_why_on_every_rank(ranks: RankHarness) -> None:
+    for heads, nothing, no_blocks, tokens, unequal in ranks.run(_refusals, size=2):
+        assert "layers.0 (ThreeHeads) cannot be split: tp=2 does not divide" in heads
+        assert "3" in heads
+        assert "qkv" in heads
+        assert "no layer of layers.0 (NoLinear) can be split: none is linear" in nothing
+        assert "Bilinear has no repeated blocks to split" in no_blocks
+        assert "layers.0 (Layer) does not work on some of its tokens alone: cumsum works along" in tokens
+        assert "layers.0 split over tp=2 does not compute what it computes whole: relative error" in unequal
+
+
+def _left_whole() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paraplan.runtime.assembly").addHandler(handler)
+    prepared(Transformer(Normed), TWO_PARTS)
+    return said
+
+
+@pytest.mark.ranks
+def test_a_layer_that_is_left_whole_is_named_once(ranks: RankHarness) -> None:
+    first, second = ranks.run(_left_whole, size=2)
+    assert len(first) == 1
+    assert "mixing: layer_norm works along the output of mixing" in first[0]
+    assert "qkv" not in first[0]
+    assert second == []
+
+
+def _odd_tokens() -> str:
+    engine = prepared(Transformer(), TOKENS_SPLIT)
+    with pytest.raises(ParaplanError) as refusal:
+        engine.step(torch.zeros(12, 5, dtype=torch.long), torch.zeros(12, 5, dtype=torch.long))
+    return str(refusal.value)
+
+
+@pytest.mark.ranks
+def test_tokens_that_do_not_divide_are_refused_with_the_shape(ranks: RankHarness) -> None:
+    for said in ranks.run(_odd_tokens, size=2):
+        assert "hidden states of shape (12, 5, 16) do not divide along their tokens over tp=2 ranks" in said
+
+
+def _dropped_out() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    job = runtime.init(TWO_PARTS)
+    torch.manual_seed(3)
+    split = SplitTensor(torch.ones(64), Cut(dim=0, segments=(128,), size=2), tensor_group(job.mesh), "layer")
+    state = torch.get_rng_state()
+    first = F.dropout(split, 0.5).local
+    torch.set_rng_state(state)
+    again = F.dropout(split, 0.5).local
+    assert torch.equal(first, again)  # as recompute needs it
+    return first, F.dropout(torch.ones(64), 0.5), torch.get_rng_state()
+
+
+@pytest.mark.ranks
+def test_ranks_drop_out_of_their_own_parts_differently_and_of_whole_tensors_alike(ranks: RankHarness) -> None:
+    (part, whole, state), (other_part, other_whole, other_state) = ranks.run(_dropped_out, size=2)
+    assert not torch.equal(part, other_part)
+    assert torch.equal(whole, other_whole)
+    assert torch.equal(state, other_state)
+
+
+class Dropping(AttentionLayer):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = F.dropout(F.gelu(self.up(self.mlp_norm(hidden))), 0.3, self.training)
+        return hidden + F.dropout(self.down(inner), 0.3, self.training)
+
+
+def _trained_with_dropout(plan: ParallelPlan) -> tuple[list[float], dict[str, torch.Tensor]]:
+    job = runtime.init(plan)
+    torch.manual_seed(0)
+    model = Transformer(Dropping)
+    for layer in model.layers:
+        del layer.qkv, layer.out, layer.attention_norm
+    engine = prepared(model, plan)
+    losses = [
+        engine.step(*batch).item() for batch, _ in zip(job.shard(TokenPairs(), batch_size=12), range(4), strict=False)
+    ]
+    whole = {name: value for name, value in engine.parameters.items() if "up" not in name and "down.w" not in name}
+    return losses, {name: value.detach().clone() for name, value in whole.items()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("plan", [TWO_PARTS, TOKENS_SPLIT.replace(recompute="full")], ids=ParallelPlan.describe)
+def test_whole_parameters_stay_equal_on_all_ranks_under_dropout(plan: ParallelPlan, ranks: RankHarness) -> None:
+    (losses, parameters), (other_losses, other_parameters) = ranks.run(_trained_with_dropout, plan, size=2)
+    assert losses == other_losses
+    assert parameters.keys() == other_parameters.keys()
+    for name, value in parameters.items():
+        assert torch.equal(value, other_parameters[name]), name

@@ -1,0 +1,233 @@
+"""Small models and one training, run on whatever ranks a test gives it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from paraplan import runtime
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
+
+VOCABULARY, HIDDEN, TOKENS, GLOBAL_BATCH, NUM_STEPS = 24, 16, 6, 12, 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.down = nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        mixed = hidden.cumsum(dim=1) / hidden.shape[1]
+        change = self.down(F.gelu(self.up(self.norm(hidden + mixed))))
+        return hidden + (change if scale is None else change * scale)
+
+
+class Decoder(nn.Module):
+    """Embedding, position parameter of the model itself, blocks that all read one table, norm and head."""
+
+    def __init__(self, num_layers: int = 5, *, tied: bool = False, shared_scale: bool = False) -> None:
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)  # stands before the blocks, runs after them
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.positions = nn.Parameter(torch.randn(TOKENS, HIDDEN) * 0.1)
+        self.scale = nn.Embedding(TOKENS, HIDDEN) if shared_scale else None
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.norm = nn.LayerNorm(HIDDEN)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(tokens.shape[1])
+        hidden = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        scale = None if self.scale is None else self.scale(steps)
+        for layer in self.layers:
+            hidden = layer(hidden, scale)
+        return self.head(self.norm(hidden))
+
+
+class TupleLayer(Layer):
+    def forward(self, *, hidden: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(hidden * mask), None
+
+
+class KeywordDecoder(nn.Module):
+    """Takes a dict of inputs, hands hidden states on by keyword, and gets tuples back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.stack = nn.ModuleDict({"layers": nn.ModuleList(TupleLayer() for _ in range(4))})
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(tokens)
+        for layer in self.stack["layers"]:
+            hidden = layer(hidden=hidden, mask=mask[..., None])[0]
+        return {"logits": self.head(hidden)}
+
+
+class AttentionLayer(nn.Module):
+    """Causal attention with one fused projection of query, key and value, which its code views as three times heads."""
+
+    def __init__(self, num_heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = hidden.shape
+        heads = self.qkv(self.attention_norm(hidden)).view(batch, tokens, 3, self.num_heads, width // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
+
+
+class GroupedLayer(nn.Module):
+    """Attention of 4 query heads in 2 groups with a norm of the queries, written out; and a gated MLP, fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm, self.query_norm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN), nn.LayerNorm(4)
+        self.query = nn.Linear(HIDDEN, 16)
+        self.key_value = nn.Linear(HIDDEN, 16, bias=False)
+        self.out = nn.Linear(16, HIDDEN)
+        self.gate_up, self.down = nn.Linear(HIDDEN, 48, bias=False), nn.Linear(24, HIDDEN, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = hidden.shape
+        normed = self.norm(hidden)
+        query = self.query_norm(self.query(normed).view(batch, tokens, 4, 4)).transpose(1, 2)
+        both = self.key_value(normed)
+        key, value = (half.reshape(batch, tokens, 2, 4).transpose(1, 2) for half in (both[..., :8], both[..., 8:]))
+        key, value = (half.repeat_interleave(2, dim=1) for half in (key, value))
+        scores = query @ key.transpose(-2, -1) / 2
+        allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        weights = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1)
+        hidden = hidden + self.out((weights @ value).transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=-1)
+        return hidden + self.down(F.silu(gate) * up)
+
+
+class Transformer(nn.Module):
+    """A decoder of layers of one class, with an embedding and a head of its own."""
+
+    def __init__(self, layer: type[nn.Module] = AttentionLayer, num_layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(layer() for _ in range(num_layers))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, HIDDEN), Layer(), Layer(), Layer(), Layer(), nn.Linear(HIDDEN, VOCABULARY)
+    )
+
+
+MODELS = {
+    "decoder": Decoder,
+    "tied": lambda: Decoder(tied=True),
+    "shared scale": lambda: Decoder(shared_scale=True),
+    "sequential": sequential,
+    "keyword": KeywordDecoder,
+    "attention": Transformer,
+    "grouped": lambda: Transformer(GroupedLayer),
+}
+
+
+class TokenPairs:
+    """Twice as many samples as three steps need, so that the order of the data matters."""
+
+    def __init__(self, *, as_dict: bool = False) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._tokens = torch.randint(VOCABULARY, (2 * NUM_STEPS * GLOBAL_BATCH, TOKENS + 1), generator=generator)
+        self._as_dict = as_dict
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int, /) -> tuple[Any, torch.Tensor]:
+        row = self._tokens[index]
+        inputs = {"tokens": row[:-1], "mask": (row[:-1] > 2).float()} if self._as_dict else row[:-1]
+        return inputs, row[1:]
+
+
+def loss_fn(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def train_all(model_name: str, plans: list[ParallelPlan]) -> list[Training]:
+    """Train under one plan after another on the same ranks."""
+    return [train(model_name, plan) for plan in plans]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one rank saw of a training: the losses, gradient norms, and its gradients and parameters by name."""
+
+    eval_losses: list[float]
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def train(
+    model_name: str,
+    plan: ParallelPlan | None,
+    *,
+    precision: TrainingPrecision = "fp32",
+    max_grad_norm: float = 0.5,
+    num_steps: int = NUM_STEPS,
+) -> Training:
+    warnings.simplefilter("error")
+    job = runtime.init(plan, precision=precision)
+    torch.manual_seed(100 + job.world.rank)  # other weights on every rank, so that rank 0's must be handed out
+    model = MODELS[model_name]()
+    as_dict = model_name == "keyword"
+    example = {"tokens": torch.zeros(2, TOKENS, dtype=torch.long), "mask": torch.ones(2, TOKENS)}
+    engine = job.prepare(
+        model,
+        loss_fn=loss_fn,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.1),
+        max_grad_norm=max_grad_norm,
+        example_inputs=example if as_dict else torch.zeros(2, TOKENS, dtype=torch.long),
+    )
+    batches = job.shard(TokenPairs(as_dict=as_dict), batch_size=GLOBAL_BATCH, seed=3)
+    eval_losses, losses, norms = [], [], []
+    for step, (inputs, targets) in enumerate(batches):
+        if step == num_steps:
+            break
+        eval_losses.append(engine.eval_step(inputs, targets).item())
+        losses.append(engine.step(inputs, targets).item())
+        norms.append(engine.grad_norm.item())
+    return Training(
+        eval_losses=eval_losses,
+        losses=losses,
+        grad_norms=norms,
+        gradients={
+            name: engine.whole(name, value.grad).clone()
+            for name, value in engine.parameters.items()
+            if value.grad is not None
+        },
+        parameters={name: engine.whole(name).clone() for name in engine.parameters},
+    )

@@ -1,0 +1,106 @@
+"""Each branch of the guide, with a machine and a model that lead there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paraplan.cost.workload import Workload
+from paraplan.hardware.interconnect import Verdict
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.search.facts import tree_facts
+from paraplan.search.tree import TreeAnswer, TreeFacts, decide, family
+
+MakeWorkload = Callable[..., Workload]
+
+
+def answer(workload: Workload) -> TreeAnswer:
+    return decide(tree_facts(workload))
+
+
+def outcome(result: TreeAnswer, rule: str) -> str:
+    return next(decision.outcome for decision in result.decisions if rule in decision.rule)
+
+
+def test_a_model_that_fits_one_gpu_is_trained_with_ddp_or_zero(workload: MakeWorkload) -> None:
+    result = answer(workload("gpt2"))
+    assert result.families == ("DDP", "ZeRO")
+    assert outcome(result, "model fit one GPU").startswith("yes")
+
+
+def test_a_model_that_does_not_fit_leaves_the_choice_to_the_cost_model_over_nvlink(workload: MakeWorkload) -> None:
+    result = answer(workload("llama-3-8b", seq_length=4096))
+    assert {"ZeRO", "PP", "TP"} <= set(result.families)
+    assert outcome(result, "largest layer").startswith("yes")
+
+
+def test_without_nvlink_a_pipeline_comes_first(workload: MakeWorkload) -> None:
+    result = answer(workload("llama-2-7b", profile="rtx-4090-x4"))
+    assert result.families[0] == "PP"
+    assert outcome(result, "connected fast").startswith("no")
+
+
+def test_a_layer_that_does_not_fit_needs_tensor_parallelism_or_zero(workload: MakeWorkload) -> None:
+    result = answer(workload("gpt3-175b", profile="aws-g4dn.12xlarge"))
+    assert result.families[0] == "TP"
+    assert "PP" not in result.families
+    assert outcome(result, "largest layer").startswith("no")
+
+
+def test_a_fast_network_allows_zero_or_all_three_axes(workload: MakeWorkload) -> None:
+    result = answer(workload("llama-3-70b", num_nodes=8))
+    assert result.families[:2] == ("ZeRO", "PP x TP x DP")
+    assert outcome(result, "nodes connected").startswith("yes")
+
+
+def test_a_slow_network_asks_for_all_three_axes_with_zero_1(workload: MakeWorkload) -> None:
+    result = answer(workload("llama-2-7b", profile="rtx-3090-x2", num_nodes=4))
+    assert result.families[0] == "PP x TP x DP"
+    assert "ZeRO" not in result.families
+    assert "ZeRO-1" in outcome(result, "nodes connected")
+
+
+@pytest.mark.parametrize(("profile", "word"), [("titan-rtx-x2-nvlink", "DDP"), ("titan-rtx-x2", "DataParallel can be")])
+def test_data_parallel_and_ddp_are_ranked_by_the_link_as_in_the_guide(
+    workload: MakeWorkload, profile: str, word: str
+) -> None:
+    assert word in outcome(answer(workload(profile=profile, precision="fp16")), "DataParallel in one process")
+
+
+def test_one_gpu_has_no_choice(workload: MakeWorkload) -> None:
+    assert answer(workload("gpt2", gpus=1)).families == ("single",)
+
+
+def test_every_decision_gives_the_numbers_that_decided(workload: MakeWorkload) -> None:
+    for decision in answer(workload("llama-3-70b", num_nodes=8)).decisions:
+        assert any(character.isdigit() for character in decision.because)
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        (ParallelPlan(), "single"),
+        (ParallelPlan(dp=2), "DDP"),
+        (ParallelPlan(dp=2, zero_stage=3), "ZeRO"),
+        (ParallelPlan(pp=2, pipeline_schedule="1f1b"), "PP"),
+        (ParallelPlan(pp=2, tp=2, dp=2, pipeline_schedule="1f1b"), "PP x TP x DP"),
+    ],
+)
+def test_plans_belong_to_the_families_of_the_tree(plan: ParallelPlan, name: str) -> None:
+    assert family(plan) == name
+
+
+def test_the_threshold_between_fast_and_slow_decides() -> None:
+    facts = TreeFacts(
+        num_gpus=4,
+        num_nodes=1,
+        usable_memory_bytes=20,
+        training_state_bytes=30,
+        least_activation_bytes=5,
+        largest_layer_bytes=10,
+        node=Verdict(is_fast=True, bandwidth_bytes_per_s=5e10, threshold_bytes_per_s=4e10, because="50 of 40"),
+    )
+    assert facts.node is not None
+    assert "TP x DP" in decide(facts).families
+    assert decide(facts.replace(node=facts.node.replace(is_fast=False))).families[0] == "PP"

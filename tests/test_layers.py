@@ -1,0 +1,130 @@
+"""The house rules, read from the source: imports point one way, modules stay small, names are described."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "paraplan"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+FLOORS = {
+    "errors": 0,
+    "units": 0,
+    "records": 0,
+    "resources": 0,
+    "hardware": 1,
+    "model": 1,
+    "plan": 2,
+    "cost": 3,
+    "search": 4,
+    "runtime": 4,
+    "launch": 4,
+    "interop": 4,
+    "report": 5,
+    "cli": 6,
+}
+MAY_IMPORT = {
+    "resources": {0},
+    "runtime": {0, 1, 2},
+    "launch": {0, 1, 2},
+    "interop": {0, 1, 2},
+    "search": {0, 1, 2, 3},
+}
+EXTERNAL = {
+    "torch": ("runtime/", "launch/", "model/trace"),
+    "pynvml": ("hardware/nvml.py",),
+    "typer": ("cli/",),
+    "rich": ("cli/", "launch/"),
+}
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "common", "misc"}
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield node.module or "", node
+            if node.module == "paraplan":
+                yield from ((f"paraplan.{alias.name}", node) for alias in node.names)
+
+
+def package_of(dotted: str) -> str | None:
+    parts = dotted.split(".")
+    return parts[1] if parts[0] == "paraplan" and len(parts) > 1 and parts[1] in FLOORS else None
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def identify(path: Path) -> str:
+    return relative(path)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identify)
+def test_imports_point_down_the_floors(path: Path) -> None:
+    own = relative(path).split("/")[0].removesuffix(".py")
+    if own not in FLOORS:
+        return
+    for name, node in imports(path):
+        other = package_of(name)
+        if other is None or other == own:
+            continue
+        allowed = MAY_IMPORT.get(own, set(range(FLOORS[own])))
+        assert FLOORS[other] in allowed, f"{path}:{node.lineno}: {own} must not import {other}"
+        assert not (own == "report" and other in ("runtime", "launch")), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identify)
+def test_heavy_libraries_are_imported_only_where_they_belong(path: Path) -> None:
+    for name, node in imports(path):
+        places = EXTERNAL.get(name.split(".")[0])
+        if places is not None:
+            assert relative(path).startswith(places), f"{path}:{node.lineno}: {name} belongs to {places}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identify)
+def test_modules_and_functions_stay_small_and_named_for_what_they_hold(path: Path) -> None:
+    assert path.stem not in FORBIDDEN_NAMES
+    assert len(path.read_text().splitlines()) <= MAX_MODULE_LINES
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            # The signature of a command is its list of options, so only its body counts.
+            body = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
+            length = body if relative(path).startswith("cli/") else lines
+            assert length <= MAX_FUNCTION_LINES, f"{path}:{node.lineno}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identify)
+def test_public_names_are_described(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{path} has no docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            described = [node, *(item for item in node.body if isinstance(item, ast.FunctionDef))]
+        elif isinstance(node, ast.Module):
+            described = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+        else:
+            continue
+        for item in described:
+            if not item.name.startswith("_") and not _is_inside_private(tree, item):
+                assert ast.get_docstring(item), f"{path}:{item.lineno}: {item.name} has no docstring"
+
+
+def test_the_floors_name_every_package_and_module() -> None:
+    found = {relative(path).split("/")[0].removesuffix(".py") for path in MODULES}
+    assert found - {"__init__", "__main__"} == set(FLOORS)
+
+
+def _is_inside_private(tree: ast.Module, item: ast.stmt) -> bool:
+    return any(
+        isinstance(node, ast.ClassDef) and node.name.startswith("_") and item in node.body for node in ast.walk(tree)
+    )
