@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,11 +13,13 @@ from launching import Launch, Start, WriteScript, launcher_command, launcher_env
 
 
 @pytest.fixture
-def scratch(tmp_path: Path) -> Path:
-    """The folder for temporary files of a launch: what is in it afterwards was left behind."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    return folder
+def scratch() -> Iterator[Path]:
+    """The folder for temporary files of a launch: what is in it afterwards was left behind.
+
+    Its path is short: ranks put Unix sockets in it, and the kernel takes 107 characters for a socket's path.
+    """
+    with tempfile.TemporaryDirectory(prefix="pp-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
