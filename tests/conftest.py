@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
@@ -13,6 +14,10 @@ from paraplan.model.reader import read_model
 from paraplan.plan.training import TrainingSpec
 
 MakeWorkload = Callable[..., Workload]
+
+# Examples are not timed: a busy machine is no finding.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session")

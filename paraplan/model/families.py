@@ -51,7 +51,7 @@ class ModernFamily:
 
     `head_dim` is the default of that field, None for hidden_size / num_attention_heads; `reads_head_dim` is False where
     transformers' class does not look at it.
-    `kv_heads` is the default of num_key_value_heads, None for num_attention_heads.
+    `kv_heads` is what an absent num_key_value_heads means, None for num_attention_heads.
     `parallel` says that attention and MLP read the same norm's output, the first of `norms`.
     """
 
@@ -115,7 +115,8 @@ def modern_shape(config: ModelConfig, family: ModernFamily) -> DecoderShape:
 def modern_heads(config: ModelConfig, family: ModernFamily, hidden: int) -> Heads:
     """Return the shapes of the attention heads; raises ModelError for heads that do not divide."""
     num_heads = config.count("num_attention_heads")
-    num_kv_heads = config.count("num_key_value_heads", default=family.kv_heads or num_heads)
+    is_null = "num_key_value_heads" in config.fields  # null means one for each head, an absent field the family's own
+    num_kv_heads = config.count("num_key_value_heads", default=num_heads if is_null else family.kv_heads or num_heads)
     head_dim = config.optional_count("head_dim") if family.reads_head_dim else None
     head_dim = head_dim or family.head_dim
     if head_dim is None:
@@ -207,14 +208,16 @@ MODERN: dict[str, ModernFamily] = {
         qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=Flag("mlp_bias", default=False)
     ),
     "mistral": ModernFamily(kv_heads=8),
-    "qwen2": ModernFamily(qkv_bias=True),
+    "qwen2": ModernFamily(qkv_bias=True, kv_heads=32),
     "qwen3": ModernFamily(
+        kv_heads=32,
         qkv_bias=_ATTENTION_BIAS,
         output_bias=_ATTENTION_BIAS,
         head_dim=128,
         qk_norm=(True, _qk("per_head", "rms", _Q_K)),
     ),
     "gemma": ModernFamily(
+        kv_heads=16,
         norm="rms_in_fp32",
         qkv_bias=_ATTENTION_BIAS,
         output_bias=_ATTENTION_BIAS,
@@ -223,6 +226,7 @@ MODERN: dict[str, ModernFamily] = {
         tied=True,
     ),
     "gemma2": ModernFamily(
+        kv_heads=4,
         norm="rms_in_fp32",
         norms=FOUR_NORMS,
         qkv_bias=_ATTENTION_BIAS,
@@ -232,6 +236,7 @@ MODERN: dict[str, ModernFamily] = {
         tied=True,
     ),
     "gemma3_text": ModernFamily(
+        kv_heads=4,
         norm="rms_in_fp32",
         norms=FOUR_NORMS,
         qkv_bias=_ATTENTION_BIAS,
@@ -265,6 +270,7 @@ MODERN: dict[str, ModernFamily] = {
         copies_output=True,
     ),
     "starcoder2": ModernFamily(
+        kv_heads=2,
         norm="layer",
         qkv_bias=Flag("use_bias", default=True),
         output_bias=Flag("use_bias", default=True),
@@ -276,6 +282,7 @@ MODERN: dict[str, ModernFamily] = {
         dropouts={"residual": ("residual_dropout",), "embedding": ("embedding_dropout",)},
     ),
     "stablelm": ModernFamily(
+        kv_heads=32,
         norm="layer",
         reads_head_dim=False,
         qkv_bias=Flag("use_qkv_bias", default=False),

@@ -114,7 +114,7 @@ def deepseek(config: ModelConfig) -> DecoderShape:
     heads = LatentHeads(
         hidden=hidden,
         num_heads=num_heads,
-        query_rank=config.optional_count("q_lora_rank"),
+        query_rank=config.optional_count("q_lora_rank") if "q_lora_rank" in config.fields else 1536,
         kv_rank=config.count("kv_lora_rank", default=512),
         nope_head_dim=config.count("qk_nope_head_dim", default=128),
         rope_head_dim=config.count("qk_rope_head_dim", default=64),
@@ -165,7 +165,7 @@ _BIAS_ALL = Flag("attention_bias", default=True)
 
 EXPERTS: dict[str, ModernFamily] = {
     "mixtral": ModernFamily(kv_heads=8, layers=mixtral_layers),
-    "qwen2_moe": ModernFamily(qkv_bias=Flag("qkv_bias", default=True), layers=qwen2_moe_layers),
+    "qwen2_moe": ModernFamily(qkv_bias=Flag("qkv_bias", default=True), kv_heads=16, layers=qwen2_moe_layers),
     "gpt_oss": ModernFamily(
         norm="rms_in_fp32",
         softmax_in_fp32=False,
