@@ -31,7 +31,8 @@ from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.interop.commands import launch_command, torchrun_command
 from paraplan.model.reader import read_model
-from paraplan.plan.files import ClusterReference, ModelReference, PlanFile, PlannedEstimate
+from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
+from paraplan.search.planned import planned_estimate
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
 
@@ -115,11 +116,7 @@ def _plan_file(workload: Workload, result: SearchResult) -> PlanFile:
         ),
         training=workload.training,
         cluster=ClusterReference(name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node),
-        estimate=PlannedEstimate(
-            step_time_s=best.step.step_time_s,
-            tokens_per_s_per_gpu=best.step.tokens_per_s_per_gpu,
-            peak_memory_bytes=best.peak_memory_bytes,
-        ),
+        estimate=planned_estimate(result),
     )
 
 

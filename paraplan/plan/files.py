@@ -32,12 +32,29 @@ class ClusterReference(Record):
     gpus_per_node: int
 
 
+class PlannedMemory(Record):
+    """The parts of the predicted peak of the fullest rank."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+
+
 class PlannedEstimate(Record):
-    """What was predicted for a plan: the figures that a run is compared with."""
+    """What was predicted for a plan: the figures that a run is compared with.
+
+    `model_flops_per_step` are those of the whole model for a global batch, recomputation not counted. `smaller_plan`
+    describes the fastest plan of the search that needs clearly less memory.
+    """
 
     step_time_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
     peak_memory_bytes: int | None = None
+    memory: PlannedMemory | None = None
+    model_flops_per_step: float | None = None
+    smaller_plan: str | None = None
 
 
 class PlanFile(Record):

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from paraplan.cli.main import app
+from paraplan.plan.files import PlanFile
+
+
+def test_a_plan_file_keeps_the_parts_of_its_prediction_and_a_smaller_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    words = ["recommend", "llama-3-8b", "--profile", "dgx-h100", "--global-batch", "64", "--seq-len", "8192"]
+    result = CliRunner().invoke(app, [*words, "-o", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    estimate = PlanFile.from_json(path.read_text(), source="plan").estimate
+    assert estimate is not None
+    assert estimate.memory is not None
+    assert sum(estimate.memory.model_dump().values()) == estimate.peak_memory_bytes
+    per_gpu = answer["estimate"]["step"]["model_flops_per_s_per_gpu"]
+    assert estimate.model_flops_per_step is not None
+    assert abs(estimate.model_flops_per_step / (8 * per_gpu * estimate.step_time_s) - 1) < 1e-9
+    smaller = [
+        candidate
+        for candidate in answer["candidates"]
+        if candidate["peak_memory_bytes"] <= 0.8 * estimate.peak_memory_bytes
+    ]
+    assert (estimate.smaller_plan is None) == (not smaller)
