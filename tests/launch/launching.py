@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., "subprocess.Popen[str]"]
 WriteScript = Callable[[str], Path]
+
+PATIENCE_S = 120
+"""How long a test waits for what is bound to happen: far longer than it takes on the busiest machine."""
 
 
 def launcher_environment(scratch: Path, **changes: str) -> dict[str, str]:
@@ -31,6 +37,26 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until_dead(*pids: int) -> list[int]:
+    """Return those of `pids` that are still alive after a long while."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and any(map(is_alive, pids)):
+        time.sleep(0.02)
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, below those that the kernel gives to connections by itself."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # noqa: S311 (no secret)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def names_in(folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 from paraplan.errors import CheckFailedError
 from paraplan.launch.dry_run import CHOSEN_AT_START, LaunchTarget, plan_launch
 from paraplan.launch.request import LaunchRequest
+from paraplan.plan.files import PlanFile, PlannedEstimate
 from paraplan.plan.parallel import ParallelPlan
 
 PLAN = ParallelPlan(dp=2, pp=4, pipeline_schedule="1f1b", num_microbatches=4)
@@ -27,7 +28,9 @@ def request(plan: ParallelPlan | None = PLAN, *, peak: int | None = None, **chan
     }
     path = "/plan.json" if plan else None
     arguments = Namespace(**(values | changes))
-    return LaunchRequest(arguments=arguments, plan=plan, plan_path=path, predicted_peak_bytes=peak)
+    estimate = None if peak is None else PlannedEstimate(step_time_s=1, tokens_per_s_per_gpu=1, peak_memory_bytes=peak)
+    file = PlanFile(plan=plan, estimate=estimate) if plan else None
+    return LaunchRequest(arguments=arguments, file=file, plan_path=path)
 
 
 def target(num_gpus: int = 8, memory: int | None = 80 << 30) -> LaunchTarget:

@@ -35,7 +35,7 @@ except ChildFailedError as error:
 
 def test_main_returns_or_raises_what_torchs_does(tmp_path: Path, scratch: Path, script: WriteScript) -> None:
     script("import os, sys; os.write(1, f'good {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())", "good.py")
-    script("import os, time; time.sleep(9 * (os.environ['RANK'] == '0')); raise KeyError('bad')", "bad.py")
+    script("import os, time; time.sleep(600 * (os.environ['RANK'] == '0')); raise KeyError('bad')", "bad.py")
     program = script(PROGRAM, "program.py")
     done = subprocess.run(
         [sys.executable, str(program)],

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from launching import Launch, Start, WriteScript, is_alive, launcher_environment, names_in
+from launching import (
+    PATIENCE_S,
+    Launch,
+    Start,
+    WriteScript,
+    free_port,
+    is_alive,
+    launcher_environment,
+    names_in,
+    wait_until_dead,
+)
 
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -65,7 +75,7 @@ def test_a_dry_run_tells_the_environment_that_ranks_then_have(
     tmp_path: Path, script: WriteScript, launch: Launch
 ) -> None:
     (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
-    words = ["--plan", "plan.json", "--master-port", "29617", script(SHOW_RANK).name, tmp_path / "seen"]
+    words = ["--plan", "plan.json", "--master-port", free_port(), script(SHOW_RANK).name, tmp_path / "seen"]
     told = json.loads(launch("--dry-run", "--json", *words).stdout)["ranks"]
     assert not (tmp_path / "seen0").exists()
     assert launch(*words).returncode == 0
@@ -116,15 +126,13 @@ def test_a_job_ends_with_the_status_of_the_rank_that_failed(
         import os, signal, sys, time
         if os.environ["RANK"] == "1":
             {ending}
-        time.sleep(60)
+        time.sleep(600)
         """
     )
-    started = time.monotonic()
     done = launch("--nproc-per-node", 2, train)
     assert done.returncode == status
     assert f"paraplan: rank 1 failed first: {words}" in done.stderr
     assert "rank 0 because the launcher stopped it" in done.stderr
-    assert time.monotonic() - started < 30
     assert names_in(scratch) == []
 
 
@@ -190,7 +198,7 @@ STUBBORN = """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.fork()
     os.write(1, f"{os.getpid()} ".encode())
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -203,13 +211,11 @@ def test_ranks_that_ignore_signals_end_with_the_launcher_and_so_do_their_childre
         pids = [int(word) for word in read_words(process.stdout, 4)]
         assert all(map(is_alive, pids))
         process.send_signal(number)
-        sent = time.monotonic()
-        assert process.wait(timeout=20) == status
+        assert process.wait(timeout=PATIENCE_S) == status
         assert process.stdout.read() == ""  # ends only when nobody holds the pipe any more
-        assert time.monotonic() - sent < 10
         assert "Traceback" not in (process.stderr.read() if process.stderr else "")
-    assert not any(map(is_alive, pids))
-    deadline = time.monotonic() + 5
+    assert wait_until_dead(*pids) == []  # a process closes its pipes before it is gone
+    deadline = time.monotonic() + PATIENCE_S
     while names_in(scratch) and time.monotonic() < deadline:
         time.sleep(0.05)  # after SIGKILL the spawner cleans up by itself
     assert names_in(scratch) == []
@@ -275,7 +281,7 @@ ENDINGS = """
     watched = Noted("watched")
     weakref.finalize(watched, note, "finalized")
     atexit.register(note, "exit function")
-    threading.Thread(target=lambda: (time.sleep(0.3), note("thread"))).start()
+    threading.Thread(target=lambda: (threading.main_thread().join(), note("thread"))).start()
     sys.stdout.write("no newline at the end")
     note("collecting" if gc.isenabled() and gc.get_threshold()[0] else "not collecting")
 """
@@ -318,13 +324,13 @@ def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
             threading.Event().wait()
         def load_data():
             time.sleep(600)
-        end = time.monotonic() + 3
+        end = time.monotonic() + 5
         while time.monotonic() < end:  # longer than the timeout, always at one line, but it moves
             time.sleep(0.05)
         load_data() if os.environ["RANK"] == "1" else wait_for_others()
         """
     )
-    done = launch("--nproc-per-node=3", "--hang-timeout=1", f"--start-method={start_method}", train)
+    done = launch("--nproc-per-node=3", "--hang-timeout=3", f"--start-method={start_method}", train)
     assert done.returncode == 124, done.stderr
     lines = done.stderr.splitlines()
     assert lines[-1] == "  rank 1 in load_data (train.py:6)"

@@ -37,7 +37,7 @@ def test_one_gpu_has_no_link_to_measure() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_ranks_end_with_the_process_that_asked_for_them(number: signal.Signals, tmp_path: Path) -> None:
     asking = subprocess.Popen(
-        [sys.executable, "-m", "paraplan", "topo", "--measure", "--ranks", "2", "--seconds", "60"],
+        [sys.executable, "-m", "paraplan", "topo", "--measure", "--ranks", "2", "--seconds", "300"],
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -46,10 +46,10 @@ def test_ranks_end_with_the_process_that_asked_for_them(number: signal.Signals, 
     try:
         ranks = wait_for_children(asking.pid, count=2)
         asking.send_signal(number)
-        _, said = asking.communicate(timeout=30)
+        _, said = asking.communicate(timeout=120)
         assert asking.returncode != 0
         assert "Traceback" not in said
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 120
         while any(is_running(rank) for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(is_running(rank) for rank in ranks)
@@ -61,7 +61,7 @@ def test_ranks_end_with_the_process_that_asked_for_them(number: signal.Signals, 
 
 
 def wait_for_children(pid: int, *, count: int) -> set[int]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(found := children_of(pid)) < count:
         assert time.monotonic() < deadline, "no ranks were started"
         time.sleep(0.05)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from launching import PATIENCE_S, free_port
 
 from paraplan.errors import UsageError
 from paraplan.launch.node_exchange import Endpoint, NodesMissingError, NodeText, exchange_texts
 
 
 def free_endpoint() -> Endpoint:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return Endpoint("127.0.0.1", probe.getsockname()[1])
+    return Endpoint("127.0.0.1", free_port())
 
 
 def meet(
-    nodes: list[NodeText], *, num_nodes: list[int] | None = None, timeout_s: float = 20.0
+    nodes: list[NodeText], *, num_nodes: list[int] | None = None, timeout_s: float = PATIENCE_S
 ) -> list[tuple[int, list[str]] | Exception]:
     """Return what each node gets, or its error; all of them at once."""
     endpoint = free_endpoint()
@@ -55,7 +53,7 @@ def test_a_node_that_does_not_come_is_named_by_its_rank_and_the_others_by_their_
     answers = meet(
         [NodeText(rank=0, name="gpu-a", text=""), NodeText(rank=2, name="gpu-c", text="")],
         num_nodes=[3, 3],
-        timeout_s=1.0,
+        timeout_s=6.0,
     )
     for answer in answers:
         assert isinstance(answer, NodesMissingError)

@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import is_alive
+from launching import PATIENCE_S, is_alive, wait_until_dead
 
 from paraplan.launch.spawning import RankCommand, RankExit, SpawnerHandle, SpawnerLostError, StartError, open_spawner
 
-SLEEP = "import time; time.sleep(60)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
 WITH_CHILD = (
-    "import subprocess, sys; child = subprocess.Popen(['sleep', '60'], start_new_session={daemon}); "
+    "import subprocess, sys; child = subprocess.Popen(['sleep', '600'], start_new_session={daemon}); "
     "print(child.pid, flush=True)"
 )
 
@@ -45,14 +47,14 @@ def start(spawner: SpawnerHandle, *programs: str, folder: Path | None = None, **
 
 def wait_for_exits(spawner: SpawnerHandle, number: int) -> dict[int, RankExit]:
     ends: dict[int, RankExit] = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while len(ends) < number and time.monotonic() < deadline:
         ends |= {end.local_rank: end for end in spawner.exits(timeout_s=0.2)}
     return ends
 
 
 def wait_for_line(path: Path) -> str:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if path.exists() and path.read_text().endswith("\n"):
             return path.read_text().strip()
@@ -60,20 +62,18 @@ def wait_for_line(path: Path) -> str:
     raise TimeoutError(path)
 
 
-def wait_until_dead(*pids: int) -> list[int]:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(map(is_alive, pids)):
-        time.sleep(0.01)
-    return [pid for pid in pids if is_alive(pid)]
-
-
-def test_exits_come_with_their_codes_and_the_order_in_which_they_happened(spawner: SpawnerHandle) -> None:
+def test_exits_come_with_their_codes_and_the_order_in_which_they_happened(
+    spawner: SpawnerHandle, tmp_path: Path
+) -> None:
     before_ns = time.time_ns()
-    start(spawner, "import time; time.sleep(0.3); raise SystemExit(7)", "import os; os.kill(os.getpid(), 9)", "")
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    killed = f"import os; os.open({fifo!r}, os.O_WRONLY); os.kill(os.getpid(), 9)"
+    start(spawner, killed, f"open({fifo!r}).read(); raise SystemExit(7)", "")  # a pipe ends with its writer
     ends = wait_for_exits(spawner, 3)
-    assert {rank: end.code for rank, end in ends.items()} == {0: 7, 1: -9, 2: 0}
-    assert before_ns < ends[1].time_ns < ends[0].time_ns < time.time_ns()
-    assert 1 << 20 < ends[0].max_rss_bytes < 1 << 32
+    assert {rank: end.code for rank, end in ends.items()} == {0: -9, 1: 7, 2: 0}
+    assert before_ns < ends[0].time_ns < ends[1].time_ns < time.time_ns()
+    assert 1 << 20 < ends[1].max_rss_bytes < 1 << 32
 
 
 def test_each_rank_gets_its_environment_and_its_log_file(spawner: SpawnerHandle, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_ranks_start_with_the_default_answers_to_signals(spawner: SpawnerHandle,
 
 
 def test_a_program_that_cannot_be_started_leaves_no_rank_running(spawner: SpawnerHandle) -> None:
-    good = RankCommand(local_rank=0, command=["sleep", "60"], environment={})
+    good = RankCommand(local_rank=0, command=["sleep", "600"], environment={})
     bad = RankCommand(local_rank=1, command=["/no/such/program"], environment={})
     with pytest.raises(StartError, match="local rank 1 cannot be started"):
         spawner.start([good, bad], environment=os.environ, fork=False, num_threads=None)
@@ -133,9 +133,9 @@ spawner = open_spawner()
 os.mkdir({str(tmp_path / "logs")!r})
 spawner.own({str(tmp_path / "logs")!r})
 ranks = [RankCommand(local_rank=0, command=[sys.executable, "-c", {STUBBORN!r}], environment={{}}),
-         RankCommand(local_rank=1, command=["sh", "-c", "sleep 60 & wait"], environment={{}})]
+         RankCommand(local_rank=1, command=["sh", "-c", "sleep 600 & wait"], environment={{}})]
 print(*spawner.start(ranks, environment=os.environ, fork=False, num_threads=None).values(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
