@@ -9,6 +9,7 @@ from paraplan.errors import ModelError, near_names
 from paraplan.model.config_file import OWN_CODE_HINT, ModelConfig, load_config
 from paraplan.model.family_table import READERS
 from paraplan.model.spec import ModelSpec
+from paraplan.model.transformers_model import can_build, trace_config
 from paraplan.resources import profiles_folder
 
 
@@ -17,7 +18,8 @@ def read_model(reference: str, *, seq_length: int | None = None, micro_batch_siz
 
     `reference` is a `config.json` or a folder that holds one; a name in `profiles/models`; `file.py:factory` or
     `package.module:factory`; or a hub id (`owner/name`), where `huggingface_hub` is installed. Code that a config names
-    is never executed. A factory's module is traced with `micro_batch_size` sequences of `seq_length` tokens.
+    is never executed; a configuration of a family that no reader knows is built by transformers, where it is installed,
+    and traced. So is a factory's module, with `micro_batch_size` sequences of `seq_length` tokens.
     Raises ModelError for a reference that leads nowhere and for a config that cannot be read.
     """
     if is_factory(reference):
@@ -29,7 +31,11 @@ def read_model(reference: str, *, seq_length: int | None = None, micro_batch_siz
         from paraplan.model.trace import trace_factory  # torch is imported only for a factory
 
         return trace_factory(reference, seq_length=seq_length, micro_batch_size=micro_batch_size)
-    return read_config(find_config(reference), source=reference, seq_length=seq_length)
+    path = find_config(reference)
+    config = load_config(path, seq_length=seq_length)
+    if config.model_type not in READERS and can_build(config.model_type):
+        return trace_config(config, micro_batch_size=micro_batch_size).replace(source=reference)
+    return read_fields(config).replace(source=reference)
 
 
 def is_factory(reference: str) -> bool:
@@ -82,10 +88,12 @@ def read_fields(config: ModelConfig) -> ModelSpec:
     reader = READERS.get(model_type)
     if reader is not None:
         return reader(config)
+    ways = [] if config.has("auto_map") else [near_names(model_type, READERS).removesuffix("?")]
     if config.has("auto_map"):
-        hint = f"the code that auto_map names is never executed; {OWN_CODE_HINT}"
-    else:
-        hint = f"{near_names(model_type, READERS)}, or {OWN_CODE_HINT}"
+        ways.append("the code that auto_map names is never executed")
+    if importlib.util.find_spec("transformers") is None:
+        ways.append("install transformers, which may know it")
+    hint = "; ".join([*ways, OWN_CODE_HINT])
     raise ModelError(f"{config.source}: no reader knows model_type={model_type!r}", hint=hint)
 
 

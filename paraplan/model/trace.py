@@ -91,7 +91,7 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
         if any(name.startswith(f"{stack}.") or not stack for stack in stacks):
             continue
         children = dict(candidate.named_children())
-        is_list = isinstance(candidate, nn.ModuleList | nn.Sequential) and len(children) > 1
+        is_list = isinstance(candidate, nn.ModuleList) or (isinstance(candidate, nn.Sequential) and len(children) > 1)
         if is_list and len({type(child) for child in children.values()}) == 1:
             size = sum(parameter.numel() for parameter in candidate.parameters())
             prefix = f"{name}." if name else ""
@@ -127,6 +127,22 @@ def _example_inputs(
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def library_inputs(module: Any, config: Any) -> Callable[[int, int], Any] | None:
+    """Return what makes the inputs of a transformers model (`example_inputs`), None where token ids alone will do."""
+    if module.main_input_name == "pixel_values":
+        sizes = config.image_size
+        height, width = sizes if isinstance(sizes, list | tuple) else (sizes, sizes)
+        return lambda batch, _: torch.zeros(batch, config.num_channels, height, width, dtype=torch.bfloat16)
+    if config.is_encoder_decoder:
+
+        def ids(batch: int, length: int) -> dict[str, Any]:
+            tokens = torch.zeros(batch, length, dtype=torch.long)
+            return {"input_ids": tokens, "decoder_input_ids": tokens}
+
+        return ids
+    return None
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped

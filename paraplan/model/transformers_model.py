@@ -1,0 +1,102 @@
+"""A configuration's model as the transformers library builds it: for families that no reader here describes.
+
+Only classes of the library itself are built. Code that a configuration brings (`auto_map`) is never executed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from paraplan.errors import ModelError
+from paraplan.model.config_file import OWN_CODE_HINT, ModelConfig
+
+if TYPE_CHECKING:  # torch, which reading a known family does without
+    from paraplan.model.spec import ModelSpec
+
+# Where a configuration names no class, the first of these tasks that its family has.
+_TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
+
+
+def can_build(model_type: str) -> bool:
+    """Return whether torch and transformers are installed and the latter has models of this type; imports both."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        return False
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def trace_config(config: ModelConfig, *, micro_batch_size: int = 1) -> ModelSpec:
+    """Return the model of a configuration, built by transformers without values and traced.
+
+    The sequence has the length of `config`, else of the configuration's own positions, else of the trace's default.
+    Raises ModelError where transformers has no such class, or cannot build or run it.
+    """
+    from paraplan.model.trace import trace_module
+
+    longest = config.optional_count("max_position_embeddings", "n_positions", "max_seq_len")
+    spec = trace_module(
+        library_factory(config),
+        seq_length=config.seq_length or longest,
+        micro_batch_size=micro_batch_size,
+        source=config.source,
+    )
+    return spec.replace(name=config.name, model_type=config.model_type, max_seq_length=longest)
+
+
+def library_factory(config: ModelConfig, *, attention: Literal["sdpa", "eager"] = "sdpa") -> Callable[[], Any]:
+    """Return what builds the class that a configuration names, else its family's language model or classifier.
+
+    The module takes token ids; one that needs more, or pixels, has the `example_inputs` that a trace asks for.
+    Raises ModelError where transformers is not installed or has no such class.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelError(
+            f"{config.source} can only be built by transformers, which is not installed",
+            hint="pip install transformers, or name a factory as file.py:factory",
+        )
+    import transformers
+
+    from paraplan.model.trace import library_inputs  # torch
+
+    model_class = _model_class(config)
+    fields = {name: value for name, value in config.fields.items() if name not in ("model_type", "auto_map")}
+
+    def build() -> Any:
+        built = transformers.AutoConfig.for_model(config.model_type, **fields)
+        built._attn_implementation = attention
+        text = built.get_text_config(decoder=True)
+        if hasattr(text, "use_cache"):
+            text.use_cache = False
+        module = model_class(built)
+        inputs = library_inputs(module, built)
+        if inputs is not None:
+            module.example_inputs = inputs
+        return module
+
+    return build
+
+
+def _model_class(config: ModelConfig) -> Any:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names = [config.architecture] if config.architecture else []
+    for task in [] if names else _TASKS:
+        found = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").get(config.model_type)
+        names += [found] if isinstance(found, str) else []
+    found = getattr(transformers, names[0], None) if names else None
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
+    if not names:
+        raise ModelError(
+            f"{config.source}: the field 'architectures' is missing, and model_type={config.model_type!r} has no "
+            "language model or classifier of its own",
+            hint="name the class, such as ['LlamaForCausalLM']",
+        )
+    raise ModelError(
+        f"{config.source}: architectures names {names[0]!r}, which transformers {transformers.__version__} lacks",
+        hint=f"code that a configuration brings is never executed; {OWN_CODE_HINT}",
+    )
