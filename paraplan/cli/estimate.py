@@ -4,40 +4,55 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.inputs import (
     check_plan_suits_model,
+    check_plan_suits_sequence,
     check_precision,
     make_plan,
-    read_cluster,
+    options_given,
+    read_cluster_for_plan,
     read_plan_file,
     read_training,
 )
 from paraplan.cli.options import (
-    PLAN_PANEL,
+    HARDWARE_PANEL,
+    MOST_RANKS,
     TRAINING_PANEL,
     AttentionName,
     AttentionOption,
+    CpOption,
+    DpOption,
     GpusPerNodeOption,
     JsonOption,
+    MicroBatchOption,
     ModelArgument,
-    NodesOption,
     OffloadName,
+    OffloadOption,
     OptimizerChoice,
     OptimizerOption,
+    PlanOption,
+    PpOption,
     PrecisionName,
     PrecisionOption,
     ProfileOption,
     RecomputeName,
+    RecomputeOption,
     ScheduleChoice,
+    ScheduleOption,
     SeqLenOption,
+    SequenceParallelOption,
+    TpOption,
+    VirtualStagesOption,
+    ZeroOption,
 )
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
+from paraplan.errors import UsageError
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.model.reader import read_model
 from paraplan.plan.parallel import ParallelPlan, micro_batches
@@ -46,14 +61,29 @@ if TYPE_CHECKING:
     from paraplan.plan.training import TrainingSpec
     from paraplan.runtime.fake_run import TracedMemory
 
+_PLAN_OPTIONS = (
+    *("dp", "tp", "pp", "cp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages"),
+    *("sequence_parallel", "offload", "global_batch"),
+)
+
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def estimate(
+    ctx: typer.Context,
     model: ModelArgument,
     profile: ProfileOption = None,
-    nodes: NodesOption = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes",
+            min=1,
+            max=MOST_RANKS,
+            help="Number of such machines; by default as many as the plan needs.",
+            rich_help_panel=HARDWARE_PANEL,
+        ),
+    ] = None,
     gpus_per_node: GpusPerNodeOption = None,
     seq_len: SeqLenOption = None,
     global_batch: Annotated[
@@ -61,6 +91,7 @@ def estimate(
         typer.Option(
             "--global-batch",
             min=1,
+            max=MOST_RANKS**2,
             help="Sequences of one step over all GPUs; by default one micro-batch each.",
             rich_help_panel=TRAINING_PANEL,
         ),
@@ -68,41 +99,18 @@ def estimate(
     precision: PrecisionOption = PrecisionName.bf16,
     optimizer: OptimizerOption = OptimizerChoice.adamw,
     attention: AttentionOption = AttentionName.sdpa,
-    dp: Annotated[int, typer.Option("--dp", min=1, rich_help_panel=PLAN_PANEL, help="Data-parallel ranks.")] = 1,
-    tp: Annotated[int, typer.Option("--tp", min=1, rich_help_panel=PLAN_PANEL, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", min=1, rich_help_panel=PLAN_PANEL, help="Pipeline stages.")] = 1,
-    cp: Annotated[int, typer.Option("--cp", min=1, rich_help_panel=PLAN_PANEL, help="Context-parallel ranks.")] = 1,
-    zero: Annotated[
-        int, typer.Option("--zero", min=0, max=3, rich_help_panel=PLAN_PANEL, help="ZeRO stage; 0 is DDP.")
-    ] = 0,
-    micro_batch: Annotated[
-        int, typer.Option("--micro-batch", min=1, rich_help_panel=PLAN_PANEL, help="Sequences of one micro-batch.")
-    ] = 1,
-    recompute: Annotated[
-        RecomputeName, typer.Option("--recompute", rich_help_panel=PLAN_PANEL, help="Activation checkpointing.")
-    ] = RecomputeName.none,
-    schedule: Annotated[
-        ScheduleChoice | None,
-        typer.Option("--schedule", rich_help_panel=PLAN_PANEL, help="Pipeline schedule; 1f1b by default."),
-    ] = None,
-    virtual_stages: Annotated[
-        int, typer.Option("--virtual-stages", min=1, rich_help_panel=PLAN_PANEL, help="Stages per pipeline rank.")
-    ] = 1,
-    sequence_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--sequence-parallel/--no-sequence-parallel",
-            rich_help_panel=PLAN_PANEL,
-            help="Split norms and dropout over tp.",
-        ),
-    ] = False,
-    offload: Annotated[
-        OffloadName, typer.Option("--offload", rich_help_panel=PLAN_PANEL, help="What lives in host memory.")
-    ] = OffloadName.none,
-    plan_path: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="FILE", rich_help_panel=PLAN_PANEL, help="A plan file in place of the degrees."),
-    ] = None,
+    dp: DpOption = 1,
+    tp: TpOption = 1,
+    pp: PpOption = 1,
+    cp: CpOption = 1,
+    zero: ZeroOption = 0,
+    micro_batch: MicroBatchOption = 1,
+    recompute: RecomputeOption = RecomputeName.none,
+    schedule: ScheduleOption = None,
+    virtual_stages: VirtualStagesOption = 1,
+    sequence_parallel: SequenceParallelOption = False,
+    offload: OffloadOption = OffloadName.none,
+    plan_path: PlanOption = None,
     trace: Annotated[
         bool,
         typer.Option(
@@ -115,11 +123,9 @@ def estimate(
 
     Example: paraplan estimate llama-3-8b --profile dgx-h100 --seq-len 4096 --dp 8 --zero 3 --micro-batch 2
     """
-    spec = read_model(model, seq_length=seq_len)
-    cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
-    check_precision(precision, cluster.gpu)
+    choices: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
     if plan_path is not None:
-        plan = read_plan_file(plan_path).plan
+        plan, seq_len, choices = _from_file(plan_path, options_given(ctx), seq_len, choices)
     else:
         plan = make_plan(
             dp=dp,
@@ -135,18 +141,32 @@ def estimate(
             sequence_parallel=sequence_parallel,
             offload=offload,
         )
+    spec = read_model(model, seq_length=seq_len, micro_batch_size=plan.micro_batch_size)
+    cluster = read_cluster_for_plan(profile, plan, num_nodes=nodes, gpus_per_node=gpus_per_node)
+    check_precision(choices["precision"], cluster.gpu)
     check_plan_suits_model(plan, spec)
-    training = read_training(
-        spec,
-        seq_len=seq_len,
-        global_batch=plan.global_batch_size,
-        precision=precision,
-        optimizer=optimizer,
-        attention=attention,
-    )
+    training = read_training(spec, seq_len=seq_len, global_batch=plan.global_batch_size, **choices)
+    check_plan_suits_sequence(plan, training)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
     traced = _trace(model, plan, training) if trace else None
     _estimate_and_print(workload, plan, traced, as_json=as_json)
+
+
+def _from_file(
+    path: Path, given: frozenset[str], seq_len: int | None, choices: dict[str, Any]
+) -> tuple[ParallelPlan, int | None, dict[str, Any]]:
+    """Return a plan file's plan and training; of the training, options that were given come first."""
+    contradicting = [f"--{name.replace('_', '-')}" for name in _PLAN_OPTIONS if name in given]
+    if contradicting:
+        raise UsageError(
+            f"{' and '.join(contradicting)} beside --plan {path}, which says it already",
+            hint="leave out --plan, or the options; the file can be edited",
+        )
+    file = read_plan_file(path)
+    if file.training is None:
+        return file.plan, seq_len, choices
+    stored = {name: getattr(file.training, name) for name in choices if name not in given}
+    return file.plan, seq_len or file.training.seq_length, choices | stored
 
 
 def _trace(model: str, plan: ParallelPlan, training: TrainingSpec) -> list[TracedMemory]:
@@ -165,10 +185,13 @@ def _estimate_and_print(
             report["traced_memory"] = [memory.model_dump() for memory in traced]
         typer.echo(json.dumps(report, indent=2))
         return
-    from paraplan.cli.estimate_tables import print_estimate, print_traced  # rich, which --json does without
+    from paraplan.cli.estimate_tables import (
+        print_estimate,
+        print_heading,
+        print_traced,
+    )  # rich, which --json does without
 
-    verdict = "fits" if result.fits else "does not fit"
-    typer.echo(f"{workload.model.name}: {plan.describe()} {verdict} {workload.cluster.gpu.title}")
+    print_heading(workload, result)
     print_estimate(workload, result)
     if traced is not None:
         print_traced(result, traced)

@@ -11,7 +11,7 @@ from paraplan.cost.workload import Workload
 
 def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any]:
     """Return the JSON object of `paraplan estimate --json`."""
-    parameters = workload.model.parameters
+    parameters, cluster = workload.model.parameters, workload.cluster
     return {
         "plan": estimate.plan.model_dump(mode="json"),
         "parameters": {"total": parameters.total} | parameters.model_dump(),
@@ -19,7 +19,17 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "fits": estimate.fits,
         "peak_memory_bytes": estimate.peak_memory_bytes,
         "usable_memory_bytes": estimate.usable_memory_bytes,
+        "device_peak_bytes": max(stage.device_bytes for stage in estimate.memory),
+        "host_bytes_per_node": estimate.host_bytes_per_node,
+        "host_memory_bytes": estimate.host_memory_bytes,
         "step": estimate.step.model_dump(),
+        "training": workload.training.model_dump(mode="json"),
+        "cluster": {
+            "name": cluster.name,
+            "num_nodes": cluster.num_nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "gpu": cluster.gpu.name,
+        },
         "largest_layer": largest_layer(workload).model_dump(),
         "what_fits": [row.model_dump() for row in what_fits(workload, estimate.plan)],
     }

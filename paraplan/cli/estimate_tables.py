@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
-from paraplan.cost.fitting import largest_layer, what_fits
+from paraplan.cost.fitting import FitRow, largest_layer, what_fits
 from paraplan.cost.workload import Workload
+from paraplan.plan.support import unsupported_reason
 from paraplan.units import format_bytes, format_count, format_flops, format_seconds
 
 if TYPE_CHECKING:  # torch, which an estimate does without
@@ -35,11 +36,33 @@ STEP_PARTS = (
 )
 
 
+def print_heading(workload: Workload, estimate: PlanEstimate) -> None:
+    """Print what is trained and on what, the plan, and whether it fits."""
+    console = Console(highlight=False)
+    model, cluster, training = workload.model, workload.cluster, workload.training
+    nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
+    console.print(f"[bold]{model.name}[/bold], {format_count(model.parameters.total)} parameters")
+    console.print(f"{nodes}: {cluster.num_gpus} x {cluster.gpu.title}")
+    console.print(
+        f"global batch {training.global_batch_size} x {training.seq_length} tokens, "
+        f"{training.precision}, {training.optimizer}, {training.attention} attention"
+    )
+    over = estimate.peak_memory_bytes - estimate.usable_memory_bytes
+    if estimate.fits:
+        verdict = "[bold green]fits[/bold green]"
+    elif over > 0:
+        verdict = f"[bold red]does not fit[/bold red], {format_bytes(over)} too much on a GPU"
+    else:
+        verdict = "[bold red]does not fit[/bold red] in the host's memory"
+    console.print(f"{estimate.plan.describe()}: {verdict}")
+
+
 def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:
-    """Print the memory of each stage as a bar with its parts, and the step time by parts."""
-    console = Console()
-    console.print(f"\n[bold]Memory per GPU[/bold], {format_bytes(estimate.usable_memory_bytes)} usable")
-    scale = max(estimate.peak_memory_bytes, estimate.usable_memory_bytes)
+    """Print the memory of each stage as a bar with its parts, what would fit, and the step time by parts."""
+    console = Console(highlight=False)
+    usable = estimate.usable_memory_bytes
+    console.print(f"\n[bold]Memory per GPU[/bold], {format_bytes(usable)} usable")
+    console.print("[dim]by parts at the fullest moment of a step: what is not there just then counts 0[/dim]")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("stage", justify="right")
     for _, title, color in PARTS:
@@ -49,14 +72,21 @@ def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:
         cells = [format_bytes(getattr(stage, name)) for name, _, _ in PARTS]
         table.add_row(str(stage.pipeline_stage), *cells, format_bytes(stage.total_bytes))
     console.print(table)
+    scale = max(estimate.peak_memory_bytes, usable)
     for stage in _distinct(estimate.memory):
-        console.print(_bar(stage, scale, width=min(60, console.width - 20)))
+        console.print(_bar(stage, usable, scale, width=min(60, console.width - 28)))
     fullest = max(estimate.memory, key=lambda stage: stage.total_bytes)
     console.print(
-        f"{format_bytes(fullest.total_bytes)} as torch counts what is allocated, "
-        f"{format_bytes(fullest.device_bytes)} as nvidia-smi shows it"
-        + (f"; {format_bytes(fullest.host_bytes)} of host memory for each rank" if fullest.host_bytes else "")
+        f"Peak {format_bytes(fullest.total_bytes)} by torch.cuda.max_memory_allocated, "
+        f"{format_bytes(fullest.device_bytes)} by nvidia-smi"
     )
+    if estimate.host_bytes_per_node:
+        known = estimate.host_memory_bytes
+        of = "" if known is None else f" of {format_bytes(known)}"
+        console.print(
+            f"Host memory for offload: {format_bytes(fullest.host_bytes)} a rank, "
+            f"{format_bytes(estimate.host_bytes_per_node)}{of} a machine"
+        )
     _print_fitting(console, workload, estimate)
     _print_step(console, estimate)
 
@@ -76,26 +106,52 @@ def print_traced(estimate: PlanEstimate, traced: Sequence[TracedMemory]) -> None
         for title, row in (("predicted", predicted), (f"traced, {memory.phase}", memory)):
             cells = [format_bytes(getattr(row, name)) for name, _, _ in PARTS]
             table.add_row(str(memory.pipeline_stage), title, *cells, format_bytes(row.total_bytes))
-        error = predicted.total_bytes / memory.total_bytes - 1
-        table.add_row("", "error", *[""] * len(PARTS), f"{error:+.1%}")
+        # A part's error is told against the peak, so that the parts' errors sum to that of the total.
+        errors = [
+            f"{(getattr(predicted, name) - getattr(memory, name)) / memory.total_bytes:+.1%}"
+            for name in (*(name for name, _, _ in PARTS), "total_bytes")
+        ]
+        table.add_row("", "error of the peak", *errors)
     console.print(table)
 
 
 def _print_fitting(console: Console, workload: Workload, estimate: PlanEstimate) -> None:
-    rows = what_fits(workload, estimate.plan)
-    layer = largest_layer(workload)
-    verdict = "fits" if layer.fits else "does not fit"
+    plan, precision = estimate.plan, workload.training.precision
+    rows = what_fits(workload, plan)
+    recomputes = list(dict.fromkeys(row.recompute for row in rows))
+    kept = [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1]
+    kept += [f"offload {plan.offload}"] if plan.offload != "none" else []
     console.print(
-        f"\n[bold]What would fit[/bold] on {rows[0].num_gpus} GPUs, tp, pp and cp as they are. The largest layer, "
-        f"{layer.name}, trains in {format_bytes(layer.training_state_bytes)} and {verdict} alone."
+        f"\n[bold]What would fit[/bold] on {rows[0].num_gpus} GPUs{''.join(f', {word}' for word in kept)}\n"
+        "[dim]the largest micro-batch (and the fewest GPUs that hold one sequence each)[/dim]"
     )
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for heading in ("ZeRO", "recompute", "largest micro-batch", "fewest GPUs"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        size, gpus = row.largest_micro_batch, row.fewest_gpus
-        table.add_row(str(row.zero_stage), row.recompute, str(size or "none"), str(gpus or "?"))
+    table.add_column("recompute", justify="left")
+    for recompute in recomputes:
+        table.add_column(recompute, justify="right", min_width=16)
+    for stage in dict.fromkeys(row.zero_stage for row in rows):
+        cells = [_fit_cell(row) for row in rows if row.zero_stage == stage]
+        table.add_row(f"ZeRO-{stage}" if stage else "ZeRO-0 (DDP)", *cells)
     console.print(table)
+    unsupported = [
+        recompute
+        for recompute in recomputes
+        if unsupported_reason(plan.replace(recompute=recompute), precision=precision)
+        and not unsupported_reason(plan.replace(recompute="none"), precision=precision)
+    ]
+    if unsupported:
+        console.print(f"[dim]recompute {' and '.join(unsupported)} is not executed by paraplan's own runtime[/dim]")
+    layer = largest_layer(workload)
+    size = f"{layer.name}, {format_count(layer.num_parameters)} parameters"
+    verdict = "fits a GPU alone" if layer.fits else "fits no GPU: a pipeline alone cannot train it, tp or ZeRO-3 can"
+    console.print(f"Largest layer: {size}, trains in {format_bytes(layer.training_state_bytes)} and {verdict}")
+
+
+def _fit_cell(row: FitRow) -> str:
+    if row.largest_micro_batch is None and row.fewest_gpus is None:
+        return "never"
+    size = "none" if row.largest_micro_batch is None else str(row.largest_micro_batch)
+    return f"{size} ({'never' if row.fewest_gpus is None else row.fewest_gpus})"
 
 
 def _print_step(console: Console, estimate: PlanEstimate) -> None:
@@ -118,15 +174,21 @@ def _distinct(memory: tuple[MemoryEstimate, ...], limit: int = 8) -> list[Memory
     return list(memory) if len(memory) <= limit else [memory[0], memory[1], memory[-1]]
 
 
-def _bar(stage: MemoryEstimate, scale: int, *, width: int) -> Text:
-    bar = Text(f"stage {stage.pipeline_stage:>2} ")
-    drawn = 0
+def _bar(stage: MemoryEstimate, usable: int, scale: int, *, width: int) -> Text:
+    """Return a bar whose letters are the parts; `|` stands where the usable memory ends."""
+    cells: list[tuple[str, str]] = []
     passed = 0
     for name, title, color in PARTS:
         passed += getattr(stage, name)
-        cells = round(passed / scale * width) - drawn
-        bar.append(title[0] * cells, style=f"{color} reverse")
-        drawn += cells
-    bar.append("." * max(0, width - drawn), style="dim")
-    bar.append(f" {stage.total_bytes / scale:.0%}")
+        cells += [(title[0], f"{color} reverse")] * (round(passed / scale * width) - len(cells))
+    limit = round(usable / scale * width)
+    cells += [(".", "dim")] * (limit - len(cells))
+    bar = Text(f"stage {stage.pipeline_stage:>2} ")
+    for index, (letter, style) in enumerate(cells):
+        if index == limit:
+            bar.append("|", style="bold")
+        bar.append(letter, style=style)
+    if len(cells) <= limit:
+        bar.append("|", style="bold")
+    bar.append(f" {stage.total_bytes / usable:.0%} of usable")
     return bar

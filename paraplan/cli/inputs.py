@@ -6,6 +6,7 @@ import math
 import os
 from pathlib import Path
 
+import typer
 from pydantic import ValidationError
 
 from paraplan.errors import PlanError, UsageError
@@ -26,6 +27,32 @@ def read_cluster(profile: str | None, *, num_nodes: int, gpus_per_node: int | No
     from paraplan.hardware.this_machine import cluster_of_this_machine
 
     return cluster_of_this_machine(num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+
+
+def read_cluster_for_plan(
+    profile: str | None, plan: ParallelPlan, *, num_nodes: int | None, gpus_per_node: int | None
+) -> Cluster:
+    """Return the machines of a plan: `num_nodes` of them, by default as many as it needs.
+
+    Raises `PlanError` where the plan has more ranks than the machines have GPUs.
+    """
+    cluster = read_cluster(profile, num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node)
+    if plan.world_size <= cluster.num_gpus:
+        return cluster
+    needed = math.ceil(plan.world_size / cluster.gpus_per_node)
+    if num_nodes is None:
+        return read_cluster(profile, num_nodes=needed, gpus_per_node=gpus_per_node)
+    raise PlanError(
+        f"the plan has dp {plan.dp} x tp {plan.tp} x pp {plan.pp} x cp {plan.cp} = {plan.world_size} ranks, and "
+        f"{num_nodes} x {cluster.name} has {cluster.num_gpus} GPUs",
+        hint=f"use --nodes {needed}, or a plan of at most {cluster.num_gpus} ranks",
+    )
+
+
+def options_given(ctx: typer.Context) -> frozenset[str]:
+    """Return the names of the parameters that the command line gave, those left at their defaults not."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
 def check_precision(precision: str, gpu: GpuProfile) -> None:
@@ -80,6 +107,16 @@ def check_plan_suits_model(plan: ParallelPlan, model: ModelSpec) -> None:
         raise PlanError(
             f"stage_blocks sum to {sum(plan.stage_blocks)}, and {model.name} has {model.num_blocks} blocks",
             hint="make the plan again for this model with paraplan recommend",
+        )
+
+
+def check_plan_suits_sequence(plan: ParallelPlan, training: TrainingSpec) -> None:
+    """Raise `PlanError` where context parallelism does not divide the sequence."""
+    if training.seq_length % plan.cp:
+        fitting = [str(cp) for cp in range(1, min(training.seq_length, 64) + 1) if training.seq_length % cp == 0]
+        raise PlanError(
+            f"cp={plan.cp} does not divide the {training.seq_length} tokens of a sequence",
+            hint=f"use {', '.join(fitting)}, or another --seq-len",
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -70,11 +71,15 @@ class OffloadName(StrEnum):
     parameters = "parameters"
 
 
+# Far beyond any machine or text, and small enough for sums in 64 bits.
+MOST_RANKS, MOST_TOKENS = 10**6, 10**9
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A Hugging Face config.json or a folder with one, a bundled name (llama-3-8b), or file.py:factory.",
+        help="A Hugging Face config.json or a folder with one, a bundled name (llama-3-8b), a hub id (owner/name), or "
+        "file.py:factory.",
     ),
 ]
 ProfileOption = Annotated[
@@ -87,7 +92,7 @@ ProfileOption = Annotated[
     ),
 ]
 NodesOption = Annotated[
-    int, typer.Option("--nodes", min=1, help="Number of such machines.", rich_help_panel=HARDWARE_PANEL)
+    int, typer.Option("--nodes", min=1, max=MOST_RANKS, help="Number of such machines.", rich_help_panel=HARDWARE_PANEL)
 ]
 GpusPerNodeOption = Annotated[
     int | None,
@@ -98,7 +103,11 @@ GpusPerNodeOption = Annotated[
 SeqLenOption = Annotated[
     int | None,
     typer.Option(
-        "--seq-len", min=1, help="Tokens of a sequence; by default the model's longest.", rich_help_panel=TRAINING_PANEL
+        "--seq-len",
+        min=1,
+        max=MOST_TOKENS,
+        help="Tokens of a sequence; by default the model's longest.",
+        rich_help_panel=TRAINING_PANEL,
     ),
 ]
 PrecisionOption = Annotated[
@@ -113,3 +122,45 @@ AttentionOption = Annotated[
     typer.Option("--attention", help="The attention kernel; eager keeps all scores.", rich_help_panel=TRAINING_PANEL),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def _degree(name: str, what: str) -> Any:
+    return typer.Option(f"--{name}", min=1, max=MOST_RANKS, rich_help_panel=PLAN_PANEL, help=what)
+
+
+DpOption = Annotated[int, _degree("dp", "Data-parallel ranks.")]
+TpOption = Annotated[int, _degree("tp", "Tensor-parallel ranks.")]
+PpOption = Annotated[int, _degree("pp", "Pipeline stages.")]
+CpOption = Annotated[int, _degree("cp", "Context-parallel ranks.")]
+VirtualStagesOption = Annotated[int, _degree("virtual-stages", "Stages per pipeline rank.")]
+MicroBatchOption = Annotated[int, _degree("micro-batch", "Sequences of one micro-batch.")]
+ZeroOption = Annotated[
+    int, typer.Option("--zero", min=0, max=3, rich_help_panel=PLAN_PANEL, help="ZeRO stage; 0 is DDP.")
+]
+RecomputeOption = Annotated[
+    RecomputeName, typer.Option("--recompute", rich_help_panel=PLAN_PANEL, help="Activation checkpointing.")
+]
+ScheduleOption = Annotated[
+    ScheduleChoice | None,
+    typer.Option("--schedule", rich_help_panel=PLAN_PANEL, help="Pipeline schedule; 1f1b by default."),
+]
+SequenceParallelOption = Annotated[
+    bool,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        rich_help_panel=PLAN_PANEL,
+        help="Split norms and dropout over tp.",
+    ),
+]
+OffloadOption = Annotated[
+    OffloadName, typer.Option("--offload", rich_help_panel=PLAN_PANEL, help="What lives in host memory.")
+]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        rich_help_panel=PLAN_PANEL,
+        help="A plan file in place of the degrees; it also brings the training that it was made for.",
+    ),
+]

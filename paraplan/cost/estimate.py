@@ -56,12 +56,18 @@ class StepEstimate(Record):
 
 
 class PlanEstimate(Record):
-    """What one plan costs: memory of each pipeline stage, the step, and whether it fits."""
+    """What one plan costs: memory of each pipeline stage, the step, and whether it fits.
+
+    `host_bytes_per_node` is what offload keeps in the memory of one machine, at most, beside the
+    `host_memory_bytes` that it has, None where nobody said.
+    """
 
     plan: ParallelPlan
     memory: tuple[MemoryEstimate, ...]
     step: StepEstimate
     usable_memory_bytes: int
+    host_bytes_per_node: int = 0
+    host_memory_bytes: int | None = None
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -70,8 +76,13 @@ class PlanEstimate(Record):
 
     @property
     def fits(self) -> bool:
-        """True where the fullest stage stays within the usable memory of a GPU."""
-        return self.peak_memory_bytes <= self.usable_memory_bytes
+        """True where the fullest stage stays within the usable memory of a GPU, and offload within the host's."""
+        return self.peak_memory_bytes <= self.usable_memory_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """True where what is offloaded stays within the host's memory, or nobody said how much that is."""
+        return self.host_memory_bytes is None or self.host_bytes_per_node <= self.host_memory_bytes
 
 
 def peak_memory(workload: Workload, table: PlanTable) -> Floats:
@@ -112,11 +123,14 @@ def estimate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
         for rank, stage in enumerate(stages)
     ]
     time = step_time(workload, table, costs, stages)
+    ranks_of_node = min(plan.world_size, workload.cluster.gpus_per_node)
     return PlanEstimate(
         plan=plan,
         memory=tuple(memory),
         step=_step_record(workload, plan, time),
         usable_memory_bytes=workload.usable_memory_bytes,
+        host_bytes_per_node=ranks_of_node * max(stage.host_bytes for stage in memory),
+        host_memory_bytes=workload.cluster.host_memory_bytes,
     )
 
 

@@ -48,6 +48,8 @@ class ParallelPlan(Record):
             raise ValueError(
                 f"pipeline_schedule={self.pipeline_schedule} with pp={self.pp}: a schedule goes with pp > 1 alone"
             )
+        if self.virtual_pipeline_size > 1 and self.pp == 1:
+            raise ValueError(f"virtual_pipeline_size={self.virtual_pipeline_size} with pp=1: stages need a pipeline")
         num_stages = self.pp * self.virtual_pipeline_size
         if self.stage_blocks is not None and len(self.stage_blocks) != num_stages:
             raise ValueError(f"stage_blocks names {len(self.stage_blocks)} stages, but the plan has {num_stages}")
