@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paraplan.errors import ParaplanError
+from paraplan.launch.batch_systems import find_place, take_place
 from paraplan.launch.cores import threads_per_rank, usable_cores
 from paraplan.launch.guess import guess_ranks_per_node
-from paraplan.launch.report import render_error, write_report
+from paraplan.launch.hosts import END_WITH_STDIN, end_with_stdin, launch_on_hosts
+from paraplan.launch.report import render_error, say, write_report
 from paraplan.launch.script import ScriptTraits, read_traits
 from paraplan.launch.spawner import RankStart
 
@@ -42,6 +44,11 @@ def _launch(arguments: Sequence[str]) -> int:
     if is_chosen:
         del os.environ[_THREADS_VARIABLE]
     args = parse_arguments(list(arguments), os.environ)
+    ends_with_stdin = os.environ.pop(END_WITH_STDIN, None) is not None
+    if args.hostfile is not None and not ends_with_stdin:
+        return launch_on_hosts(Path(args.hostfile), words=arguments, port=args.master_port, environment=os.environ)
+    place = find_place(os.environ)
+    line = take_place(args, place) if place is not None else None
     if args.dry_run:
         return show_dry_run(args)
     traits = ScriptTraits() if args.module else read_traits(Path(args.training_script))
@@ -50,6 +57,10 @@ def _launch(arguments: Sequence[str]) -> int:
     if isinstance(spawner, RankStart):
         _run_rank(spawner)
     gc.enable()
+    if line is not None:
+        say(line)
+    if ends_with_stdin:
+        end_with_stdin()
     try:
         return supervise(args, spawner, fork=fork, imported_threads=imported_threads)
     finally:

@@ -8,15 +8,18 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
+import torch.distributed.launcher.api as launcher_api
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
 
 from paraplan.launch import bootstrap
+from paraplan.launch.node_agent import NodeAgent, Round
 from paraplan.launch.processes import AttemptSettings, JobRecord, RankProcesses
 from paraplan.launch.request import min_max_nodes
 from paraplan.launch.spawning import SpawnerHandle
@@ -57,30 +60,33 @@ def run_agent(
     spawner: SpawnerHandle,
     settings: AttemptSettings,
     job: JobRecord,
+    before_start: Callable[[Round], None],
 ) -> dict[int, Any]:
     """Run the job on this node under torch's elastic agent, until all ranks have ended.
 
-    Raises torch's ChildFailedError for a failed rank, its SignalException for a signal, and its rendezvous errors.
+    `before_start` is called with the nodes that have met, before their ranks start. Raises torch's ChildFailedError for
+    a failed rank, its SignalException for a signal, and its rendezvous errors.
     """
     start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
-    with _agent_starting_by(start):
+    agent = functools.partial(NodeAgent, before_start=before_start)
+    with _bound(local_agent, "start_processes", start), _bound(launcher_api, "LocalElasticAgent", agent):
         return launch_agent(config, program, program_arguments)
 
 
 @contextmanager
-def _agent_starting_by(start: Callable[..., PContext]) -> Iterator[None]:
-    """Have torch's local agent start its processes by `start` inside this block.
+def _bound(module: ModuleType, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    """Have `module` of torch find `ours` under `name` inside this block.
 
-    The agent composes each rank's environment and then calls `start_processes` by its module's name; it has no
-    argument for it. Binding that one name keeps the environment torch's own, with all that a new torch adds to it.
+    torch's launcher makes its agent, and the agent starts its processes, by the name in their modules; neither has an
+    argument for it. Binding these two names keeps all else torch's own, with all that a new torch adds to it.
     """
-    names = vars(local_agent)
-    torchs = names["start_processes"]
-    names["start_processes"] = start
+    names = vars(module)
+    torchs = names[name]
+    names[name] = ours
     try:
         yield
     finally:
-        names["start_processes"] = torchs
+        names[name] = torchs
 
 
 def _start_ranks(

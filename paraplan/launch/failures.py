@@ -83,6 +83,23 @@ class RankFailure:
         return self.exit.code if self.exit.code > 0 else 128 - self.exit.code
 
 
+@dataclass(frozen=True)
+class NodeFailure:
+    """How the ranks of one node failed: the first of them, in words, with the rank's exit status.
+
+    `what` is one line, `evidence` the last lines of its traceback. `time_ns` counts from the epoch on the node's own
+    clock.
+    """
+
+    host: str
+    rank: int
+    cause: Cause
+    time_ns: int
+    exit_status: int
+    what: str
+    evidence: tuple[str, ...] = ()
+
+
 def read_error_record(path: str) -> ErrorRecord | None:
     """Return what is in a torchrun error file; None where there is none or it holds something else."""
     try:
@@ -118,6 +135,11 @@ def read_failure(*, global_rank: int, pid: int, exit: RankExit, error_file: str,
         record=record,
         fault=_read_fault(error_file) if exit.code < 0 and error_file else None,
     )
+
+
+def first_node_failure(failures: Iterable[NodeFailure]) -> NodeFailure:
+    """Return the failure that those of the other nodes follow from: of the most likely cause, the earliest."""
+    return min(failures, key=lambda failure: (failure.cause, failure.time_ns, failure.rank))
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:

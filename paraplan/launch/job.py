@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,18 +22,30 @@ from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.arguments import ArgumentError
-from paraplan.launch.failures import first_failure
+from paraplan.launch.failures import first_failure, first_node_failure
 from paraplan.launch.hang import HANG_EXIT_STATUS
 from paraplan.launch.memory_kills import count_memory_kills, new_memory_kill
+from paraplan.launch.planning import make_plan
 from paraplan.launch.ports import find_listener
 from paraplan.launch.processes import JobRecord
-from paraplan.launch.report import ReportContext, render_failures, say, write_report
+from paraplan.launch.report import (
+    ReportContext,
+    as_node_failure,
+    render_failure_elsewhere,
+    render_failures,
+    say,
+    write_report,
+)
 from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes
 from paraplan.launch.run import count_gpus, run_job
 from paraplan.launch.spawning import SpawnerHandle, SpawnerLostError
 
 if TYPE_CHECKING:
     from paraplan.launch import dry_run
+
+
+_OTHER_NODES_S = 8.0
+"""How long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take."""
 
 
 class MeetingError(ParaplanError):
@@ -110,10 +123,23 @@ def show_dry_run(args: Namespace) -> int:
         ranks = target.num_gpus if request.gpus is None else len(request.gpus)
     else:
         ranks = determine_local_world_size(words)
+    request = _with_made_plan(request, ranks=ranks)
     plan = plan_launch(request, ranks_per_node=ranks, target=target)
     sys.stdout.write(plan.to_json() + "\n" if args.json else plan.render())
     plan.require_runnable()
     return 0
+
+
+def _with_made_plan(request: LaunchRequest, *, ranks: int) -> LaunchRequest:
+    """Return the request with the plan that its planner makes, as the start of the job would."""
+    if request.planner is None:
+        return request
+    from paraplan.launch.dry_run import CHOSEN_AT_START
+    from paraplan.plan.files import PlanFile
+
+    num_nodes = min_max_nodes(request.arguments.nnodes)[1]
+    text = make_plan(request.planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
+    return replace(request, file=PlanFile.from_json(text, source="plan"), plan_path=CHOSEN_AT_START)
 
 
 def _dry_request(args: Namespace, target: dry_run.LaunchTarget) -> LaunchRequest:
@@ -149,18 +175,27 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
     context = ReportContext(
         hostname=socket.gethostname(),
         elapsed_s=max(0.0, (first.time_ns - (job.started_ns or time.time_ns())) / 1e9),
-        coordinates=_coordinates(request, first.global_rank),
+        coordinates=_coordinates(job, first.global_rank),
         memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
-        predicted_peak_bytes=request.predicted_peak_bytes,
+        predicted_peak_bytes=job.plan.estimate.peak_memory_bytes if job.plan and job.plan.estimate else None,
         num_nodes=min_max_nodes(request.arguments.nnodes)[1],
     )
-    write_report(render_failures(job.failures, context))
-    return first.exit_status
+    mine = as_node_failure(job.failures, context)
+    of_all = [mine]
+    if job.board is not None and job.board.num_nodes > 1:
+        of_all = job.board.exchange_failures(mine, patience_s=_OTHER_NODES_S)
+    first_of_all = first_node_failure(of_all)
+    if first_of_all is mine:
+        context = replace(context, num_nodes=1 if len(of_all) > 1 else context.num_nodes)
+        write_report(render_failures(job.failures, context))
+    else:
+        write_report(render_failure_elsewhere(first_of_all, job.failures, context))
+    return first_of_all.exit_status
 
 
-def _coordinates(request: LaunchRequest, rank: int) -> dict[str, int]:
-    if request.plan is None:
+def _coordinates(job: JobRecord, rank: int) -> dict[str, int]:
+    if job.plan is None:
         return {}
     from paraplan.plan.ranks import RankGrid  # as the plan itself, only where there is one
 
-    return {str(axis): position for axis, position in RankGrid.of_plan(request.plan).coordinates(rank).items()}
+    return {str(axis): position for axis, position in RankGrid.of_plan(job.plan.plan).coordinates(rank).items()}

@@ -9,8 +9,12 @@ from typing import Any, NoReturn
 from torch.distributed.run import get_args_parser
 
 from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.request import TRAINING_OPTIONS
 
-OUR_OPTIONS = ("--plan", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout")
+OUR_OPTIONS = (
+    *("--plan", "--model", *TRAINING_OPTIONS),
+    *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout"),
+)
 _EXEC = "exec"
 
 
@@ -68,11 +72,32 @@ def build_parser() -> LaunchParser:
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="help", help="Show this and exit.")
+    _add_own_options(parser)
+    _take_over(parser, torchs)
+    return parser
+
+
+def _add_own_options(parser: LaunchParser) -> None:
     ours = parser.add_argument_group("options of paraplan")
     ours.add_argument(
         "--plan",
         metavar="PLAN.json",
-        help="Run this plan: sets the numbers of nodes and ranks where they are not given, refuses any that differ.",
+        help="Run this plan: sets the numbers of nodes and ranks where they are not given, refuses any that differ. "
+        "auto: a plan for the ranks that are here, made again when nodes leave or come; by --model, or by the script.",
+    )
+    ours.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="Make the plan first, as paraplan recommend MODEL does: a config.json, a bundled name, file.py:factory.",
+    )
+    ours.add_argument("--global-batch", metavar="N", type=int, help="With --model: sequences of one step, all GPUs.")
+    ours.add_argument("--seq-len", metavar="N", type=int, help="With --model: tokens of a sequence.")
+    for name in ("precision", "optimizer", "attention"):
+        ours.add_argument(f"--{name}", metavar="NAME", help=f"With --model: its {name}, as paraplan recommend has it.")
+    ours.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="Start one launcher on each host of this file through ssh: a name a line, with slots=8 for 8 ranks.",
     )
     ours.add_argument(
         "--gpus",
@@ -94,8 +119,6 @@ def build_parser() -> LaunchParser:
     )
     ours.add_argument("--profile", metavar="NAME", help="With --dry-run: for machines of this profile, not this one.")
     ours.add_argument("--json", action="store_true", help="With --dry-run: as JSON.")
-    _take_over(parser, torchs)
-    return parser
 
 
 def _take_over(parser: LaunchParser, torchs: argparse.ArgumentParser) -> None:

@@ -11,22 +11,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, PContext, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from paraplan.launch.board import NodeBoard
 from paraplan.launch.bootstrap import STACK_FILE
 from paraplan.launch.failures import RankFailure, first_failure, read_failure
 from paraplan.launch.hang import HangVerdict, HangWatch, count_waits
 from paraplan.launch.memory_kills import MemoryKills, count_memory_kills
 from paraplan.launch.spawning import RankCommand, RankExit, SpawnerHandle
 
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
+    from paraplan.plan.files import PlanFile
+
 STACK_SIGNAL = signal.SIGRTMAX - 1
 """Asks a rank for its stacks: a real-time signal, for which scripts have no use."""
 
 SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
+
+_BOARD_INTERVAL_S = 1.0
+_ALONE_S = 3.0
+"""How long ranks go on after those of another node have failed: most notice by a lost connection within this time."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,18 @@ class AttemptSettings:
 
 @dataclass
 class JobRecord:
-    """What is known of a job while it runs; the attempts write it, the report reads it."""
+    """What is known of a job while it runs; the attempts write it, the report reads it.
+
+    `plan` is the plan that the ranks have got, `board` where the nodes of this round write to each other.
+    """
 
     started_ns: int | None = None
     kills_before: MemoryKills | None = None
     failures: list[RankFailure] = field(default_factory=list)
     attempts: int = 0
     hang: HangVerdict | None = None
+    plan: PlanFile | None = None
+    board: NodeBoard | None = None
 
 
 class _HeldSignals:
@@ -122,6 +135,8 @@ class RankProcesses(PContext):
         self._exits: dict[int, RankExit] = {}
         self._stopped: set[int] = set()
         self._is_closed = False
+        self._looks_at = 0.0
+        self._alone_since: float | None = None
         self._watch = self._make_watch() if settings.hang_timeout_s is not None else None
 
     def _make_watch(self) -> HangWatch:
@@ -172,7 +187,7 @@ class RankProcesses(PContext):
         """Return the result once all ranks have ended or one has failed, None before."""
         self._collect()
         if self._is_running() and not self._failed():
-            if not self._hangs():
+            if not self._hangs() and not self._lost_other_nodes():
                 return None
             self.close()
             return self._result()
@@ -181,6 +196,16 @@ class RankProcesses(PContext):
             self._collect(timeout_s=0.05)
         self.close()
         return self._result()
+
+    def _lost_other_nodes(self) -> bool:
+        """Whether another node has failed for good, and the ranks of this one have not noticed for a while."""
+        board, now = self._job.board, time.monotonic()
+        if board is None or board.num_nodes == 1 or now < self._looks_at:
+            return False
+        self._looks_at = now + _BOARD_INTERVAL_S
+        if self._alone_since is None and board.has_failure_elsewhere():
+            self._alone_since = now
+        return self._alone_since is not None and now - self._alone_since > _ALONE_S
 
     def _hangs(self) -> bool:
         running = sorted(set(self._pids) - set(self._exits))

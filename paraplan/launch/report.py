@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.failures import Cause, RankFailure, first_failure
+from paraplan.launch.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.memory_kills import MemoryKillScope
 from paraplan.launch.spawning import signal_name
 from paraplan.units import format_bytes
@@ -71,6 +71,30 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     if context.log_folder:
         head.append(f"logs: {context.log_folder}")
     lines = [*head, *_evidence(first, MAX_REPORT_LINES - len(head))]  # so that the error itself is the last line
+    return "".join(f"paraplan: {line}\n" if index == 0 else f"  {line}\n" for index, line in enumerate(lines))
+
+
+def as_node_failure(failures: Sequence[RankFailure], context: ReportContext) -> NodeFailure:
+    """Return how the ranks of this node failed, for the other nodes."""
+    first = first_failure(failures)
+    return NodeFailure(
+        host=context.hostname,
+        rank=first.global_rank,
+        cause=first.cause,
+        time_ns=first.time_ns,
+        exit_status=first.exit_status,
+        what=_what_happened(first, context),
+        evidence=tuple(_evidence(first, MAX_REPORT_LINES - 3)),
+    )
+
+
+def render_failure_elsewhere(first: NodeFailure, failures: Sequence[RankFailure], context: ReportContext) -> str:
+    """Return the report of a job whose first failure was on another node, with what became of this node's ranks."""
+    head = [f"rank {first.rank} failed first, on host {first.host}: {first.what}"]
+    head.append(f"on host {context.hostname} {_consequence(failures)}")
+    if context.log_folder:
+        head.append(f"logs: {context.log_folder}")
+    lines = [*head, *first.evidence[-(MAX_REPORT_LINES - len(head)) :]]
     return "".join(f"paraplan: {line}\n" if index == 0 else f"  {line}\n" for index, line in enumerate(lines))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from paraplan.errors import NoGpuError, PlanError
 from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.planning import AUTO, CPU_PROFILE, PlannerRequest
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.hardware.topology import Gpu
@@ -29,17 +30,27 @@ _LOCAL_WORLD_WORDS = "a number above 0, auto, cpu, gpu or xpu"
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A checked launch: torchrun's arguments with nodes and ranks filled in, and the plan where there is one.
+    """A checked launch: torchrun's arguments with nodes and ranks filled in, and the plan file where there is one.
 
-    `predicted_peak_bytes` is the plan's estimate for one GPU. `gpus` are the devices asked for, as CUDA_VISIBLE_DEVICES
-    names them; None for all.
+    `gpus` are the devices asked for, as CUDA_VISIBLE_DEVICES names them; None for all. `planner` says what to make a
+    plan for once the nodes have met; None where there is a plan, or the script makes one.
     """
 
     arguments: argparse.Namespace
-    plan: ParallelPlan | None = None
+    file: PlanFile | None = None
     plan_path: str | None = None
-    predicted_peak_bytes: int | None = None
     gpus: tuple[str, ...] | None = None
+    planner: PlannerRequest | None = None
+
+    @property
+    def plan(self) -> ParallelPlan | None:
+        """The plan of the file, None without one."""
+        return self.file.plan if self.file is not None else None
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The plan file's estimate for one GPU, None where it has none."""
+        return self.file.estimate.peak_memory_bytes if self.file is not None and self.file.estimate else None
 
 
 def gpus_of_this_machine() -> Sequence[Gpu]:
@@ -63,7 +74,10 @@ def check_request(
     Raises `ArgumentError` and `PlanError`; nothing has been started then.
     """
     completed = argparse.Namespace(**vars(arguments))
+    planner = _planner_request(arguments, num_gpus=num_gpus)
     plan_path = getattr(arguments, "plan", None)
+    if plan_path == AUTO:
+        plan_path = None
     gpus = _chosen_gpus(getattr(arguments, "gpus", None), read_gpus=read_gpus, environment=environment)
     num_gpus = num_gpus if gpus is None else len(gpus)
     file = read_plan_file(current_folder / plan_path) if plan_path else None
@@ -83,11 +97,36 @@ def check_request(
     completed.nproc_per_node = completed.nproc_per_node or str(max(1, num_gpus))
     return LaunchRequest(
         arguments=completed,
-        plan=file.plan if file else None,
+        file=file,
         gpus=gpus,
-        predicted_peak_bytes=file.estimate.peak_memory_bytes if file and file.estimate else None,
+        planner=planner,
         plan_path=str((current_folder / plan_path).resolve()) if plan_path else None,
     )
+
+
+TRAINING_OPTIONS = ("--global-batch", "--seq-len", "--precision", "--optimizer", "--attention")
+"""Options that describe the training to the planner, as `paraplan recommend` has them."""
+
+
+def _planner_request(arguments: argparse.Namespace, *, num_gpus: int) -> PlannerRequest | None:
+    """Return what to make a plan for, None without --model. Raises `ArgumentError` for what contradicts it."""
+    model, plan = getattr(arguments, "model", None), getattr(arguments, "plan", None)
+    values = {option: getattr(arguments, option[2:].replace("-", "_"), None) for option in TRAINING_OPTIONS}
+    given = {option: str(value) for option, value in values.items() if value is not None}
+    if model is None:
+        if given:
+            raise ArgumentError(
+                f"{next(iter(given))} describes the training of a model, and there is no --model",
+                hint="name the model; options of the script come after the script",
+            )
+        return None
+    if plan not in (None, AUTO):
+        raise ArgumentError(f"--plan {plan} and --model {model} contradict each other", hint="give one of them")
+    if "--global-batch" not in given:
+        raise ArgumentError("--model needs --global-batch, the sequences of one step over all GPUs", hint="give both")
+    profile = getattr(arguments, "profile", None) or (None if num_gpus else CPU_PROFILE)
+    words = tuple(word for pair in given.items() for word in pair)
+    return PlannerRequest(model=model, options=words, profile=profile)
 
 
 def _chosen_gpus(
@@ -225,7 +264,7 @@ def _complete_from_plan(arguments: argparse.Namespace, file: PlanFile, *, num_gp
         raise PlanError(
             f"the plan {plan_path} ({file.plan.describe()}) is for {world_size} ranks, "
             f"but {nodes} {'node' if nodes == 1 else 'nodes'} with {ranks} ranks each make {nodes * ranks}",
-            hint=f"leave out --nproc-per-node and --nnodes, or make a plan for {nodes * ranks} ranks",
+            hint=f"leave out --nproc-per-node and --nnodes, or let --plan auto make one for {nodes * ranks} ranks",
         )
     arguments.nnodes = arguments.nnodes or str(nodes)
     arguments.nproc_per_node = str(ranks)

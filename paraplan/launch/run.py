@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.run import parse_min_max_nnodes
 from paraplan.launch.bootstrap import STACK_SIGNAL_VARIABLE
 from paraplan.launch.cores import threads_per_rank, usable_cores
 from paraplan.launch.elastic import make_config, run_agent, with_bootstrap
+from paraplan.launch.node_agent import RoundPreparation
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.processes import STACK_SIGNAL, AttemptSettings, JobRecord
 from paraplan.launch.report import say
@@ -65,22 +67,33 @@ def run_job(
     asked for are removed at the end.
     """
     arguments = Namespace(**vars(request.arguments))
+    job.plan = request.file
     temporary = _give_log_folder(arguments, spawner)
     threads_given, visible_before = os.environ.get(_THREADS_VARIABLE), os.environ.get(_DEVICES_VARIABLE)
     try:
         if request.gpus is not None:
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, visible_before)
         config, program, program_arguments = _configure(arguments, threads_given)
+        extra_environment = _extra_environment(request)
+        prepare = RoundPreparation(
+            job=job,
+            planner=request.planner,
+            script=str(arguments.training_script),
+            folder=Path(arguments.log_dir),
+            plan_variable=PLAN_VARIABLE,
+            environment=extra_environment,
+        )
         settings = AttemptSettings(
             grace_s=float(config.shutdown_timeout if config.shutdown_timeout is not None else 30),
             fork=fork,
             num_threads=_threads_to_set(imported_threads) if fork else None,
-            extra_environment=_extra_environment(request),
+            extra_environment=extra_environment,
             wrap_command=(lambda command: command) if arguments.no_python else with_bootstrap,
             hang_timeout_s=getattr(arguments, "hang_timeout", None),
         )
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
-        return run_here(config, program, program_arguments, spawner=spawner, settings=settings, job=job) or {}
+        run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare)
+        return run_with(config, program, program_arguments) or {}
     except ChildFailedError as error:
         if temporary is not None:  # a caller under @record would copy an error file that is gone
             for failure in error.failures.values():

@@ -1,0 +1,137 @@
+"""torch's agent of one node with a word before each start of its ranks: the nodes have met, and compare notes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+import paraplan
+from paraplan.errors import PlanError
+from paraplan.launch.board import NodeBoard, NodeFacts, RemoteError, differences
+from paraplan.launch.interfaces import interface_variables
+from paraplan.launch.planning import PlannerRequest, make_plan
+from paraplan.launch.processes import JobRecord
+from paraplan.launch.report import say
+
+
+@dataclass(frozen=True)
+class Round:
+    """The nodes that have met for one start of the ranks, and this node's place among them."""
+
+    board: NodeBoard
+    world_size: int
+    ranks_per_node: int
+    master_addr: str
+
+
+class NodeAgent(LocalElasticAgent):
+    """torch's local agent that calls `before_start` once its nodes have met, and before their ranks start."""
+
+    def __init__(self, *arguments: Any, before_start: Callable[[Round], None], **options: Any) -> None:
+        """Take torch's arguments, and `before_start`."""
+        super().__init__(*arguments, **options)
+        self._before_start = before_start
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        group_rank, num_nodes = worker_group.group_rank, worker_group.group_world_size
+        assert worker_group.store is not None
+        assert group_rank is not None
+        assert num_nodes is not None
+        board = NodeBoard(
+            worker_group.store,
+            node=group_rank,
+            num_nodes=num_nodes,
+            attempt=worker_group.spec.max_restarts - self._remaining_restarts,
+        )
+        self._before_start(
+            Round(
+                board=board,
+                world_size=worker_group.workers[0].world_size,
+                ranks_per_node=worker_group.spec.local_world_size,
+                master_addr=str(worker_group.master_addr),
+            )
+        )
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+
+@dataclass
+class RoundPreparation:
+    """What is done before each start of the ranks: differences of the nodes are said, and a plan is made if asked for.
+
+    `folder` gets the plans. The plan is written into `job` and, for the ranks, into `environment`.
+    """
+
+    job: JobRecord
+    planner: PlannerRequest | None
+    script: str
+    folder: Path
+    plan_variable: str
+    environment: dict[str, str]
+    num_rounds: int = 0
+    _text: str = ""
+
+    def __call__(self, meeting: Round) -> None:
+        """Prepare one start. Raises `PlanError` where no plan can be made for the nodes that have met."""
+        self.job.board = meeting.board
+        if meeting.board.num_nodes > 1 and self.num_rounds == 0:
+            facts = meeting.board.exchange_facts(node_facts(self.script))
+            if meeting.board.node == 0:
+                for sentence in differences(facts):
+                    say(f"the nodes differ: {sentence}")
+            chosen = interface_variables(meeting.master_addr, os.environ, has_gpus=torch.cuda.is_available())
+            self.environment.update(chosen)
+            if chosen:
+                say(f"{', '.join(f'{name}={value}' for name, value in chosen.items())}; set them to choose another")
+        self.num_rounds += 1
+        if self.planner is not None:
+            self._plan(meeting, self.planner)
+
+    def _plan(self, meeting: Round, planner: PlannerRequest) -> None:
+        from paraplan.plan.files import PlanFile  # pydantic: a tenth of a second for launches without a plan
+
+        before = self.job.plan
+        fits = before is not None and before.plan.world_size == meeting.world_size
+
+        def make() -> str:
+            if fits:  # a new node may still wait for it
+                return self._text
+            num_nodes = meeting.board.num_nodes
+            ranks = meeting.ranks_per_node
+            return make_plan(planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
+
+        try:
+            text = meeting.board.share_text(f"plan/{meeting.world_size}", make)
+        except RemoteError as error:
+            failure = PlanError(error.message, hint=error.hint)
+            failure.exit_status = error.exit_status
+            raise failure from None
+        self._text = text
+        if fits:
+            return
+        path = self.folder / ("plan.json" if before is None else f"plan-{self.num_rounds}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        self.job.plan = PlanFile.from_json(text, source=str(path))
+        self.environment[self.plan_variable] = str(path)
+        if meeting.board.node == 0:
+            again = "" if before is None else f", made again for the {meeting.world_size} ranks that are left or new"
+            say(f"plan: {self.job.plan.plan.describe()}{again}")
+
+
+def node_facts(script: str, *, versions: Mapping[str, str] | None = None) -> NodeFacts:
+    """Return the facts of this node; the digest of a script that is no file is its name."""
+    known = {"torch": str(torch.__version__), "paraplan": paraplan.__version__, "python": platform.python_version()}
+    path = Path(script)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script
+    return NodeFacts(host=socket.gethostname(), script=digest, **(known | dict(versions or {})))
