@@ -65,31 +65,39 @@ FLASH_SPEEDS = (
 class CostConstants(Record):
     """Named constants of the memory and time formulas. Defaults are published measurements, not fits to anyone's runs.
 
-    Matmul (`matmul_*`): saturating efficiency over 183 bf16 shapes measured on A100 by the SimuMax project
-    (configs/system), `peak * 0.757 / (1 + half_m/m + half_n/n + half_k/k)`. The best shape of an A100 reaches 0.869 of
-    its peak, so 0.757 is 0.871 of that; on other GPUs it is the same share of their own best
-    (`GpuProfile.reached_matmul_flops_per_s`), or of `usual_reached_share` of the peak where nobody measured it.
-    A matmul with a dimension that is no multiple of 8 takes `unaligned_slowdown` times as long in 16 bits (NVIDIA,
-    Matrix Multiplication Background User's Guide, requirements to use tensor cores).
+    Matmul (`matmul_*`): over 183 bf16 shapes measured on A100 by the SimuMax project (configs/system),
+    `peak * 0.77 / ((1 + half_n/n + half_k/k) * last_wave)` with 8 us a kernel has 3.8 % error on shapes left out of the
+    fit (4.6 % without `last_wave`). There `wave_share` 0.5 is how much of a last wave's idle multiprocessors is lost:
+    libraries also cut products along k. A tile of half the size reads its operands more often, and `small_tile_share`
+    0.7 of that costs time. On 514 shapes of a B200 the term explains nothing, so GPUs without a
+    count of multiprocessors take `usual_last_wave`, the mean of the A100's shapes.
+    The best shape of an A100 reaches 0.869 of its peak, so 0.77 is 0.886 of that; on other GPUs it is the same share
+    of their own best (`GpuProfile.reached_matmul_flops_per_s`), or of `usual_reached_share` of the peak where nobody
+    measured it. A matmul whose operands' rows are no multiple of 16 bytes takes `unaligned_slowdown` times as long;
+    one whose rows are no multiple of 128 bytes touches five sectors of 32 bytes where four would do, from Ampere on
+    (`unaligned_line_slowdown`; NVIDIA, Matrix Multiplication Background User's Guide, requirements of tensor cores).
     Collectives: `profiles/links.json`.
     """
 
-    matmul_efficiency: float = 0.871
+    matmul_efficiency: float = 0.886
     usual_reached_share: float = 0.85
-    matmul_half_m: float = 77.0
     matmul_half_n: float = 39.0
-    matmul_half_k: float = 39.0
-    matmul_launch_s: float = 24e-6
+    matmul_half_k: float = 130.0
+    matmul_launch_s: float = 8e-6
+    wave_share: float = 0.5
+    small_tile_share: float = 0.7
+    usual_last_wave: float = 1.05
     flash_attention: tuple[FlashSpeed, ...] = FLASH_SPEEDS
     eager_attention_efficiency: float = 0.45
     memory_bandwidth_efficiency: float = 0.80
     unaligned_slowdown: float = 2.0
-    loss_bytes_per_logit: float = 24.0
+    unaligned_line_slowdown: float = 1.25
     overlap_slowdown: float = 1.2
     optimizer_bytes_per_parameter: float = 36.0
     context_bytes: int = GIB // 2
     communicator_bytes: int = GIB // 2
     allocated_per_reserved: float = 0.94
+    counts_matmul_workspaces: bool = True
 
     def flash_speed(self, *, generation: int, compute_capability: str | None) -> FlashSpeed:
         """Return what FlashAttention of a generation reaches on a GPU; GPUs that are not NVIDIA's count as Ampere."""
@@ -98,8 +106,8 @@ class CostConstants(Record):
         return max(rows, key=lambda row: row.capability)
 
     def for_cpu(self) -> CostConstants:
-        """Return the constants of ranks without a GPU: no context, and communicators without buffers of their own."""
-        return self.replace(context_bytes=0, communicator_bytes=0)
+        """Return the constants of ranks without a GPU: nothing that CUDA's libraries keep, no buffers of NCCL."""
+        return self.replace(context_bytes=0, communicator_bytes=0, counts_matmul_workspaces=False)
 
     def beside_allocator_bytes(self, num_gpus: int) -> int:
         """Return what a rank holds outside of torch's allocator: the CUDA context, and NCCL's buffers among several."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from paraplan.plan.training import AttentionKind
 from paraplan.records import Record
+from paraplan.units import MIB
 
 
 class Habits(Record):
@@ -24,6 +25,8 @@ class Habits(Record):
     `flash_generation` is that of the FlashAttention kernels.
     `logit_bytes` is what the loss holds for each logit under mixed precision at its peak: torch's cross-entropy the
     16-bit logit, the fp32 log-probability and its gradient; a fused one the 16-bit logit and one fp32 tensor in place.
+    `loss_traffic_per_logit` is what the loss moves through memory for each logit, forward and backward, counted by
+    operation: 38 bytes in torch's cross-entropy on upcast logits, 52 in Megatron-LM's vocabulary-parallel one.
     `bucket_elements` is the size of each of two communication buckets, to reduce gradients and to gather parameters.
     `uses_tf32`: matmuls of fp32 training run on TF32 tensor cores.
     `traffic_per_saved_byte` is what a forward pass moves through memory outside of matmuls, for each byte that it
@@ -40,6 +43,14 @@ class Habits(Record):
     `splits_vocabulary` and `splits_experts`: tensor parallelism divides embedding and head, and routed experts.
     `keeps_dummy_gradients`: Transformer Engine keeps a 16-bit tensor for each distinct shape of weight, where gradients
     are accumulated elsewhere.
+    `state_bytes` is the size of an element of the optimizer's state.
+    `matmul_workspaces` names whose workspaces matmuls have (`cost.workspaces`).
+    `keeps_score_buffer`: eager attention keeps a buffer of one micro-batch's scores for good.
+    `keeps_both_boundaries`: a pipeline keeps what a stage received and what it sent until the backward pass.
+    `live_elements` is how many parameters ZeRO-3 leaves gathered at most.
+    `flat_step_bytes` are copies of an own parameter's gradient that an optimizer step makes, all at once.
+    `accumulates_apart`: gradients in fp32 are accumulated beside those that backward passes make.
+    `context_bytes` is the CUDA context where a framework's software has another than `CostConstants` names.
     """
 
     name: str
@@ -56,6 +67,7 @@ class Habits(Record):
     default_attention: AttentionKind = "flash"
     flash_generation: int = 2
     logit_bytes: float = 10.0
+    loss_traffic_per_logit: float = 38.0
     keeps_dummy_gradients: bool = False
     splits_vocabulary: bool = True
     splits_experts: bool = True
@@ -69,6 +81,14 @@ class Habits(Record):
     optimizer_step: Literal["foreach", "for_loop", "fused"] = "fused"
     allocates_every_receive: bool = False
     keeps_gathered_inputs: bool = False
+    state_bytes: float = 4.0
+    matmul_workspaces: Literal["none", "torch", "transformer_engine"] = "torch"
+    keeps_score_buffer: bool = False
+    keeps_both_boundaries: bool = False
+    live_elements: float = 0.0
+    flat_step_bytes: float = 0.0
+    accumulates_apart: bool = False
+    context_bytes: int | None = None
     source: str
 
 
@@ -106,7 +126,9 @@ MEGATRON_CORE = Habits(
     uses_tf32=True,
     traffic_per_saved_byte=1.6,
     logit_bytes=6,
+    loss_traffic_per_logit=52,
     keeps_dummy_gradients=True,
+    matmul_workspaces="transformer_engine",
     source="Megatron-LM: 18 bytes per parameter, 6 + 12/d with the distributed optimizer (its README); "
     "Transformer Engine kernels; --overlap-grad-reduce and --overlap-param-gather",
 )
@@ -115,7 +137,10 @@ MEGATRON_CORE_LOCAL = MEGATRON_CORE.replace(
     name="Megatron-Core without Transformer Engine",
     default_attention="eager",
     keeps_dummy_gradients=False,
-    source="Megatron-LM --transformer-impl local: its own fused softmax, attention scores kept",
+    matmul_workspaces="torch",
+    keeps_score_buffer=True,
+    source="Megatron-LM --transformer-impl local: its own fused softmax, attention scores kept; a global buffer for "
+    "the product of queries and keys (core/transformer/dot_product_attention.py)",
 )
 
 MEGATRON_2021 = Habits(
@@ -132,6 +157,7 @@ MEGATRON_2021 = Habits(
     uses_tf32=True,
     traffic_per_saved_byte=1.6,
     logit_bytes=6,
+    loss_traffic_per_logit=52,
     source="Narayanan et al. 2021, section 3; fused scale-mask-softmax and bias-GeLU, attention scores kept",
 )
 
@@ -141,8 +167,15 @@ MEGATRON_DEEPSPEED = MEGATRON_2021.replace(
     splits_pipeline_sends=False,
     last_stage_skips_recompute=True,
     bucket_elements=5e8,
+    keeps_both_boundaries=True,
+    flat_step_bytes=6,
+    accumulates_apart=True,
+    context_bytes=1271 * MIB,
     source="as Megatron-LM of 2021, with DeepSpeed's pipeline engine: whole boundaries sent; small models of vTrain's "
-    "published single-node runs take 1.0 to 1.1 ms of host time per layer and pass",
+    "published single-node runs take 1.0 to 1.1 ms of host time per layer and pass. Memory, DeepSpeed 0.5 to 0.6: "
+    "runtime/pipe/engine.py clones what it receives and keeps outputs; runtime/zero/stage_1_and_2.py flattens "
+    "gradients to reduce them, and its own share of them in 16 bits and in fp32 to step; runtime/bf16_optimizer.py "
+    "accumulates in an unsharded fp32 buffer beside 16-bit gradients; context: BigScience's chronicles-prequel.md",
 )
 
 FSDP = Habits(
@@ -176,8 +209,12 @@ DEEPSPEED_ZERO = Habits(
     host_s_per_block=0.6e-3,
     bucket_elements=5e8,
     prefetch_elements=5e7,
+    live_elements=1e9,
+    flat_step_bytes=6,
+    logit_bytes=12,
     source="Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12 bytes per parameter under Adam; reduce_bucket_size and "
-    "allgather_bucket_size (5e8) and stage3_prefetch_bucket_size (5e7) of DeepSpeed's configuration",
+    "allgather_bucket_size (5e8), stage3_prefetch_bucket_size (5e7) and stage3_max_live_parameters (1e9) of "
+    "DeepSpeed's configuration; loss of transformers: fp32 logits, shifted ones in a copy, their log-probabilities",
 )
 
 HF_TRAINER = Habits(
@@ -192,7 +229,9 @@ HF_TRAINER = Habits(
     fused_kernels=False,
     host_s_per_block=0.6e-3,
     default_attention="eager",
-    source="transformers.Trainer: fp32 parameters under autocast",
+    logit_bytes=12,
+    source="transformers.Trainer: fp32 parameters under autocast; loss: fp32 logits, shifted ones in a copy, their "
+    "log-probabilities",
 )
 
 NVIDIA_EXAMPLES = HF_TRAINER.replace(
@@ -201,6 +240,28 @@ NVIDIA_EXAMPLES = HF_TRAINER.replace(
     traffic_per_saved_byte=1.6,
     uses_tf32=True,
     source="NVIDIA/DeepLearningExamples in NVIDIA's containers, which allow TF32 for fp32 matmuls; apex's LayerNorm",
+)
+
+TORCHTUNE = FSDP.replace(
+    name="torchtune",
+    weight_bytes=2,
+    gradient_bytes=2,
+    state_bytes=2,
+    source="torchtune's full fine-tuning recipes: dtype bf16 for parameters, gradients and optimizer states",
+)
+
+PADDLE = Habits(
+    name="PaddleNLP",
+    weight_bytes=2,
+    gradient_bytes=2,
+    master_bytes=4,
+    copy_bytes=0,
+    fused_kernels=True,
+    host_s_per_block=0.6e-3,
+    default_attention="flash",
+    traffic_per_saved_byte=1.6,
+    matmul_workspaces="none",
+    source="PaddleNLP: AMP level O2, 16-bit parameters and gradients, AdamW with multi_precision (fp32 master weights)",
 )
 
 ALL_HABITS = (
@@ -214,6 +275,8 @@ ALL_HABITS = (
     DEEPSPEED_ZERO,
     HF_TRAINER,
     NVIDIA_EXAMPLES,
+    TORCHTUNE,
+    PADDLE,
 )
 
 
@@ -237,8 +300,10 @@ _SIGNS: tuple[tuple[str, Habits], ...] = (
     ("megatron-lm (kwai)", MEGATRON_CORE),
     ("megatron", MEGATRON_2021),
     ("composer", COMPOSER),
-    ("fsdp", FSDP),
     ("torchtitan", FSDP),
+    ("torchtune", TORCHTUNE),
+    ("paddle", PADDLE),
+    ("fsdp", FSDP),
     ("deepspeed", DEEPSPEED_ZERO),
     ("gemini", DEEPSPEED_ZERO),
     ("nvidia dle", NVIDIA_EXAMPLES),

@@ -9,7 +9,7 @@ import numpy as np
 from paraplan.cost.activations import Cuts, saved_bytes
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.habits import Habits
-from paraplan.cost.table import Floats
+from paraplan.cost.table import Floats, Mask
 from paraplan.hardware.profiles import GpuProfile, Precision
 from paraplan.model.spec import Attention, BlockSpec, Matmul
 from paraplan.plan.training import TrainingSpec
@@ -23,6 +23,9 @@ def effective_peak(gpu: GpuProfile, training: TrainingSpec) -> float:
     """
     wanted: tuple[Precision, Precision] = (training.precision, "fp32")
     return next(gpu.peak_flops_per_s[name] for name in wanted if name in gpu.peak_flops_per_s)
+
+
+_TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +70,7 @@ class KernelTimes:
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""
         logits = self.cuts.tokens * vocab_size / self.cuts.tp
-        return self.moved_s(logits * self.constants.loss_bytes_per_logit)
+        return self.moved_s(logits * self.habits.loss_traffic_per_logit)
 
     def moved_s(self, num_bytes: Floats) -> Floats:
         """Return the seconds to move `num_bytes` through the GPU's memory."""
@@ -81,17 +84,42 @@ class KernelTimes:
         k = matmul.k / tp if matmul.split == "row" else np.full_like(tp, matmul.k)
         # Backward: the gradient of the input, then that of the weight.
         shapes = [(rows, k, n), (k, n, rows)] if backward else [(rows, n, k)]
-        return np.asarray(matmul.num_experts * sum(self._product_s(*shape) for shape in shapes))
+        seconds = matmul.num_experts * sum(self._product_s(*shape) for shape in shapes)
+        return np.asarray(seconds * self._misalignment(n, k))
 
     def _product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source."""
         constants = self.constants
-        penalty = 1.0 + constants.matmul_half_m / m + constants.matmul_half_n / n + constants.matmul_half_k / k
-        if self.training.precision != "fp32":
-            unaligned = (m % 8 != 0) | (n % 8 != 0) | (k % 8 != 0)
-            penalty = penalty * np.where(unaligned, constants.unaligned_slowdown, 1.0)
+        penalty = 1.0 + constants.matmul_half_n / n + constants.matmul_half_k / k
         peak = self._peak() * self._reached_share() * constants.matmul_efficiency
-        return np.asarray(2.0 * m * n * k * penalty / peak + constants.matmul_launch_s)
+        return np.asarray(2.0 * m * n * k * penalty * self._last_wave(m, n) / peak + constants.matmul_launch_s)
+
+    def _last_wave(self, m: Floats, n: Floats) -> Floats | float:
+        """Return how much longer a product takes because its tiles do not fill all waves of multiprocessors.
+
+        NVIDIA, Matrix Multiplication Background User's Guide, tile and wave quantization. A library takes the tile that
+        suits a shape best; smaller ones read their operands more often.
+        """
+        count, constants = self.gpu.num_multiprocessors, self.constants
+        if count is None:
+            return constants.usual_last_wave
+        choices = []
+        for rows, columns in _TILES:
+            tiles = np.ceil(m / rows) * np.ceil(n / columns)
+            idle = np.ceil(tiles / count) * count * rows * columns / (m * n) - 1.0
+            reads = (1 / rows + 1 / columns) / (1 / _TILES[0][0] + 1 / _TILES[0][1]) - 1.0
+            choices.append((1.0 + constants.wave_share * idle) * (1.0 + constants.small_tile_share * reads))
+        return np.asarray(np.min(choices, axis=0))
+
+    def _misalignment(self, *dimensions: Floats) -> Floats:
+        """Return how much longer a 16-bit product takes whose operands' rows do not begin at multiples of 128 bytes."""
+        whole = [_divides(8, size) for size in dimensions]
+        lines = [_divides(64, size) for size in dimensions]
+        if self.training.precision == "fp32":
+            return np.ones_like(self.cuts.tp)
+        reads_lines = float(self.gpu.compute_capability or 0) >= 8
+        slower = np.where(np.all(lines, axis=0) | (not reads_lines), 1.0, self.constants.unaligned_line_slowdown)
+        return np.asarray(np.where(np.all(whole, axis=0), slower, self.constants.unaligned_slowdown))
 
     def _peak(self) -> float:
         tf32 = self.gpu.peak("tf32")
@@ -104,7 +132,9 @@ class KernelTimes:
         flops = flops * (2.0 if backward else 1.0)
         constants = self.constants
         if self.training.attention == "eager":
-            efficiency, computed = constants.eager_attention_efficiency, 1.0
+            # A product whose rows begin anywhere is slower, as it is in the other matmuls.
+            slower = constants.unaligned_slowdown if attention.qk_head_dim % 8 else 1.0
+            efficiency, computed = constants.eager_attention_efficiency / slower, 1.0
         else:
             speed = constants.flash_speed(
                 generation=self.habits.flash_generation, compute_capability=self.gpu.compute_capability
@@ -117,3 +147,7 @@ class KernelTimes:
         """Return the share of the peak that the best matmul reaches on this GPU, as measured in 16 bits."""
         best, peak = self.gpu.reached_matmul_flops_per_s, self.gpu.peak("bf16") or self.gpu.peak("fp16")
         return best / peak if best is not None and peak is not None else self.constants.usual_reached_share
+
+
+def _divides(unit: int, sizes: Floats) -> Mask:
+    return np.asarray(sizes % unit == 0)

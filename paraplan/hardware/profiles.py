@@ -28,6 +28,7 @@ class GpuProfile(Record):
     vendor: Literal["nvidia", "amd", "cpu"]
     architecture: str
     compute_capability: str | None = None
+    num_multiprocessors: int | None = Field(default=None, gt=0)
     memory_bytes: int = Field(gt=0, description="what the driver reports as total")
     memory_bandwidth_bytes_per_s: float = Field(gt=0)
     peak_flops_per_s: dict[Precision, float] = Field(description="dense matmul peak with fp32 accumulation")
