@@ -1,0 +1,286 @@
+#!/usr/bin/env python3
+"""Measure the peak memory of training on one GPU over a grid of settings, and compare the estimate with it.
+
+    python scripts/measure_memory.py                  measure, write profiles/measured/GPU-DATE.json, compare
+    python scripts/measure_memory.py --quick          one setting changed at a time
+    python scripts/measure_memory.py --list           the grid with what is predicted; needs no GPU
+    python scripts/measure_memory.py --compare FILE   an earlier file with today's estimate; needs no GPU
+
+Each case trains a Hugging Face model of random weights for a few steps with the runtime's own engine in one process,
+and reads `torch.cuda.max_memory_allocated`. Ends with status 3 where there is no GPU, 1 where the mean error is above
+the aim of 3 %, 2 where nothing could be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.errors import ParaplanError, UsageError
+from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.hardware.profile_files import cluster_from_profile
+from paraplan.model.reader import find_config, read_model
+from paraplan.plan.parallel import ParallelPlan, Recompute
+from paraplan.plan.support import RUNNABLE_RECOMPUTE
+from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
+from paraplan.resources import profiles_folder
+from paraplan.units import format_bytes
+
+SCHEMA_VERSION = 1
+AIM = 0.03
+NUM_STEPS = 3
+MODELS = ("gpt2", "gpt2-medium", "qwen2.5-0.5b", "llama-3.2-1b")
+SEQUENCES = (512, 1024)
+ATTENTIONS: tuple[AttentionKind, ...] = ("sdpa", "eager")
+OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "sgd_momentum", "sgd")
+PRECISIONS: tuple[TrainingPrecision, ...] = ("bf16", "fp32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of the grid, in one process on one GPU."""
+
+    model: str = "gpt2"
+    seq_length: int = 1024
+    micro_batch_size: int = 4
+    num_microbatches: int = 1
+    recompute: Recompute = "none"
+    attention: AttentionKind = "sdpa"
+    optimizer: OptimizerName = "adamw"
+    precision: TrainingPrecision = "bf16"
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """One process with these micro-batches."""
+        return ParallelPlan(
+            micro_batch_size=self.micro_batch_size,
+            num_microbatches=self.num_microbatches,
+            recompute=self.recompute,
+        )
+
+    @property
+    def training(self) -> TrainingSpec:
+        """The training of one step."""
+        return TrainingSpec(
+            global_batch_size=self.micro_batch_size * self.num_microbatches,
+            seq_length=self.seq_length,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            attention=self.attention,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case and what was measured of it: None where it ran out of memory."""
+
+    case: Case
+    peak_bytes: int | None
+    device_bytes: int | None = None
+
+
+def full_grid(models: Iterable[str] = MODELS) -> list[Case]:
+    """Return every combination of the settings."""
+    choices = product(models, SEQUENCES, RUNNABLE_RECOMPUTE, ATTENTIONS, OPTIMIZERS, PRECISIONS)
+    return [
+        Case(model, length, recompute=recompute, attention=attention, optimizer=optimizer, precision=precision)  # type: ignore[arg-type]
+        for model, length, recompute, attention, optimizer, precision in choices
+    ]
+
+
+def quick_grid(models: Iterable[str] = MODELS) -> list[Case]:
+    """Return for each model its base case, and cases that differ from it in one setting."""
+    changes: dict[str, Iterable[Any]] = {
+        "seq_length": SEQUENCES,
+        "micro_batch_size": (1, 8),
+        "num_microbatches": (4,),
+        "recompute": RUNNABLE_RECOMPUTE,
+        "attention": ATTENTIONS,
+        "optimizer": OPTIMIZERS,
+        "precision": PRECISIONS,
+    }
+    cases: dict[Case, None] = {}
+    for model in models:
+        base = Case(model)
+        cases[base] = None
+        for name, values in changes.items():
+            cases |= dict.fromkeys(replace(base, **{name: value}) for value in values)
+    return list(cases)
+
+
+def predict(case: Case) -> int:
+    """Return the predicted peak in bytes, as torch's allocator counts."""
+    spec = read_model(case.model, seq_length=case.seq_length)
+    cluster = cluster_from_profile("dgx-h100", gpus_per_node=1)  # which GPU it is does not enter what is allocated
+    workload = Workload.of(spec, case.training, cluster, load_link_speeds())
+    return estimate_plan(workload, case.plan).peak_memory_bytes
+
+
+def train(case: Case, *, num_steps: int = NUM_STEPS, before_steps: Callable[[], None] = lambda: None) -> None:
+    """Train `case` for a few steps in this process, on the GPU where there is one; `before_steps` is called first."""
+    import torch
+
+    from paraplan import runtime
+    from paraplan.model.config_file import load_config
+    from paraplan.model.transformers_model import library_factory
+    from paraplan.runtime.fake_run import make_optimizer, token_loss
+
+    config = load_config(find_config(case.model))
+    build = library_factory(config, attention="eager" if case.attention == "eager" else "sdpa")
+    job = runtime.init(case.plan, precision=case.precision, shows_progress=False)
+    with torch.device(job.device):
+        model = build()
+    engine = job.prepare(
+        model, loss_fn=token_loss, optimizer=lambda parameters: make_optimizer(case.optimizer, parameters)
+    )
+    del model
+    size = (case.training.global_batch_size, case.seq_length)
+    tokens = torch.randint(config.count("vocab_size"), size, device=job.device)
+    before_steps()
+    for _ in range(num_steps):
+        engine.step(tokens, tokens)
+    job.close()
+
+
+def measure(case: Case) -> Row:
+    """Return what one GPU allocates at most while it trains `case`."""
+    import torch
+
+    try:
+        train(case, before_steps=torch.cuda.reset_peak_memory_stats)
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return Row(case, torch.cuda.max_memory_allocated(), total - free)
+    except torch.cuda.OutOfMemoryError:
+        return Row(case, None)
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the date, the GPU and the versions that measurements depend on."""
+    import torch
+
+    gpu = torch.cuda.get_device_properties(0)
+    names = ("torch", "transformers", "paraplan")
+    return {
+        "date": dt.date.today().isoformat(),
+        "hardware": {"gpu": gpu.name, "memory_bytes": gpu.total_memory},
+        "versions": {name: importlib.metadata.version(name) for name in names}
+        | {"python": platform.python_version(), "cuda": torch.version.cuda},
+    }
+
+
+def to_json(machine: dict[str, Any], rows: Iterable[Row]) -> str:
+    """Return the text of a file of measurements."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "unit": "bytes, torch.cuda.max_memory_allocated over the steps after the model is in place; device_bytes is "
+        "what the driver reports in use then, by all processes",
+        **machine,
+        "rows": [asdict(row.case) | {"peak_bytes": row.peak_bytes, "device_bytes": row.device_bytes} for row in rows],
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def from_json(text: str, *, source: str) -> list[Row]:
+    """Return the rows of a file of measurements; raises UsageError for another format."""
+    try:
+        content = json.loads(text)
+        if content["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"schema_version={content['schema_version']!r}, expected {SCHEMA_VERSION}")
+        rows = []
+        for row in content["rows"]:
+            measured = {name: row.pop(name) for name in ("peak_bytes", "device_bytes")}
+            rows.append(Row(Case(**row), **measured))
+        return rows
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{source} holds no measurements of this script: {error}") from error
+
+
+def print_comparison(rows: Iterable[Row]) -> int:
+    """Print each row beside the estimate, and return the exit status."""
+    print(f"{'case':<74}{'measured':>10}{'predicted':>11}{'error':>8}")
+    errors = []
+    for row in rows:
+        case, predicted = row.case, predict(row.case)
+        words = (
+            f"{case.model} {case.micro_batch_size}x{case.num_microbatches}x{case.seq_length} {case.precision} "
+            f"{case.attention} {case.optimizer} recompute {case.recompute}"
+        )
+        if row.peak_bytes is None:
+            print(f"{words:<74}{'too much':>10}{format_bytes(predicted):>11}")
+            continue
+        errors.append(predicted / row.peak_bytes - 1)
+        print(f"{words:<74}{format_bytes(row.peak_bytes):>10}{format_bytes(predicted):>11}{errors[-1]:>+8.1%}")
+    if not errors:
+        print("nothing was measured", file=sys.stderr)
+        return 2
+    mean = sum(map(abs, errors)) / len(errors)
+    print(f"{len(errors)} rows: mean error {mean:.1%}, largest {max(errors, key=abs):+.1%}; aim {AIM:.0%}")
+    return 0 if mean <= AIM else 1
+
+
+def measure_grid(cases: list[Case], output: Path | None) -> int:
+    """Measure all cases, write them, compare them, and return the exit status."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        print("error: measuring needs torch and transformers; pip install them", file=sys.stderr)
+        return 2
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: torch sees no GPU here, so there is nothing to measure", file=sys.stderr)
+        print("hint: --list shows the grid and its predictions, --compare FILE an earlier measurement", file=sys.stderr)
+        return 3
+    machine = describe_machine()
+    rows = []
+    for number, case in enumerate(cases, start=1):
+        print(f"{number}/{len(cases)} {case}", file=sys.stderr)
+        rows.append(measure(case))
+    gpu = str(machine["hardware"]["gpu"]).lower().replace(" ", "-")
+    path = output or profiles_folder() / "measured" / f"memory-{gpu}-{machine['date']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_json(machine, rows), encoding="utf-8")
+    print(f"written to {path}", file=sys.stderr)
+    return print_comparison(rows)
+
+
+def main() -> int:
+    """Read the arguments, do as they say, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="change one setting at a time")
+    parser.add_argument("--model", action="append", help="only this bundled model or configuration; may be repeated")
+    parser.add_argument("--output", type=Path, help="the file to write (default: in profiles/measured)")
+    parser.add_argument("--list", action="store_true", help="print the grid with its predictions and end")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="compare an earlier file with the estimate")
+    arguments = parser.parse_args()
+    if arguments.compare is not None:
+        return print_comparison(from_json(arguments.compare.read_text(encoding="utf-8"), source=str(arguments.compare)))
+    cases = (quick_grid if arguments.quick else full_grid)(arguments.model or MODELS)
+    if arguments.list:
+        for case in cases:
+            print(f"{format_bytes(predict(case)):>10}  {case}")
+        return 0
+    return measure_grid(cases, arguments.output)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ParaplanError, OSError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)

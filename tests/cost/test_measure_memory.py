@@ -1,0 +1,116 @@
+"""The script that measures memory on a GPU, as far as it goes without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paraplan.errors import UsageError
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_memory.py"
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MACHINE = {"date": "2026-01-01", "hardware": {"gpu": "none"}, "versions": {"torch": "0"}}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look a class's module up here
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY), encoding="utf-8")
+    return str(path)
+
+
+def test_the_grid_covers_every_value_of_every_setting(script: ModuleType) -> None:
+    for cases in (script.full_grid(), script.quick_grid()):
+        assert len(cases) == len(set(cases))
+        for name, values in (
+            ("model", script.MODELS),
+            ("seq_length", script.SEQUENCES),
+            ("recompute", script.RUNNABLE_RECOMPUTE),
+            ("attention", script.ATTENTIONS),
+            ("optimizer", script.OPTIMIZERS),
+            ("precision", script.PRECISIONS),
+        ):
+            assert {getattr(case, name) for case in cases} >= set(values)
+    assert len(script.quick_grid()) < len(script.full_grid())
+
+
+def test_settings_move_the_prediction_as_they_move_memory(script: ModuleType) -> None:
+    base = script.Case()
+    peak = script.predict(base)
+    assert script.predict(script.replace(base, recompute="full")) < peak
+    assert script.predict(script.replace(base, attention="eager")) > peak
+    assert script.predict(script.replace(base, optimizer="sgd")) < peak
+    assert script.predict(script.replace(base, model="gpt2-medium")) > peak
+
+
+def test_a_file_of_measurements_is_read_as_it_was_written(script: ModuleType) -> None:
+    rows = [script.Row(script.Case(), 5, 7), script.Row(script.Case(optimizer="sgd"), None)]
+    text = script.to_json(MACHINE, rows)
+    assert json.loads(text)["hardware"] == {"gpu": "none"}
+    assert script.from_json(text, source="file") == rows
+    for wrong in ("{", '{"rows": []}', '{"schema_version": 1, "rows": [{"model": "gpt2"}]}'):
+        with pytest.raises(UsageError, match="file holds no measurements"):
+            script.from_json(wrong, source="file")
+
+
+def test_measurements_are_compared_row_by_row(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    case = script.Case()
+    peak = script.predict(case)
+    assert script.print_comparison([script.Row(case, round(peak / 1.02)), script.Row(case, None)]) == 0
+    assert script.print_comparison([script.Row(case, peak // 2)]) == 1
+    assert script.print_comparison([script.Row(case, None)]) == 2
+    printed = capsys.readouterr().out
+    assert "+2.0%" in printed
+    assert "+100.0%" in printed
+    assert "too much" in printed
+
+
+def test_without_a_gpu_it_says_so_with_status_3(tiny: str) -> None:
+    torch = pytest.importorskip("torch", reason="the script looks for torch first")
+    pytest.importorskip("transformers", reason="and for transformers")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--model", tiny], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert "torch sees no GPU here" in done.stderr
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_case_is_trained_with_the_runtimes_engine(script: ModuleType, tiny: str, precision: str) -> None:
+    pytest.importorskip("torch", reason="training needs torch")
+    pytest.importorskip("transformers", reason="the model is a transformers model")
+    case = script.Case(
+        tiny, 16, micro_batch_size=2, num_microbatches=2, recompute="full", attention="eager", precision=precision
+    )
+    called: list[str] = []
+    script.train(case, num_steps=1, before_steps=lambda: called.append("prepared"))
+    assert called == ["prepared"]
