@@ -1,0 +1,63 @@
+"""`paraplan export`: a plan in the words of another tool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paraplan.cli.inputs import read_plan_file, write_beside_and_rename
+from paraplan.cli.options import JsonOption
+from paraplan.interop.export import TARGETS, export_plan
+from paraplan.interop.exported import Exported, Subject
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(epilog="Targets: " + "; ".join(f"{name}: {target.title}" for name, target in TARGETS.items()) + ".")
+def export(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, written by paraplan recommend -o.")],
+    to: Annotated[str, typer.Option("--to", metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file and not to stdout.")
+    ] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Write what the target can express, and say what it cannot.")
+    ] = False,
+    script: Annotated[
+        str, typer.Option("--script", metavar="FILE", help="The training script that commands start.")
+    ] = "train.py",
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="NAME", help="The container image of Kubernetes targets.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plan as the configuration of another tool: a launcher, a trainer, a scheduler.
+
+    What the target cannot express is an error, unless --partial. What its format leaves to the script is said in a
+    comment and on stderr.
+
+    Example: paraplan export plan.json --to accelerate -o accelerate.yaml
+    """
+    subject = Subject(file=read_plan_file(plan), path=str(plan), script=script, image=image)
+    exported = export_plan(subject, to, partial=partial)
+    if output is not None:
+        write_beside_and_rename(output, exported.text)
+    if as_json:
+        typer.echo(json.dumps(exported.model_dump(mode="json"), indent=2))
+    elif output is None:
+        typer.echo(exported.text, nl=False)
+    _print_remarks(exported)
+    if output is not None and not as_json:
+        typer.echo(f"{to} configuration written to {output}.")
+
+
+def _print_remarks(exported: Exported) -> None:
+    for gap in exported.gaps:
+        typer.secho("not expressed: ", fg="yellow", bold=True, nl=False, err=True)
+        typer.echo(str(gap), err=True)
+    for note in exported.notes:
+        typer.secho("left to you: ", fg="cyan", nl=False, err=True)
+        typer.echo(note, err=True)

@@ -1,0 +1,148 @@
+"""What every export has in common: what is exported, what comes of it, and what could not be expressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paraplan.errors import ProfileError
+from paraplan.hardware.profile_files import load_machine
+from paraplan.hardware.profiles import GpuProfile
+from paraplan.interop.quoting import one_line
+from paraplan.plan.files import ClusterReference, PlanFile
+from paraplan.plan.parallel import Axis, ParallelPlan
+from paraplan.plan.support import unsupported_reason
+from paraplan.plan.training import TrainingSpec
+from paraplan.records import Record
+
+
+class Subject(Record):
+    """A plan file to be exported: its content, the path by which commands name it, and the script that it trains.
+
+    `image` is the container image of targets that need one.
+    """
+
+    file: PlanFile
+    path: str = "plan.json"
+    script: str = "train.py"
+    image: str | None = None
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan itself."""
+        return self.file.plan
+
+    @property
+    def training(self) -> TrainingSpec | None:
+        """What is trained, None where the file does not say."""
+        return self.file.training
+
+    @property
+    def name(self) -> str:
+        """A name for jobs: the model's, in small letters, digits and hyphens, as Kubernetes and Slurm take it."""
+        model = self.file.model.name if self.file.model is not None else "training"
+        cleaned = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model.lower())
+        return "-".join(part for part in cleaned.split("-") if part)[:40].strip("-") or "training"
+
+    @property
+    def layout(self) -> ClusterReference:
+        """Nodes and GPUs per node: the file's machines where they hold the plan's ranks exactly, else one node."""
+        cluster, world_size = self.file.cluster, self.plan.world_size
+        if cluster is not None and cluster.num_nodes * cluster.gpus_per_node == world_size:
+            return cluster
+        return ClusterReference(name="one node", num_nodes=1, gpus_per_node=world_size)
+
+    @property
+    def gpu(self) -> GpuProfile | None:
+        """The kind of GPU that the plan was made for, None where no profile has the name of its machines."""
+        if self.file.cluster is None:
+            return None
+        try:
+            return load_machine(self.file.cluster.name).gpu
+        except ProfileError:
+            return None
+
+    def describe(self) -> list[str]:
+        """Return the lines that head every exported file: the plan, what it trains and on what."""
+        lines = [f"Written by paraplan export from {self.path}: {self.plan.describe()}"]
+        if self.file.model is not None:
+            lines.append(f"for {self.file.model.name}, global batch {self.plan.global_batch_size}")
+        return lines
+
+
+class Gap(Record):
+    """A part of a plan that a target has no words for, and why."""
+
+    part: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.reason}"
+
+
+class Exported(Record):
+    """A plan in the words of one target: a whole file.
+
+    `gaps` are parts of the plan that the target cannot express, `notes` what its format leaves to the script or the
+    user. Both stand in the text as comments where the format has comments.
+    """
+
+    target: str
+    text: str
+    gaps: tuple[Gap, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def remarks(subject: Subject, gaps: Iterable[Gap], notes: Iterable[str]) -> list[str]:
+    """Return the comment lines of an exported file."""
+    lines = subject.describe()
+    lines += [f"NOT EXPRESSED: {one_line(str(gap))}" for gap in gaps]
+    return lines + [f"Left to you: {note}" for note in notes]
+
+
+def field_gap(plan: ParallelPlan, field: str, expressible: Sequence[object], reason: str) -> list[Gap]:
+    """Return the gap of a field whose value is none of `expressible`; an empty list where it is one."""
+    value = getattr(plan, field)
+    return [] if value in expressible else [Gap(part=f"{field}={value}", reason=reason)]
+
+
+def training_gap(training: TrainingSpec | None, field: str, expressible: Sequence[str], reason: str) -> list[Gap]:
+    """Return the gap of a field of the training, none where the training is unknown."""
+    if training is None or getattr(training, field) in expressible:
+        return []
+    return [Gap(part=f"{field}={getattr(training, field)}", reason=reason)]
+
+
+def order_gap(plan: ParallelPlan, tool: str, *orders: Sequence[Axis]) -> list[Gap]:
+    """Return the gap of an order of ranks that is none of `orders`, each from outermost to innermost.
+
+    Axes of one rank have no place in an order.
+    """
+    wanted = [axis for axis in plan.rank_order if getattr(plan, axis) > 1]
+    possible = [[axis for axis in order if axis in wanted] for order in orders]
+    if wanted in possible:
+        return []
+    return [
+        Gap(
+            part=f"rank_order={' '.join(wanted)}",
+            reason=f"{tool} lays ranks out as {' or '.join(' '.join(order) for order in possible)}, outermost first",
+        )
+    ]
+
+
+def runtime_gap(subject: Subject) -> list[Gap]:
+    """Return the gap of a plan that paraplan's own runtime, which the target starts, does not execute."""
+    model, training = subject.file.model, subject.training
+    reason = unsupported_reason(
+        subject.plan,
+        num_blocks=model.num_blocks if model is not None else None,
+        precision=training.precision if training is not None else None,
+    )
+    if reason is None:
+        return []
+    part, _, why = reason.partition(": ")
+    return [Gap(part=part, reason=f"paraplan.runtime does not execute it ({why})" if why else reason)]
+
+
+def unknown_training_note(subject: Subject) -> list[str]:
+    """Return the note that precision and the like are missing, where the plan file does not hold them."""
+    return [] if subject.training is not None else ["precision, optimizer and sequence length: not in the plan file"]

@@ -1,0 +1,1 @@
+"""One module for each format that a plan is written in."""

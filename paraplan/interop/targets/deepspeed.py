@@ -1,0 +1,68 @@
+"""DeepSpeed: the JSON configuration. Keys as in DeepSpeed 0.19 (runtime/config.py, runtime/zero/config.py)."""
+
+from __future__ import annotations
+
+import json
+
+from paraplan.interop.exported import (
+    Exported,
+    Gap,
+    Subject,
+    field_gap,
+    order_gap,
+    remarks,
+    training_gap,
+    unknown_training_note,
+)
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys whose values multiply: the first is the product of the others and of the data-parallel ranks."""
+
+
+def to_deepspeed(subject: Subject) -> Exported:
+    """Return the configuration for `deepspeed.initialize(config=...)`: batch sizes, ZeRO, offload, precision, AutoTP.
+
+    JSON has no comments: what is not expressed stands in the value of "paraplan", which DeepSpeed does not read.
+    """
+    plan, training = subject.plan, subject.training
+    gaps = deepspeed_gaps(subject)
+    notes = ["the optimizer and its learning rate: pass it to deepspeed.initialize, or add an optimizer section"]
+    if plan.recompute == "full":
+        notes.append("recompute=full: the script checkpoints the blocks (deepspeed.checkpointing or torch.utils)")
+    notes += unknown_training_note(subject)
+    config: dict[str, object] = {"paraplan": remarks(subject, gaps, notes)}
+    config |= batch_and_zero(subject)
+    if training is not None:
+        config["bf16"] = {"enabled": training.precision == "bf16"}
+        config["fp16"] = {"enabled": training.precision == "fp16"}
+    if plan.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": plan.tp}
+    return Exported(target="deepspeed", text=json.dumps(config, indent=2) + "\n", gaps=tuple(gaps), notes=tuple(notes))
+
+
+def batch_and_zero(subject: Subject) -> dict[str, object]:
+    """Return the keys that the Trainer of transformers and DeepSpeed itself have in common: batch sizes and ZeRO."""
+    plan = subject.plan
+    zero: dict[str, object] = {"stage": plan.zero_stage}
+    if plan.offload != "none" and plan.zero_stage >= 1:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if plan.offload == "parameters" and plan.zero_stage == 3:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    sizes = (plan.global_batch_size, plan.micro_batch_size, plan.num_microbatches)
+    return dict(zip(BATCH_KEYS, sizes, strict=True)) | {"zero_optimization": zero}
+
+
+def deepspeed_gaps(subject: Subject) -> list[Gap]:
+    """Return what DeepSpeed's configuration has no words for."""
+    plan = subject.plan
+    gaps = field_gap(plan, "pp", (1,), "DeepSpeed's pipeline is built in the script (PipelineModule), not configured")
+    gaps += field_gap(plan, "cp", (1,), "DeepSpeed splits sequences over heads (Ulysses), not in a ring")
+    gaps += field_gap(plan, "sequence_parallel", (False,), "AutoTP does not split norms and dropout")
+    gaps += field_gap(plan, "recompute", ("none", "full"), "DeepSpeed checkpoints what the script names, whole blocks")
+    if plan.offload != "none" and plan.zero_stage == 0:
+        gaps += field_gap(plan, "offload", ("none",), "DeepSpeed offloads what ZeRO shards; the plan has stage 0")
+    elif plan.offload == "parameters" and plan.zero_stage < 3:
+        gaps += field_gap(plan, "offload", ("none",), "DeepSpeed offloads parameters in ZeRO-3 alone")
+    gaps += training_gap(subject.training, "precision", ("fp32", "bf16", "fp16"), "unknown")
+    return gaps + order_gap(plan, "DeepSpeed", MEGATRON_RANK_ORDER)

@@ -1,0 +1,83 @@
+"""The Trainer of transformers: the JSON that `HfArgumentParser.parse_json_file` reads into `TrainingArguments`.
+
+Fields as in transformers 5.23 (training_args.py). ZeRO-2 and 3 become FSDP2, ZeRO-1 and offloaded optimizers DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+
+from paraplan.interop.exported import Exported, Gap, Subject, field_gap, order_gap, training_gap, unknown_training_note
+from paraplan.interop.targets.accelerate import uses_deepspeed
+from paraplan.interop.targets.deepspeed import BATCH_KEYS, batch_and_zero, deepspeed_gaps
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER
+
+_OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "sgd_momentum": "sgd",
+}
+
+
+def to_hf_trainer(subject: Subject) -> Exported:
+    """Return the arguments. The parser refuses keys that it does not know, so remarks stand on stderr alone."""
+    plan, training = subject.plan, subject.training
+    arguments: dict[str, object] = {
+        "output_dir": "output",
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.num_microbatches,
+    }
+    notes = unknown_training_note(subject)
+    if training is not None:
+        arguments |= {"bf16": training.precision == "bf16", "fp16": training.precision == "fp16"}
+        if training.optimizer in _OPTIMIZERS:
+            arguments["optim"] = _OPTIMIZERS[training.optimizer]
+        if training.optimizer == "sgd_momentum":
+            arguments["optim_args"] = "momentum=0.9"
+            notes.append("momentum 0.9 is written; the plan file says no value")
+    if uses_deepspeed(plan):
+        # The Trainer fills in "auto" from the arguments beside it.
+        config = batch_and_zero(subject)
+        config |= dict.fromkeys(BATCH_KEYS, "auto")
+        config |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+        arguments["deepspeed"] = config
+        notes.append("deepspeed has to be installed")
+    if plan.zero_stage >= 2 and not uses_deepspeed(plan):
+        arguments |= {"fsdp": True, "fsdp_config": _fsdp(subject)}
+    elif plan.recompute == "full":
+        arguments["gradient_checkpointing"] = True
+    gaps = _gaps(subject)
+    return Exported(
+        target="hf-trainer", text=json.dumps(arguments, indent=2) + "\n", gaps=tuple(gaps), notes=tuple(notes)
+    )
+
+
+def _fsdp(subject: Subject) -> dict[str, object]:
+    plan = subject.plan
+    return {
+        "version": 2,
+        "reshard_after_forward": plan.zero_stage == 3,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "activation_checkpointing": plan.recompute == "full",
+        "cpu_offload": plan.offload == "parameters",
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _gaps(subject: Subject) -> list[Gap]:
+    plan = subject.plan
+    gaps: list[Gap] = []
+    for axis in ("tp", "pp", "cp"):
+        gaps += field_gap(plan, axis, (1,), "TrainingArguments take it as a ParallelismConfig, made in the script")
+    if uses_deepspeed(plan):
+        named = {gap.part for gap in gaps}
+        gaps += [gap for gap in deepspeed_gaps(subject) if gap.part not in named]
+    else:
+        gaps += field_gap(plan, "recompute", ("none", "full"), "the Trainer checkpoints whole blocks")
+        if plan.zero_stage == 0:
+            gaps += field_gap(plan, "offload", ("none",), "the Trainer offloads under FSDP2 and DeepSpeed")
+        gaps += order_gap(plan, "the Trainer", MEGATRON_RANK_ORDER)
+    gaps += training_gap(subject.training, "optimizer", tuple(_OPTIMIZERS), "the Trainer has no such optimizer")
+    return gaps

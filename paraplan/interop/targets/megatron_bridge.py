@@ -1,0 +1,78 @@
+"""NVIDIA Megatron-Bridge (NeMo): a YAML of overrides for a recipe, as its examples' `*_override_example.yaml`.
+
+Sections and fields as in its `ConfigContainer` (training/config.py) of August 2026: model, train, optimizer, ddp,
+dist, checkpoint, mixed_precision.
+"""
+
+from __future__ import annotations
+
+from paraplan.interop.exported import Exported, Subject, remarks, unknown_training_note
+from paraplan.interop.exported import order_gap as gap_of_order
+from paraplan.interop.quoting import comment, to_yaml
+from paraplan.interop.targets.megatron_lm import megatron_gaps, pipeline_layout
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER
+from paraplan.plan.stages import even_split
+
+_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+_OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "sgd_momentum": "sgd", "muon": "muon"}
+
+
+def to_megatron_bridge(subject: Subject) -> Exported:
+    """Return the overrides; the recipe of the model supplies the rest."""
+    plan, training = subject.plan, subject.training
+    gaps = megatron_gaps(subject)
+    notes = ["the model: start from its recipe, and give this file as the overrides", *unknown_training_note(subject)]
+    config: dict[str, object] = {
+        "model": _model(subject),
+        "train": {"micro_batch_size": plan.micro_batch_size, "global_batch_size": plan.global_batch_size},
+    }
+    if training is not None:
+        config["dataset"] = {"seq_length": training.seq_length}
+        if training.precision != "fp32":
+            config["mixed_precision"] = f"{training.precision}_mixed"
+        if training.optimizer in _OPTIMIZERS:
+            config["optimizer"] = {"optimizer": _OPTIMIZERS[training.optimizer]}
+    config["ddp"] = _ddp(subject)
+    distributed: dict[str, object] = {"use_megatron_fsdp": plan.zero_stage >= 2}
+    if gap_of_order(plan, "", MEGATRON_RANK_ORDER):
+        distributed["use_tp_pp_dp_mapping"] = True
+    config["dist"] = distributed
+    if plan.zero_stage >= 2:
+        config["checkpoint"] = {"ckpt_format": "fsdp_dtensor"}
+    text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
+    return Exported(target="megatron-bridge", text=text, gaps=tuple(gaps), notes=tuple(notes))
+
+
+def _model(subject: Subject) -> dict[str, object]:
+    plan, file_model = subject.plan, subject.file.model
+    model: dict[str, object] = {
+        "tensor_model_parallel_size": plan.tp,
+        "pipeline_model_parallel_size": plan.pp,
+        "context_parallel_size": plan.cp,
+        "sequence_parallel": plan.sequence_parallel,
+    }
+    if subject.training is not None:
+        model["seq_length"] = subject.training.seq_length
+    num_blocks = file_model.num_blocks if file_model is not None else None
+    blocks = plan.stage_blocks or (even_split(num_blocks, plan.num_stages) if num_blocks is not None else None)
+    if plan.pp > 1 and blocks is not None and len(set(blocks)) > 1:
+        model["pipeline_model_parallel_layout"] = pipeline_layout(plan, sum(blocks))
+    elif plan.virtual_pipeline_size > 1:
+        model["virtual_pipeline_model_parallel_size"] = plan.virtual_pipeline_size
+    if plan.recompute == "selective":
+        model["recompute_granularity"] = "selective"
+    elif plan.recompute == "full":
+        model |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return model
+
+
+def _ddp(subject: Subject) -> dict[str, object]:
+    plan = subject.plan
+    ddp: dict[str, object] = {
+        "use_distributed_optimizer": plan.zero_stage >= 1,
+        "overlap_grad_reduce": plan.dp * plan.cp > 1,
+        "overlap_param_gather": plan.zero_stage >= 1,
+    }
+    if plan.zero_stage >= 2:
+        ddp |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": _SHARDING[plan.zero_stage]}
+    return ddp

@@ -1,0 +1,138 @@
+"""Megatron-LM: the arguments of pretrain_gpt.py and its kin, as in its training/arguments.py of August 2026."""
+
+from __future__ import annotations
+
+import shlex
+
+from paraplan.interop.commands import torchrun_command
+from paraplan.interop.exported import (
+    Exported,
+    Gap,
+    Subject,
+    field_gap,
+    order_gap,
+    remarks,
+    training_gap,
+    unknown_training_note,
+)
+from paraplan.interop.quoting import comment
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, ParallelPlan
+from paraplan.plan.stages import even_split
+
+PIPELINE_INSIDE_DATA: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
+"""The order of --use-tp-pp-dp-mapping ('tp-cp-ep-pp-dp', innermost first), from outermost to innermost."""
+
+_OPTIMIZERS = {
+    "adamw": ["--optimizer adam"],
+    "sgd_momentum": ["--optimizer sgd"],
+    "sgd": ["--optimizer sgd", "--sgd-momentum 0.0"],
+    "muon": ["--optimizer muon"],
+}
+_ATTENTION = {"flash": ["--attention-backend flash"], "eager": ["--attention-backend unfused"], "sdpa": []}
+_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def to_megatron_lm(subject: Subject) -> Exported:
+    """Return a script that holds the arguments of the plan and passes them on; the model's own are its arguments."""
+    gaps = megatron_gaps(subject)
+    notes = ["the model (--num-layers, --hidden-size ...), data and learning rate: arguments of this script"]
+    if subject.layout.num_nodes > 1:
+        notes.append("run it on every node, with FIRST_NODE replaced by the address of one of them")
+    notes += unknown_training_note(subject)
+    arguments = "".join(f"  {argument}\n" for argument in megatron_arguments(subject))
+    script = subject.script if subject.script != "train.py" else "pretrain_gpt.py"
+    command = torchrun_command(subject.layout, script=script)
+    text = (
+        "#!/bin/bash\n"
+        + comment(remarks(subject, gaps, notes))
+        + f'plan_arguments=(\n{arguments})\n{command} "${{plan_arguments[@]}}" "$@"\n'
+    )
+    return Exported(target="megatron-lm", text=text, gaps=tuple(gaps), notes=tuple(notes))
+
+
+def megatron_arguments(subject: Subject) -> list[str]:
+    """Return the arguments, one option with its value each; what cannot be expressed is left out."""
+    plan, training = subject.plan, subject.training
+    arguments = [
+        f"--tensor-model-parallel-size {plan.tp}",
+        f"--pipeline-model-parallel-size {plan.pp}",
+        f"--context-parallel-size {plan.cp}",
+        f"--micro-batch-size {plan.micro_batch_size}",
+        f"--global-batch-size {plan.global_batch_size}",
+    ]
+    arguments += ["--sequence-parallel"] * plan.sequence_parallel
+    arguments += _pipeline(subject) + _sharding(plan) + _recompute(plan)
+    if plan.offload == "optimizer":
+        arguments += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+    if order_gap(plan, "", MEGATRON_RANK_ORDER) and not order_gap(plan, "", PIPELINE_INSIDE_DATA):
+        arguments.append("--use-tp-pp-dp-mapping")
+    if training is not None:
+        arguments.append(f"--seq-length {training.seq_length}")
+        arguments += [f"--{training.precision}"] * (training.precision != "fp32")
+        arguments += _OPTIMIZERS.get(training.optimizer, []) + _ATTENTION[training.attention]
+    return arguments
+
+
+def megatron_gaps(subject: Subject) -> list[Gap]:
+    """Return what Megatron-Core cannot do of a plan."""
+    plan, model = subject.plan, subject.file.model
+    gaps = field_gap(
+        plan,
+        "pipeline_schedule",
+        (None, "1f1b", "interleaved_1f1b"),
+        "Megatron-Core runs 1F1B, plain or interleaved; 1f1b takes gpipe's time with fewer activations",
+    )
+    gaps += field_gap(plan, "offload", ("none", "optimizer"), "Megatron-Core keeps parameters on the GPU")
+    if plan.virtual_pipeline_size > 1 and plan.stage_blocks is None and (model is None or model.num_blocks is None):
+        gaps.append(Gap(part="stages", reason="the number of blocks is not in the plan file, so they cannot be cut"))
+    gaps += training_gap(
+        subject.training, "optimizer", tuple(_OPTIMIZERS), "Megatron-LM has adam, sgd, muon, lion and soap"
+    )
+    if plan.zero_stage >= 2:
+        fitting = ("adamw", "sgd", "sgd_momentum")
+        gaps += training_gap(subject.training, "optimizer", fitting, "Megatron-FSDP takes adam and sgd")
+    return gaps + order_gap(plan, "Megatron-Core", MEGATRON_RANK_ORDER, PIPELINE_INSIDE_DATA)
+
+
+def pipeline_layout(plan: ParallelPlan, num_blocks: int) -> str:
+    """Return the value of --pipeline-model-parallel-layout: E embedding, t a block, L the loss, stages apart by |."""
+    blocks = plan.stage_blocks or even_split(num_blocks, plan.num_stages)
+    return "E" + "|".join(f"t*{count}" for count in blocks) + "L"
+
+
+def _pipeline(subject: Subject) -> list[str]:
+    """Return how the blocks are cut: Megatron's own even cut where it divides, else a layout of every stage."""
+    plan, model = subject.plan, subject.file.model
+    if plan.pp == 1:
+        return []
+    num_blocks = model.num_blocks if model is not None else None
+    blocks = plan.stage_blocks or (even_split(num_blocks, plan.num_stages) if num_blocks is not None else None)
+    if blocks is not None and len(set(blocks)) > 1:
+        return [f"--pipeline-model-parallel-layout {shlex.quote(pipeline_layout(plan, sum(blocks)))}"]
+    if plan.virtual_pipeline_size > 1:
+        return [f"--num-virtual-stages-per-pipeline-rank {plan.virtual_pipeline_size}"]
+    return []
+
+
+def _sharding(plan: ParallelPlan) -> list[str]:
+    overlap = ["--overlap-grad-reduce"] if plan.dp * plan.cp > 1 else []
+    if plan.zero_stage == 0:
+        return overlap
+    if plan.zero_stage == 1:
+        return ["--use-distributed-optimizer", *overlap, "--overlap-param-gather"]
+    return [
+        "--use-megatron-fsdp",
+        "--use-distributed-optimizer",
+        f"--data-parallel-sharding-strategy {_SHARDING[plan.zero_stage]}",
+        "--ckpt-format fsdp_dtensor",
+        *overlap,
+        "--overlap-param-gather",
+    ]
+
+
+def _recompute(plan: ParallelPlan) -> list[str]:
+    if plan.recompute == "selective":
+        return ["--recompute-granularity selective"]
+    if plan.recompute == "full":
+        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    return []

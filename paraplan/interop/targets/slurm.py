@@ -1,0 +1,37 @@
+"""Slurm: a batch script that starts one launcher on each node. Options of sbatch and srun as in Slurm's manual."""
+
+from __future__ import annotations
+
+import shlex
+
+from paraplan.interop.exported import Exported, Subject, remarks, runtime_gap
+from paraplan.interop.quoting import comment
+
+_RENDEZVOUS = """\
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first_node=${nodes%%$'\\n'*}
+port=$((20000 + SLURM_JOB_ID % 20000))  # jobs that share a node do not share a port
+"""
+
+
+def to_slurm(subject: Subject) -> Exported:
+    """Return an sbatch script: one task per node, each a `paraplan launch` that starts the node's ranks."""
+    gaps, layout = runtime_gap(subject), subject.layout
+    notes = ["account, partition and time limit: add the #SBATCH lines of your site"]
+    options = {
+        "job-name": subject.name,
+        "nodes": layout.num_nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": layout.gpus_per_node,
+        "output": "%x-%j.log",
+    }
+    head = "#!/bin/bash\n" + "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items())
+    launch = [
+        "srun --kill-on-bad-exit=1 paraplan launch",
+        f'--nnodes "$SLURM_NNODES" --nproc-per-node {layout.gpus_per_node}',
+        '--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:$port"',
+        f"--plan {shlex.quote(subject.path)} {shlex.quote(subject.script)}",
+    ]
+    body = "set -euo pipefail\n" + _RENDEZVOUS + " \\\n  ".join(launch) + "\n"
+    text = head + comment(remarks(subject, gaps, notes)) + body
+    return Exported(target="slurm", text=text, gaps=tuple(gaps), notes=tuple(notes))
