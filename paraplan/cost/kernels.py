@@ -103,12 +103,14 @@ class KernelTimes:
         count, constants = self.gpu.num_multiprocessors, self.constants
         if count is None:
             return constants.usual_last_wave
+        # Arithmetic outside of tensor cores is slow enough that small tiles feed it too.
+        small_tile_share = constants.small_tile_share if self._uses_tensor_cores() else 0.0
         choices = []
         for rows, columns in _TILES:
             tiles = np.ceil(m / rows) * np.ceil(n / columns)
             idle = np.ceil(tiles / count) * count * rows * columns / (m * n) - 1.0
             reads = (1 / rows + 1 / columns) / (1 / _TILES[0][0] + 1 / _TILES[0][1]) - 1.0
-            choices.append((1.0 + constants.wave_share * idle) * (1.0 + constants.small_tile_share * reads))
+            choices.append((1.0 + constants.wave_share * idle) * (1.0 + small_tile_share * reads))
         return np.asarray(np.min(choices, axis=0))
 
     def _misalignment(self, *dimensions: Floats) -> Floats:
@@ -127,11 +129,14 @@ class KernelTimes:
             return tf32
         return effective_peak(self.gpu, self.training)
 
+    def _uses_tensor_cores(self) -> bool:
+        return self.training.precision != "fp32" or (self.habits.uses_tf32 and self.gpu.peak("tf32") is not None)
+
     def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
         flops = self.cuts.tokens * attention.flops_per_token(self.cuts.seq_length) / self.cuts.tp
-        flops = flops * (2.0 if backward else 1.0)
         constants = self.constants
         if self.training.attention == "eager":
+            flops = flops * (2.0 if backward else 1.0)
             # A product whose rows begin anywhere is slower, as it is in the other matmuls.
             slower = constants.unaligned_slowdown if attention.qk_head_dim % 8 else 1.0
             efficiency, computed = constants.eager_attention_efficiency / slower, 1.0
@@ -139,6 +144,8 @@ class KernelTimes:
             speed = constants.flash_speed(
                 generation=self.habits.flash_generation, compute_capability=self.gpu.compute_capability
             )
+            # The papers count the scores that the backward pass makes again (Dao 2023, section 4.1).
+            flops = flops * (2.5 if backward else 1.0)
             efficiency = speed.backward if backward else speed.forward
             computed = 0.5 if attention.is_causal else 1.0
         return np.asarray(computed * flops / (self._peak() * efficiency))

@@ -106,13 +106,16 @@ def _slot(
     all_reduces = 4 + 2 * is_full
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
-    sends = 2.0 * np.where(table.pp > 1, table.virtual, 0)
-    sent = activation / (table.tp if habits.splits_pipeline_sends else 1)
+    transfers = np.where(table.pp > 1, table.virtual, 0)
+    splits = habits.splits_pipeline_sends
+    sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
+    # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
+    gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
     return _Slot(
         compute_s=forward + backward + ends,
         recompute_s=recompute,
         tensor_parallel_s=all_reduces * stage.num_blocks * tp.all_reduce_s(activation),
-        send_s=sends * pp.send_s(np.minimum(sent, costs.boundary_bytes[key])),
+        send_s=transfers * (habits.boundary_transfers * pp.send_s(sent) + 2.0 * gathered),
     )
 
 

@@ -265,7 +265,7 @@ def _between_speed(
         payload_bytes_per_s=share if inside is None or bus < limit else inside.payload_bytes_per_s,
         bus_bandwidth_bytes_per_s=bus,
         latency_s=start + hops * network.latency_s,
-        ramp_bytes=speed.ramp_bytes,
+        ramp_bytes=speed.ramp_of(collective),
     )
 
 

@@ -26,6 +26,7 @@ class LinkSpeed(Record):
 
     A message of S bytes takes `latency_s` more than its bytes, and its bytes count as S + sqrt(S * `ramp_bytes`):
     bandwidth grows with the message over several powers of two, slower than a fixed start-up time explains.
+    `send_ramp_bytes` is that of a send to one neighbour where it differs.
     `tree_share` is what an all-reduce by trees keeps of the bus bandwidth of a ring.
     """
 
@@ -34,9 +35,15 @@ class LinkSpeed(Record):
     bus_efficiency: dict[Collective, float]
     latency_s: float = Field(ge=0)
     ramp_bytes: int = Field(ge=0)
+    send_ramp_bytes: int | None = Field(default=None, ge=0)
     tree_share: float = Field(gt=0, le=1)
     switch_reduction: SwitchReduction | None = None
     source: str
+
+    def ramp_of(self, collective: Collective) -> int:
+        """Return the ramp of a collective, in bytes."""
+        is_send = collective == "send_recv" and self.send_ramp_bytes is not None
+        return self.send_ramp_bytes or 0 if is_send else self.ramp_bytes
 
 
 class LinkSpeedTable(Record):
