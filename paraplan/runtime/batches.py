@@ -1,8 +1,10 @@
-"""The batch of one step: checked, and cut into micro-batches of one size."""
+"""The batch of one step: checked, cut into micro-batches, each with its weight in the mean over the global batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,13 +13,31 @@ from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 
+IGNORED_TARGET = -100
+"""The target that torch's cross-entropy leaves out by default."""
+
+TargetCount = Callable[[Any], "torch.Tensor | float"]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs and targets of one forward pass, as tensors or nests of them."""
+    """Inputs and targets of one forward pass, as tensors or nests of them.
+
+    `weight` is what its loss counts in the loss of this rank, a scalar tensor: over all ranks of `dp` the weights sum
+    to `dp`, since data parallelism takes the mean of gradients. None stands for a loss that nothing was counted for.
+    """
 
     inputs: Any
     targets: Any
+    weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a step is cut on every rank: `count` micro-batches of `size` sequences, None for any one size."""
+
+    count: int
+    size: int | None
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -32,11 +52,11 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 def batch_size(inputs: Any, targets: Any) -> int:
     """Return the number of sequences of a batch: the first dimension, the same in every tensor of it."""
     sizes = {
-        leaf.shape[0] if leaf.ndim else 0
+        leaf.shape[0] if leaf.ndim else -1
         for leaf in pytree.tree_leaves((inputs, targets))
         if isinstance(leaf, torch.Tensor)
     }
-    if len(sizes) != 1 or 0 in sizes:
+    if len(sizes) != 1 or -1 in sizes:
         raise UsageError(
             f"the tensors of a batch must share one first dimension, found {sorted(sizes) or 'no tensor'}",
             hint="give engine.step inputs and targets with the batch first",
@@ -44,26 +64,68 @@ def batch_size(inputs: Any, targets: Any) -> int:
     return sizes.pop()
 
 
-def split_batch(inputs: Any, targets: Any, *, count: int) -> list[MicroBatch]:
-    """Cut a batch into `count` micro-batches of one size. Equal sizes make the mean of their means the batch's mean.
+def divide_short(sizes: Sequence[int], *, micro_batch_size: int, min_count: int = 1, multiple: int = 1) -> Division:
+    """Return how ranks with shares of these sizes cut a batch that is not full: alike, in pieces that fit all of them.
 
-    Raises `UsageError` where the batch does not divide.
+    Collectives of ZeRO and schedules of pipelines need one number of micro-batches on every rank, and one size. At
+    least `min_count` are made, and a multiple of `multiple`; what a rank cannot fill counts nothing.
     """
-    size = batch_size(inputs, targets)
-    share, rest = divmod(size, count)
-    if rest or not share:
+    common = math.gcd(*sizes)
+    size = next(size for size in range(min(common, micro_batch_size), 0, -1) if common % size == 0)
+    count = max(min_count, max(sizes) // size)
+    return Division(count=-(-count // multiple) * multiple, size=size)
+
+
+def split_batch(inputs: Any, targets: Any, division: Division) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of one size; such that no sequence is left for are zeros, of weight 0.
+
+    Raises `UsageError` where no size is given and the batch does not divide.
+    """
+    held = batch_size(inputs, targets)
+    size, rest = (division.size, 0) if division.size is not None else divmod(held, division.count)
+    if rest or not size:
         raise UsageError(
-            f"a batch of {size} sequences does not divide into num_microbatches={count} of one size",
-            hint=f"give each rank a multiple of {count} sequences for a step",
+            f"a batch of {held} sequences does not divide into num_microbatches={division.count} of one size",
+            hint=f"give each rank a multiple of {division.count} sequences for a step",
         )
 
     def piece(index: int) -> MicroBatch:
+        start = index * size
+
         def cut(leaf: Any) -> Any:
-            return leaf[index * share : (index + 1) * share] if isinstance(leaf, torch.Tensor) else leaf
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return leaf[start : start + size] if start < held else leaf.new_zeros((size, *leaf.shape[1:]))
 
-        return MicroBatch(inputs=pytree.tree_map(cut, inputs), targets=pytree.tree_map(cut, targets))
+        pair = MicroBatch(inputs=pytree.tree_map(cut, inputs), targets=pytree.tree_map(cut, targets))
+        return pair if start < held else replace(pair, weight=torch.zeros(()))
 
-    return [piece(index) for index in range(count)]
+    return [piece(index) for index in range(division.count)]
+
+
+def counted_targets(targets: Any) -> torch.Tensor | float:
+    """Return over how many targets a mean loss goes: whole numbers other than -100, without any the sequences."""
+    leaves = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, torch.Tensor)]
+    classes = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype != torch.bool]
+    if not classes:
+        return float(leaves[0].shape[0]) if leaves else 1.0
+    return torch.stack([(leaf != IGNORED_TARGET).sum() for leaf in classes]).sum()
+
+
+def count_micro_batches(micro_batches: Sequence[MicroBatch], count: TargetCount, device: torch.device) -> torch.Tensor:
+    """Return how many targets each micro-batch brings into the mean, as a vector; 0 for those that are zeros."""
+
+    def one(micro_batch: MicroBatch) -> torch.Tensor:
+        if micro_batch.weight is not None:
+            return torch.zeros((), device=device)
+        return torch.as_tensor(count(micro_batch.targets), dtype=torch.float32, device=device)
+
+    return torch.stack([one(micro_batch) for micro_batch in micro_batches])
+
+
+def weigh(micro_batches: Sequence[MicroBatch], weights: torch.Tensor) -> list[MicroBatch]:
+    """Return the micro-batches with these weights, one for each."""
+    return [replace(micro_batch, weight=weights[index]) for index, micro_batch in enumerate(micro_batches)]
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from paraplan.errors import PlanError
+
 
 @dataclass(frozen=True)
 class BlockStack:
@@ -57,6 +59,20 @@ def recompute_in_backward(block: nn.Module) -> None:
         return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False)
 
     block.forward = forward
+
+
+def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str) -> None:
+    """Have torch.compile compile every block of `model` at its first call; code of one class is compiled once.
+
+    Raises `PlanError` where the model has no blocks.
+    """
+    if stack is None:
+        raise PlanError(
+            f"{type(model).__name__} has no repeated blocks to compile",
+            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or leave out compile_backend",
+        )
+    for block in stack.modules(model):
+        block.compile(backend=backend)
 
 
 def _stack_names(container: nn.Module) -> list[str]:

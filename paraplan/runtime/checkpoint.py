@@ -1,8 +1,8 @@
 """Checkpoints: written under one plan, read under any other, by torch.distributed.checkpoint.
 
 What is written are whole tensors under the names of the whole model, each rank its shards: parameters, buffers, the
-optimizer's state and options parameter by parameter, and the number of steps. So neither the number of ranks nor the
-split is part of a checkpoint.
+optimizer's state and options parameter by parameter, and how far the training is. So neither the number of ranks nor
+the split is part of a checkpoint; only the random numbers are those of each rank.
 
 A checkpoint is written beside the one that it replaces, and takes its place when it is whole: a kill at any moment
 leaves a whole one, under its name or the name with `.previous`.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,157 +22,168 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from paraplan.errors import ParaplanError
-from paraplan.runtime.tensor_pieces import Place, SplitPieces
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checkpoint_entries import (
+    MODEL,
+    OPTIMIZER,
+    OPTIONS,
+    PROGRESS,
+    CheckpointSource,
+    as_text,
+    copied,
+    empty_bytes,
+    empty_states,
+    entries_to_write,
+    read_options,
+    take_options,
+)
+from paraplan.runtime.random_state import random_entries, reseed, restore_random
+from paraplan.runtime.safe_reader import INDEX_NAME, CheckpointError, SafeReader
 
-_STEPS = "steps"
+__all__ = ["CheckpointError", "CheckpointSource", "CheckpointWriter", "find_whole", "load_checkpoint"]
 
 
-class CheckpointError(ParaplanError):
-    """A checkpoint that does not exist or belongs to another model."""
+class CheckpointWriter:
+    """Writes the checkpoints of one rank, one after the other. `is_main` is True on rank 0, which moves the folders."""
 
+    def __init__(self, *, is_main: bool) -> None:
+        self._is_main = is_main
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
-def save_checkpoint(
-    folder: Path,
-    *,
-    parameters: dict[str, nn.Parameter],
-    buffers: dict[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    num_steps: int,
-    places: Mapping[str, Place],
-    is_main: bool,
-) -> None:
-    """Write a checkpoint to `folder`, replacing one that is there. Every rank calls it; all return when it is whole.
+    def write(self, folder: Path, source: CheckpointSource, *, wait: bool) -> None:
+        """Write a checkpoint to `folder`, replacing one that is there. Every rank calls it.
 
-    `places` says where the parts of parameters that are split over `tp` lie.
-    """
-    state: dict[str, Any] = {_STEPS: num_steps}
-    state |= {f"model.{name}": _placed_piece(name, tensor, places) for name, tensor in _tensors(parameters, buffers)}
-    options = _options(optimizer)
-    for name, parameter in parameters.items():
-        state[f"options.{name}"] = options[parameter]
-        for key, value in optimizer.state.get(parameter, {}).items():
-            is_part = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            state[f"optimizer.{key}.{name}"] = _placed_piece(name, value, places) if is_part else value
-    partial, previous = _beside(folder, "partial"), _beside(folder, "previous")
-    if is_main:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-    _wait_for_all()
-    with _without_the_note_on_single_processes():
-        save(state, checkpoint_id=partial)
-    _wait_for_all()
-    if is_main:
-        if folder.exists():
+        With `wait` all return when it is whole. Without, they return when the state is copied, and a thread goes on.
+        """
+        self.finish()
+        entries = entries_to_write(source) | random_entries(source.mesh.world)
+        if not wait:
+            entries = copied(entries)
+            if self._group is None and dist.is_initialized():
+                self._group = dist.new_group(backend="gloo")  # for the thread: collectives must not cross
+        if self._is_main:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(_beside(folder, "partial"), ignore_errors=True)
+        _wait_for_all()
+        if wait:
+            self._write(folder, entries, None)
+            _wait_for_all()
+            return
+        self._thread = threading.Thread(target=self._write_or_keep_error, args=(folder, entries, self._group))
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until a checkpoint that a thread writes is whole. Raises what went wrong in it."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(
+                f"the checkpoint was not written: {failure}", hint="the one before it is whole; see the disk"
+            ) from failure
+
+    def _write_or_keep_error(
+        self, folder: Path, entries: dict[str, torch.Tensor], group: dist.ProcessGroup | None
+    ) -> None:
+        try:
+            self._write(folder, entries, group)
+        except Exception as error:  # raised again by `finish`, in the thread that trains
+            self._failure = error
+
+    def _write(self, folder: Path, entries: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        partial, previous = _beside(folder, "partial"), _beside(folder, "previous")
+        with _without_the_note_on_single_processes():
+            save(entries, checkpoint_id=partial, process_group=group)
+        # On rank 0 that returns when every rank has written its part, and the index is there.
+        if self._is_main:
+            if folder.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                folder.rename(previous)
+            partial.rename(folder)
             shutil.rmtree(previous, ignore_errors=True)
-            folder.rename(previous)
-        partial.rename(folder)
-        shutil.rmtree(previous, ignore_errors=True)
-    _wait_for_all()
 
 
-def load_checkpoint(
-    folder: Path,
-    *,
-    parameters: dict[str, nn.Parameter],
-    buffers: dict[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    places: Mapping[str, Place],
-) -> int:
-    """Read a checkpoint into this rank's parameters, buffers and optimizer; return its number of steps.
+def find_whole(folder: Path) -> Path:
+    """Return where the last whole checkpoint of `folder` is. Raises `CheckpointError` where there is none."""
+    for place in (folder, _beside(folder, "previous")):
+        if (place / INDEX_NAME).exists():
+            return place
+    raise CheckpointError(f"{folder} holds no whole checkpoint", hint="name a folder that engine.save wrote")
+
+
+def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
+    """Read a checkpoint into this rank's parts; return its number of steps.
 
     Every rank calls it. Raises `CheckpointError` where there is none, or where it is of another model.
     """
-    whole = folder if (folder / ".metadata").exists() else _beside(folder, "previous")
-    if not (whole / ".metadata").exists():
-        raise CheckpointError(f"{folder} holds no whole checkpoint", hint="name a folder that engine.save wrote")
-    saved = FileSystemReader(whole).read_metadata().state_dict_metadata
-    state: dict[str, Any] = {_STEPS: 0}
-    shapes = {name: _whole_shape(name, held, places) for name, held in parameters.items()}
-    for name, tensor in _tensors(parameters, buffers):
-        _check_shape(folder, saved, f"model.{name}", shapes.get(name, tensor.shape))
-        state[f"model.{name}"] = _placed_piece(name, tensor, places)
-    optimizer_state = _empty_states(saved, parameters, shapes)
-    for name, values in optimizer_state.items():
-        state[f"options.{name}"] = ""
+    _wait_for_all()  # one that rank 0 still moves
+    whole = find_whole(folder)
+    saved = SafeReader(whole).read_metadata().state_dict_metadata
+    if PROGRESS not in saved:
+        raise CheckpointError(f"{folder} is a checkpoint of another program", hint="name one that engine.save wrote")
+    progress = json.loads(as_text(_read(whole, {PROGRESS: empty_bytes(saved[PROGRESS])})[PROGRESS]))
+    entries: dict[str, torch.Tensor] = {}
+    for name, tensor in source.tensors():
+        _check_shape(folder, saved, name, source.whole_shape(name))
+        entries[f"{MODEL}{name}"] = source.piece(name, tensor)
+    states = empty_states(saved, source)
+    for name, values in states.items():
+        if f"{OPTIONS}{name}" in saved:
+            entries[f"{OPTIONS}{name}"] = empty_bytes(saved[f"{OPTIONS}{name}"])
         for key, value in values.items():
-            is_part = value.shape == parameters[name].shape
-            state[f"optimizer.{key}.{name}"] = _placed_piece(name, value, places) if is_part else value
-    with _without_the_note_on_single_processes():
-        load(state, checkpoint_id=whole)
-    options = {parameter: _read_options(state[f"options.{name}"]) for name, parameter in parameters.items()}
-    _take_options(optimizer, options)
-    for name, parameter in parameters.items():
-        values = optimizer_state[name]  # read in place
-        if values:
-            optimizer.state[parameter] = _placed(values, parameter, options[parameter])
-    return int(state[_STEPS])
+            is_part = value.shape == source.parameters[name].shape
+            entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if is_part else value
+    _read(whole, entries)
+    _take_optimizer(source, states, entries)
+    _take_progress(whole, saved, progress, source)
+    return int(progress["num_steps"])
 
 
-def _tensors(parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor.detach()) for name, tensor in [*parameters.items(), *buffers.items()]]
-
-
-def _options(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
-    """Return the options (learning rate and the like) of every parameter, as JSON: numbers, texts and lists of them."""
-    return {
-        parameter: json.dumps({key: _plain(value) for key, value in group.items() if key != "params"})
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+def _take_optimizer(
+    source: CheckpointSource, states: Mapping[str, dict[str, torch.Tensor]], entries: Mapping[str, torch.Tensor]
+) -> None:
+    texts = {
+        name: json.loads(as_text(entries[f"{OPTIONS}{name}"]))
+        for name in source.parameters
+        if f"{OPTIONS}{name}" in entries
     }
+    options = {source.parameters[name]: read_options(text["options"]) for name, text in texts.items()}
+    take_options(source.optimizer, options)
+    for name, parameter in source.parameters.items():
+        values: dict[str, Any] = _placed(states[name], parameter, options.get(parameter, {}))
+        values |= texts[name]["numbers"] if name in texts else {}
+        if values:
+            source.optimizer.state[parameter] = values
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if value is None or isinstance(value, (bool, int, float, str, tuple, list)):
-        return value
-    raise CheckpointError(
-        f"an optimizer option of type {type(value).__name__} cannot be written", hint="use numbers and texts"
-    )
+def _take_progress(
+    whole: Path, saved: Mapping[str, Any], progress: Mapping[str, Any], source: CheckpointSource
+) -> None:
+    if source.scheduler is not None and progress["scheduler"] is not None:
+        source.scheduler.load_state_dict(source.scheduler.state_dict() | progress["scheduler"])
+    if source.loss_scale is not None and progress["loss_scale"] is not None:
+        vars(source.loss_scale).update(progress["loss_scale"])
+    world = source.mesh.world
+    names = random_entries(world).keys()
+    if ParallelPlan.model_validate(progress["plan"]) == source.plan and names <= saved.keys():
+        restore_random(_read(whole, {name: empty_bytes(saved[name]) for name in names}), world)
+        return
+    place = source.mesh.coordinate("dp") + source.mesh.coordinate("pp") * source.mesh.size("dp")
+    reseed(seed=int(progress["seed"]), num_steps=int(progress["num_steps"]), place=place)
 
 
-def _read_options(text: str) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()}
-
-
-def _take_options(optimizer: torch.optim.Optimizer, options: dict[nn.Parameter, dict[str, Any]]) -> None:
-    """Give every group of `optimizer` the saved options of its first parameter."""
-    for group in optimizer.param_groups:
-        if group["params"]:
-            group.update(options.get(group["params"][0], {}))
-
-
-def _placed_piece(name: str, tensor: torch.Tensor, places: Mapping[str, Place]) -> Any:
-    """Return `tensor` as it is written: with its place in the whole where it is a part over `tp`."""
-    return tensor if name not in places else SplitPieces(tensor, places[name])
-
-
-def _whole_shape(name: str, tensor: torch.Tensor, places: Mapping[str, Place]) -> torch.Size:
-    return tensor.shape if name not in places else torch.Size(places[name].cut.whole_shape(tensor.shape))
-
-
-def _empty_states(
-    saved: dict[str, Any], parameters: dict[str, nn.Parameter], shapes: Mapping[str, torch.Size]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of the optimizer's state to read into, by parameter, sharded as the parameter is."""
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in parameters}
-    for entry, description in saved.items():
-        start, _, rest = entry.partition(".")
-        key, _, name = rest.partition(".")
-        if start != "optimizer" or name not in parameters or not isinstance(description, TensorStorageMetadata):
-            continue
-        dtype = description.properties.dtype
-        if description.size == shapes[name]:
-            states[name][key] = torch.zeros_like(parameters[name], dtype=dtype, requires_grad=False)
-        else:  # a count of steps
-            states[name][key] = torch.zeros(description.size, dtype=dtype)
-    return states
+def _read(whole: Path, entries: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fill the tensors of `entries` from a checkpoint, and return them. Every rank calls it, with its own entries."""
+    with _without_the_note_on_single_processes():
+        load(entries, storage_reader=SafeReader(whole))
+    return entries
 
 
 def _placed(
@@ -183,9 +195,8 @@ def _placed(
     return values
 
 
-def _check_shape(folder: Path, saved: dict[str, Any], entry: str, shape: torch.Size) -> None:
-    description = saved.get(entry)
-    name = entry.removeprefix("model.")
+def _check_shape(folder: Path, saved: Mapping[str, Any], name: str, shape: torch.Size) -> None:
+    description = saved.get(f"{MODEL}{name}")
     if description is None:
         raise CheckpointError(f"{folder} holds no {name}", hint="it is a checkpoint of another model")
     if description.size != shape:

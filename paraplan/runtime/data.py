@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from paraplan.errors import UsageError
 from paraplan.runtime.batches import to_device
@@ -25,8 +26,9 @@ class ShareSampler(Sampler[list[int]]):
 
     Every epoch has its own order, drawn from `seed` and the epoch's number alone, so that it is the same on every rank
     and under every plan. Global batch k is entries k * B .. (k + 1) * B - 1 of that order; rank r of `dp` takes the
-    r-th of its equal parts. Samples that do not fill a global batch are left out of their epoch, and the first `skip`
-    steps of all are not given.
+    r-th of its equal parts. Samples that do not fill a global batch are left out of their epoch; without `drop_last`
+    they are a short one, whose parts differ by one sample at most. A rank without a part of it is given the number of
+    a sample inverted (~number): one whose shape counts, and nothing else. The first `skip` steps of all are not given.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ShareSampler(Sampler[list[int]]):
         epochs: int,
         shuffle: bool,
         skip: int = 0,
+        drop_last: bool = True,
     ) -> None:
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -49,18 +52,24 @@ class ShareSampler(Sampler[list[int]]):
         self.epochs = epochs
         self.shuffle = shuffle
         self.skip = skip
+        self.drop_last = drop_last
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches of an epoch, a short one counted."""
+        return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
 
     def __len__(self) -> int:
-        return max(0, self.num_samples // self.batch_size * self.epochs - self.skip)
+        return max(0, self.steps_per_epoch * self.epochs - self.skip)
 
     def __iter__(self) -> Iterator[list[int]]:
-        share = self.batch_size // self.dp
-        per_epoch = self.num_samples // self.batch_size
+        per_epoch = self.steps_per_epoch
         for epoch in range(self.skip // max(1, per_epoch), self.epochs):
             order = self._order(epoch)
             for step in range(max(0, self.skip - epoch * per_epoch), per_epoch):
-                first = step * self.batch_size + self.dp_rank * share
-                yield order[first : first + share]
+                batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+                first, end = (len(batch) * rank // self.dp for rank in (self.dp_rank, self.dp_rank + 1))
+                yield batch[first:end] or [~batch[0]]
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
@@ -68,6 +77,32 @@ class ShareSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(self.seed + epoch)
         order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
         return order
+
+
+class _Samples:
+    """A data set that is also asked for samples of which only the shape counts, by their inverted numbers."""
+
+    def __init__(self, dataset: SizedDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int, /) -> tuple[bool, Any]:
+        return (True, self._dataset[index]) if index >= 0 else (False, self._dataset[~index])
+
+
+class _Collate:
+    """Makes a batch of samples; one of those that do not count has no sequences. Workers can pickle it."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._collate = collate or default_collate
+
+    def __call__(self, samples: list[tuple[bool, Any]]) -> Any:
+        batch = self._collate([sample for _, sample in samples])
+        if samples[0][0]:
+            return batch
+        return pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 class ShardedBatches:
@@ -86,10 +121,10 @@ class ShardedBatches:
         self._sampler = sampler
         # A generator of its own: the loader would draw from torch's global one, and dropout would then differ by plan.
         self._loader: DataLoader[Any] = DataLoader(
-            dataset,  # type: ignore[arg-type]  # any sized, indexable object will do
+            dataset if sampler.drop_last else _Samples(dataset),  # type: ignore[arg-type]  # any with numbered samples
             batch_sampler=sampler,
             num_workers=num_workers,
-            collate_fn=collate,
+            collate_fn=collate if sampler.drop_last else _Collate(collate),
             pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(sampler.seed),
         )
@@ -118,6 +153,7 @@ def shard_dataset(
     epochs: int = 1,
     shuffle: bool = True,
     skip: int = 0,
+    drop_last: bool = True,
     num_workers: int = 0,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> ShardedBatches:
@@ -132,7 +168,7 @@ def shard_dataset(
             f"a global batch of {batch_size} does not divide over dp={dp} ranks",
             hint=f"use a multiple of {dp}, such as {max(1, batch_size // dp) * dp}",
         )
-    if len(dataset) < batch_size:
+    if len(dataset) < (batch_size if drop_last else 1):
         raise UsageError(
             f"the dataset has {len(dataset)} samples, fewer than one global batch of {batch_size}",
             hint="use a smaller batch or more data",
@@ -146,5 +182,6 @@ def shard_dataset(
         epochs=epochs,
         shuffle=shuffle,
         skip=skip,
+        drop_last=drop_last,
     )
     return ShardedBatches(dataset, sampler, device=device, num_workers=num_workers, collate=collate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.errors import ModelError, UsageError
-from paraplan.runtime.batches import MicroBatch, batch_size, split_batch, to_device
-from paraplan.runtime.checkpoint import load_checkpoint, save_checkpoint
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.batches import (
+    Division,
+    MicroBatch,
+    TargetCount,
+    batch_size,
+    count_micro_batches,
+    counted_targets,
+    divide_short,
+    split_batch,
+    to_device,
+    weigh,
+)
+from paraplan.runtime.checkpoint import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.clipping import clip_gradients, global_norm
 from paraplan.runtime.execution import Execution
+from paraplan.runtime.loss_scale import LossScale
+from paraplan.runtime.loss_watch import LossWatch
+from paraplan.runtime.memory_fault import is_out_of_memory, memory_error
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.peers import Call, Peers
+from paraplan.runtime.step_reports import RunWatch, StepReport, count_tokens
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_pieces import Place
 from paraplan.runtime.whole_tensors import whole_tensor
@@ -42,10 +61,27 @@ class RankPart:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The batch of one step on one rank: `num_microbatches` of `micro_batch_size` sequences, None for any one size."""
+    """The batch of one step on one rank: `num_microbatches` of `micro_batch_size` sequences, None for any one size.
+
+    A step that is not full has at least `min_microbatches`, and a multiple of `multiple`, as its schedule needs.
+    """
 
     num_microbatches: int
     micro_batch_size: int | None
+    min_microbatches: int = 1
+    multiple: int = 1
+
+    @classmethod
+    def of_plan(cls, plan: ParallelPlan, *, is_fixed: bool) -> StepShape:
+        """Return the batch of a step of `plan`; `is_fixed` says that its sizes are binding."""
+        # 1F1B and the schedules of several stages a rank run a micro-batch in every stage at once.
+        counts = plan.pp if plan.pipeline_schedule not in (None, "gpipe") else 1
+        return cls(
+            num_microbatches=plan.num_microbatches,
+            micro_batch_size=plan.micro_batch_size if is_fixed else None,
+            min_microbatches=counts,
+            multiple=counts,
+        )
 
     @property
     def share(self) -> int | None:
@@ -53,12 +89,31 @@ class StepShape:
         return None if self.micro_batch_size is None else self.micro_batch_size * self.num_microbatches
 
 
+@dataclass
+class Equipment:
+    """What an engine works with beside its part of the model and the optimizer.
+
+    `count_targets` says over how many targets of a micro-batch its mean loss goes. `loss_scale` is given in fp16.
+    `has_values` is False where tensors have none (a run without a GPU that counts bytes).
+    """
+
+    max_grad_norm: float | None = None
+    scheduler: LRScheduler | None = None
+    count_targets: TargetCount = counted_targets
+    loss_scale: LossScale | None = None
+    peers: Peers | None = None
+    watch: RunWatch | None = None
+    file: PlanFile | None = None
+    has_values: bool = True
+
+
 class Engine:
     """A model under a plan, with its optimizer. Made by `Job.prepare`.
 
-    `optimizer` is this rank's, over `parameters`: give it to a learning-rate scheduler. `grad_norm` is the norm of the
-    whole model's gradient at the last step before clipping, None without `max_grad_norm`. Gradients stay readable
-    until the next step. `num_steps` counts the steps done, those of a loaded checkpoint included.
+    `optimizer` is this rank's, over `parameters`; `scheduler` what sets its learning rate, None without one.
+    `grad_norm` is the norm of the whole model's gradient at the last step before clipping, None where nothing needed
+    it. Gradients stay readable until the next step. `num_steps` counts the steps done, those of a loaded checkpoint
+    included: it is the position in the data, for `job.shard(skip=engine.num_steps)`.
     """
 
     def __init__(
@@ -67,23 +122,33 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         *,
         mesh: Mesh,
+        plan: ParallelPlan,
         shape: StepShape,
-        max_grad_norm: float | None,
+        equipment: Equipment,
     ) -> None:
         self.optimizer = optimizer
+        self.scheduler = equipment.scheduler
         self.grad_norm: torch.Tensor | None = None
-        self.num_steps = 0
         self._part = part
         self._mesh = mesh
+        self._plan = plan
         self._shape = shape
-        self._share = shape.share
+        self._equipment = equipment
+        self._peers = equipment.peers or Peers(mesh.world)
         self._has_stepped = False
-        self._max_grad_norm = max_grad_norm
+        self._was_short = False
+        self._losses = LossWatch(mesh.world)
+        self._writer = CheckpointWriter(is_main=mesh.world.rank == 0)
 
     @property
     def module(self) -> nn.Module:
         """This rank's part of the model, on its device: all of it, a sharded model, or a pipeline stage."""
         return self._part.module
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done, those of a loaded checkpoint included."""
+        return self._peers.num_steps
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -92,6 +157,11 @@ class Engine:
         Under tensor parallelism some are this rank's parts; see `whole`.
         """
         return dict(self._part.parameters)
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """What was last measured, on rank 0 of a run that writes metrics or shows its progress; else None."""
+        return None if self._equipment.watch is None else self._equipment.watch.last
 
     def whole(self, name: str, tensor: torch.Tensor | None = None) -> torch.Tensor:
         """Return the whole of parameter `name`, or of `tensor`, which lies over the ranks as that parameter does.
@@ -107,104 +177,159 @@ class Engine:
         """Do one optimizer step on this rank's share of a global batch; return the mean loss of the whole batch.
 
         `inputs` and `targets` are tensors, or nests of tensors, with the batch first; a dict of inputs gives the model
-        keyword arguments, a tuple positional ones. Micro-batches are of one size, so that the mean over all of them and
-        over all ranks is the mean over the global batch. The loss is a scalar tensor on the device; reading it waits
-        for the step. Raises `UsageError` where the share has another size than the plan says or does not divide.
+        keyword arguments, a tuple positional ones. The mean is that over all targets of the global batch, also where
+        some are masked or the batch is not full. The loss is a scalar tensor on the device; reading it waits for the
+        step. Raises `UsageError` where the share has another size than the plan says or does not divide, or ranks make
+        other calls; `DivergedError` where the loss is no number; `RankMemoryError` where the memory is too small.
         """
-        micro_batches = self._split(inputs, targets)
-        self._check_share(batch_size(inputs, targets))
+        watch, scale = self._equipment.watch, self._equipment.loss_scale
+        if watch is not None:
+            watch.begin()
+        self._losses.check()
+        micro_batches = self._divided("step", inputs, targets)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._part.execution.train(micro_batches)
+        loss = self._guarded(lambda: self._part.execution.train(micro_batches))
+        if scale is not None:
+            loss = loss / scale.scale
         if self._part.is_replica and not self._has_stepped:
             self._check_every_gradient()
-        if self._max_grad_norm is not None:
-            self._clip(self._max_grad_norm)
-        self.optimizer.step()
+        mean = self._global_mean(loss)
+        self._losses.add(step=self.num_steps + 1, mean=mean, own=loss, is_read=self._equipment.has_values)
+        if self._prepare_gradients():
+            self._guarded(self.optimizer.step)
+            if self.scheduler is not None:
+                self.scheduler.step()
         self._has_stepped = True
-        self.num_steps += 1
-        return self._global_mean(loss)
+        self._peers.num_steps += 1
+        if watch is not None:
+            watch.end(
+                step=self.num_steps,
+                loss=mean,
+                grad_norm=self.grad_norm,
+                learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+                tokens=count_tokens(inputs) * self._mesh.size("dp"),
+            )
+        return mean
 
     def eval_step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Return the mean loss of a global batch, this rank's share of which is given, without training on it.
 
-        Every rank calls it, with shares of one size that divide into the plan's micro-batches. Dropout is off.
+        Every rank calls it. Dropout is off.
         """
-        micro_batches = self._split(inputs, targets)
+        self._losses.check()
+        micro_batches = self._divided("eval_step", inputs, targets)
         was_training = self._part.module.training
         self._part.module.eval()
         try:
-            return self._global_mean(self._part.execution.evaluate(micro_batches))
+            return self._global_mean(self._guarded(lambda: self._part.execution.evaluate(micro_batches)))
         finally:
             self._part.module.train(was_training)
 
-    def save(self, folder: str | Path) -> None:
-        """Write parameters, buffers, the optimizer's state and `num_steps` to `folder`, which any plan can load.
+    def save(self, folder: str | Path, *, wait: bool = True) -> None:
+        """Write the state of the training to `folder`, which any plan can load.
 
-        Every rank calls it, with a folder that all of them reach. A checkpoint that is there stays whole until the new
-        one is.
+        That is parameters, buffers, optimizer, scheduler, loss scale, random numbers and `num_steps`. Every rank calls
+        it, with a folder that all of them reach. A checkpoint that is there stays whole until the new one is. Without
+        `wait` the state is copied to the host's memory and written while training goes on; the next `save`, `load` or
+        `job.close` waits for it. Raises `DivergedError` before anything is written where the last loss is no number.
         """
-        save_checkpoint(
-            Path(folder),
-            parameters=self._part.parameters,
-            buffers=self._part.buffers,
-            optimizer=self.optimizer,
-            num_steps=self.num_steps,
-            places=self._places,
-            is_main=self._mesh.world.rank == 0,
-        )
+        self._losses.check()
+        self._meet("save")
+        self._writer.write(Path(folder), self._source(), wait=wait)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote to `folder`, under this plan or another one. Every rank calls it.
 
+        Under the same plan dropout goes on with the random numbers of the checkpoint, under another one with new ones.
         Raises `CheckpointError` where `folder` holds no checkpoint of this model.
         """
-        self.num_steps = load_checkpoint(
-            Path(folder),
+        self._meet("load")
+        self._writer.finish()
+        self._peers.num_steps = load_checkpoint(Path(folder), self._source())
+
+    def finish(self) -> None:
+        """Wait for what `save` still writes, and end the progress bar. `job.close` does it too."""
+        self._writer.finish()
+        if self._equipment.watch is not None:
+            self._equipment.watch.finish()
+
+    def _source(self) -> CheckpointSource:
+        index = self._mesh.coordinate("tp")
+        return CheckpointSource(
             parameters=self._part.parameters,
             buffers=self._part.buffers,
             optimizer=self.optimizer,
-            places=self._places,
+            scheduler=self.scheduler,
+            loss_scale=self._equipment.loss_scale,
+            places={name: Place(cut=cut, index=index) for name, cut in self._part.cuts.items()},
+            plan=self._plan,
+            num_steps=self.num_steps,
+            mesh=self._mesh,
         )
 
-    @property
-    def _places(self) -> dict[str, Place]:
-        """Where the parts of split parameters lie in the whole ones."""
-        index = self._mesh.coordinate("tp")
-        return {name: Place(cut=cut, index=index) for name, cut in self._part.cuts.items()}
+    def _meet(self, call: Call, size: int = 0) -> list[int]:
+        return self._peers.meet(call, size) if self._equipment.has_values else [size] * self._mesh.world.size
 
-    def _split(self, inputs: Any, targets: Any) -> list[MicroBatch]:
-        device = self._mesh.world.device
-        return split_batch(to_device(inputs, device), to_device(targets, device), count=self._shape.num_microbatches)
+    def _divided(self, call: Call, inputs: Any, targets: Any) -> list[MicroBatch]:
+        """Return the micro-batches of a step, each with its weight in the mean over the global batch."""
+        device, mesh = self._mesh.world.device, self._mesh
+        size = batch_size(inputs, targets)
+        sizes = self._meet(call, size)
+        self._check_copies(sizes)
+        division = self._division(call, sizes)
+        pieces = split_batch(to_device(inputs, device), to_device(targets, device), division)
+        counts = count_micro_batches(pieces, self._equipment.count_targets, device)
+        total = counts.sum()
+        if mesh.group("dp") is not None:
+            dist.all_reduce(total, group=mesh.group("dp"))
+        scale = self._equipment.loss_scale.scale if self._equipment.loss_scale and call == "step" else 1.0
+        return weigh(pieces, counts * (scale * mesh.size("dp")) / total.clamp(min=torch.finfo(total.dtype).tiny))
 
-    def _check_share(self, size: int) -> None:
-        if self._share is None:
-            self._share = self._agreed_share(size)
-        if size == self._share:
-            return
-        if self._shape.micro_batch_size is None:
+    def _division(self, call: Call, sizes: list[int]) -> Division:
+        """Return how this step is cut, the same on every rank. Raises `UsageError` for sizes that do not fit."""
+        shape, planned = self._shape, self._shape.share
+        if not max(sizes):
+            raise UsageError("this step has no sequence on any rank", hint="give engine.step a batch")
+        if planned is None:
+            is_even = len(set(sizes)) == 1
+            return Division(count=shape.num_microbatches, size=None if is_even else max(sizes))
+        if max(sizes) > planned:
             raise UsageError(
-                f"this step has {size} sequences on a rank and the first one had {self._share}",
-                hint="leave out the last, short batch; job.shard does",
+                f"this step has {max(sizes)} sequences on rank {sizes.index(max(sizes))}, but the plan takes "
+                f"micro_batch_size={shape.micro_batch_size} x num_microbatches={shape.num_microbatches} = {planned}",
+                hint="take the batches from job.shard, or make a plan for this batch",
             )
-        raise UsageError(
-            f"this step has {size} sequences on a rank, but the plan takes micro_batch_size="
-            f"{self._shape.micro_batch_size} x num_microbatches={self._shape.num_microbatches} = {self._share}",
-            hint="take the batches from job.shard, or make a plan for this batch",
+        is_short = min(sizes) < planned
+        if is_short and self._was_short and call == "step":
+            raise UsageError(
+                f"two steps in a row have fewer sequences than the plan's {planned} on a rank: {sizes}",
+                hint="only the last batch of an epoch may be short; take the batches from job.shard, or make a plan "
+                "for this batch",
+            )
+        if call == "step":
+            self._was_short = is_short
+        if not is_short:
+            return Division(count=shape.num_microbatches, size=shape.micro_batch_size)
+        assert shape.micro_batch_size is not None
+        return divide_short(
+            sizes,
+            micro_batch_size=shape.micro_batch_size,
+            min_count=shape.min_microbatches,
+            multiple=shape.multiple,
         )
 
-    def _agreed_share(self, size: int) -> int:
-        """Return `size` if every rank has it; raise `UsageError` on every rank otherwise."""
-        if self._mesh.world.is_distributed:
-            mine = torch.tensor([size], device=self._mesh.world.device)
-            gathered = [torch.empty_like(mine) for _ in range(self._mesh.world.size)]
-            dist.all_gather(gathered, mine)
-            sizes = [int(other) for other in gathered]
-            if len(set(sizes)) > 1:
+    def _check_copies(self, sizes: list[int]) -> None:
+        """Raise `UsageError` where ranks that hold parts of one copy of the model bring batches of different sizes."""
+        grid = self._mesh.grid
+        by_copy: dict[int, int] = {}
+        for rank, size in enumerate(sizes):
+            copy = grid.coordinates(rank)["dp"]
+            if by_copy.setdefault(copy, size) != size:
                 raise UsageError(
-                    f"the ranks have {sizes} sequences for one step, so their mean is not the batch's mean",
-                    hint="give every rank the same number; job.shard does",
+                    f"rank {rank} has {size} sequences for this step, and another rank with parts of the same copy of "
+                    f"the model has {by_copy[copy]}",
+                    hint="ranks of one copy take the same batch; job.shard gives it to them",
                 )
-        return size
 
     def _check_every_gradient(self) -> None:
         missing = [name for name, held in self._part.parameters.items() if held.requires_grad and held.grad is None]
@@ -214,17 +339,51 @@ class Engine:
                 hint="turn them off with requires_grad_(False), or use ZeRO, which leaves them alone",
             )
 
-    def _clip(self, max_norm: float) -> None:
+    def _prepare_gradients(self) -> bool:
+        """Unscale and clip the gradients; return whether the step can be done, the same on every rank."""
+        max_norm, scale = self._equipment.max_grad_norm, self._equipment.loss_scale
+        if max_norm is None and scale is None:
+            return True
         gradients = {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
+        if scale is not None:
+            scale.unscale(gradients.values())
         counted = {name: gradient for name, gradient in gradients.items() if name not in self._part.repeated}
         self.grad_norm = global_norm(counted, self._mesh, split=self._part.cuts.keys())
-        clip_gradients(list(self._part.parameters.values()), norm=self.grad_norm, max_norm=max_norm)
+        if scale is not None and self._equipment.has_values:
+            # The norm of the whole model's gradient is finite where every part of it is, on every rank.
+            overflowed = not bool(self.grad_norm.isfinite())
+            scale.update(overflowed=overflowed)
+            if overflowed:
+                return False
+        if max_norm is not None:
+            clip_gradients(list(self._part.parameters.values()), norm=self.grad_norm, max_norm=max_norm)
+        return True
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """Return `work()`; a lack of memory is said in the parts of the plan's estimate."""
+        try:
+            return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            device = self._mesh.world.device
+            raise memory_error(
+                error,
+                parameters=self._part.parameters.values(),
+                optimizer=self.optimizer,
+                plan=self._plan,
+                file=self._equipment.file,
+                rank=self._mesh.world.rank,
+                step=self.num_steps + 1,
+                allocated_bytes=int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None,
+            ) from error
 
     def _global_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the mean over `dp` of the losses of the last stages; ranks of other stages bring 0.
 
         The ranks of a `tp` group bring the same loss each.
         """
+        mean = loss / (self._mesh.size("dp") * self._mesh.size("tp"))
         if self._mesh.world.is_distributed:
-            dist.all_reduce(loss)
-        return loss / (self._mesh.size("dp") * self._mesh.size("tp"))
+            dist.all_reduce(mean)
+        return mean

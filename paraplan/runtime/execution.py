@@ -18,14 +18,14 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 class Execution(Protocol):
-    """Runs micro-batches. Losses are means over this rank's share, 0 on ranks without the end of the model."""
+    """Runs micro-batches. Losses are sums by the weights of these, 0 on ranks without the end of the model."""
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Run forward and backward passes, leave the gradients of the mean loss in place, and return that loss."""
+        """Run forward and backward passes, leave the gradients of the weighted loss in place, and return it."""
         ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Run forward passes without gradients and return the mean loss."""
+        """Run forward passes without gradients and return the weighted loss."""
         ...
 
 
@@ -48,27 +48,27 @@ class WholeModelExecution:
         self._device = device
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Run forward and backward passes, leave the gradients of the mean loss in place, and return that loss."""
+        """Run forward and backward passes, leave the gradients of the weighted loss in place, and return it."""
         total = torch.zeros((), device=self._device)
         for index, micro_batch in enumerate(micro_batches):
             with self._sync.micro_batch(is_last=index == len(micro_batches) - 1):
-                loss = self._loss(micro_batch) / len(micro_batches)
+                loss = self._loss(micro_batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Run forward passes without gradients and return the mean loss."""
+        """Run forward passes without gradients and return the weighted loss."""
         total = torch.zeros((), device=self._device)
         with torch.no_grad():
             for micro_batch in micro_batches:
-                total += self._loss(micro_batch) / len(micro_batches)
+                total += self._loss(micro_batch)
         return total
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         with compute_context(self._precision, self._device):
             outputs = call_model(self._module, micro_batch.inputs)
-            return scalar_loss(self._loss_fn(outputs, micro_batch.targets))
+            return weighted_loss(self._loss_fn(outputs, micro_batch.targets), micro_batch)
 
 
 def scalar_loss(loss: Any) -> torch.Tensor:
@@ -77,3 +77,13 @@ def scalar_loss(loss: Any) -> torch.Tensor:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(f"loss_fn returned {found}, not one number", hint="return the mean loss over the micro-batch")
     return loss.reshape(())
+
+
+def weighted_loss(loss: Any, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return what `loss_fn` returned for `micro_batch` by its weight in the step; 0 where that is 0, whatever it was.
+
+    A micro-batch whose targets are all masked has no mean: its loss is NaN, and its gradients are 0.
+    """
+    weight = micro_batch.weight
+    assert weight is not None
+    return torch.where(weight > 0, scalar_loss(loss).float() * weight, 0.0)

@@ -24,7 +24,7 @@ from paraplan.plan.training import OptimizerName, TrainingSpec
 from paraplan.records import Record
 from paraplan.runtime.assembly import assemble_part
 from paraplan.runtime.blocks import find_blocks
-from paraplan.runtime.engine import Engine, RankPart, StepShape
+from paraplan.runtime.engine import Engine, Equipment, RankPart, StepShape
 from paraplan.runtime.execution import LossFunction
 from paraplan.runtime.fake_split import splits_without_values
 from paraplan.runtime.fake_world import fake_world, without_values
@@ -157,8 +157,9 @@ class _TrackedRank:
                 self._part,
                 optimizer,
                 mesh=self._setting.mesh,
-                shape=StepShape(num_microbatches=plan.num_microbatches, micro_batch_size=plan.micro_batch_size),
-                max_grad_norm=None,
+                plan=plan,
+                shape=StepShape.of_plan(plan, is_fixed=True),
+                equipment=Equipment(has_values=False),
             )
             tracker.enter("forward")
             tracker.forget_peak()  # models are built and cut in host memory

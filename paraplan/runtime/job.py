@@ -4,41 +4,59 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from paraplan.errors import PlanError
+from paraplan.errors import PlanError, UsageError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
+from paraplan.runtime.batches import TargetCount, counted_targets
+from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.data import ShardedBatches, SizedDataset, shard_dataset
-from paraplan.runtime.engine import Engine, StepShape
+from paraplan.runtime.engine import Engine, Equipment, StepShape
 from paraplan.runtime.execution import LossFunction
+from paraplan.runtime.loss_scale import LossScale
 from paraplan.runtime.mesh import Mesh, build_mesh
 from paraplan.runtime.noise import silence_known_noise
+from paraplan.runtime.peers import Peers
 from paraplan.runtime.setting import Setting
-from paraplan.runtime.weights import share_weights
+from paraplan.runtime.step_reports import RunWatch, Yardstick, peak_flops_per_s
+from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, read_world
 
 PLAN_VARIABLE = "PARAPLAN_PLAN"
+METRICS_VARIABLE = "PARAPLAN_METRICS"
+"""The file that `runtime.init` writes metrics to where it is given none."""
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One rank of a training job. `file` is what the plan came from, None for a plan made on the spot."""
+    """One rank of a training job. `file` is what the plan came from, None for a plan made on the spot.
+
+    `metrics` is the file that rank 0 writes a line to for every step; `shows_progress` says that it draws a bar.
+    """
 
     plan: ParallelPlan
     file: PlanFile | None
     precision: TrainingPrecision
     mesh: Mesh
+    metrics: Path | None = None
+    shows_progress: bool = False
+    _peers: list[Peers] = field(default_factory=list, repr=False)
+    _engines: list[Engine] = field(default_factory=list, repr=False)
 
     @property
     def world(self) -> World:
@@ -61,13 +79,19 @@ class Job:
         *,
         loss_fn: LossFunction,
         optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
+        count_targets: TargetCount = counted_targets,
+        compile_backend: str | None = None,
         example_inputs: Any = None,
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
 
-        `loss_fn(outputs, targets)` returns the mean over its micro-batch. `optimizer` is called with a list of this
-        rank's parameters and returns their optimizer. `max_grad_norm` clips the norm of the whole model's gradient.
+        `loss_fn(outputs, targets)` returns the mean over its micro-batch: over as many targets as
+        `count_targets(targets)` says, by default those other than -100 where targets are whole numbers, else the
+        sequences. `optimizer` is called with a list of this rank's parameters and returns their optimizer, `scheduler`
+        with that optimizer; it is stepped after every step. `max_grad_norm` clips the norm of the whole model's
+        gradient. `compile_backend` ("inductor") has torch.compile compile each of the repeated blocks.
         Every rank starts from the weights of rank 0. Ranks of a `dp` group draw different random numbers afterwards
         (dropout). `example_inputs` is a small batch to find the model's structure by, for a pipeline over a model whose
         inputs are not token ids.
@@ -77,19 +101,33 @@ class Job:
         """
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision)
         share_weights(model, self.world)
+        watch = self._watch(count_parameters(model))
+        if compile_backend is not None:
+            compile_blocks(model, stack, compile_backend)
         setting = Setting(plan=self.plan, mesh=self.mesh, precision=self.precision, loss_fn=loss_fn)
         part = assemble_part(model, stack, setting, example_inputs=example_inputs)
         self._separate_random_numbers()
-        return Engine(
+        made = optimizer(list(part.parameters.values()))
+        peers = Peers(self.world)
+        engine = Engine(
             part,
-            optimizer(list(part.parameters.values())),
+            made,
             mesh=self.mesh,
-            shape=StepShape(
-                num_microbatches=self.plan.num_microbatches,
-                micro_batch_size=None if self.file is None else self.plan.micro_batch_size,
+            plan=self.plan,
+            shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
+            equipment=Equipment(
+                max_grad_norm=max_grad_norm,
+                scheduler=None if scheduler is None else scheduler(made),
+                count_targets=count_targets,
+                loss_scale=LossScale() if self.precision == "fp16" else None,
+                peers=peers,
+                watch=watch,
+                file=self.file,
             ),
-            max_grad_norm=max_grad_norm,
         )
+        self._peers.append(peers)
+        self._engines.append(engine)
+        return engine
 
     def shard(
         self,
@@ -100,6 +138,7 @@ class Job:
         epochs: int = 1,
         shuffle: bool = True,
         skip: int = 0,
+        drop_last: bool = True,
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> ShardedBatches:
@@ -107,10 +146,10 @@ class Job:
 
         `dataset` is a map-style data set of (inputs, targets). `batch_size` is the global batch in samples: by default
         the plan's, and with a plan made on the spot one sample for each rank. The order depends on `seed` and the epoch
-        alone, so it is the same under every plan. The last samples of an epoch that fill no global batch are left out.
-        `skip` leaves out the first steps: the engine's `num_steps`, to go on where a checkpoint was written.
-        Raises `UsageError` for a batch that does not divide over the ranks and for a data set smaller than a batch, and
-        `PlanError` for a `batch_size` that is not the plan's.
+        alone, so it is the same under every plan. The last samples of an epoch that fill no global batch are left out,
+        without `drop_last` they make a short one. `skip` leaves out the first steps: the engine's `num_steps`, to go on
+        where a checkpoint was written. Raises `UsageError` for a batch that does not divide over the ranks and for a
+        data set smaller than a batch, and `PlanError` for a `batch_size` that is not the plan's.
         """
         planned = self.plan.global_batch_size
         if self.file is not None and batch_size not in (None, planned):
@@ -129,13 +168,37 @@ class Job:
             epochs=epochs,
             shuffle=shuffle,
             skip=skip,
+            drop_last=drop_last,
             num_workers=num_workers,
             collate=collate,
         )
 
     def close(self) -> None:
-        """Leave the process group. Done at exit too; safe to call twice."""
+        """Wait for checkpoints that are being written, say how the run compares with its prediction, and leave.
+
+        Safe to call twice. Without it the process leaves its group at exit.
+        """
+        for engine in self._engines:
+            engine.finish()
+        for peers in self._peers:
+            peers.leave()
+        self._engines.clear()
+        self._peers.clear()
         _leave_group()
+
+    def _watch(self, num_parameters: int) -> RunWatch:
+        """Return what follows the steps of an engine; only that of rank 0 writes."""
+        return RunWatch(
+            device=self.device,
+            yardstick=Yardstick(
+                num_ranks=self.world.size,
+                peak_flops_per_s=peak_flops_per_s(self.device, self.precision),
+                num_parameters=num_parameters,
+                estimate=None if self.file is None or not self.is_main else self.file.estimate,
+            ),
+            metrics=self.metrics if self.is_main else None,
+            terminal=sys.stderr if self.is_main and self.shows_progress else None,
+        )
 
     def _separate_random_numbers(self) -> None:
         place = self.mesh.coordinate("dp") + self.mesh.coordinate("pp") * self.mesh.size("dp")
@@ -148,12 +211,16 @@ def init(
     *,
     precision: TrainingPrecision | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    metrics: str | Path | None = None,
+    shows_progress: bool | None = None,
 ) -> Job:
     """Join the other ranks, if a launcher started any, and return the job.
 
     The plan is `plan`, else the launcher's (the file that PARAPLAN_PLAN names), else one made on the spot: DDP over all
     ranks, or one process. `precision` is that of the plan file's training, fp32 where nothing says. A collective that
-    takes longer than `timeout_s` fails.
+    takes longer than `timeout_s` fails. Rank 0 appends a line of JSON for every step to the file `metrics`, by default
+    the one that PARAPLAN_METRICS names (`paraplan launch --metrics`), and draws a bar where its stderr is a terminal,
+    or as `shows_progress` says.
 
     Raises `PlanError` for a plan of another number of ranks or another precision, `UnsupportedPlanError` for one that
     the runtime cannot execute, and `UsageError` for an environment that no launcher makes.
@@ -174,7 +241,24 @@ def init(
     if world.is_distributed and not dist.is_initialized():
         join_world(world, os.environ, timeout_s=timeout_s)
         atexit.register(_leave_group)
-    return Job(plan=chosen, file=file, precision=precision, mesh=build_mesh(chosen, world))
+    return Job(
+        plan=chosen,
+        file=file,
+        precision=precision,
+        mesh=build_mesh(chosen, world),
+        metrics=_metrics_file(metrics),
+        shows_progress=sys.stderr.isatty() if shows_progress is None else shows_progress,
+    )
+
+
+def _metrics_file(given: str | Path | None) -> Path | None:
+    name = given or os.environ.get(METRICS_VARIABLE)
+    if not name:
+        return None
+    path = Path(name).absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} for the metrics", hint="make it, or choose another file")
+    return path
 
 
 def _launched_plan() -> PlanFile | None:

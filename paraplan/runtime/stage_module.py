@@ -11,7 +11,7 @@ from paraplan.errors import UsageError
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import HiddenShape
 from paraplan.runtime.batches import MicroBatch, call_model
-from paraplan.runtime.execution import LossFunction, scalar_loss
+from paraplan.runtime.execution import LossFunction, weighted_loss
 from paraplan.runtime.precision import compute_context
 from paraplan.runtime.stage_split import Inject, StageEndError
 
@@ -20,8 +20,8 @@ class StageModule(nn.Module):
     """A stage as torch's schedules call it: a hidden state in and out; on the last stage the loss out.
 
     The micro-batches of a step are handed over beforehand, whole, and the schedule passes their numbers: every stage
-    makes its own masks and positions from the inputs. The loss is divided by the number of micro-batches, so that the
-    gradients of a step add up to those of its mean.
+    makes its own masks and positions from the inputs. The loss goes by the weight of the micro-batch, so that the
+    gradients of a step add up to those of the mean over the global batch.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class StageModule(nn.Module):
         try:
             with compute_context(self._precision, self._device):
                 outputs = call_model(self.model, micro_batch.inputs)
-                loss = scalar_loss(self._loss_fn(outputs, micro_batch.targets)) / len(self.micro_batches)
+                loss = weighted_loss(self._loss_fn(outputs, micro_batch.targets), micro_batch)
         except StageEndError as end:
             return self._sendable(end.hidden)
         finally:
             if self._inject is not None:
                 self._inject[0].hold(None)
-        return loss.float().reshape(1)
+        return loss.reshape(1)
 
     def _sendable(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `hidden` as the next stage expects it; a buffer of another size would end the process inside gloo."""
@@ -71,4 +71,6 @@ class StageModule(nn.Module):
                 "found for these inputs without values",
                 hint="use pp=1 for this model",
             )
-        return hidden.to(self.sent.dtype).contiguous()
+        sendable = hidden.to(self.sent.dtype).contiguous()
+        # A backward pass in halves (zero bubble) detaches it in place, which a view does not allow.
+        return sendable.clone() if sendable._is_view() else sendable

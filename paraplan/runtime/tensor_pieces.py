@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from paraplan.runtime.tensor_cut import Cut
 
@@ -50,6 +51,25 @@ class SplitPieces(torch.Tensor):
         )
         pieces._boxes = _boxes(tensor.detach(), place)
         return pieces
+
+    @classmethod
+    def of_shard(cls, tensor: DTensor) -> SplitPieces:
+        """Return this rank's box of a tensor that is sharded as torch does it, over any mesh."""
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        local = tensor.to_local().detach()
+        boxes = [_Box(offsets=tuple(offsets), values=local)] if local.numel() else []
+        return cls._of_boxes(tensor.shape, tensor.dtype, boxes)
+
+    @classmethod
+    def _of_boxes(cls, shape: torch.Size, dtype: torch.dtype, boxes: list[_Box]) -> SplitPieces:
+        pieces: SplitPieces = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        pieces._boxes = boxes
+        return pieces
+
+    def copied(self) -> SplitPieces:
+        """Return the same boxes with a copy of their values in the host's memory."""
+        boxes = [_Box(offsets=box.offsets, values=box.values.to("cpu", copy=True)) for box in self._boxes]
+        return SplitPieces._of_boxes(self.shape, self.dtype, boxes)
 
     def __init__(self, *_: Any) -> None:
         super().__init__()

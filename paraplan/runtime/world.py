@@ -44,7 +44,7 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Set up the default process group: NCCL on GPUs, gloo on the CPU.
+    """Set up the default process group: gloo for tensors on the CPU, and NCCL for those on GPUs.
 
     Where the rendezvous is a loopback address the ranks listen there alone. A collective that takes longer than
     `timeout_s` ends its rank with an error.
@@ -62,7 +62,7 @@ def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             store = _loopback_store(host, port, world, timeout)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,
         rank=world.rank,
         world_size=world.size,

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from paraplan.errors import UsageError
-from paraplan.runtime.batches import batch_size, call_model, split_batch
+from paraplan.runtime.batches import (
+    Division,
+    batch_size,
+    call_model,
+    counted_targets,
+    divide_short,
+    split_batch,
+)
 
 
 def test_micro_batches_are_consecutive_parts_of_every_tensor() -> None:
     inputs = {"tokens": torch.arange(6), "options": ["kept", torch.arange(12).view(6, 2)]}
-    parts = split_batch(inputs, torch.arange(6) * 10, count=3)
+    parts = split_batch(inputs, torch.arange(6) * 10, Division(count=3, size=None))
     assert [part.inputs["tokens"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert [part.targets.tolist() for part in parts] == [[0, 10], [20, 30], [40, 50]]
     assert parts[1].inputs["options"][0] == "kept"
@@ -22,12 +31,39 @@ def test_micro_batches_are_consecutive_parts_of_every_tensor() -> None:
 @pytest.mark.parametrize(("size", "count"), [(5, 2), (2, 3)])
 def test_a_batch_that_does_not_divide_is_refused_with_both_numbers(size: int, count: int) -> None:
     with pytest.raises(UsageError, match=f"batch of {size} sequences does not divide into num_microbatches={count}"):
-        split_batch(torch.zeros(size), torch.zeros(size), count=count)
+        split_batch(torch.zeros(size), torch.zeros(size), Division(count=count, size=None))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any),
+    micro_batch_size=st.integers(1, 9),
+    min_count=st.integers(1, 5),
+    multiple=st.integers(1, 4),
+)
+def test_a_short_batch_is_cut_alike_on_every_rank_and_whole(
+    sizes: list[int], micro_batch_size: int, min_count: int, multiple: int
+) -> None:
+    division = divide_short(sizes, micro_batch_size=micro_batch_size, min_count=min_count, multiple=multiple)
+    assert division.size is not None
+    assert division.size <= micro_batch_size
+    assert division.count >= min_count
+    assert division.count % multiple == 0
+    for size in sizes:
+        pieces = split_batch(torch.arange(size), torch.arange(size), division)
+        used = [piece.inputs for piece in pieces if piece.weight is None]
+        assert {len(piece.inputs) for piece in pieces} == {division.size}
+        assert torch.cat([torch.zeros(0, dtype=torch.long), *used]).tolist() == list(range(size))
+
+
+def test_masked_targets_are_not_counted_and_other_targets_count_by_sequence() -> None:
+    assert counted_targets(torch.tensor([[1, -100, 2], [-100, -100, 0]])) == 3
+    assert counted_targets({"labels": torch.tensor([[1, -100]]), "weights": torch.ones(1, 2)}) == 1
+    assert counted_targets(torch.rand(4, 7)) == 4.0
 
 
 @pytest.mark.parametrize(
     ("inputs", "targets"),
-    [(torch.zeros(4), torch.zeros(3)), (torch.zeros(0, 2), torch.zeros(0)), (torch.tensor(1.0), None), ("text", None)],
+    [(torch.zeros(4), torch.zeros(3)), (torch.tensor(1.0), None), ("text", None)],
 )
 def test_tensors_without_one_first_dimension_are_refused(inputs: object, targets: object) -> None:
     with pytest.raises(UsageError, match="first dimension"):

@@ -1,0 +1,61 @@
+"""Watching the loss: a training whose loss is no number ends, and says at which step and on which rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from paraplan.errors import ParaplanError
+from paraplan.runtime.world import World
+
+
+class DivergedError(ParaplanError):
+    """A loss that is infinite or no number."""
+
+    exit_status = 1
+
+
+@dataclass(frozen=True)
+class _Step:
+    step: int
+    mean: torch.Tensor
+    own: torch.Tensor
+
+
+class LossWatch:
+    """The loss of the last step, looked at before weights made with it are used or kept.
+
+    On a CPU that is at once. On a GPU it is in the next call of the engine, when the step is done or nearly so: looking
+    earlier would make every step wait for its end. No checkpoint is written in between.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._waiting: _Step | None = None
+
+    def add(self, *, step: int, mean: torch.Tensor, own: torch.Tensor, is_read: bool) -> None:
+        """Watch the loss of `step`: `mean` over all ranks, `own` of this rank. Without `is_read` it has no value."""
+        if not is_read:
+            return
+        self._waiting = _Step(step=step, mean=mean, own=own)
+        if self._world.device.type == "cpu":
+            self.check()
+
+    def check(self) -> None:
+        """Raise `DivergedError` on every rank where the watched loss is infinite or no number."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None or bool(waiting.mean.isfinite()):
+            return
+        own = waiting.own.detach().reshape(1)
+        gathered = [own]
+        if self._world.is_distributed:
+            gathered = [torch.empty_like(own) for _ in range(self._world.size)]
+            dist.all_gather(gathered, own)
+        ranks = [rank for rank, loss in enumerate(gathered) if not bool(loss.isfinite())]
+        where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else ""
+        raise DivergedError(
+            f"the loss is {waiting.mean.item()} in step {waiting.step}{where}; the weights of that step were not saved",
+            hint="go on from the last checkpoint with a lower learning rate, clipped gradients or other data",
+        )

@@ -1,0 +1,211 @@
+"""What is measured of a run: each step's loss, gradient norm, speed and memory; in the end against the prediction."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paraplan.errors import UsageError
+from paraplan.hardware.profile_files import find_gpu
+from paraplan.plan.files import PlannedEstimate
+from paraplan.plan.training import TrainingPrecision
+from paraplan.records import Record
+from paraplan.units import format_bytes, format_count, format_seconds
+
+_SECONDS_BETWEEN_LINES = 0.25
+_BAR_WIDTH = 24
+_WARM_STEPS = 1  # the first step allocates, compiles and meets its peers
+
+
+class StepReport(Record):
+    """One optimizer step. Tokens and FLOP/s are of all ranks; unknown is None.
+
+    `tokens_per_s` counts sequences where inputs are no token ids. `mfu` is the share of the peak of all devices that
+    the model's own FLOPs make up (Chowdhery et al. 2022, appendix B). `peak_memory_bytes` is what torch has allocated
+    at most on this rank's GPU, or the largest resident size of its process.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float | None
+    peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What speeds are set against. `peak_flops_per_s` is that of one device; `num_parameters` of the whole model."""
+
+    num_ranks: int
+    peak_flops_per_s: float | None = None
+    num_parameters: int | None = None
+    estimate: PlannedEstimate | None = None
+
+    def mfu(self, *, step_time_s: float, tokens: int) -> float | None:
+        """Return the share of the peak that a step of `tokens` reached; None where the device's peak is unknown.
+
+        The model's FLOPs are those of the plan file, else 6 for each parameter and token (Kaplan et al. 2020, table 1),
+        without attention's.
+        """
+        flops = self.estimate.model_flops_per_step if self.estimate is not None else None
+        if flops is None and self.num_parameters is not None:
+            flops = 6.0 * self.num_parameters * tokens
+        if flops is None or self.peak_flops_per_s is None or step_time_s <= 0:
+            return None
+        return flops / (step_time_s * self.num_ranks * self.peak_flops_per_s)
+
+
+def peak_flops_per_s(device: torch.device, precision: TrainingPrecision) -> float | None:
+    """Return the data sheet's peak of this rank's GPU; None for a CPU or a GPU that no profile knows."""
+    if device.type != "cuda":
+        return None
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.peak(precision)
+
+
+def count_tokens(inputs: Any) -> int:
+    """Return the token ids in `inputs`: the elements of its first tensor of whole numbers, else its sequences."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    ids = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.ndim > 1]
+    return ids[0].numel() if ids else (leaves[0].shape[0] if leaves else 0)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return what torch has allocated at most on a GPU since the start; on a CPU the largest resident size."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclass
+class RunWatch:
+    """Follows the steps of one engine on one rank, and writes what rank 0 is to write.
+
+    `metrics` is the file for a line of JSON for each step; `terminal` is where a bar is drawn. Without both no step
+    waits for the device.
+    """
+
+    device: torch.device
+    yardstick: Yardstick
+    metrics: Path | None = None
+    terminal: TextIO | None = None
+    total_steps: int | None = None
+    step_times_s: list[float] = field(default_factory=list)
+    last: StepReport | None = None
+    _started_s: float = 0.0
+    _shown_s: float = 0.0
+    _is_line_open: bool = False
+
+    def begin(self) -> None:
+        """Take note of the start of a step."""
+        self._started_s = time.perf_counter()
+
+    def end(
+        self,
+        *,
+        step: int,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor | None,
+        learning_rate: float,
+        tokens: int,
+    ) -> None:
+        """Take note of the end of a step of `tokens` over all ranks, and report it where that is due."""
+        is_due = self.metrics is not None or self._is_bar_due()
+        value = loss.item() if is_due or self.device.type == "cpu" else None  # waits for the device
+        step_time_s = time.perf_counter() - self._started_s
+        self.step_times_s.append(step_time_s)
+        if value is None or not is_due:
+            return
+        self.last = StepReport(
+            step=step,
+            loss=value,
+            grad_norm=None if grad_norm is None else grad_norm.item(),
+            learning_rate=learning_rate,
+            step_time_s=step_time_s,
+            tokens_per_s=tokens / step_time_s,
+            mfu=self.yardstick.mfu(step_time_s=step_time_s, tokens=tokens),
+            peak_memory_bytes=peak_memory_bytes(self.device),
+        )
+        if self.metrics is not None:
+            _append(self.metrics, self.last)
+        if self.terminal is not None:
+            self._draw(self.last)
+
+    def finish(self) -> None:
+        """End the bar, and say in one line how the run compares with its prediction."""
+        if self._is_line_open and self.terminal is not None:
+            self.terminal.write("\n")
+            self._is_line_open = False
+        line = self.comparison()
+        if line is not None:
+            sys.stderr.write(f"paraplan: {line}\n")
+        self.step_times_s.clear()
+
+    def comparison(self) -> str | None:
+        """Return step time and memory, measured against predicted; None without a prediction or without a step."""
+        estimate, times = self.yardstick.estimate, self.step_times_s[_WARM_STEPS:] or self.step_times_s
+        if estimate is None or not times:
+            return None
+        measured_s = statistics.median(times)
+        parts = []
+        if estimate.step_time_s is not None:
+            parts.append(
+                f"step time {format_seconds(measured_s)} (median of {len(times)}), predicted "
+                f"{format_seconds(estimate.step_time_s)} ({estimate.step_time_s / measured_s - 1:+.0%})"
+            )
+        if estimate.peak_memory_bytes is not None:
+            measured_bytes = peak_memory_bytes(self.device)
+            kind = "peak memory" if self.device.type == "cuda" else "resident memory of rank 0"
+            parts.append(
+                f"{kind} {format_bytes(measured_bytes)}, predicted {format_bytes(estimate.peak_memory_bytes)} "
+                f"({estimate.peak_memory_bytes / measured_bytes - 1:+.0%})"
+            )
+        return "; ".join(parts) or None
+
+    def _is_bar_due(self) -> bool:
+        return self.terminal is not None and time.perf_counter() - self._shown_s > _SECONDS_BETWEEN_LINES
+
+    def _draw(self, report: StepReport) -> None:
+        assert self.terminal is not None
+        self._shown_s = time.perf_counter()
+        self._is_line_open = True
+        self.terminal.write(f"\r\x1b[K{bar_text(report, self.total_steps)}")
+        self.terminal.flush()
+
+
+def bar_text(report: StepReport, total_steps: int | None) -> str:
+    """Return one line for a terminal: how far the run is, and how the last step went."""
+    words = [f"step {report.step}"]
+    if total_steps:
+        filled = min(_BAR_WIDTH, _BAR_WIDTH * report.step // total_steps)
+        words = [f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] step {report.step}/{total_steps}"]
+    words.append(f"loss {report.loss:.3f}")
+    if report.grad_norm is not None:
+        words.append(f"grad {report.grad_norm:.2f}")
+    words.append(f"{format_count(report.tokens_per_s)} tokens/s")
+    if report.mfu is not None:
+        words.append(f"MFU {report.mfu:.1%}")
+    words.append(format_bytes(report.peak_memory_bytes))
+    return "  ".join(words)
+
+
+def _append(path: Path, report: StepReport) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(report.to_json(indent=None) + "\n")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write metrics to {path}: {error.strerror}", hint="choose a folder that exists and is yours"
+        ) from None
