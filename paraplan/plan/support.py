@@ -6,7 +6,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 
-RUNNABLE_SCHEDULES = ("gpipe", "1f1b")
+RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 RUNNABLE_RECOMPUTE = ("none", "full")
 RUNNABLE_PRECISIONS = ("fp32", "bf16")
 
@@ -16,9 +16,10 @@ def unsupported_reason(
 ) -> str | None:
     """Return why the runtime cannot execute `plan`, or None where it can.
 
-    Runnable are one process; DDP and ZeRO-1, 2 and 3 over `dp`; a pipeline of two or more stages under GPipe or 1F1B,
-    alone or beside DDP or ZeRO-1; tensor parallelism with and without sequence parallelism, alone or beside any of
-    these; each with any number of micro-batches, and with recompute of none or all of the blocks. `num_blocks` is the
+    Runnable are one process; DDP and ZeRO-1, 2 and 3 over `dp`; a pipeline under GPipe, 1F1B, 1F1B of interleaved
+    stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and without sequence
+    parallelism, alone or beside any of these but zero bubble; each with the numbers of micro-batches that the schedule
+    takes, and with recompute of none or all of the blocks. `num_blocks` is the
     number of repeated blocks of the model and `precision` that of the training; what is None is not looked at. Splits
     alone decide: whether the plan fits in memory is another question, and whether a model's heads divide over `tp` is
     seen when it is prepared.
@@ -58,17 +59,44 @@ def _axes_reason(plan: ParallelPlan) -> str | None:
 def _pipeline_reason(plan: ParallelPlan, num_blocks: int | None) -> str | None:
     if plan.pp == 1:
         return None
-    if plan.pipeline_schedule not in RUNNABLE_SCHEDULES:
-        return f"pipeline_schedule={plan.pipeline_schedule}: executed schedules are {' and '.join(RUNNABLE_SCHEDULES)}"
-    if plan.virtual_pipeline_size > 1:
-        return f"virtual_pipeline_size={plan.virtual_pipeline_size}: each rank executes one stage, it must be 1"
-    if plan.pipeline_schedule == "1f1b" and plan.num_microbatches < plan.pp:
-        return f"num_microbatches={plan.num_microbatches}, pp={plan.pp}: 1f1b needs a micro-batch for each stage"
-    if num_blocks is not None and plan.pp > num_blocks:
-        return f"pp={plan.pp} stages for a model of {num_blocks} blocks leave a stage without a block"
+    reason = _schedule_reason(plan) or _count_reason(plan)
+    if reason is not None:
+        return reason
+    stages = plan.num_stages
+    if num_blocks is not None and stages > num_blocks:
+        return f"{stages} stages for a model of {num_blocks} blocks leave a stage without a block"
     if num_blocks is not None and plan.stage_blocks is not None and sum(plan.stage_blocks) != num_blocks:
         return (
             f"stage_blocks={plan.stage_blocks} sum to {sum(plan.stage_blocks)}, and the model has {num_blocks} blocks"
+        )
+    return None
+
+
+def _schedule_reason(plan: ParallelPlan) -> str | None:
+    if plan.pipeline_schedule not in RUNNABLE_SCHEDULES:
+        return f"pipeline_schedule={plan.pipeline_schedule}: executed schedules are {', '.join(RUNNABLE_SCHEDULES)}"
+    virtual = plan.virtual_pipeline_size
+    if plan.pipeline_schedule == "interleaved_1f1b":
+        return None if virtual > 1 else "virtual_pipeline_size=1: interleaved_1f1b needs two stages or more on a rank"
+    if virtual > 1:
+        return f"virtual_pipeline_size={virtual}: only interleaved_1f1b has more than one stage on a rank"
+    if plan.pipeline_schedule == "zero_bubble" and plan.tp > 1:
+        return f"tp={plan.tp}: zero_bubble takes backward passes in halves, which the ranks of a tp group would mix up"
+    if plan.pipeline_schedule == "zero_bubble" and plan.recompute != "none":
+        return f"recompute={plan.recompute}: zero_bubble would recompute for each half of a backward pass"
+    return None
+
+
+def _count_reason(plan: ParallelPlan) -> str | None:
+    count = plan.num_microbatches
+    if plan.pipeline_schedule == "1f1b" and count < plan.pp:
+        return f"num_microbatches={count}, pp={plan.pp}: 1f1b needs a micro-batch for each stage"
+    # Torch's schedules take rounds of about pp micro-batches, all of one size.
+    rounds = max(1, count // plan.pp)
+    if plan.pipeline_schedule in ("interleaved_1f1b", "zero_bubble") and count % rounds:
+        return (
+            f"num_microbatches={count}, pp={plan.pp}: {plan.pipeline_schedule} needs a multiple of the {rounds} rounds "
+            "that it takes, such as a multiple of pp"
         )
     return None
 

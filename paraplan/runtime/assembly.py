@@ -13,20 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.anatomy import Anatomy, examine
+from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.blocks import BlockStack, find_blocks, recompute_in_backward
 from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync
 from paraplan.runtime.engine import RankPart
 from paraplan.runtime.execution import WholeModelExecution
 from paraplan.runtime.setting import Setting
-from paraplan.runtime.stage_module import StageModule
-from paraplan.runtime.stage_split import cut_stage
 from paraplan.runtime.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
-from paraplan.runtime.ties import TiedGradients, find_ties
-from paraplan.runtime.weights import check_materialised, count_parameters
+from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -55,7 +51,7 @@ def assemble_part(
 ) -> RankPart:
     """Return this rank's part of `model`, which is changed in place."""
     if setting.plan.pp > 1:
-        return _assemble_stage(model, stack, setting, example_inputs)
+        return _assemble_stages(model, stack, setting, example_inputs)
     cuts = {}
     if setting.plan.tp > 1:
         split = _tensor_split(model, stack, setting, example_inputs)
@@ -72,7 +68,7 @@ def assemble_part(
     return RankPart(
         module=model,
         parameters=dict(model.named_parameters()),
-        buffers=_lasting_buffers(model),
+        buffers=lasting_buffers(model),
         execution=execution,
         cuts=cuts,
         is_replica=isinstance(called, DistributedDataParallel),
@@ -100,61 +96,41 @@ def _tensor_split(
     return split
 
 
-def _assemble_stage(model: nn.Module, stack: BlockStack | None, setting: Setting, example_inputs: Any) -> RankPart:
-    from paraplan.runtime.pipeline import PipelineExecution  # imports torch's compiler, which other plans do without
+def _assemble_stages(model: nn.Module, stack: BlockStack | None, setting: Setting, example_inputs: Any) -> RankPart:
+    from paraplan.runtime.pipeline_assembly import assemble_stages  # imports torch's compiler, which others do without
 
-    plan, mesh, device = setting.plan, setting.mesh, setting.mesh.world.device
     if stack is None:
         raise UnsupportedPlanError(
-            f"pp={plan.pp}, but {type(model).__name__} has no repeated blocks to cut between",
+            f"pp={setting.plan.pp}, but {type(model).__name__} has no repeated blocks to cut between",
             hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use pp=1",
         )
-    anatomy = examine(model, stack, example_inputs)
-    bounds = stage_bounds(stage_blocks(plan, len(stack)))
-    start, end = bounds[mesh.coordinate("pp")]
-    split = _tensor_split(model, stack, setting, example_inputs, anatomy) if plan.tp > 1 else None
-    cut = cut_stage(model, anatomy, start=start, end=end, device=device)
-    cuts = {}
-    if split is not None:
-        cuts = apply_tensor_split(model, split, stack.names[start:end], tensor_group(mesh))
-    stage = StageModule(
-        model,
-        cut.inject,
-        is_last=mesh.is_last_stage,
-        loss_fn=setting.loss_fn,
-        precision=setting.precision,
-        device=device,
-    )
-    called = _wrap(stage, stack.modules(model)[start:end], setting)
-    held = dict(model.named_parameters())
-    parameters = {name: held[own] for name, own in cut.names.items()}
-    ties = find_ties(anatomy, bounds)
-    execution = PipelineExecution(
-        stage, called, anatomy=anatomy, bounds=bounds, setting=setting, ties=TiedGradients(ties, parameters, mesh)
-    )
-    repeated = {tie.name for tie in ties if tie.stages[0] != mesh.coordinate("pp")}
-    return RankPart(
-        module=stage,
-        parameters=parameters,
-        buffers=_lasting_buffers(model),
-        execution=execution,
-        repeated=frozenset(repeated & parameters.keys()),
-        cuts=cuts,
-        is_replica=isinstance(called, DistributedDataParallel),
-    )
+
+    def find_split(anatomy: Anatomy) -> TensorSplit | None:
+        return _tensor_split(model, stack, setting, example_inputs, anatomy) if setting.plan.tp > 1 else None
+
+    return assemble_stages(model, stack, setting, example_inputs, find_split=find_split, wrap=_wrap)
 
 
-def _lasting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a state dict of `model` holds."""
-    lasting = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
-
-
-def _wrap(module: nn.Module, blocks: list[nn.Module], setting: Setting) -> nn.Module:
+def _wrap(
+    module: nn.Module,
+    blocks: list[nn.Module],
+    setting: Setting,
+    *,
+    apart: frozenset[nn.Parameter] = frozenset(),
+    replicates: bool = True,
+) -> nn.Module:
     if setting.plan.recompute == "full":
         for block in blocks:
             recompute_in_backward(block)
-    return apply_data_parallelism(module, blocks, plan=setting.plan, mesh=setting.mesh, precision=setting.precision)
+    return apply_data_parallelism(
+        module,
+        blocks,
+        plan=setting.plan,
+        mesh=setting.mesh,
+        precision=setting.precision,
+        apart=apart,
+        replicates=replicates,
+    )
 
 
 def _check_reference(reference: ModelReference, model: nn.Module, stack: BlockStack | None, plan: ParallelPlan) -> None:

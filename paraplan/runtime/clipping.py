@@ -43,7 +43,11 @@ def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Col
 
 def clip_gradients(parameters: Sequence[nn.Parameter], *, norm: torch.Tensor, max_norm: float) -> None:
     """Scale the gradients of `parameters` in place so that a model's gradient of `norm` is at most `max_norm` long."""
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    for alike in (sharded, whole):  # one call takes tensors of one kind
+        if alike:
+            torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
 
 
 def _squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

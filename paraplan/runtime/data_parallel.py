@@ -83,26 +83,30 @@ def apply_data_parallelism(
     plan: ParallelPlan,
     mesh: Mesh,
     precision: TrainingPrecision,
+    apart: frozenset[nn.Parameter] = frozenset(),
+    replicates: bool = True,
 ) -> nn.Module:
     """Move `module` to this rank's device and return what is to be called in its place.
 
     That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
-    gathered one by one under ZeRO.
+    gathered one by one under ZeRO. The parameters `apart` stay whole under ZeRO; without `replicates` there is no DDP.
+    The caller averages the gradients of both.
     """
     device = mesh.world.device
     if plan.zero_stage == 0:
         module.to(device)
-        if plan.dp == 1:
+        if plan.dp == 1 or not replicates:
             return module
         return _replicate(module, mesh)
     policy = shard_precision(precision)
     dp_mesh = mesh.axis_mesh("dp")
     frees_parameters = plan.zero_stage == 3
+    options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": policy, "ignored_params": set(apart)}
     for block in blocks:
         if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=dp_mesh, reshard_after_forward=frees_parameters, mp_policy=policy)
+            fully_shard(block, reshard_after_forward=frees_parameters, **options)
     # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
-    fully_shard(module, mesh=dp_mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(module, reshard_after_forward=False, **options)
     return module.to(device)
 
 

@@ -4,55 +4,73 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage
 from torch.utils import _pytree as pytree
 
 from paraplan.errors import ParaplanError
-from paraplan.plan.parallel import ScheduleName
 from paraplan.runtime.anatomy import Anatomy, HiddenShape
 from paraplan.runtime.batches import MicroBatch
+from paraplan.runtime.replica_gradients import ReplicaGradients
+from paraplan.runtime.schedules import MULTI, ReplicatedStage, Schedule, build_schedule
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.stage_module import StageModule
 from paraplan.runtime.ties import TiedGradients
 
-SCHEDULES: dict[ScheduleName, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _KEPT_SHAPES = 4
 
 
+@dataclass(frozen=True)
+class LocalStage:
+    """A stage that this rank holds: number `index` of the whole pipeline.
+
+    `called` is what the schedule calls in the place of `module`: the same, sharded, or DDP around it. `averaged` are
+    the parameters whose gradients no wrapper averages over `dp`, and that no other stage holds.
+    """
+
+    index: int
+    module: StageModule
+    called: nn.Module
+    averaged: tuple[nn.Parameter, ...] = ()
+
+
 class PipelineExecution:
-    """Micro-batches through the stages of a pipeline, one stage a rank.
+    """Micro-batches through the stages of a pipeline, one or more of them on each rank.
 
     Sizes of the hidden states follow from the shapes of a micro-batch, and a schedule is kept for each: buffers of
-    another size would end the process inside gloo.
+    another size would end the process inside gloo. `apart` are the parameters that several stages of this rank share.
     """
 
     def __init__(
         self,
-        stage: StageModule,
-        called: nn.Module,
+        stages: Sequence[LocalStage],
         *,
         anatomy: Anatomy,
         bounds: Sequence[tuple[int, int]],
         setting: Setting,
         ties: TiedGradients,
+        replicas: ReplicaGradients,
+        apart: Sequence[nn.Parameter] = (),
     ) -> None:
-        self._stage = stage
-        self._called = called
+        self._stages = stages
         self._anatomy = anatomy
         self._bounds = bounds
         self._setting = setting
         self._mesh = setting.mesh
         self._ties = ties
-        self._runs: OrderedDict[Any, tuple[PipelineScheduleSingle, HiddenShape]] = OrderedDict()
+        self._replicas = replicas
+        self._apart = apart
+        self._runs: OrderedDict[Any, tuple[Schedule, list[HiddenShape]]] = OrderedDict()
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Run forward and backward passes, leave the gradients of the mean loss in place, and return that loss."""
         loss = self._run(micro_batches, trains=True)
+        self._replicas.start(self._apart)
+        self._replicas.finish()
         self._ties.sum_gradients()
         return loss
 
@@ -62,12 +80,14 @@ class PipelineExecution:
             return self._run(micro_batches, trains=False)
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> torch.Tensor:
-        schedule, self._stage.sent = self._schedule_for(micro_batches, trains=trains)
-        self._stage.micro_batches = micro_batches
+        schedule, sent = self._schedule_for(micro_batches, trains=trains)
+        for stage, hidden in zip(self._stages, sent, strict=True):
+            stage.module.micro_batches, stage.module.sent = micro_batches, hidden
         numbers = torch.arange(len(micro_batches))
         losses: list[torch.Tensor] = []
-        arguments = (numbers,) if self._mesh.is_first_stage else ()
-        last: dict[str, Any] = {"target": numbers, "losses": losses} if self._mesh.is_last_stage else {}
+        arguments = (numbers,) if self._stages[0].index == 0 else ()
+        has_end = self._stages[-1].index == len(self._bounds) - 1
+        last: dict[str, Any] = {"target": numbers, "losses": losses} if has_end else {}
         run = schedule.step if trains else schedule.eval
         try:
             run(*arguments, number=numbers, return_outputs=False, **last)
@@ -77,12 +97,11 @@ class PipelineExecution:
                 raise error.__cause__ from None
             raise
         finally:
-            self._stage.micro_batches = ()
+            for stage in self._stages:
+                stage.module.micro_batches = ()
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self._mesh.world.device))
 
-    def _schedule_for(
-        self, micro_batches: Sequence[MicroBatch], *, trains: bool
-    ) -> tuple[PipelineScheduleSingle, HiddenShape]:
+    def _schedule_for(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Schedule, list[HiddenShape]]:
         inputs = micro_batches[0].inputs
         shapes = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -96,34 +115,36 @@ class PipelineExecution:
         self._runs.move_to_end(key)
         return self._runs[key]
 
-    def _build(self, inputs: Any, *, num_microbatches: int, trains: bool) -> tuple[PipelineScheduleSingle, HiddenShape]:
-        index = self._mesh.coordinate("pp")
-        start, end = self._bounds[index]
+    def _build(self, inputs: Any, *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[HiddenShape]]:
+        name = self._setting.plan.pipeline_schedule
+        assert name is not None
         hidden = self._anatomy.hidden_shapes(inputs)
-        received = (
-            torch.zeros(1, dtype=torch.long) if self._mesh.is_first_stage else self._example(hidden[start], trains)
-        )
-        is_last = self._mesh.is_last_stage
-        sent = torch.zeros(1, requires_grad=trains) if is_last else self._example(hidden[end], trains)
-        stage = PipelineStage(
-            self._called,
-            index,
-            self._mesh.size("pp"),
-            self._mesh.world.device,
-            input_args=(received,),
-            output_args=(sent,),
-            group=self._mesh.group("pp"),
-        )
-        # Passes without gradients need no order of their own: forward after forward is what GPipe does.
-        kind = SCHEDULES[self._setting.plan.pipeline_schedule or "gpipe"] if trains else ScheduleGPipe
-        schedule = kind(stage, num_microbatches, loss_fn=_the_loss, scale_grads=False)
-        return schedule, HiddenShape(shape=tuple(sent.shape), dtype=sent.dtype)
+        stages, sent = [], []
+        for local in self._stages:
+            received, leaving = self._ends(local.index, hidden, trains)
+            stage = (ReplicatedStage if name in MULTI else PipelineStage)(
+                local.called,
+                local.index,
+                len(self._bounds),
+                self._mesh.world.device,
+                input_args=(received,),
+                output_args=(leaving,),
+                group=self._mesh.group("pp"),
+            )
+            if isinstance(stage, ReplicatedStage):
+                stage.replicas, stage.averaged = self._replicas, local.averaged
+            stages.append(stage)
+            sent.append(HiddenShape(shape=tuple(leaving.shape), dtype=leaving.dtype))
+        return build_schedule(name, stages, num_microbatches=num_microbatches, trains=trains), sent
+
+    def _ends(self, index: int, hidden: Sequence[HiddenShape], trains: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return examples of what stage `index` receives and sends; the ends get numbers and give the loss."""
+        start, end = self._bounds[index]
+        is_last = index == len(self._bounds) - 1
+        received = self._example(hidden[start], trains) if index else torch.zeros(1, dtype=torch.long)
+        return received, torch.zeros(1, requires_grad=trains) if is_last else self._example(hidden[end], trains)
 
     def _example(self, hidden: HiddenShape, trains: bool) -> torch.Tensor:
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
         dtype = torch.bfloat16 if self._setting.precision == "bf16" else hidden.dtype
         return torch.empty(hidden.shape, dtype=dtype, device="meta", requires_grad=trains)
-
-
-def _the_loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return output[0]

@@ -1,4 +1,4 @@
-"""Parameters that several pipeline stages hold: a head tied to the embedding, a table that all blocks read."""
+"""Parameters that several ranks of a pipeline hold: a head tied to the embedding, a table that all blocks read."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from paraplan.runtime.mesh import Mesh
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter of the whole model with the pipeline stages that use it, two or more."""
+    """A parameter of the whole model with the ranks of a pipeline whose stages use it, two or more."""
 
     name: str
-    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
-def find_ties(anatomy: Anatomy, bounds: Sequence[tuple[int, int]]) -> list[Tie]:
-    """Return the parameters that more than one of the stages with these `bounds` uses, in order of their names."""
-    users: dict[str, list[int]] = {}
+def find_ties(anatomy: Anatomy, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> list[Tie]:
+    """Return the parameters that more than one rank of a pipeline uses, in order of their names.
+
+    Of the stages with these `bounds`, rank i of `num_ranks` holds i, i + num_ranks and so on.
+    """
+    users: dict[str, set[int]] = {}
     for stage, (start, end) in enumerate(bounds):
         for name in anatomy.used_by(start, end):
-            users.setdefault(name, []).append(stage)
-    return [Tie(name=name, stages=tuple(stages)) for name, stages in sorted(users.items()) if len(stages) > 1]
+            users.setdefault(name, set()).add(stage % num_ranks)
+    return [Tie(name=name, ranks=tuple(sorted(ranks))) for name, ranks in sorted(users.items()) if len(ranks) > 1]
 
 
 class TiedGradients:
-    """Sums the gradients of tied parameters over the stages that hold them, so that their copies stay equal.
+    """Sums the gradients of tied parameters over the ranks that hold them, so that their copies stay equal.
 
     `parameters` are this rank's, by the name of the tie. Every rank makes the groups of every tie, in one order.
     """
 
     def __init__(self, ties: Sequence[Tie], parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
         self._held: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        groups = {stages: _stage_group(stages, mesh) for stages in sorted({tie.stages for tie in ties})}
+        groups = {ranks: _rank_group(ranks, mesh) for ranks in sorted({tie.ranks for tie in ties})}
         for tie in ties:
-            group = groups[tie.stages]
+            group = groups[tie.ranks]
             if group is not None:
                 self._held.append((parameters[tie.name], group))
 
@@ -54,11 +57,11 @@ class TiedGradients:
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
 
 
-def _stage_group(stages: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | None:
-    """Return the group of these stages of this rank's own pipeline; None if it is no such stage."""
+def _rank_group(places: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the group of the ranks at these places of this rank's own pipeline; None if it is none of them."""
     mine = None
     for pipeline in mesh.grid.groups("pp"):
-        ranks = [pipeline[stage] for stage in stages]
+        ranks = [pipeline[place] for place in places]
         group = dist.new_group(ranks)
         if mesh.world.rank in ranks:
             mine = group

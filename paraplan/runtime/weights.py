@@ -34,6 +34,12 @@ def check_materialised(model: nn.Module) -> None:
             )
 
 
+def lasting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a state dict of `model` holds."""
+    lasting = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+
+
 def share_weights(model: nn.Module, world: World) -> None:
     """Give every rank the parameters and buffers of rank 0, so that all start from the same model.
 

@@ -125,7 +125,9 @@ class PlanSpace:
         large they are: one plan of each such kind is asked about, and stands for all.
         """
         depth = np.minimum(table.pp, 2)
-        fills = np.where(table.num_microbatches < table.pp, 1, np.where(table.num_microbatches % table.pp, 3, 2))
+        count, rounds = table.num_microbatches, np.maximum(table.num_microbatches // table.pp, 1)
+        # Fewer than the stages; a multiple of them; of the rounds of a schedule; of neither. One example of each, pp=2.
+        fills = np.select([count < table.pp, count % table.pp == 0, count % rounds == 0], [1, 2, 3], default=5)
         kinds, kind = distinct_rows(
             np.minimum(table.dp, 2),
             np.minimum(table.tp, 2),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
 import torch
 from rank_harness import RankHarness
-from training_cases import GLOBAL_BATCH, Training, train, train_all
+from training_cases import GLOBAL_BATCH, MODELS, VOCABULARY, Training, loss_fn, train, train_all
 
+from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 
@@ -25,6 +26,9 @@ def plan_of(**fields: object) -> ParallelPlan:
     return plan.replace(micro_batch_size=GLOBAL_BATCH // (plan.dp * plan.num_microbatches))
 
 
+SCHEDULES = ((None, 1), ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1))
+
+
 def admitted_plans(
     world_size: int,
     *,
@@ -35,8 +39,8 @@ def admitted_plans(
 ) -> list[ParallelPlan]:
     """Return the plans of every kind that the support table admits for `world_size` ranks and these micro-batches."""
     plans = []
-    for pp, zero_stage, schedule, num_microbatches, kept in itertools.product(
-        (1, 2, 4), (0, 1, 2, 3), (None, "gpipe", "1f1b"), counts, recompute
+    for pp, zero_stage, (schedule, virtual), num_microbatches, kept in itertools.product(
+        (1, 2, 4), (0, 1, 2, 3), SCHEDULES, counts, recompute
     ):
         dp = world_size // (pp * tp)
         is_valid = dp * pp * tp == world_size and (pp > 1) == (schedule is not None)
@@ -50,6 +54,7 @@ def admitted_plans(
             sequence_parallel=sequence_parallel,
             zero_stage=zero_stage,
             pipeline_schedule=schedule,
+            virtual_pipeline_size=virtual,
             num_microbatches=num_microbatches,
             recompute=kept,
         )
@@ -81,16 +86,15 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     return ((value - reference).abs().max() / reference.abs().max()).item()
 
 
-@pytest.mark.parametrize(
-    "plan", admitted_plans(2, recompute=("none", "full"), counts=(1, 3)), ids=ParallelPlan.describe
-)
-def test_two_ranks_train_as_one_process(plan: ParallelPlan, ranks: RankHarness, one_process) -> None:
-    assert_same_training(ranks.run(train, "decoder", plan, size=2), one_process("decoder"))
+def test_two_ranks_train_as_one_process(ranks: RankHarness, one_process) -> None:
+    plans = admitted_plans(2, recompute=("none", "full"), counts=(1, 3))
+    assert {plan.pipeline_schedule for plan in plans} == {schedule for schedule, _ in SCHEDULES}
+    assert_each_trains_the_same(plans, "decoder", ranks, one_process)
 
 
-@pytest.mark.parametrize("plan", admitted_plans(4, recompute=("none",), counts=(3, 6)), ids=ParallelPlan.describe)
-def test_four_ranks_train_as_one_process(plan: ParallelPlan, ranks: RankHarness, one_process) -> None:
-    assert_same_training(ranks.run(train, "decoder", plan, size=4), one_process("decoder"))
+def test_four_ranks_train_as_one_process(ranks: RankHarness, one_process) -> None:
+    plans = admitted_plans(4, recompute=("none",), counts=(3, 6))
+    assert_each_trains_the_same(plans, "decoder", ranks, one_process)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -126,45 +130,62 @@ def test_eight_ranks_in_three_dimensions_train_as_one_process(ranks: RankHarness
     assert_each_trains_the_same(plans, "attention", ranks, one_process)
 
 
-def assert_each_trains_the_same(plans: list[ParallelPlan], model: str, ranks: RankHarness, one_process) -> None:
-    by_rank = ranks.run(train_all, model, plans, size=plans[0].world_size, timeout_s=120.0)
-    for plan, trainings in zip(plans, zip(*by_rank, strict=True), strict=True):
+def assert_each_trains_the_same(
+    plans: Sequence[ParallelPlan | None], model: str, ranks: RankHarness, one_process, *, size: int = 0
+) -> None:
+    assert_cases_train_the_same([(model, plan) for plan in plans], ranks, one_process, size=size)
+
+
+def assert_cases_train_the_same(
+    cases: list[tuple[str, ParallelPlan | None]], ranks: RankHarness, one_process, *, size: int = 0
+) -> None:
+    """Assert that each model under its plan trains as in one process; all of them on one group of ranks."""
+    by_rank = ranks.run(train_all, cases, size=size or cases[0][1].world_size, timeout_s=240.0)
+    for (model, plan), trainings in zip(cases, zip(*by_rank, strict=True), strict=True):
         try:
             assert_same_training(list(trainings), one_process(model))
         except AssertionError as error:
-            error.add_note(plan.describe())
+            error.add_note(f"{model} under {plan and plan.describe()}")
             raise
 
 
-@pytest.mark.parametrize("model", ["tied", "shared scale", "sequential", "keyword"])
-@pytest.mark.parametrize(
-    "plan",
-    [
+def test_models_of_every_build_train_as_in_one_process(ranks: RankHarness, one_process) -> None:
+    plans = [
         plan_of(dp=2, zero_stage=3, num_microbatches=3),
         plan_of(pp=2, pipeline_schedule="1f1b", num_microbatches=3, recompute="full"),
         plan_of(tp=2, num_microbatches=3),
-    ],
-    ids=ParallelPlan.describe,
-)
-def test_models_of_every_build_train_as_in_one_process(
-    model: str, plan: ParallelPlan, ranks: RankHarness, one_process
-) -> None:
-    assert_same_training(ranks.run(train, model, plan, size=2), one_process(model))
+    ]
+    models = ("tied", "shared scale", "sequential", "keyword")
+    assert_cases_train_the_same([*itertools.product(models, plans)], ranks, one_process)
 
 
-@pytest.mark.parametrize("model", ["tied", "shared scale"])
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_parameters_on_several_stages_stay_equal_beside_data_parallelism(
-    model: str, zero_stage: int, ranks: RankHarness, one_process
-) -> None:
-    plan = plan_of(dp=2, pp=2, zero_stage=zero_stage, pipeline_schedule="1f1b", num_microbatches=3)
-    assert_same_training(ranks.run(train, model, plan, size=4), one_process(model))
+def test_parameters_on_several_stages_stay_equal(ranks: RankHarness, one_process) -> None:
+    """Those of other ranks, and of the same one: interleaved stages that read one table."""
+    plans = [
+        plan_of(pp=2, pipeline_schedule=schedule, virtual_pipeline_size=virtual, num_microbatches=3)
+        for schedule, virtual in SCHEDULES[3:]
+    ]
+    assert_cases_train_the_same([*itertools.product(("tied", "shared scale"), plans)], ranks, one_process)
+
+
+def test_parameters_on_several_stages_stay_equal_beside_data_parallelism(ranks: RankHarness, one_process) -> None:
+    plans = [
+        plan_of(
+            dp=2,
+            pp=2,
+            zero_stage=zero_stage,
+            pipeline_schedule=schedule,
+            virtual_pipeline_size=virtual,
+            num_microbatches=3,
+        )
+        for zero_stage, (schedule, virtual) in itertools.product((0, 1), SCHEDULES[2:])
+    ]
+    assert_cases_train_the_same([*itertools.product(("tied", "shared scale"), plans)], ranks, one_process)
 
 
 def test_ties_across_three_stages_stay_equal(ranks: RankHarness, one_process) -> None:
     plan = plan_of(pp=3, pipeline_schedule="1f1b", num_microbatches=3)
-    for model in ("tied", "shared scale"):
-        assert_same_training(ranks.run(train, model, plan, size=3), one_process(model))
+    assert_cases_train_the_same([("tied", plan), ("shared scale", plan)], ranks, one_process)
 
 
 def test_ranks_with_dp_outermost_train_as_one_process(ranks: RankHarness, one_process) -> None:
@@ -176,40 +197,76 @@ def test_ranks_with_dp_outermost_train_as_one_process(ranks: RankHarness, one_pr
         num_microbatches=3,
         rank_order=("dp", "pp", "cp", "tp"),
     )
-    assert_same_training(ranks.run(train, "decoder", plan, size=4), one_process("decoder"))
+    assert_each_trains_the_same([plan], "decoder", ranks, one_process)
 
 
-def test_stages_of_unequal_lengths_train_as_one_process(ranks: RankHarness, one_process) -> None:
-    plan = plan_of(pp=2, pipeline_schedule="gpipe", num_microbatches=3, stage_blocks=(1, 4))
-    assert_same_training(ranks.run(train, "decoder", plan, size=2), one_process("decoder"))
-
-
-def test_plan_on_the_spot_is_ddp_and_trains_as_one_process(ranks: RankHarness, one_process) -> None:
-    assert_same_training(ranks.run(train, "decoder", None, size=2), one_process("decoder"))
+def test_stages_of_unequal_lengths_and_plans_on_the_spot_train_as_one_process(ranks: RankHarness, one_process) -> None:
+    uneven = {"pp": 2, "num_microbatches": 3}
+    plans = [
+        plan_of(**uneven, pipeline_schedule="gpipe", stage_blocks=(1, 4)),
+        plan_of(**uneven, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, stage_blocks=(1, 2, 1, 1)),
+        None,  # DDP
+    ]
+    assert_each_trains_the_same(plans, "decoder", ranks, one_process, size=2)
 
 
 @pytest.mark.parametrize(
-    "plan",
+    "plans",
     [
-        plan_of(dp=2, zero_stage=0, num_microbatches=3),
-        plan_of(dp=2, zero_stage=1, num_microbatches=3),
-        plan_of(dp=2, zero_stage=3, num_microbatches=3, recompute="full"),
-        plan_of(pp=2, pipeline_schedule="1f1b", num_microbatches=3),
-        plan_of(dp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=3),
-        plan_of(tp=2, num_microbatches=3),
-        plan_of(tp=2, dp=2, zero_stage=3, num_microbatches=3),
+        [
+            plan_of(dp=2, zero_stage=0, num_microbatches=3),
+            plan_of(dp=2, zero_stage=1, num_microbatches=3),
+            plan_of(dp=2, zero_stage=3, num_microbatches=3, recompute="full"),
+            plan_of(pp=2, pipeline_schedule="1f1b", num_microbatches=3),
+            plan_of(pp=2, pipeline_schedule="zero_bubble", num_microbatches=3),
+            plan_of(tp=2, num_microbatches=3),
+        ],
+        [
+            plan_of(dp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=3),
+            plan_of(tp=2, dp=2, zero_stage=3, num_microbatches=3),
+        ],
     ],
-    ids=ParallelPlan.describe,
+    ids=["two ranks", "four ranks"],
 )
-def test_bf16_stays_near_fp32(plan: ParallelPlan, ranks: RankHarness, one_process) -> None:
+def test_bf16_stays_near_fp32(plans: list[ParallelPlan], ranks: RankHarness, one_process) -> None:
     reference = one_process("decoder")
-    for training in ranks.run(_train_in_bf16, plan, size=plan.world_size):
-        # bf16 has 8 bits of mantissa: 2**-8 relative for each rounding, a few of which meet in a loss.
-        assert training.losses == pytest.approx(reference.losses, rel=2e-2)
-        assert training.losses != pytest.approx(reference.losses, rel=1e-6)
-        for name, parameter in training.parameters.items():
-            assert parameter.dtype == torch.float32, name
+    cases = [("decoder", plan) for plan in plans]
+    for trainings in ranks.run(train_all, cases, "bf16", size=plans[0].world_size, timeout_s=240.0):
+        for plan, training in zip(plans, trainings, strict=True):
+            # bf16 has 8 bits of mantissa: 2**-8 relative for each rounding, a few of which meet in a loss.
+            assert training.losses == pytest.approx(reference.losses, rel=2e-2), plan.describe()
+            assert training.losses != pytest.approx(reference.losses, rel=1e-6), plan.describe()
+            for name, parameter in training.parameters.items():
+                assert parameter.dtype == torch.float32, name
 
 
-def _train_in_bf16(plan: ParallelPlan) -> Training:
-    return train("decoder", plan, precision="bf16")
+def _lengths_change(plans: list[ParallelPlan]) -> list[list[float]]:
+    return [_losses_of_lengths(plan) for plan in plans]
+
+
+def _losses_of_lengths(plan: ParallelPlan | None) -> list[float]:
+    job = runtime.init(plan)
+    torch.manual_seed(0)
+    engine = job.prepare(
+        MODELS["decoder"](),
+        loss_fn=loss_fn,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        example_inputs=torch.zeros(2, 6, dtype=torch.long),
+    )
+    losses = []
+    for tokens in (6, 4, 6, 2, 4):
+        pairs = torch.randint(VOCABULARY, (2, GLOBAL_BATCH, tokens), generator=torch.Generator().manual_seed(tokens))
+        losses.append(engine.step(*pairs).item())
+    return losses
+
+
+def test_sequences_may_have_another_length_in_every_step(ranks: RankHarness) -> None:
+    plans = [
+        plan_of(pp=2, pipeline_schedule=schedule, virtual_pipeline_size=virtual, num_microbatches=2)
+        for schedule, virtual in SCHEDULES[1:]
+    ]
+    plans.append(plan_of(tp=2, num_microbatches=2))
+    expected = ranks.run_alone(_losses_of_lengths, None)
+    for found in ranks.run(_lengths_change, plans, size=2, timeout_s=120.0):
+        for plan, losses in zip(plans, found, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-5), plan.describe()

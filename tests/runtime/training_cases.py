@@ -148,7 +148,7 @@ MODELS = {
     "shared scale": lambda: Decoder(shared_scale=True),
     "sequential": sequential,
     "keyword": KeywordDecoder,
-    "attention": Transformer,
+    "attention": lambda: Transformer(num_layers=4),
     "grouped": lambda: Transformer(GroupedLayer),
 }
 
@@ -175,9 +175,9 @@ def loss_fn(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def train_all(model_name: str, plans: list[ParallelPlan]) -> list[Training]:
-    """Train under one plan after another on the same ranks."""
-    return [train(model_name, plan) for plan in plans]
+def train_all(cases: list[tuple[str, ParallelPlan | None]], precision: TrainingPrecision = "fp32") -> list[Training]:
+    """Train one model after another, each under its plan, on the same ranks."""
+    return [train(model_name, plan, precision=precision) for model_name, plan in cases]
 
 
 @dataclass(frozen=True)
