@@ -11,6 +11,7 @@ from paraplan.cost.kernels import KernelTimes
 from paraplan.cost.table import RECOMPUTES, Floats, Ints, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec
+from paraplan.plan.training import TrainingSpec
 
 _FULL = RECOMPUTES.index("full")
 _SELECTIVE = RECOMPUTES.index("selective")
@@ -24,6 +25,7 @@ class BlockCosts:
     and `[K]` for embedding, head and the largest block. Bytes and seconds are those of one micro-batch on one rank.
     `working_bytes` is what the costliest block holds, besides what was kept, while its backward pass runs;
     `distinct_weight_parameters` counts the weights of distinct shapes of all blocks, each once;
+    `score_bytes` are those of all scores of one micro-batch in one block, 0 where attention makes none;
     `copied_parameters` are those that autocast keeps a 16-bit copy of. `saved_bytes` are kept in the first pipeline
     stage, `later_saved_bytes` in the others: under autocast the residual stream differs (`Cuts.residual_bytes`).
     """
@@ -48,6 +50,7 @@ class BlockCosts:
     head_saved_bytes: Floats
     head_s: Floats
     boundary_bytes: Floats
+    score_bytes: Floats
 
 
 def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
@@ -100,6 +103,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
         + end_times.block_s(model.head, backward=True)
         + end_times.loss_s(model.vocab_size or 0),
         boundary_bytes=boundary,
+        score_bytes=_score_bytes(kinds, training, cuts),
     )
 
 
@@ -139,6 +143,13 @@ def _largest_weight(kinds: list[BlockSpec], cuts: Cuts) -> Floats:
         elements = float(matmul.k * matmul.n * matmul.num_experts)
         largest = np.maximum(largest, elements / (1.0 if matmul.split == "none" else cuts.tp))
     return largest
+
+
+def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts) -> Floats:
+    heads = max((kind.attention.num_heads for kind in kinds if kind.attention), default=0)
+    if training.attention != "eager":
+        return np.zeros_like(cuts.tp)
+    return np.asarray(cuts.tokens * cuts.seq_length * heads / cuts.tp * training.activation_bytes)
 
 
 def _kept_bytes(block: BlockSpec, workload: Workload, cuts: Cuts, *, is_first: bool) -> Floats:

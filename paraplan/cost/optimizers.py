@@ -29,17 +29,18 @@ class OptimizerStates:
     step_copies: int
 
 
-def optimizer_states(model: ModelSpec, optimizer: OptimizerName) -> OptimizerStates:
-    """Return what `optimizer` keeps, in fp32 unless it quantises.
+def optimizer_states(model: ModelSpec, optimizer: OptimizerName, state_bytes: float = _FP32) -> OptimizerStates:
+    """Return what `optimizer` keeps, each element in `state_bytes` unless it quantises.
 
     Adafactor keeps a row and a column of each matrix (Shazeer and Stern 2018, algorithm 4, without momentum); Muon one
     momentum for the matrices of the blocks, and AdamW's two for all else (Jordan et al. 2024, torch.optim.Muon).
     """
+    scale = 1.0 if optimizer == "adamw_8bit" else state_bytes / _FP32
     blocks = [parameter for run in model.runs for parameter in run.block.parameters * run.count]
     return OptimizerStates(
-        embedding=_bytes_each(model.embedding.parameters, optimizer, in_blocks=False),
-        blocks=_bytes_each(blocks, optimizer, in_blocks=True),
-        head=_bytes_each(model.head.parameters, optimizer, in_blocks=False),
+        embedding=_bytes_each(model.embedding.parameters, optimizer, in_blocks=False) * scale,
+        blocks=_bytes_each(blocks, optimizer, in_blocks=True) * scale,
+        head=_bytes_each(model.head.parameters, optimizer, in_blocks=False) * scale,
         step_copies=_FOREACH_COPIES[optimizer],
     )
 

@@ -33,6 +33,13 @@ class StageBlocks:
             total += running[costs.key, high] - running[costs.key, low]
         return total
 
+    def sum_in_flight(self, costs: BlockCosts, running: Floats, kept: Floats) -> Floats:
+        """Return the sum of a running cost over the blocks of this rank, each chunk as often as `kept` [V, N] says."""
+        total = np.zeros(len(self.rank))
+        for low, high, times in zip(self.low, self.high, kept, strict=True):
+            total += (running[costs.key, high] - running[costs.key, low]) * times
+        return total
+
     @property
     def num_blocks(self) -> Ints:
         """Blocks of this rank."""
@@ -64,18 +71,31 @@ def even_stage(table: PlanTable, num_blocks: int, rank: Ints, bounds: Ints | Non
 
 
 def in_flight(table: PlanTable, stage: StageBlocks) -> Floats:
-    """Return how many micro-batches a rank of `stage` keeps activations of.
+    """Return how many micro-batches a rank of `stage` keeps activations of, counted in whole stages.
 
     GPipe keeps all. 1F1B keeps at most `pp - i` (Narayanan et al. 2021, section 2.2.1), and so do zero-bubble schedules
     of 1F1B's memory (Qi et al. 2024, ZB-H1, section 2.2). Interleaved, rank i starts `2 (pp - i - 1) + (v - 1) pp + 1`
     chunks of 1/v stage before its first backward pass (section 2.2.2; on the first rank this is `pp + (pp - 1) / v`
     stages, as in Korthikanti et al. 2022, section 4.2.3).
     """
-    microbatches = table.num_microbatches.astype(float)
-    depth = np.minimum(table.num_microbatches, table.pp - stage.rank).astype(float)
-    chunks = 2 * (table.pp - stage.rank - 1) + (table.virtual - 1) * table.pp + 1
-    interleaved = np.minimum(chunks / table.virtual, microbatches)
-    kept = np.where(
-        table.schedule == _GPIPE, microbatches, np.where(table.schedule == _INTERLEAVED, interleaved, depth)
-    )
-    return np.where(table.pp == 1, 1.0, kept)
+    return np.asarray(chunk_in_flight(table, stage).sum(axis=0) / table.virtual)
+
+
+def chunk_in_flight(table: PlanTable, stage: StageBlocks) -> Floats:
+    """Return `[V, N]`: how many micro-batches of each virtual chunk a rank keeps when its first backward pass begins.
+
+    Interleaved, `pp` micro-batches go through one chunk after the other, so that the first chunks are ahead of the last
+    (Narayanan et al. 2021, section 2.2.2).
+    """
+    microbatches = table.num_microbatches
+    depth = np.minimum(microbatches, table.pp - stage.rank)
+    whole = np.where(table.pp == 1, 1, np.where(table.schedule == _GPIPE, microbatches, depth))
+    started = 2 * (table.pp - stage.rank - 1) + (table.virtual - 1) * table.pp + 1
+    rounds, rest = np.divmod(np.minimum(started, microbatches * table.virtual), table.pp * table.virtual)
+    group = np.minimum(table.pp, microbatches - rounds * table.pp)
+    kept = np.zeros(stage.low.shape)
+    for chunk in range(len(kept)):
+        interleaved = rounds * table.pp + np.clip(rest - chunk * group, 0, group)
+        once = np.where(chunk == 0, whole, 0)
+        kept[chunk] = np.where(table.schedule == _INTERLEAVED, np.where(chunk < table.virtual, interleaved, 0), once)
+    return kept
