@@ -1,0 +1,206 @@
+"""The exact course of one step of a pipeline: every rank's operations with their start and end, by simulation.
+
+`schedule.py` has the closed forms that a search uses; tests hold them against this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from paraplan.errors import PlanError
+from paraplan.plan.parallel import ScheduleName
+
+OperationKind = Literal["forward", "backward", "weight"]
+
+
+class PipelineOperation(NamedTuple):
+    """One operation of a rank: what it does for which micro-batch on which virtual stage, and when (seconds).
+
+    `backward` is the whole backward pass with what it recomputes; under zero bubble it is the gradient of the stage's
+    input alone, and `weight` that of its weights.
+    """
+
+    kind: OperationKind
+    micro_batch: int
+    virtual_stage: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds that one micro-batch spends on one virtual stage; `weight_s` is the part of `backward_s` that can wait.
+
+    `backward_s` counts recomputation and the gradients of the weights.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Each pipeline rank's operations in their order; `end_s` is when the last one ends, sends not counted."""
+
+    ranks: tuple[tuple[PipelineOperation, ...], ...]
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from the first operation's start to the last one's end."""
+        return max(operations[-1].end_s for operations in self.ranks)
+
+    def busy_s(self, rank: int) -> float:
+        """Seconds that a rank computes."""
+        return sum(operation.end_s - operation.start_s for operation in self.ranks[rank])
+
+
+class PipelineTask(NamedTuple):
+    """What a rank does in one operation."""
+
+    kind: OperationKind
+    micro_batch: int
+    stage: int
+
+
+def simulate_pipeline(
+    schedule: ScheduleName,
+    stages: Sequence[StageSeconds],
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    send_s: float = 0.0,
+) -> Timeline:
+    """Return the course of one step: `stages` are the virtual stages in model order, stage i on rank i % num_ranks.
+
+    A rank takes its operations in the order of the schedule and starts each as soon as its input is there, `send_s`
+    after the neighbour's end: sends run beside compute, and cost time where somebody waits for them. Raises `PlanError`
+    where the stages do not divide over the ranks, and for chunks with micro-batches that make no equal rounds.
+    """
+    virtual, rest = divmod(len(stages), num_ranks)
+    if rest or not virtual:
+        raise PlanError(f"{len(stages)} stages do not divide over {num_ranks} pipeline ranks")
+    group = round_size(num_microbatches, num_ranks)
+    if virtual > 1 and num_microbatches % group:
+        raise PlanError(
+            f"{num_microbatches} micro-batches do not make equal rounds over {num_ranks} pipeline ranks",
+            hint=f"use {num_microbatches // num_ranks * num_ranks} or {-(-num_microbatches // num_ranks) * num_ranks}",
+        )
+    orders = [
+        list(rank_order(schedule, rank=rank, num_ranks=num_ranks, virtual=virtual, num_microbatches=num_microbatches))
+        for rank in range(num_ranks)
+    ]
+    return Timeline(_run(orders, stages, splits_backward=schedule == "zero_bubble", send_s=send_s))
+
+
+def _run(
+    orders: list[list[PipelineTask]], stages: Sequence[StageSeconds], *, splits_backward: bool, send_s: float
+) -> tuple[tuple[PipelineOperation, ...], ...]:
+    num_ranks, last = len(orders), len(stages) - 1
+    done: list[list[PipelineOperation]] = [[] for _ in orders]
+    ends: dict[PipelineTask, float] = {}
+    seconds = {
+        "forward": [stage.forward_s for stage in stages],
+        "backward": [stage.backward_s - (stage.weight_s if splits_backward else 0.0) for stage in stages],
+        "weight": [stage.weight_s for stage in stages],
+    }
+    wait_s = send_s if num_ranks > 1 else 0.0
+    free = [0.0] * num_ranks
+    waiting = list(range(num_ranks))
+    while waiting:
+        rank = waiting.pop()
+        order, finished = orders[rank], done[rank]
+        while len(finished) < len(order):
+            task = order[len(finished)]
+            before = input_of(task, last)
+            ready = 0.0
+            if before is not None:
+                if before not in ends:
+                    break
+                ready = ends[before] + (wait_s if before.stage != task.stage else 0.0)
+            start = max(free[rank], ready)
+            free[rank] = ends[task] = start + seconds[task.kind][task.stage]
+            finished.append(PipelineOperation(*task, start, free[rank]))
+            reader = _reader_of(task, last)
+            if reader is not None and reader % num_ranks != rank:
+                waiting.append(reader % num_ranks)
+    assert all(len(finished) == len(order) for finished, order in zip(done, orders, strict=True)), "deadlock"
+    return tuple(tuple(finished) for finished in done)
+
+
+def input_of(task: PipelineTask, last: int) -> PipelineTask | None:
+    """Return the task whose output `task` reads, None for the first stage's forward pass; `last` is the last stage."""
+    if task.kind == "weight":
+        return PipelineTask("backward", task.micro_batch, task.stage)
+    if task.kind == "forward":
+        return PipelineTask("forward", task.micro_batch, task.stage - 1) if task.stage else None
+    if task.stage == last:
+        return PipelineTask("forward", task.micro_batch, last)
+    return PipelineTask("backward", task.micro_batch, task.stage + 1)
+
+
+def _reader_of(task: PipelineTask, last: int) -> int | None:
+    """Return the stage that waits for the output of `task`."""
+    if task.kind == "forward":
+        return task.stage + 1 if task.stage < last else None
+    return task.stage - 1 if task.kind == "backward" and task.stage else None
+
+
+def round_size(num_microbatches: int, num_ranks: int) -> int:
+    """Return how many micro-batches go through the chunks together under interleaving: about one for each rank.
+
+    Rounds have to be equal (torch's and Megatron-LM's schedules need it): where they cannot be, the size is rounded up.
+    """
+    return -(-num_microbatches // max(1, num_microbatches // num_ranks))
+
+
+def rank_order(
+    schedule: ScheduleName,
+    *,
+    rank: int,
+    num_ranks: int,
+    virtual: int,
+    num_microbatches: int,
+    group: int | None = None,
+) -> Iterator[PipelineTask]:
+    """Yield the operations of one rank in the order in which it takes them; `group` replaces the size of a round.
+
+    GPipe: all forward passes, then all backward passes (Huang et al. 2019, section 2.3). 1F1B: `p - i - 1` forward
+    passes, then one forward and one backward in turn (Narayanan et al. 2021, section 2.2.1). Interleaved: micro-batches
+    go through the chunks in rounds of about p, with `2 (p - i - 1) + (v - 1) q` forward passes first for rounds of q
+    (section 2.2.2). Zero bubble (Qi et al. 2024, ZB-H1, section 2.2): 1F1B, where rank i leaves the weights' gradients
+    of i micro-batches for later, so that the last ones fill the bubble at the end.
+    """
+    group = group or round_size(num_microbatches, num_ranks)
+    forwards = list(_passes(rank, num_ranks, range(virtual), num_microbatches, group))
+    backwards = list(_passes(rank, num_ranks, range(virtual - 1, -1, -1), num_microbatches, group))
+    each_hop = 2 if virtual > 1 and schedule != "zero_bubble" else 1
+    warmup = min(len(forwards), (virtual - 1) * group + each_hop * (num_ranks - 1 - rank))
+    if schedule == "gpipe":
+        warmup = len(forwards)
+    for stage, micro_batch in forwards[:warmup]:
+        yield PipelineTask("forward", micro_batch, stage)
+    late = 0
+    for number, (stage, micro_batch) in enumerate(backwards):
+        if warmup + number < len(forwards):
+            ahead_stage, ahead = forwards[warmup + number]
+            yield PipelineTask("forward", ahead, ahead_stage)
+        yield PipelineTask("backward", micro_batch, stage)
+        if schedule == "zero_bubble" and number >= rank:
+            yield PipelineTask("weight", backwards[late][1], backwards[late][0])
+            late += 1
+    if schedule == "zero_bubble":
+        for stage, micro_batch in backwards[late:]:
+            yield PipelineTask("weight", micro_batch, stage)
+
+
+def _passes(
+    rank: int, num_ranks: int, chunks: Sequence[int], num_microbatches: int, group: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the stage and micro-batch of each pass of a rank in one direction, round by round."""
+    for first in range(0, num_microbatches, group):
+        for chunk in chunks:
+            for micro_batch in range(first, min(first + group, num_microbatches)):
+                yield chunk * num_ranks + rank, micro_batch
