@@ -5,6 +5,7 @@ multiprocessing's fork server is that one process: it imports torch once, runs n
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -37,7 +38,7 @@ class RankHarness:
         work: Callable[..., Any],
         *arguments: Any,
         size: int,
-        timeout_s: float = 60.0,
+        timeout_s: float = 150.0,
         environment: dict[str, str] | None = None,
     ) -> list[Any]:
         """Return what `work(*arguments)` returns on each of `size` ranks, in order. All ranks have ended by then."""
@@ -45,7 +46,7 @@ class RankHarness:
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size)}
             connections, processes = [], []
             for rank in range(size):
-                ours, theirs = self._context.Pipe(duplex=False)
+                ours, theirs = self._context.Pipe()
                 own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment or {})
                 stacks = str(Path(folder) / f"{rank}.txt")
                 process = self._context.Process(
@@ -58,6 +59,8 @@ class RankHarness:
             try:
                 answers = _collect(connections, deadline_s=time.monotonic() + timeout_s + _GRACE_S)
             finally:
+                for connection in connections:
+                    connection.close()
                 for process in processes:
                     process.join(0.5)
                     if process.is_alive():
@@ -65,7 +68,7 @@ class RankHarness:
                     process.join()
             return _results(answers, Path(folder), [process.exitcode for process in processes])
 
-    def run_alone(self, work: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> Any:
+    def run_alone(self, work: Callable[..., Any], *arguments: Any, timeout_s: float = 150.0) -> Any:
         """Return what `work(*arguments)` returns in one process that no launcher started."""
         return self.run(_without_launcher, work, arguments, size=1, timeout_s=timeout_s)[0]
 
@@ -96,9 +99,17 @@ def _rank_main(
         except BaseException as error:
             answer = ("raised", (type(error), str(error), traceback.format_exc()))
         connection.send_bytes(pickle.dumps(answer))
+        if answer[0] == "returned":
+            _wait_for_the_others(connection)
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _wait_for_the_others(connection: Connection) -> None:
+    """Return once the test has all answers: a rank that leaves while a peer still connects to it fails that peer."""
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        connection.recv_bytes()
 
 
 def _collect(connections: list[Connection], *, deadline_s: float) -> list[tuple[str, Any] | None]:
