@@ -73,14 +73,19 @@ class CostConstants(Record):
     count of multiprocessors take `usual_last_wave`, the mean of the A100's shapes.
     The best shape of an A100 reaches 0.869 of its peak, so 0.77 is 0.886 of that; on other GPUs it is the same share
     of their own best (`GpuProfile.reached_matmul_flops_per_s`), or of `usual_reached_share` of the peak where nobody
-    measured it. A matmul whose operands' rows are no multiple of 16 bytes takes `unaligned_slowdown` times as long;
+    measured it. Without tensor cores a matmul reaches `plain_matmul_efficiency` (14 of 15.7 TFLOP/s on V100,
+    transformers-benchmarks on GitHub, micro_bench). A matmul whose operands' rows are no multiple of 16 bytes takes `unaligned_slowdown` times as long;
     one whose rows are no multiple of 128 bytes touches five sectors of 32 bytes where four would do, from Ampere on
     (`unaligned_line_slowdown`; NVIDIA, Matrix Multiplication Background User's Guide, requirements of tensor cores).
+    Optimizer: a fused AdamW reads gradient, master weight and two states and writes three of them and a 16-bit copy; one
+    that goes operation by operation moves 8 bytes for weight decay, 12 and 20 for the averages, 24 for their root and
+    quotient, 16 for the step and 12 for clipping (counted in torch/optim/adamw.py), whether by lists or in a loop.
     Collectives: `profiles/links.json`.
     """
 
     matmul_efficiency: float = 0.886
     usual_reached_share: float = 0.85
+    plain_matmul_efficiency: float = 0.89
     matmul_half_n: float = 39.0
     matmul_half_k: float = 130.0
     matmul_launch_s: float = 8e-6
@@ -93,7 +98,8 @@ class CostConstants(Record):
     unaligned_slowdown: float = 2.0
     unaligned_line_slowdown: float = 1.25
     overlap_slowdown: float = 1.2
-    optimizer_bytes_per_parameter: float = 36.0
+    fused_optimizer_bytes: float = 36.0
+    unfused_optimizer_bytes: float = 92.0
     context_bytes: int = GIB // 2
     communicator_bytes: int = GIB // 2
     allocated_per_reserved: float = 0.94
@@ -104,6 +110,10 @@ class CostConstants(Record):
         major = int(float(compute_capability or 8))
         rows = [row for row in self.flash_attention if row.generation == generation and row.capability <= major]
         return max(rows, key=lambda row: row.capability)
+
+    def optimizer_traffic(self, how: str) -> float:
+        """Return the bytes that a step of AdamW moves for each of its parameters, clipping counted; `how` it goes."""
+        return self.fused_optimizer_bytes if how == "fused" else self.unfused_optimizer_bytes
 
     def for_cpu(self) -> CostConstants:
         """Return the constants of ranks without a GPU: nothing that CUDA's libraries keep, no buffers of NCCL."""
@@ -121,6 +131,11 @@ class CostConstants(Record):
         """
         return int((total_bytes - self.beside_allocator_bytes(num_gpus)) * self.allocated_per_reserved)
 
-    def device_bytes(self, allocated_bytes: float, *, num_gpus: int) -> int:
-        """Return what `nvidia-smi` shows of a rank whose allocator hands out `allocated_bytes`."""
-        return round(allocated_bytes / self.allocated_per_reserved) + self.beside_allocator_bytes(num_gpus)
+    def device_bytes(self, cached_bytes: float, *, num_gpus: int, context_bytes: int | None = None) -> int:
+        """Return what `nvidia-smi` shows of a rank whose allocator took `cached_bytes`, its own rounding not counted.
+
+        `context_bytes` is the CUDA context where software has another than this record's.
+        """
+        context = self.context_bytes if context_bytes is None else context_bytes
+        communicators = self.communicator_bytes if num_gpus > 1 else 0
+        return round(cached_bytes / self.allocated_per_reserved) + context + communicators

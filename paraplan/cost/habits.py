@@ -23,6 +23,7 @@ class Habits(Record):
     `splits_pipeline_sends`: each tensor-parallel rank sends its share of a boundary (Narayanan et al. 2021, 4.1).
     `boundary_transfers` is how many sends a middle stage waits for in each micro-batch: Megatron-LM exchanges both
     directions with a neighbour at once, DeepSpeed's schedule sends and receives one after the other.
+    `overlaps_tensor_backward`: what tensor parallelism sends in backward passes runs beside the gradients of weights.
     `overlaps_zero_1`: the distributed optimizer's reduce-scatter and all-gather hide behind compute.
     `flash_generation` is that of the FlashAttention kernels.
     `logit_bytes` is what the loss holds for each logit under mixed precision at its peak: torch's cross-entropy the
@@ -42,6 +43,7 @@ class Habits(Record):
     them and gathers it again (Korthikanti et al. 2022, section 4.2.2).
     `allocates_every_receive`: a pipeline rank allocates what it receives of all micro-batches at the start.
     `prefetch_elements` is how many parameters ZeRO-3 gathers ahead of their use; what is more is waited for.
+    `gathers_each_weight`: ZeRO-3 gathers and scatters the weights of each matmul by themselves, not those of a block.
     `splits_vocabulary` and `splits_experts`: tensor parallelism divides embedding and head, and routed experts.
     `keeps_dummy_gradients`: Transformer Engine keeps a 16-bit tensor for each distinct shape of weight, where gradients
     are accumulated elsewhere.
@@ -63,6 +65,7 @@ class Habits(Record):
     fused_kernels: bool
     host_s_per_block: float
     overlaps_gradients: bool = True
+    overlaps_tensor_backward: bool = False
     overlaps_zero_1: bool = False
     last_stage_skips_recompute: bool = False
     splits_pipeline_sends: bool = False
@@ -78,6 +81,7 @@ class Habits(Record):
     uses_tf32: bool = False
     traffic_per_saved_byte: float = 2.6
     prefetch_elements: float = float("inf")
+    gathers_each_weight: bool = False
     is_autocast: bool = False
     shards_with_fsdp: bool = False
     frees_gradients: bool = False
@@ -123,6 +127,7 @@ MEGATRON_CORE = Habits(
     copy_bytes=0,
     fused_kernels=True,
     host_s_per_block=0.3e-3,
+    overlaps_tensor_backward=True,
     overlaps_zero_1=True,
     splits_pipeline_sends=True,
     flash_generation=3,
@@ -162,6 +167,13 @@ MEGATRON_2021 = Habits(
     logit_bytes=6,
     loss_traffic_per_logit=52,
     source="Narayanan et al. 2021, section 3; fused scale-mask-softmax and bias-GeLU, attention scores kept",
+)
+
+MEGATRON_2022 = MEGATRON_2021.replace(
+    name="Megatron-LM with sequence parallelism or selective recompute",
+    overlaps_tensor_backward=True,
+    source="Korthikanti et al. 2022; Megatron-LM v3.0, megatron/core/tensor_parallel/layers.py: all-reduces of input "
+    "gradients, and what sequence parallelism gathers and scatters, beside the gradients of weights",
 )
 
 MEGATRON_DEEPSPEED = MEGATRON_2021.replace(
@@ -212,6 +224,7 @@ DEEPSPEED_ZERO = Habits(
     host_s_per_block=0.6e-3,
     bucket_elements=5e8,
     prefetch_elements=5e7,
+    gathers_each_weight=True,
     live_elements=1e9,
     flat_step_bytes=6,
     logit_bytes=12,
@@ -264,8 +277,8 @@ PADDLE = Habits(
     default_attention="flash",
     traffic_per_saved_byte=4.0,
     matmul_workspaces="none",
-    source="PaddleNLP: AMP level O2, 16-bit parameters and gradients, AdamW with multi_precision (fp32 master weights); "
-    "use_fused_rms_norm=false in FlagPerf's configurations: a Llama block moves 127 bytes and keeps 32 by this count",
+    source="PaddleNLP: AMP level O2, 16-bit parameters and gradients, AdamW with multi_precision (fp32 "
+    "master weights); use_fused_rms_norm=false in FlagPerf's configurations: a Llama block moves 127 bytes and keeps 32 by this count",
 )
 
 ALL_HABITS = (
@@ -273,6 +286,7 @@ ALL_HABITS = (
     MEGATRON_CORE,
     MEGATRON_CORE_LOCAL,
     MEGATRON_2021,
+    MEGATRON_2022,
     MEGATRON_DEEPSPEED,
     FSDP,
     COMPOSER,

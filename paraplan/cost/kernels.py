@@ -91,7 +91,8 @@ class KernelTimes:
         """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source."""
         constants = self.constants
         penalty = 1.0 + constants.matmul_half_n / n + constants.matmul_half_k / k
-        peak = self._peak() * self._reached_share() * constants.matmul_efficiency
+        reached = self._reached_share() * constants.matmul_efficiency
+        peak = self._peak() * (reached if self._uses_tensor_cores() else constants.plain_matmul_efficiency)
         return np.asarray(2.0 * m * n * k * penalty * self._last_wave(m, n) / peak + constants.matmul_launch_s)
 
     def _last_wave(self, m: Floats, n: Floats) -> Floats | float:

@@ -8,10 +8,10 @@ import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
 from paraplan.cost.collectives import GroupLinks, group_links
-from paraplan.cost.habits import Habits
 from paraplan.cost.stages import StageBlocks
 from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
 from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import Axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +56,9 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     slowest. The sum over all stages does not depend on where the blocks are cut.
     """
     cluster, constants, habits = workload.cluster, workload.constants, workload.habits
-    links = {axis: group_links(workload, table, axis) for axis in ("tp", "pp")}
-    slots = [_slot(table, costs, stage, links["tp"], links["pp"], habits) for stage in stages]
+    axes: tuple[Axis, ...] = ("tp", "pp")
+    links = {axis: group_links(workload, table, axis) for axis in axes}
+    slots = [_slot(workload, table, costs, stage, links) for stage in stages]
     slowest = np.argmax(np.stack([slot.total_s for slot in slots]), axis=0)
     rows = np.arange(len(table))
 
@@ -65,7 +66,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         return np.asarray(np.stack([getattr(slot, name) for slot in slots])[slowest, rows])
 
     microbatches = table.num_microbatches
-    whole = _slot(table, costs, _all_blocks(table, costs), links["tp"], links["pp"], habits)
+    whole = _slot(workload, table, costs, _all_blocks(table, costs), links)
     everything = whole.total_s + whole.send_s * (table.pp - 1)
     bubble = np.where(table.pp > 1, np.maximum(everything - of_slowest("total_s"), 0.0) / table.virtual, 0.0)
     wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
@@ -79,7 +80,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         pipeline_bubble_s=bubble,
         pipeline_send_s=microbatches * of_slowest("send_s"),
         data_parallel_s=exposed,
-        optimizer_s=sharded * constants.optimizer_bytes_per_parameter / bandwidth,
+        optimizer_s=sharded * constants.optimizer_traffic(habits.optimizer_step) / bandwidth,
         data_parallel_wire_s=wire,
     )
 
@@ -92,9 +93,9 @@ def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:
 
 
 def _slot(
-    table: PlanTable, costs: BlockCosts, stage: StageBlocks, tp: GroupLinks, pp: GroupLinks, habits: Habits
+    workload: Workload, table: PlanTable, costs: BlockCosts, stage: StageBlocks, links: dict[Axis, GroupLinks]
 ) -> _Slot:
-    key = costs.key
+    key, habits, tp, pp = costs.key, workload.habits, links["tp"], links["pp"]
     host = habits.host_s_per_block
     forward = np.maximum(stage.sum(costs, costs.forward_s), host * stage.num_blocks)
     backward = np.maximum(stage.sum(costs, costs.backward_s), host * stage.num_blocks)
@@ -103,7 +104,6 @@ def _slot(
     recompute = np.where(is_full, forward, stage.sum(costs, costs.recompute_s))
     if habits.last_stage_skips_recompute:
         recompute = np.where(stage.is_last & (table.pp > 1), 0.0, recompute)
-    all_reduces = 4 + 2 * is_full
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     transfers = np.where(table.pp > 1, table.virtual, 0)
@@ -114,9 +114,24 @@ def _slot(
     return _Slot(
         compute_s=forward + backward + ends,
         recompute_s=recompute,
-        tensor_parallel_s=all_reduces * stage.num_blocks * tp.all_reduce_s(activation),
+        tensor_parallel_s=_tensor_parallel(workload, table, stage.num_blocks * tp.all_reduce_s(activation), backward),
         send_s=transfers * (habits.boundary_transfers * pp.send_s(sent) + 2.0 * gathered),
     )
+
+
+def _tensor_parallel(workload: Workload, table: PlanTable, all_reduce_s: Floats, backward_s: Floats) -> Floats:
+    """Return the exposed seconds of tensor parallelism, from those of one all-reduce in each block of a stage.
+
+    Two all-reduces in the forward pass, in the backward pass, and where the forward pass runs again (Shoeybi et al.
+    2019, section 3). Beside the gradients of weights, half of the backward pass, run the two of the backward pass;
+    under sequence parallelism the gathering of outputs' gradients does not, and inputs are gathered again (Korthikanti
+    et al. 2022, section 4.2.2): one all-reduce exposed and two hidden.
+    """
+    forward_s = (2.0 + 2.0 * (table.recompute == RECOMPUTES.index("full"))) * all_reduce_s
+    if not workload.habits.overlaps_tensor_backward:
+        return np.asarray(forward_s + 2.0 * all_reduce_s)
+    hidden = overlap_s(2.0 * all_reduce_s, backward_s / 2.0, slowdown=workload.constants.overlap_slowdown)
+    return np.asarray(forward_s + (table.sequence_parallel == 1) * all_reduce_s + hidden)
 
 
 def _parameters(costs: BlockCosts, stage: StageBlocks) -> Floats:
@@ -142,7 +157,8 @@ def _data_parallel(
     microbatches = table.num_microbatches
     is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
     # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
-    units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1), 1)
+    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if habits.gathers_each_weight else 1
+    units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
     reduce_s = units * links.reduce_scatter_s(parameters * gradient_bytes / units)
     gather_s = units * links.all_gather_s(parameters * unit_bytes / units)
     wire = np.select(

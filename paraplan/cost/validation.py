@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
-from paraplan.cost.habits import Habits, habits_of
+from paraplan.cost.habits import MEGATRON_2021, MEGATRON_2022, Habits, habits_of
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.runs import MeasuredRun
@@ -53,6 +53,8 @@ class Score(Record):
 def habits_of_run(run: MeasuredRun) -> Habits:
     """Return the habits of the framework that a run names, with the precision of gradients that the run states."""
     habits = habits_of(run.framework)
+    if habits is MEGATRON_2021 and (run.sequence_parallel or run.recompute == "selective"):
+        habits = MEGATRON_2022
     words = run.grad_dtype.lower()
     if words.startswith("fp32") and "reduce" not in words:
         return habits.replace(gradient_bytes=4)
