@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -179,19 +180,19 @@ def _estimate_and_print(
     workload: Workload, plan: ParallelPlan, traced: list[TracedMemory] | None, *, as_json: bool
 ) -> None:
     result = estimate_plan(workload, plan)
+    # No library runs in a trace, so what cuBLAS keeps is left out of what a trace is compared with.
+    constants = workload.constants.replace(counts_matmul_workspaces=False)
+    compared = estimate_plan(replace(workload, constants=constants), plan).memory if traced is not None else ()
     if as_json:
         report = estimate_report(workload, result)
         if traced is not None:
             report["traced_memory"] = [memory.model_dump() for memory in traced]
+            report["predicted_for_trace"] = [compared[memory.pipeline_stage].model_dump() for memory in traced]
         typer.echo(json.dumps(report, indent=2))
         return
-    from paraplan.cli.estimate_tables import (
-        print_estimate,
-        print_heading,
-        print_traced,
-    )  # rich, which --json does without
+    from paraplan.cli import estimate_tables  # rich, which --json does without
 
-    print_heading(workload, result)
-    print_estimate(workload, result)
+    estimate_tables.print_heading(workload, result)
+    estimate_tables.print_estimate(workload, result)
     if traced is not None:
-        print_traced(result, traced)
+        estimate_tables.print_traced(compared, traced)

@@ -91,9 +91,9 @@ def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:
     _print_step(console, estimate)
 
 
-def print_traced(estimate: PlanEstimate, traced: Sequence[TracedMemory]) -> None:
-    """Print the memory of stages as predicted beside that of the runtime, run without values."""
-    console = Console()
+def print_traced(memory: Sequence[MemoryEstimate], traced: Sequence[TracedMemory]) -> None:
+    """Print the predicted `memory` of all stages beside that of the runtime, run without values."""
+    console = Console(highlight=False)
     console.print("\n[bold]Predicted and traced[/bold], the runtime's own engine run without a GPU")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("stage", justify="right")
@@ -101,18 +101,19 @@ def print_traced(estimate: PlanEstimate, traced: Sequence[TracedMemory]) -> None
     for _, title, color in PARTS:
         table.add_column(title, justify="right", style=color)
     table.add_column("total", justify="right", style="bold")
-    for memory in traced:
-        predicted = estimate.memory[memory.pipeline_stage]
-        for title, row in (("predicted", predicted), (f"traced, {memory.phase}", memory)):
+    for found in traced:
+        predicted = memory[found.pipeline_stage]
+        for title, row in (("predicted", predicted), (f"traced, {found.phase}", found)):
             cells = [format_bytes(getattr(row, name)) for name, _, _ in PARTS]
-            table.add_row(str(memory.pipeline_stage), title, *cells, format_bytes(row.total_bytes))
+            table.add_row(str(found.pipeline_stage), title, *cells, format_bytes(row.total_bytes))
         # A part's error is told against the peak, so that the parts' errors sum to that of the total.
         errors = [
-            f"{(getattr(predicted, name) - getattr(memory, name)) / memory.total_bytes:+.1%}"
+            f"{(getattr(predicted, name) - getattr(found, name)) / found.total_bytes:+.1%}"
             for name in (*(name for name, _, _ in PARTS), "total_bytes")
         ]
         table.add_row("", "error of the peak", *errors)
     console.print(table)
+    console.print("[dim]without what cuBLAS keeps for itself on a GPU, which no trace sees[/dim]")
 
 
 def _print_fitting(console: Console, workload: Workload, estimate: PlanEstimate) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
+
+import typer
 
 from paraplan.model.config_file import load_config
 from paraplan.model.factory import load_factory
@@ -26,10 +29,13 @@ def trace_stages(reference: str, plan: ParallelPlan, training: TrainingSpec) -> 
     check_supported(plan, precision=training.precision)
     build = model_builder(reference, training)
     stages = range(plan.pp) if plan.pp <= _MOST_STAGES else (0, 1, plan.pp - 1)
-    return [
-        trace_memory(build, plan=plan, training=training, rank=first_rank_of_stage(plan, stage), source=reference)
-        for stage in stages
-    ]
+    traced = []
+    for stage in stages:
+        if sys.stderr.isatty():
+            typer.echo(f"running pipeline stage {stage} of {plan.pp} without values ...", err=True)
+        rank = first_rank_of_stage(plan, stage)
+        traced.append(trace_memory(build, plan=plan, training=training, rank=rank, source=reference))
+    return traced
 
 
 def model_builder(reference: str, training: TrainingSpec) -> Callable[[], Any]:

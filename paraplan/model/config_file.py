@@ -11,6 +11,7 @@ from typing import Any
 from paraplan.errors import ModelError
 
 MAX_LAYERS = 10_000
+MAX_COUNT = 10**9  # no width, vocabulary or number of positions is larger
 OWN_CODE_HINT = "write a factory that returns the nn.Module and give it as file.py:factory"
 
 
@@ -43,19 +44,18 @@ class ModelConfig:
         """Return whether `name` is there and not null."""
         return self.fields.get(name) is not None
 
-    def count(self, *names: str, default: int | None = None) -> int:
-        """Return a whole number above 0. Raises ModelError for anything else."""
+    def count(self, *names: str, default: int | None = None, most: int = MAX_COUNT, unit: str = "") -> int:
+        """Return a whole number from 1 to `most`. Raises ModelError for anything else."""
         name, value = self._find(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._wrong(name, value, "a whole number above 0")
+        if value > most:
+            raise self._wrong(name, value, f"at most {most}{unit}")
         return value
 
     def layers(self, *names: str, default: int | None = None) -> int:
         """Return a number of layers, which a slip in the config must not let grow beyond all memory."""
-        count = self.count(*names, default=default)
-        if count > MAX_LAYERS:
-            raise self._wrong(names[0], count, f"at most {MAX_LAYERS} layers")
-        return count
+        return self.count(*names, default=default, most=MAX_LAYERS, unit=" layers")
 
     def optional_count(self, *names: str) -> int | None:
         """Return a whole number above 0, None where the field is absent or null."""

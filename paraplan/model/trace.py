@@ -84,24 +84,32 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of `module` by name, in order.
 
     They are the children of the largest list of equal-class children, and of further lists at least a tenth as large
-    (an encoder beside a decoder). A model without such a list is one block.
+    (an encoder beside a decoder). A list of one counts where no list has more; a model without any is one block.
     """
+    stacks = _stacks(module, fewest=2) or _stacks(module, fewest=1)
+    largest = max((size for size, _ in stacks), default=0)
+    if largest == 0:
+        return {"": module}
+    return {name: block for size, children in stacks if 10 * size >= largest for name, block in children.items()}
+
+
+def _stacks(module: nn.Module, *, fewest: int) -> list[tuple[int, dict[str, nn.Module]]]:
+    """Return the outermost lists of equal-class children by name, each with the number of its parameters."""
     stacks: dict[str, tuple[int, dict[str, nn.Module]]] = {}
     for name, candidate in module.named_modules():
         if any(name.startswith(f"{stack}.") or not stack for stack in stacks):
             continue
         children = dict(candidate.named_children())
-        is_list = isinstance(candidate, nn.ModuleList) or (isinstance(candidate, nn.Sequential) and len(children) > 1)
-        if is_list and len({type(child) for child in children.values()}) == 1:
+        kinds = nn.ModuleList | nn.Sequential if fewest > 1 else nn.ModuleList
+        if (
+            isinstance(candidate, kinds)
+            and len(children) >= fewest
+            and len({type(one) for one in children.values()}) == 1
+        ):
             size = sum(parameter.numel() for parameter in candidate.parameters())
             prefix = f"{name}." if name else ""
             stacks[name] = size, {f"{prefix}{key}": child for key, child in children.items()}
-    largest = max((size for size, _ in stacks.values()), default=0)
-    if largest == 0:
-        return {"": module}
-    return {
-        name: block for size, children in stacks.values() if 10 * size >= largest for name, block in children.items()
-    }
+    return list(stacks.values())
 
 
 def _measure(

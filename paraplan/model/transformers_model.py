@@ -37,12 +37,16 @@ def trace_config(config: ModelConfig, *, micro_batch_size: int = 1) -> ModelSpec
     from paraplan.model.trace import trace_module
 
     longest = config.optional_count("max_position_embeddings", "n_positions", "max_seq_len")
-    spec = trace_module(
-        library_factory(config),
-        seq_length=config.seq_length or longest,
-        micro_batch_size=micro_batch_size,
-        source=config.source,
-    )
+    try:
+        spec = trace_module(
+            library_factory(config),
+            seq_length=config.seq_length or longest,
+            micro_batch_size=micro_batch_size,
+            source=config.source,
+        )
+    except ModelError as error:
+        hint = f"no reader describes {config.model_type!r}, so transformers built it: correct the field at fault, or"
+        raise ModelError(error.message, hint=f"{hint} {OWN_CODE_HINT}") from error
     return spec.replace(name=config.name, model_type=config.model_type, max_seq_length=longest)
 
 
@@ -66,7 +70,8 @@ def library_factory(config: ModelConfig, *, attention: Literal["sdpa", "eager"] 
 
     def build() -> Any:
         built = transformers.AutoConfig.for_model(config.model_type, **fields)
-        built._attn_implementation = attention
+        if attention == "eager":  # else transformers takes sdpa wherever the model has it
+            built._attn_implementation = attention
         text = built.get_text_config(decoder=True)
         if hasattr(text, "use_cache"):
             text.use_cache = False

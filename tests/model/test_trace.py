@@ -109,6 +109,10 @@ def make_on_gpu():
     return Model().to("cuda:0")
 
 
+def make_of_one_block():
+    return Model(blocks=1)
+
+
 def make_badly():
     raise KeyError("no such dataset")
 
@@ -202,6 +206,12 @@ def test_a_module_may_bring_its_own_inputs(script: str) -> None:
     assert model.num_blocks == 2
     assert model.vocab_size is None
     assert model.flops_per_token(128) * 128 == pytest.approx(2 * 2 * 48 * 48)
+
+
+def test_a_model_of_one_block_is_cut_as_one_of_several(script: str) -> None:
+    one, four = _trace(script, "make_of_one_block"), _trace(script, "make")
+    assert (one.parameters.embedding, one.parameters.head) == (four.parameters.embedding, four.parameters.head)
+    assert 4 * one.parameters.blocks == four.parameters.blocks
 
 
 def test_checks_of_values_find_a_plain_batch(script: str) -> None:

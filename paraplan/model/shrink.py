@@ -1,0 +1,153 @@
+"""A smaller model of the same structure: fewer layers, fewer heads, narrower, by the fields of a configuration.
+
+What decides how a model is split stays: whether `tp` divides its heads, its groups of heads and its vocabulary, which
+kinds of layers it has, tied embeddings, experts. Dropout is turned off: ranks that hold parts of a layer draw other
+random numbers than one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
+_LAYERS += ("num_encoder_layers", "num_decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "word_embed_proj_dim", "embedding_size")
+_INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
+_INNER += ("moe_intermediate_size", "shared_expert_intermediate_size")
+_VOCABULARY = ("vocab_size", "vocabulary_size")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length", "seq_length")
+_WINDOWS = ("sliding_window", "attention_window", "window_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ROPE = ("rope_scaling", "rope_parameters")
+_AT_MOST = {
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "d_kv": 8,
+    "rotary_dim": 8,
+    "state_size": 8,
+}
+_HEAD_DIM, _SMALL_VOCABULARY, _SMALL_EXPERTS = 16, 128, 4
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """What a smaller model is made for: at most `num_layers` layers, `tp` ranks that share one, short sequences."""
+
+    num_layers: int
+    tp: int
+    seq_length: int
+    keeps_width: bool = False
+
+
+def shrink_fields(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
+    """Return the fields of a configuration, as transformers names them, of a smaller model of the same structure."""
+    small = dict(fields)
+    depth = _first(fields, _LAYERS)
+    for name in _LAYERS:
+        if _is_count(fields.get(name)):
+            small[name] = min(fields[name], to.num_layers)
+    if depth is not None and depth > to.num_layers:
+        for name, value in fields.items():
+            if isinstance(value, list) and len(value) == depth:
+                small[name] = _every_kind(value, to.num_layers)
+            elif isinstance(value, list) and name.endswith("_layers") and all(_is_index(item) for item in value):
+                small[name] = [item for item in value if item < to.num_layers]
+    if not to.keeps_width:
+        small |= _narrower(fields, to)
+    for name, value in fields.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and _is_dropout(name):
+            small[name] = type(value)(0)
+        if isinstance(value, dict) and name.endswith("_config"):
+            small[name] = shrink_fields(value, to)
+    return small
+
+
+def _narrower(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
+    heads, groups, hidden = _first(fields, _HEADS), _first(fields, _GROUPS), _first(fields, _HIDDEN)
+    small: dict[str, Any] = {}
+    if heads is not None and hidden is not None:
+        small_groups = None if groups is None else _fewer(groups, to.tp, least=1 if groups == 1 else 2)
+        small_heads = _fewer(heads, to.tp, least=2)
+        if groups is not None and small_groups is not None:
+            small_heads = small_groups * min(2, heads // groups)
+        head_dim = min(_HEAD_DIM, fields.get("head_dim") or hidden // heads)
+        width = small_heads * head_dim
+        small |= {name: small_heads for name in _HEADS if _is_count(fields.get(name))}
+        small |= {name: small_groups for name in _GROUPS if _is_count(fields.get(name))}
+        small |= {name: min(fields[name], width) for name in _HIDDEN if _is_count(fields.get(name))}
+        small |= {name: min(fields[name], 2 * width) for name in _INNER if _is_count(fields.get(name))}
+        if _is_count(fields.get("head_dim")):
+            small["head_dim"] = head_dim
+    for name in _VOCABULARY:
+        if _is_count(fields.get(name)) and fields[name] > _SMALL_VOCABULARY:
+            small[name] = _SMALL_VOCABULARY + fields[name] % to.tp
+    vocabulary = _first({**fields, **small}, _VOCABULARY)
+    for name, value in fields.items():
+        if name.endswith(("_token_id", "_token_index")) and vocabulary is not None:
+            small[name] = _token(value, vocabulary)
+    for names, limit in ((_POSITIONS, 4 * to.seq_length), (_WINDOWS, to.seq_length // 2), (_EXPERTS, _SMALL_EXPERTS)):
+        small |= {name: min(fields[name], limit) for name in names if _is_count(fields.get(name))}
+    small |= {name: min(fields[name], limit) for name, limit in _AT_MOST.items() if _is_count(fields.get(name))}
+    small |= {name: _plain_rope(fields[name]) for name in _ROPE if fields.get(name) is not None}
+    return small
+
+
+def _fewer(count: int, tp: int, *, least: int) -> int:
+    """Return a small number of heads that `tp` divides exactly where it divides `count`."""
+    if count % tp:
+        return count
+    return min(count, tp * max(1, -(-least // tp)))
+
+
+def _every_kind(values: list[Any], count: int) -> list[Any]:
+    """Return `count` of the values of the layers, such that as many kinds as possible are among them, in order."""
+    seen: list[Any] = []
+    first = [index for index, value in enumerate(values) if value not in seen and not seen.append(value)]  # type: ignore[func-returns-value]
+    rest = [index for index in range(len(values)) if index not in first]
+    return [values[index] for index in sorted([*first, *rest][:count])]
+
+
+def _plain_rope(value: Any) -> Any:
+    """Return the settings of rotary positions without scaling to long sequences."""
+    if not isinstance(value, dict):
+        return value
+    if value and all(isinstance(item, dict) for item in value.values()):  # one for each kind of layer
+        return {name: _plain_rope(item) for name, item in value.items()}
+    kept = {name: value[name] for name in ("rope_theta", "partial_rotary_factor") if name in value}
+    return {"rope_type": "default", **kept} if kept else None
+
+
+def _token(value: Any, vocabulary: int) -> Any:
+    if isinstance(value, list):
+        return [_token(item, vocabulary) for item in value]
+    return 1 if _is_index(value) and value >= vocabulary else value
+
+
+def _first(fields: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    return next((fields[name] for name in names if _is_count(fields.get(name))), None)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_dropout(name: str) -> bool:
+    return "dropout" in name or name.endswith(("pdrop", "layerdrop"))

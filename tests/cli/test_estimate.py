@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paraplan.cli.main import app
+
+LLAMA = ["estimate", "llama-3-8b", "--profile", "dgx-h100"]
+PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes")
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+FACTORY = """
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, hidden):
+        return hidden + self.down(torch.relu(self.up(hidden)))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(256, 64)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.head = torch.nn.Linear(64, 256)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+def build():
+    return Model()
+
+def build_with(size):
+    return Model()
+
+def build_on_gpu():
+    return Model().to("cuda")
+
+def build_from_file():
+    return open("weights that are not there")
+"""
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
+    return result.exit_code, result.stdout, result.stderr
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    status, stdout, stderr = run(*arguments, "--json")
+    assert (status, stderr) == (0, "")
+    answer: dict[str, Any] = json.loads(stdout)
+    return answer
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(FACTORY, encoding="utf-8")
+    return str(path)
+
+
+def test_estimate_prints_the_interface_that_programs_read() -> None:
+    answer = report(*LLAMA, "--dp", "8", "--zero", "3")
+    assert answer["plan"]["dp"] == 8
+    assert answer["parameters"]["total"] == 8_030_261_248
+    for stage in answer["memory"]:
+        assert sum(stage[part] for part in PARTS) == stage["total_bytes"] < stage["device_bytes"]
+    assert answer["peak_memory_bytes"] == max(stage["total_bytes"] for stage in answer["memory"])
+    assert answer["fits"] is (answer["peak_memory_bytes"] <= answer["usable_memory_bytes"])
+    assert {"step_time_s", "tokens_per_s_per_gpu", "model_flops_per_s_per_gpu", "mfu"} <= set(answer["step"])
+    assert answer["cluster"]["num_nodes"] == 1
+    assert answer["training"]["seq_length"] == 8192
+    assert answer["largest_layer"]["fits"] is True
+
+
+def test_every_pipeline_stage_is_shown_and_the_parts_are_named() -> None:
+    status, stdout, _ = run(*LLAMA, "--pp", "4", "--dp", "2")
+    assert status == 0
+    assert all(f"stage  {stage} " in stdout for stage in range(4))
+    words = ("parameters", "gradients", "optimizer", "activations", "workspace", "what is not there just then counts 0")
+    assert all(word in stdout for word in words)
+    assert "max_memory_allocated" in stdout
+    assert "nvidia-smi" in stdout
+
+
+def test_what_would_fit_names_every_zero_stage_and_recompute() -> None:
+    rows = report(*LLAMA, "--seq-len", "4096")["what_fits"]
+    assert {(row["zero_stage"], row["recompute"]) for row in rows} == {
+        (stage, kind) for stage in range(4) for kind in ("none", "selective", "full")
+    }
+    _, stdout, _ = run(*LLAMA, "--seq-len", "4096")
+    assert "What would fit on 8 GPUs" in stdout
+    assert "Largest layer: head, 525 M parameters" in stdout
+
+
+def test_offload_says_what_the_host_has_to_hold() -> None:
+    answer = report(*LLAMA, "--dp", "8", "--offload", "optimizer")
+    assert answer["host_bytes_per_node"] == 8 * answer["memory"][0]["host_bytes"] > 0
+    _, stdout, _ = run(*LLAMA, "--dp", "8", "--offload", "optimizer")
+    assert "Host memory for offload" in stdout
+    assert report(*LLAMA, "--dp", "8")["host_bytes_per_node"] == 0
+
+
+def test_the_plan_decides_how_many_machines_there_are_unless_nodes_says() -> None:
+    assert report(*LLAMA, "--dp", "24", "--zero", "3")["cluster"]["num_nodes"] == 3
+    status, _, stderr = run(*LLAMA, "--dp", "24", "--nodes", "2")
+    assert status == 2
+    assert "24 ranks, and 2 x dgx-h100 has 16 GPUs" in stderr
+    assert "use --nodes 3" in stderr
+
+
+def test_a_plan_file_brings_its_training_and_options_come_first(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    recommend = ["recommend", *LLAMA[1:], "--seq-len", "2048", "--global-batch", "16", "--precision", "fp32"]
+    assert run(*recommend, "-o", str(plan))[0] == 0
+    answer = report(*LLAMA, "--plan", str(plan))
+    assert (answer["training"]["seq_length"], answer["training"]["precision"]) == (2048, "fp32")
+    assert answer["training"]["global_batch_size"] == 16
+    assert report(*LLAMA, "--plan", str(plan), "--precision", "bf16")["training"]["precision"] == "bf16"
+    status, _, stderr = run(*LLAMA, "--plan", str(plan), "--dp", "4")
+    assert status == 2
+    assert "--dp beside --plan" in stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "3"], "tp=3 does not divide the attention and key-value heads of llama-3-8b"),
+        (["--pp", "33"], "33 pipeline stages for the 32 blocks"),
+        (["--cp", "7"], "cp=7 does not divide the 8192 tokens"),
+        (["--zero", "1"], "zero_stage=1 has nothing to shard over with dp=1"),
+        (["--dp", "2", "--global-batch", "7"], "global_batch_size=7 is not a multiple"),
+        (["--virtual-stages", "2"], "virtual_pipeline_size=2 with pp=1"),
+        (["--schedule", "gpipe"], "a schedule goes with pp > 1 alone"),
+        (["--plan", "absent.json"], "cannot read the plan absent.json"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_told_in_one_sentence(arguments: list[str], message: str) -> None:
+    status, stdout, stderr = run(*LLAMA, *arguments)
+    assert (status, stdout) == (2, "")
+    assert message in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e3", "99999999999999999999", ""])
+@pytest.mark.parametrize("option", ["--seq-len", "--dp", "--micro-batch", "--nodes", "--global-batch"])
+def test_numbers_that_no_machine_has_are_refused(option: str, value: str) -> None:
+    status, stdout, stderr = run(*LLAMA, f"{option}={value}")
+    assert (status, stdout) == (2, "")
+    assert option in stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "the field 'hidden_size' is missing"),
+        ({"hidden_size": "wide"}, "hidden_size='wide', expected a whole number above 0"),
+        ({"vocab_size": float("nan")}, "vocab_size=nan, expected a whole number"),
+        ({"vocab_size": float("inf")}, "vocab_size=inf, expected a whole number"),
+        ({"intermediate_size": -4}, "intermediate_size=-4, expected a whole number"),
+        ({"hidden_size": 10**30}, "expected at most 1000000000"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
+        ({"quantization_config": {"bits": 4}}, "a quantised checkpoint"),
+        ({"model_type": "unheard-of"}, "no reader knows model_type='unheard-of'"),
+        ({"model_type": "own", "auto_map": {"AutoModel": "trap.Model"}}, "code that auto_map names is never executed"),
+    ],
+)
+def test_a_wrong_configuration_is_told_by_its_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    (tmp_path / "trap.py").write_text("raise SystemExit('executed')", encoding="utf-8")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY | changes), encoding="utf-8")
+    status, stdout, stderr = run("estimate", str(path), "--profile", "dgx-h100")
+    assert (status, stdout) == (2, "")
+    assert message in stderr
+    assert "hint:" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_folder_without_a_configuration_is_told(tmp_path: Path) -> None:
+    status, _, stderr = run("estimate", str(tmp_path), "--profile", "dgx-h100")
+    assert status == 2
+    assert "holds no config.json" in stderr
+
+
+@pytest.mark.parametrize(
+    ("factory", "message", "line"),
+    [
+        ("build_with", "cannot be called without arguments: missing a required argument: 'size'", None),
+        ("build_on_gpu", "failed while the model was built", 'return Model().to("cuda")'),
+        ("build_from_file", "FileNotFoundError", 'return open("weights that are not there")'),
+        ("absent", "defines no 'absent'", None),
+    ],
+)
+def test_a_factory_that_fails_is_shown_with_its_own_error(
+    script: str, factory: str, message: str, line: str | None
+) -> None:
+    pytest.importorskip("torch", reason="factories need torch")
+    status, stdout, stderr = run("estimate", f"{script}:{factory}", "--profile", "dgx-h100")
+    assert (status, stdout) == (2, "")
+    assert message in stderr
+    assert line is None or (line in stderr and "train.py, line" in stderr)
+
+
+def test_a_trace_stands_beside_the_estimate_part_by_part(script: str) -> None:
+    pytest.importorskip("torch", reason="a trace runs the engine")
+    model = ["estimate", f"{script}:build", "--profile", "dgx-h100", "--seq-len", "128"]
+    plan = ["--pp", "2", "--global-batch", "64", "--micro-batch", "16", "--precision", "fp32", "--trace"]
+    answer = report(*model, *plan)
+    assert [stage["pipeline_stage"] for stage in answer["traced_memory"]] == [0, 1]
+    for estimated, traced in zip(answer["predicted_for_trace"], answer["traced_memory"], strict=True):
+        assert sum(traced[part] for part in PARTS) == traced["total_bytes"]
+        assert estimated["total_bytes"] == pytest.approx(traced["total_bytes"], rel=0.1)
+    status, stdout, _ = run(*model, *plan)
+    assert status == 0
+    assert all(word in stdout for word in ("predicted", "traced, ", "error of the peak"))
+
+
+def test_a_trace_of_a_plan_that_the_runtime_cannot_run_is_an_error(script: str) -> None:
+    pytest.importorskip("torch", reason="a trace runs the engine")
+    status, _, stderr = run(
+        "estimate", f"{script}:build", "--profile", "dgx-h100", "--cp", "2", "--seq-len", "64", "--trace"
+    )
+    assert status == 2
+    assert "this runtime cannot execute the plan" in stderr
+
+
+def test_a_known_family_is_estimated_without_torch() -> None:
+    code = (
+        "import sys; from paraplan.cli.main import app;"
+        f"app({[*LLAMA, '--dp', '8']!r}, standalone_mode=False);"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"

@@ -1,0 +1,132 @@
+"""Configurations of families that no reader describes: built by transformers without values, and traced."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paraplan.errors import ModelError
+from paraplan.model.reader import read_model
+
+needs_transformers = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
+    reason="torch or transformers is not installed",
+)
+GRANITE: dict[str, Any] = {
+    "model_type": "granite",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+}
+
+
+def _write(folder: Path, **changes: object) -> str:
+    path = folder / "model.json"
+    path.write_text(json.dumps(GRANITE | changes), encoding="utf-8")
+    return str(path)
+
+
+@needs_transformers
+def test_a_family_without_a_reader_is_counted_as_transformers_builds_it(tmp_path: Path) -> None:
+    model = read_model(_write(tmp_path), seq_length=64)
+    block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64  # query, key, value, output; gated MLP; two norms
+    assert (model.parameters.embedding, model.parameters.blocks, model.parameters.head) == (
+        128 * 64,
+        3 * block,
+        128 * 64 + 64,
+    )
+    assert (model.name, model.model_type, model.max_seq_length, model.num_blocks) == ("model", "granite", 256, 3)
+    products = 2 * (3 * (block - 2 * 64) + 128 * 64)
+    assert model.flops_per_token(64, with_attention=False) == products
+
+
+@needs_transformers
+def test_an_encoder_decoder_and_an_image_model_get_their_own_inputs(tmp_path: Path) -> None:
+    text: dict[str, Any] = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}
+    text |= {
+        "num_hidden_layers": None,
+        "d_model": 64,
+        "d_ff": 96,
+        "d_kv": 16,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+    }
+    image: dict[str, Any] = {
+        "model_type": "deit",
+        "architectures": ["DeiTForImageClassification"],
+        "image_size": 32,
+        "patch_size": 16,
+        "num_hidden_layers": 2,
+    }
+    assert read_model(_write(tmp_path, **image)).num_blocks == 2
+    assert read_model(_write(tmp_path, **text), seq_length=16).num_blocks == 4
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["pipeline"]}, "architectures names 'pipeline', which transformers"),
+        ({"architectures": ["GraniteForTelepathy"]}, "architectures names 'GraniteForTelepathy'"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"model_type": "deit"}, "language model or classifier|failed while"),
+    ],
+)
+def test_what_transformers_cannot_build_is_told(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_model(_write(tmp_path, **changes))
+
+
+@needs_transformers
+def test_code_of_a_configuration_is_not_executed_for_a_type_that_transformers_knows(tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text("raise SystemExit('executed')", encoding="utf-8")
+    auto_map = {"AutoConfig": "trap.Config", "AutoModelForCausalLM": "trap.Model"}
+    path = _write(tmp_path, auto_map=auto_map, trust_remote_code=True)
+    assert read_model(path, seq_length=16).model_type == "granite"
+
+
+def _read_in_new_process(reference: str, before: str = "", **environment: str) -> str:
+    code = (
+        f"import sys\n{before}\n"
+        "from paraplan.errors import ModelError\n"
+        "from paraplan.model.reader import read_model\n"
+        f"try: read_model({reference!r})\n"
+        "except ModelError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | environment
+    )
+    return done.stdout
+
+
+def test_a_hub_id_without_huggingface_hub_says_what_to_install() -> None:
+    told = _read_in_new_process("nobody/no-such-model", before="sys.modules['huggingface_hub'] = None")
+    assert "huggingface_hub is not installed to look on the hub" in told
+    assert "pip install huggingface_hub" in told
+
+
+@pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="huggingface_hub is not installed")
+def test_a_hub_that_cannot_be_reached_is_told() -> None:
+    told = _read_in_new_process("nobody/no-such-model", HF_HUB_OFFLINE="1")
+    assert "its config.json cannot be had from the hub" in told
+    assert "check the name and the network" in told
+
+
+def test_without_transformers_an_unknown_type_says_that_it_may_help(tmp_path: Path) -> None:
+    told = _read_in_new_process(_write(tmp_path), before="sys.modules['transformers'] = None")
+    assert "no reader knows model_type='granite'" in told
+    assert "install transformers" in told
