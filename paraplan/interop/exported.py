@@ -115,9 +115,9 @@ def training_gap(training: TrainingSpec | None, field: str, expressible: Sequenc
 def order_gap(plan: ParallelPlan, tool: str, *orders: Sequence[Axis]) -> list[Gap]:
     """Return the gap of an order of ranks that is none of `orders`, each from outermost to innermost.
 
-    Axes of one rank have no place in an order.
+    Axes of one rank have no place in an order, and those that the tool does not have are named by another gap.
     """
-    wanted = [axis for axis in plan.rank_order if getattr(plan, axis) > 1]
+    wanted = [axis for axis in plan.rank_order if getattr(plan, axis) > 1 and axis in orders[0]]
     possible = [[axis for axis in order if axis in wanted] for order in orders]
     if wanted in possible:
         return []

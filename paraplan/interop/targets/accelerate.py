@@ -90,7 +90,7 @@ def _torch_gaps(plan: ParallelPlan) -> list[Gap]:
         gaps += field_gap(plan, "offload", ("none",), "accelerate offloads under FSDP2 and DeepSpeed, not under DDP")
     gaps += field_gap(plan, "sequence_parallel", (False,), "accelerate leaves norms to the model's own tp_plan")
     gaps += field_gap(plan, "recompute", ("none", "full"), "FSDP2's activation checkpointing is of whole blocks")
-    return gaps + order_gap(plan, "accelerate", ("pp", "dp", "cp", "tp"))
+    return gaps + order_gap(plan, "accelerate", ("dp", "cp", "tp"))
 
 
 def _fsdp_config(plan: ParallelPlan) -> dict[str, object]:

@@ -14,7 +14,6 @@ from paraplan.interop.exported import (
     training_gap,
     unknown_training_note,
 )
-from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys whose values multiply: the first is the product of the others and of the data-parallel ranks."""
@@ -65,4 +64,4 @@ def deepspeed_gaps(subject: Subject) -> list[Gap]:
     elif plan.offload == "parameters" and plan.zero_stage < 3:
         gaps += field_gap(plan, "offload", ("none",), "DeepSpeed offloads parameters in ZeRO-3 alone")
     gaps += training_gap(subject.training, "precision", ("fp32", "bf16", "fp16"), "unknown")
-    return gaps + order_gap(plan, "DeepSpeed", MEGATRON_RANK_ORDER)
+    return gaps + order_gap(plan, "DeepSpeed", ("dp", "tp"))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 
-from paraplan.interop.exported import Exported, Gap, Subject, field_gap, order_gap, training_gap, unknown_training_note
+from paraplan.interop.exported import Exported, Gap, Subject, field_gap, training_gap, unknown_training_note
 from paraplan.interop.targets.accelerate import uses_deepspeed
 from paraplan.interop.targets.deepspeed import BATCH_KEYS, batch_and_zero, deepspeed_gaps
-from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 
 _OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
@@ -68,8 +67,8 @@ def _fsdp(subject: Subject) -> dict[str, object]:
 
 def _gaps(subject: Subject) -> list[Gap]:
     plan = subject.plan
-    gaps: list[Gap] = []
-    for axis in ("tp", "pp", "cp"):
+    gaps = field_gap(plan, "pp", (1,), "the Trainer has no pipeline")
+    for axis in ("tp", "cp"):
         gaps += field_gap(plan, axis, (1,), "TrainingArguments take it as a ParallelismConfig, made in the script")
     if uses_deepspeed(plan):
         named = {gap.part for gap in gaps}
@@ -78,6 +77,5 @@ def _gaps(subject: Subject) -> list[Gap]:
         gaps += field_gap(plan, "recompute", ("none", "full"), "the Trainer checkpoints whole blocks")
         if plan.zero_stage == 0:
             gaps += field_gap(plan, "offload", ("none",), "the Trainer offloads under FSDP2 and DeepSpeed")
-        gaps += order_gap(plan, "the Trainer", MEGATRON_RANK_ORDER)
     gaps += training_gap(subject.training, "optimizer", tuple(_OPTIMIZERS), "the Trainer has no such optimizer")
     return gaps

@@ -1,0 +1,236 @@
+"""What each target says of a plan, and what it owns up to."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+from exported_plans import PLANS, subject
+
+from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.interop.export import TARGETS, export_plan
+from paraplan.plan.files import PlanFile
+
+YAML_TARGETS = ("accelerate", "megatron-bridge", "pytorchjob", "trainjob", "jobset", "skypilot")
+SCRIPTS = ("torchrun", "slurm", "megatron-lm")
+COMMENTED = (*YAML_TARGETS, *SCRIPTS, "torchtitan")
+LAUNCHED_BY_PARAPLAN = ("torchrun", "slurm", "pytorchjob", "trainjob", "jobset", "skypilot")
+
+
+def read(target: str, plan: str, **training: object) -> Any:
+    text = export_plan(subject(plan, **training), target, partial=True).text
+    if target in YAML_TARGETS:
+        return yaml.safe_load(text)
+    if target in ("deepspeed", "hf-trainer"):
+        return json.loads(text)
+    return tomllib.loads(text) if target == "torchtitan" else text
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_is_a_file_of_its_format_that_names_what_is_missing(target: str, plan: str) -> None:
+    exported = export_plan(subject(plan), target, partial=True)
+    read(target, plan)
+    for gap in exported.gaps:
+        assert target == "hf-trainer" or str(gap) in exported.text
+    if target in COMMENTED:
+        assert all(f"Left to you: {note}" in exported.text for note in exported.notes)
+
+
+def test_what_cannot_be_expressed_is_an_error_that_names_all_of_it() -> None:
+    with pytest.raises(UnsupportedPlanError) as caught:
+        export_plan(subject("pipeline"), "accelerate")
+    assert "pp=4" in caught.value.message
+    assert "sequence_parallel=True" in caught.value.message
+    assert caught.value.hint is not None
+    assert "--partial" in caught.value.hint
+
+
+def test_an_unknown_target_is_named_with_its_neighbours() -> None:
+    with pytest.raises(UsageError, match="deepspede") as caught:
+        export_plan(subject("ddp"), "deepspede")
+    assert caught.value.hint == "did you mean deepspeed?"
+
+
+@pytest.mark.parametrize("target", ["pytorchjob", "trainjob", "jobset"])
+def test_a_pod_needs_an_image(target: str) -> None:
+    with pytest.raises(UsageError, match="image"):
+        export_plan(subject("ddp").replace(image=None), target)
+
+
+@pytest.mark.parametrize("target", LAUNCHED_BY_PARAPLAN)
+def test_what_the_runtime_does_not_execute_is_a_gap_where_paraplan_launches(target: str) -> None:
+    gaps = export_plan(subject("fsdp, tp and cp").replace(), target, partial=True).gaps
+    assert [gap.part for gap in gaps] in ([], ["cp=2"])
+    assert export_plan(subject("zero-3"), target).gaps == ()
+
+
+def test_ddp_in_accelerate() -> None:
+    config = read("accelerate", "ddp")
+    assert config["distributed_type"] == "MULTI_GPU"
+    assert (config["num_machines"], config["num_processes"]) == (1, 8)
+    assert config["mixed_precision"] == "bf16"
+    assert "fsdp_config" not in config
+
+
+@pytest.mark.parametrize(("plan", "reshards"), [("zero-2", False), ("zero-3", True)])
+def test_zero_2_and_3_are_fsdp2_in_accelerate_and_the_trainer(plan: str, reshards: bool) -> None:
+    config = read("accelerate", plan)
+    assert config["distributed_type"] == "FSDP"
+    assert config["fsdp_config"]["fsdp_version"] == 2
+    assert config["fsdp_config"]["fsdp_reshard_after_forward"] is reshards
+    arguments = read("hf-trainer", plan)
+    assert arguments["fsdp"] is True
+    assert arguments["fsdp_config"]["reshard_after_forward"] is reshards
+
+
+def test_tp_and_cp_beside_fsdp_are_accelerates_parallelism_config() -> None:
+    sizes = read("accelerate", "fsdp, tp and cp")["parallelism_config"]
+    prefix = "parallelism_config_"
+    assert {key.removeprefix(prefix): value for key, value in sizes.items()} == {
+        "dp_replicate_size": 1,
+        "dp_shard_size": 2,
+        "cp_size": 2,
+        "tp_size": 2,
+    }
+
+
+def test_zero_1_and_an_offloaded_optimizer_become_deepspeed_in_accelerate() -> None:
+    config = read("accelerate", "zero-1 offloaded")
+    assert config["distributed_type"] == "DEEPSPEED"
+    assert config["deepspeed_config"]["zero_stage"] == 1
+    assert config["deepspeed_config"]["offload_optimizer_device"] == "cpu"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_deepspeeds_batch_sizes_multiply(plan: str) -> None:
+    config, parallel = read("deepspeed", plan), subject(plan).plan
+    micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    assert config["train_batch_size"] == micro * steps * parallel.dp
+    assert config["zero_optimization"]["stage"] == parallel.zero_stage
+
+
+def test_deepspeed_offloads_parameters_with_zero_3() -> None:
+    zero = read("deepspeed", "zero-3 offloaded")["zero_optimization"]
+    assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "cpu"
+
+
+def test_deepspeeds_precision_and_tensor_parallelism() -> None:
+    config = read("deepspeed", "fsdp and tp", precision="fp16")
+    assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (False, True)
+    assert config["tensor_parallel"] == {"autotp_size": 2}
+
+
+def megatron(plan: str, **training: object) -> dict[str, str]:
+    found = re.findall(r"^  --(\S+)(?: (.+))?$", read("megatron-lm", plan, **training), flags=re.MULTILINE)
+    return dict(found)
+
+
+def test_megatrons_degrees_rank_order_and_distributed_optimizer() -> None:
+    arguments = megatron("pipeline")
+    assert arguments["tensor-model-parallel-size"] == "2"
+    assert arguments["pipeline-model-parallel-size"] == "4"
+    assert arguments["global-batch-size"] == "32"
+    assert arguments["pipeline-model-parallel-layout"] == "'Et*9|t*8|t*8|t*7L'"
+    assert {"use-distributed-optimizer", "use-tp-pp-dp-mapping", "sequence-parallel", "bf16"} <= set(arguments)
+    assert "use-tp-pp-dp-mapping" not in megatron("interleaved")
+
+
+def test_megatrons_interleaved_stages_and_full_recompute() -> None:
+    arguments = megatron("interleaved")
+    assert arguments["num-virtual-stages-per-pipeline-rank"] == "2"
+    assert arguments["recompute-granularity"] == "full"
+    assert arguments["recompute-method"] == "uniform"
+
+
+def test_megatron_shards_parameters_with_its_own_fsdp() -> None:
+    assert megatron("zero-3")["data-parallel-sharding-strategy"] == "optim_grads_params"
+    assert "bf16" not in megatron("zero-3", precision="fp32")
+
+
+def test_an_order_of_ranks_that_megatron_lacks_is_a_gap() -> None:
+    odd = subject({"dp": 4, "tp": 2, "rank_order": ("tp", "pp", "cp", "dp")})
+    gaps = export_plan(odd, "megatron-lm", partial=True).gaps
+    assert [gap.part for gap in gaps] == ["rank_order=tp dp"]
+
+
+def test_torchtitan_names_the_modules_of_each_stage() -> None:
+    parallelism = read("torchtitan", "pipeline")["parallelism"]
+    parts = parallelism["module_fqns_per_model_part"]
+    assert [len(part) for part in parts] == [10, 8, 8, 9]
+    assert (parts[0][0], parts[-1][-2:]) == ("tok_embeddings", ["norm", "output"])
+    assert parallelism["pipeline_parallel_schedule"] == "1F1B"
+
+
+def test_torchtitans_local_batch_is_a_micro_batch_without_a_pipeline_and_all_of_them_with_one() -> None:
+    assert read("torchtitan", "zero-3")["training"]["local_batch_size"] == 2
+    assert read("torchtitan", "zero-3")["training"]["global_batch_size"] == 64
+    assert read("torchtitan", "interleaved")["training"]["local_batch_size"] == 8
+
+
+def test_megatron_bridge_says_what_megatron_lm_says() -> None:
+    config = read("megatron-bridge", "zero-3")
+    assert config["ddp"]["data_parallel_sharding_strategy"] == "optim_grads_params"
+    assert config["mixed_precision"] == "bf16_mixed"
+    assert read("megatron-bridge", "pipeline")["dist"]["use_tp_pp_dp_mapping"] is True
+
+
+def test_the_plan_travels_with_a_pod_unchanged() -> None:
+    made = subject("zero-1 offloaded", name="a $(HOME) $$ 'model'")
+    for target in ("pytorchjob", "trainjob", "jobset"):
+        text = export_plan(made, target, partial=True).text
+        (value,) = (
+            item["value"] for item in _find(yaml.safe_load(text), "env")[0] if item["name"].endswith("PLAN_JSON")
+        )
+        assert PlanFile.from_json(value.replace("$$", "$"), source="pod") == made.file
+
+
+def test_nodes_become_replicas_and_completions() -> None:
+    replicas = read("pytorchjob", "pipeline")["spec"]["pytorchReplicaSpecs"]
+    assert replicas["Master"]["replicas"] + replicas["Worker"]["replicas"] == 4
+    trainer = read("trainjob", "pipeline")["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 8)
+    job = read("jobset", "pipeline")["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["parallelism"] == job["completions"] == 4
+    assert _find(job, "limits") == [{"nvidia.com/gpu": 8}]
+
+
+def test_skypilot_asks_for_the_gpus_of_the_plan() -> None:
+    task = read("skypilot", "pipeline")
+    assert task["resources"] == {"accelerators": "H100:8"}
+    assert task["num_nodes"] == 4
+    gaps = export_plan(_on("dgx-1-p100x"), "skypilot", partial=True).gaps
+    assert [gap.part for gap in gaps] == ["machines"]
+
+
+def test_a_hostile_name_breaks_no_file() -> None:
+    made = subject("ddp", name="x\nevil: true\n$(rm -rf /)", path="a b;c.json", script="my script.py")
+    for target in ("slurm", "torchrun"):
+        text = export_plan(made, target).text
+        assert "'my script.py'" in text
+        assert "'a b;c.json'" in text
+    assert "evil" not in yaml.safe_load(export_plan(made, "accelerate").text)
+
+
+def test_a_plan_without_training_says_what_is_unknown() -> None:
+    bare = subject("ddp")
+    bare = bare.replace(file=PlanFile(plan=bare.plan))
+    for target in ("accelerate", "deepspeed", "megatron-lm", "torchtitan", "hf-trainer", "megatron-bridge"):
+        assert any("not in the plan file" in note for note in export_plan(bare, target).notes)
+
+
+def _on(machines: str) -> Any:
+    made = subject("zero-3")
+    assert made.file.cluster is not None
+    return made.replace(file=made.file.replace(cluster=made.file.cluster.replace(name=machines)))
+
+
+def _find(value: Any, key: str) -> list[Any]:
+    """Return every value of `key`, however deep."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    found = [value[key]] if isinstance(value, dict) and key in value else []
+    return found + [item for part in inner for item in _find(part, key)]
