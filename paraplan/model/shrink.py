@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers")
-_LAYERS += ("num_encoder_layers", "num_decoder_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+_STACKS = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "word_embed_proj_dim", "embedding_size")
-_INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
-_INNER += ("moe_intermediate_size", "shared_expert_intermediate_size")
+_INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "moe_intermediate_size")
+_OTHER_INNER = ("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size")
 _VOCABULARY = ("vocab_size", "vocabulary_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length", "seq_length")
 _WINDOWS = ("sliding_window", "attention_window", "window_size")
@@ -56,8 +56,8 @@ class Smaller:
 def shrink_fields(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
     """Return the fields of a configuration, as transformers names them, of a smaller model of the same structure."""
     small = dict(fields)
-    depth = _first(fields, _LAYERS)
-    for name in _LAYERS:
+    depth = _first(fields, (*_LAYERS, *_STACKS))
+    for name in (*_LAYERS, *_STACKS):
         if _is_count(fields.get(name)):
             small[name] = min(fields[name], to.num_layers)
     if depth is not None and depth > to.num_layers:
@@ -89,7 +89,9 @@ def _narrower(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
         small |= {name: small_heads for name in _HEADS if _is_count(fields.get(name))}
         small |= {name: small_groups for name in _GROUPS if _is_count(fields.get(name))}
         small |= {name: min(fields[name], width) for name in _HIDDEN if _is_count(fields.get(name))}
-        small |= {name: min(fields[name], 2 * width) for name in _INNER if _is_count(fields.get(name))}
+        small |= {
+            name: min(fields[name], 2 * width) for name in (*_INNER, *_OTHER_INNER) if _is_count(fields.get(name))
+        }
         if _is_count(fields.get("head_dim")):
             small["head_dim"] = head_dim
     for name in _VOCABULARY:

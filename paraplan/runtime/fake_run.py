@@ -12,7 +12,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +32,7 @@ from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.noise import silence_known_noise
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.storage_tracking import Peak, Phase, StorageTracker, StorageUse
+from paraplan.runtime.token_loss import token_loss
 from paraplan.runtime.world import World
 
 NUM_STEPS = 2
@@ -250,14 +250,3 @@ def example_batch(module: nn.Module, inputs: Any, size: int, seq_length: int) ->
         own = getattr(module, "example_inputs", None)
         inputs = torch.zeros(size, seq_length, dtype=torch.long) if own is None else own(size, seq_length)
     return inputs, torch.zeros(size, seq_length, dtype=torch.long)
-
-
-def token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of logits [batch, tokens, vocabulary], or the mean of outputs of another shape."""
-    logits = getattr(outputs, "logits", outputs)
-    if isinstance(logits, (tuple, list)):
-        logits = logits[0]
-    if logits.dim() == 3 and logits.shape[:2] == targets.shape:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    mean: torch.Tensor = logits.float().mean()
-    return mean
