@@ -57,7 +57,7 @@ def test_a_family_without_a_reader_is_counted_as_transformers_builds_it(tmp_path
 def test_an_encoder_decoder_and_an_image_model_get_their_own_inputs(tmp_path: Path) -> None:
     text: dict[str, Any] = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"]}
     text |= {
-        "num_hidden_layers": None,
+        "num_hidden_layers": 2,
         "d_model": 64,
         "d_ff": 96,
         "d_kv": 16,
