@@ -74,10 +74,11 @@ class CostConstants(Record):
     The best shape of an A100 reaches 0.869 of its peak, so 0.77 is 0.886 of that; on other GPUs it is the same share
     of their own best (`GpuProfile.reached_matmul_flops_per_s`), or of `usual_reached_share` of the peak where nobody
     measured it. Without tensor cores a matmul reaches `plain_matmul_efficiency` (14 of 15.7 TFLOP/s on V100,
-    transformers-benchmarks on GitHub, micro_bench). A matmul whose operands' rows are no multiple of 16 bytes takes `unaligned_slowdown` times as long;
-    one whose rows are no multiple of 128 bytes touches five sectors of 32 bytes where four would do, from Ampere on
-    (`unaligned_line_slowdown`; NVIDIA, Matrix Multiplication Background User's Guide, requirements of tensor cores).
-    Optimizer: a fused AdamW reads gradient, master weight and two states and writes three of them and a 16-bit copy; one
+    transformers-benchmarks on GitHub, micro_bench). A matmul whose operands' rows are no multiple of 16 bytes takes
+    `unaligned_slowdown` times as long; one whose rows are no multiple of 128 bytes touches five sectors of 32 bytes
+    where four would do, from Ampere on (`unaligned_line_slowdown`; NVIDIA, Matrix Multiplication Background User's
+    Guide, requirements of tensor cores).
+    Optimizer: a fused AdamW reads gradient, master weight and two states, writes three of them and a 16-bit copy; one
     that goes operation by operation moves 8 bytes for weight decay, 12 and 20 for the averages, 24 for their root and
     quotient, 16 for the step and 12 for clipping (counted in torch/optim/adamw.py), whether by lists or in a loop.
     Collectives: `profiles/links.json`.
