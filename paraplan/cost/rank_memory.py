@@ -10,7 +10,7 @@ import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
 from paraplan.cost.optimizers import OptimizerStates, optimizer_states
-from paraplan.cost.stages import StageBlocks, chunk_in_flight
+from paraplan.cost.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
 from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.cost.workspaces import matmul_workspace_bytes
@@ -87,8 +87,8 @@ class RankMemory:
             shards=shards,
             state_shards=np.where(table.zero_stage >= 1, shards, 1.0),
             chunks_in_flight=chunks,
-            in_flight=np.asarray(chunks.sum(axis=0) / table.virtual),
-            head_in_flight=np.take_along_axis(chunks, table.virtual[None] - 1, axis=0)[0],
+            in_flight=mean_in_flight(table, chunks),
+            head_in_flight=one_chunk_in_flight(table, stage, table.virtual - 1),
             padding=_padding(workload, table),
         )
 
@@ -181,7 +181,8 @@ class RankMemory:
             self.stage.sum_in_flight(self.costs, kept, self.chunks_in_flight)
             for kept in (self.costs.saved_bytes, self.costs.later_saved_bytes)
         )
-        embedding = self.costs.embedding_saved_bytes[key] * self.chunks_in_flight[0]
+        first = one_chunk_in_flight(self.table, self.stage, np.zeros_like(self.table.virtual))
+        embedding = self.costs.embedding_saved_bytes[key] * first
         return np.asarray(np.where(self.stage.is_first, first + embedding, later))
 
     @cached_property
@@ -208,6 +209,11 @@ class RankMemory:
         return np.asarray(tokens * outputs / divisor * self.stage.is_last)
 
     @cached_property
+    def loss_bytes(self) -> float:
+        """Bytes that the loss holds for each logit at most."""
+        return self.workload.habits.logit_bytes if self.is_mixed else 3 * FP32
+
+    @cached_property
     def head_kept_bytes(self) -> Floats:
         """What the head keeps of all micro-batches in flight, without what the loss keeps of the logits."""
         kept = self.costs.head_saved_bytes[self.costs.key] * self.stage.is_last
@@ -223,7 +229,7 @@ class RankMemory:
         """
         habits = self.workload.habits
         each = habits.gradient_bytes if self.is_mixed else FP32
-        if habits.accumulates_apart and self.is_mixed and each == FP32:
+        if self.accumulates_apart:
             each += HALF
         whole = self.parameters * each
         before = self.has_earlier_gradients & (not at_end)
@@ -268,12 +274,24 @@ class RankMemory:
         return np.where(self.table.zero_stage >= 1, elements * self.compute_bytes, 0.0)
 
     @cached_property
+    def accumulates_apart(self) -> bool:
+        """Whether gradients are accumulated in fp32 beside those that backward passes make."""
+        habits = self.workload.habits
+        return habits.accumulates_apart and self.is_mixed and habits.gradient_bytes == FP32
+
+    @cached_property
+    def flat_step_bytes(self) -> Floats:
+        """Flat copies of this rank's share of the gradients that a step makes, unless these are flat already."""
+        each = 0.0 if self.accumulates_apart else self.workload.habits.flat_step_bytes
+        return np.asarray(self.parameters / self.state_shards * each)
+
+    @cached_property
     def step_copies_bytes(self) -> Floats:
         """What an optimizer step allocates: of all parameters at once, or of one after the other."""
         local = self.parameters / self.state_shards
-        flat = local * self.workload.habits.flat_step_bytes * (self.table.zero_stage >= 1)
+        flat = self.flat_step_bytes
         if self.workload.habits.optimizer_step == "fused":
-            return np.asarray(flat)
+            return flat
         largest = np.maximum(self.costs.largest_weight_parameters[self.costs.key], self.root_parameters)
         loops = self.is_fsdp | (self.workload.habits.optimizer_step == "for_loop")
         return np.asarray(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
-from paraplan.cost.table import SCHEDULES, Floats, Ints, Mask, PlanTable
+from paraplan.cost.table import SCHEDULES, Floats, Ints, Mask, PlanTable, distinct_rows, first_rows
 
 _GPIPE = SCHEDULES.index("gpipe")
 _INTERLEAVED = SCHEDULES.index("interleaved_1f1b")
@@ -17,7 +18,9 @@ _INTERLEAVED = SCHEDULES.index("interleaved_1f1b")
 class StageBlocks:
     """The blocks of one pipeline rank under each plan of a table: chunk bounds, and whether it holds the ends.
 
-    `low` and `high` are `[V, N]`: the bounds of each virtual chunk, equal where a plan has fewer chunks.
+    `low` and `high` are `[V, N]`: the bounds of each virtual chunk, equal where a plan has fewer chunks. Where all blocks
+    are alike and all chunks have as many, they are `[1, N]`, as if a rank's blocks stood in a row. `shape` is the same
+    for plans whose bounds are, None where those of all plans are.
     """
 
     rank: Ints
@@ -25,13 +28,16 @@ class StageBlocks:
     high: Ints
     is_first: Mask
     is_last: Mask
+    shape: Ints | None = None
+    _found: dict[int, tuple[Ints, Ints]] = field(default_factory=dict, repr=False)
 
     def sum(self, costs: BlockCosts, running: Floats) -> Floats:
         """Return the sum of a running `[K, B + 1]` cost over the blocks of this rank."""
-        total = np.zeros(len(self.rank))
+        firsts, inverse = self._distinct(costs)
+        key, total = costs.key[firsts], np.zeros(len(firsts))
         for low, high in zip(self.low, self.high, strict=True):
-            total += running[costs.key, high] - running[costs.key, low]
-        return total
+            total += running[key, high[firsts]] - running[key, low[firsts]]
+        return np.asarray(total[inverse])
 
     def sum_in_flight(self, costs: BlockCosts, running: Floats, kept: Floats) -> Floats:
         """Return the sum of a running cost over the blocks of this rank, each chunk as often as `kept` [V, N] says."""
@@ -40,34 +46,59 @@ class StageBlocks:
             total += (running[costs.key, high] - running[costs.key, low]) * times
         return total
 
-    @property
+    @cached_property
     def num_blocks(self) -> Ints:
         """Blocks of this rank."""
         return np.asarray((self.high - self.low).sum(axis=0))
 
+    def _distinct(self, costs: BlockCosts) -> tuple[Ints, Ints]:
+        """Return the first plan of each kind that cuts and divides its blocks alike, and the kind of each plan."""
+        if id(costs.key) not in self._found:
+            shape = np.zeros_like(self.rank) if self.shape is None else self.shape
+            self._found[id(costs.key)] = first_rows(costs.key, shape)
+        return self._found[id(costs.key)]
 
-def even_stage(table: PlanTable, num_blocks: int, rank: Ints, bounds: Ints | None = None) -> StageBlocks:
-    """Return the blocks of pipeline rank `rank` (one entry a plan) when blocks are split evenly over the stages.
+
+def even_stage(
+    table: PlanTable, num_blocks: int, rank: Ints, bounds: Ints | None = None, *, are_alike: bool = False
+) -> StageBlocks:
+    """Return the blocks of pipeline rank `rank` (one entry a plan): blocks are split evenly, or as the table says.
 
     With virtual stages, rank i holds chunks i, i + pp, i + 2 pp, ... (Narayanan et al. 2021, section 2.2).
-    `bounds` replaces the even split of a one-row table: the first block of each stage, and the number of blocks.
+    `bounds` replaces the split of a one-row table: the first block of each stage, and the number of blocks.
+    `are_alike` says that all blocks of the model are.
     """
     num_stages = table.pp * table.virtual
     most = int(table.virtual.max(initial=1))
+    is_even = bounds is None and are_alike and not table.split.any() and not (num_blocks % num_stages).any()
+    if most > 1 and is_even:
+        return _uniform_stage(table, num_blocks, rank)
     low, high = np.zeros((most, len(table)), np.int64), np.zeros((most, len(table)), np.int64)
+    splits = table.splits if bounds is None else np.stack([bounds, bounds])
+    split = table.split if bounds is None else np.ones_like(rank)
+    share, rest = num_blocks // num_stages, num_blocks % num_stages
     for chunk in range(most):
         held = chunk < table.virtual
         stage = rank + chunk * table.pp
-        if bounds is not None:
-            stage = np.minimum(stage, len(bounds) - 2)
-            start, end = bounds[stage], bounds[stage + 1]
-        else:
-            share, rest = num_blocks // num_stages, num_blocks % num_stages
-            start = stage * share + np.minimum(stage, rest)
-            end = start + share + (stage < rest)
+        start = stage * share + np.minimum(stage, rest)
+        end = start + share + (stage < rest)
+        if split.any():
+            within = np.minimum(stage, splits.shape[1] - 2)
+            start = np.where(split > 0, splits[split, within], start)
+            end = np.where(split > 0, splits[split, within + 1], end)
         low[chunk] = np.where(held, start, 0)
         high[chunk] = np.where(held, end, 0)
-    return StageBlocks(rank=rank, low=low, high=high, is_first=rank == 0, is_last=rank == table.pp - 1)
+    _, shape = distinct_rows(table.pp, table.virtual, rank, split)
+    return StageBlocks(rank=rank, low=low, high=high, is_first=rank == 0, is_last=rank == table.pp - 1, shape=shape)
+
+
+def _uniform_stage(table: PlanTable, num_blocks: int, rank: Ints) -> StageBlocks:
+    """Return the blocks of a rank that has `num_blocks / pp`, as if they were its first ones."""
+    share = (num_blocks // table.pp)[None]
+    _, shape = distinct_rows(table.pp, rank)
+    return StageBlocks(
+        rank=rank, low=np.zeros_like(share), high=share, is_first=rank == 0, is_last=rank == table.pp - 1, shape=shape
+    )
 
 
 def in_flight(table: PlanTable, stage: StageBlocks) -> Floats:
@@ -78,24 +109,45 @@ def in_flight(table: PlanTable, stage: StageBlocks) -> Floats:
     chunks of 1/v stage before its first backward pass (section 2.2.2; on the first rank this is `pp + (pp - 1) / v`
     stages, as in Korthikanti et al. 2022, section 4.2.3).
     """
-    return np.asarray(chunk_in_flight(table, stage).sum(axis=0) / table.virtual)
+    return mean_in_flight(table, chunk_in_flight(table, stage))
+
+
+def mean_in_flight(table: PlanTable, kept: Floats) -> Floats:
+    """Return the mean of `kept` over the chunks of a rank."""
+    return np.asarray(kept.sum(axis=0) / (table.virtual if len(kept) > 1 else 1))
 
 
 def chunk_in_flight(table: PlanTable, stage: StageBlocks) -> Floats:
     """Return `[V, N]`: how many micro-batches of each virtual chunk a rank keeps when its first backward pass begins.
 
     Interleaved, `pp` micro-batches go through one chunk after the other, so that the first chunks are ahead of the last
-    (Narayanan et al. 2021, section 2.2.2).
+    (Narayanan et al. 2021, section 2.2.2). `[1, N]` for a rank whose chunks count as one: their mean.
     """
+    if len(stage.low) == 1:
+        interleaved = np.minimum(_started(table, stage) / table.virtual, table.num_microbatches)
+        return np.where(table.schedule == _INTERLEAVED, interleaved, _whole_in_flight(table, stage))[None]
+    return np.stack(
+        [one_chunk_in_flight(table, stage, np.full_like(stage.rank, chunk)) for chunk in range(len(stage.low))]
+    )
+
+
+def one_chunk_in_flight(table: PlanTable, stage: StageBlocks, chunk: Ints) -> Floats:
+    """Return how many micro-batches of virtual chunk `chunk` a rank keeps when its first backward pass begins."""
     microbatches = table.num_microbatches
-    depth = np.minimum(microbatches, table.pp - stage.rank)
-    whole = np.where(table.pp == 1, 1, np.where(table.schedule == _GPIPE, microbatches, depth))
-    started = 2 * (table.pp - stage.rank - 1) + (table.virtual - 1) * table.pp + 1
-    rounds, rest = np.divmod(np.minimum(started, microbatches * table.virtual), table.pp * table.virtual)
+    round_size = table.pp * table.virtual
+    rounds, rest = np.divmod(np.minimum(_started(table, stage), microbatches * table.virtual), round_size)
     group = np.minimum(table.pp, microbatches - rounds * table.pp)
-    kept = np.zeros(stage.low.shape)
-    for chunk in range(len(kept)):
-        interleaved = rounds * table.pp + np.clip(rest - chunk * group, 0, group)
-        once = np.where(chunk == 0, whole, 0)
-        kept[chunk] = np.where(table.schedule == _INTERLEAVED, np.where(chunk < table.virtual, interleaved, 0), once)
-    return kept
+    interleaved = rounds * table.pp + np.clip(rest - chunk * group, 0, group)
+    kept = np.where(table.schedule == _INTERLEAVED, interleaved, _whole_in_flight(table, stage) * (chunk == 0))
+    return np.where(chunk < table.virtual, kept, 0).astype(float)
+
+
+def _started(table: PlanTable, stage: StageBlocks) -> Ints:
+    """Return how many chunks a rank starts before its first backward pass, interleaved."""
+    return np.asarray(2 * (table.pp - stage.rank - 1) + (table.virtual - 1) * table.pp + 1)
+
+
+def _whole_in_flight(table: PlanTable, stage: StageBlocks) -> Ints:
+    """Return how many micro-batches a rank without chunks keeps."""
+    depth = np.minimum(table.num_microbatches, table.pp - stage.rank)
+    return np.where(table.pp == 1, 1, np.where(table.schedule == _GPIPE, table.num_microbatches, depth))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +25,8 @@ class PlanTable:
     """Plans in rows, one integer column a field of `ParallelPlan`.
 
     `recompute`, `offload` and `schedule` are indices into RECOMPUTES, OFFLOADS and SCHEDULES. All rows share
-    `rank_order`. Stages are even splits of the blocks (the first stages take the rest).
+    `rank_order`. `split` 0 is an even split of the blocks (the first stages take the rest); any other is a row of
+    `splits`, which holds the first block of each stage and then the number of blocks.
     """
 
     dp: Ints
@@ -40,14 +41,18 @@ class PlanTable:
     virtual: Ints
     recompute: Ints
     offload: Ints
+    split: Ints
     rank_order: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+    splits: Ints = field(default_factory=lambda: np.zeros((1, 1), dtype=np.int64))
 
     @classmethod
     def of_plans(cls, plans: Iterable[ParallelPlan]) -> Self:
-        """Return the table of `plans`, which must share one rank order. Explicit `stage_blocks` are not kept."""
+        """Return the table of `plans`, which must share one rank order."""
         rows = list(plans)
         orders = {plan.rank_order for plan in rows}
         assert len(orders) == 1, f"one table holds one rank order, not {orders}"
+
+        splits, split_of = _splits([plan.stage_blocks for plan in rows])
 
         def column(values: Iterable[int]) -> Ints:
             return np.fromiter(values, dtype=np.int64, count=len(rows))
@@ -65,7 +70,9 @@ class PlanTable:
             virtual=column(plan.virtual_pipeline_size for plan in rows),
             recompute=column(RECOMPUTES.index(plan.recompute) for plan in rows),
             offload=column(OFFLOADS.index(plan.offload) for plan in rows),
+            split=column(split_of),
             rank_order=orders.pop(),
+            splits=splits,
         )
 
     @classmethod
@@ -76,11 +83,12 @@ class PlanTable:
 
     @classmethod
     def concatenate(cls, tables: Sequence[Self]) -> Self:
-        """Return the rows of `tables` one after the other; without any, a table without rows."""
+        """Return the rows of `tables`, which share order and splits; without any, a table without rows."""
         nothing = np.zeros(0, dtype=np.int64)
-        return cls.of_columns(
+        joined = cls.of_columns(
             np.concatenate([nothing, *(getattr(table, name) for table in tables)]) for name in COLUMNS
         )
+        return replace(joined, rank_order=tables[0].rank_order, splits=tables[0].splits) if tables else joined
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -93,7 +101,11 @@ class PlanTable:
     def select(self, rows: Mask | Ints) -> Self:
         """Return the table of some rows."""
         columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in COLUMNS}
-        return type(self)(**columns, rank_order=self.rank_order)
+        return type(self)(**columns, rank_order=self.rank_order, splits=self.splits)
+
+    def ordered(self, rank_order: tuple[Axis, ...]) -> Self:
+        """Return the same plans with another order of ranks."""
+        return replace(self, rank_order=rank_order)
 
     def plan(self, row: int) -> ParallelPlan:
         """Return one row as a record."""
@@ -110,11 +122,33 @@ class PlanTable:
             virtual_pipeline_size=int(self.virtual[row]),
             recompute=RECOMPUTES[self.recompute[row]],
             offload=OFFLOADS[self.offload[row]],
+            stage_blocks=self._stage_blocks(row),
             rank_order=self.rank_order,
         )
 
+    def _stage_blocks(self, row: int) -> tuple[int, ...] | None:
+        if not self.split[row]:
+            return None
+        num_stages = int(self.pp[row] * self.virtual[row])
+        return tuple(int(count) for count in np.diff(self.splits[self.split[row], : num_stages + 1]))
 
-COLUMNS = tuple(field.name for field in fields(PlanTable) if field.name != "rank_order")
+
+def _splits(cuts: Sequence[tuple[int, ...] | None]) -> tuple[Ints, list[int]]:
+    """Return the distinct explicit splits as rows of first blocks, row 0 for an even one, and the row of each."""
+    distinct: list[tuple[int, ...]] = list(dict.fromkeys(cut for cut in cuts if cut is not None))
+    return split_rows(distinct), [0 if cut is None else 1 + distinct.index(cut) for cut in cuts]
+
+
+def split_rows(cuts: Sequence[tuple[int, ...]]) -> Ints:
+    """Return `splits` of a table for numbers of blocks per stage: row 0 for an even split, then one row each."""
+    rows = np.zeros((len(cuts) + 1, 1 + max(map(len, cuts), default=0)), dtype=np.int64)
+    for row, cut in enumerate(cuts, start=1):
+        rows[row, 1 : len(cut) + 1] = np.cumsum(cut)
+        rows[row, len(cut) + 1 :] = sum(cut)
+    return rows
+
+
+COLUMNS = tuple(each.name for each in fields(PlanTable) if each.name not in ("rank_order", "splits"))
 """The names of a table's columns in their order."""
 
 
@@ -123,8 +157,14 @@ def distinct_rows(*columns: Ints) -> tuple[list[Ints], Ints]:
 
     The columns are packed into one number a row, which sorts many times faster than rows do.
     """
+    firsts, inverse = first_rows(*columns)
+    return [column[firsts] for column in columns], inverse
+
+
+def first_rows(*columns: Ints) -> tuple[Ints, Ints]:
+    """Return where each distinct row of columns of whole numbers from 0 comes first, and which one each row is."""
     packed = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         packed = packed * (int(column.max(initial=0)) + 1) + column
     _, firsts, inverse = np.unique(packed, return_index=True, return_inverse=True)
-    return [column[firsts] for column in columns], inverse.reshape(-1)
+    return firsts, inverse.reshape(-1)

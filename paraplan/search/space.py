@@ -99,6 +99,7 @@ class PlanSpace:
             virtual=virtual,
             recompute=recompute,
             offload=offload,
+            split=np.zeros_like(offload),
         )
 
     def _choices(self, degrees: Degrees) -> Iterator[tuple[int, ...]]:
@@ -141,6 +142,7 @@ class PlanSpace:
             np.minimum(table.virtual, 2),
             table.recompute,
             table.offload,
+            np.zeros_like(table.split),
         )
         examples = PlanTable.of_columns(kinds)
         reasons = [
