@@ -39,14 +39,12 @@ class NodeBoard:
         *,
         node: int,
         num_nodes: int,
-        attempt: int = 0,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store = store
         self.node = node
         self.num_nodes = num_nodes
-        self._prefix = f"{_PREFIX}/{attempt}"
         self._clock = clock
         self._pause = pause
         self._is_lost = False
@@ -122,13 +120,13 @@ class NodeBoard:
             self._pause(_POLL_S)
 
     def _set(self, name: str, value: object) -> None:
-        self._store.set(f"{self._prefix}/{name}", json.dumps(value))
+        self._store.set(f"{_PREFIX}/{name}", json.dumps(value))
 
     def _get(self, name: str) -> Any:
-        return json.loads(self._store.get(f"{self._prefix}/{name}"))
+        return json.loads(self._store.get(f"{_PREFIX}/{name}"))
 
     def _has(self, *names: str) -> bool:
-        return bool(self._store.check([f"{self._prefix}/{name}" for name in names]))
+        return bool(self._store.check([f"{_PREFIX}/{name}" for name in names]))
 
 
 class RemoteError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
 
 from paraplan.launch import bootstrap
+from paraplan.launch.interfaces import address_towards, addresses_of
 from paraplan.launch.node_agent import NodeAgent, Round
 from paraplan.launch.processes import AttemptSettings, JobRecord, RankProcesses
 from paraplan.launch.request import min_max_nodes
@@ -39,9 +41,23 @@ def rendezvous_arguments(arguments: Namespace) -> Namespace:
         chosen.rdzv_backend = "c10d"
         chosen.rdzv_endpoint = "localhost:0"
         chosen.rdzv_id = str(uuid.uuid4())
+    elif chosen.rdzv_backend == "c10d" and not addresses_of(socket.gethostname()):
+        _name_by_address(chosen)
     if chosen.master_port is None:
         chosen.master_port = DEFAULT_MASTER_PORT
     return chosen
+
+
+def _name_by_address(chosen: Namespace) -> None:
+    """Give torch's rendezvous the addresses that it would look up by this host's name, which nobody knows."""
+    host = chosen.rdzv_endpoint.rpartition(":")[0] or chosen.rdzv_endpoint
+    address = address_towards(host)
+    if address is None:
+        return
+    chosen.local_addr = chosen.local_addr or address
+    if "is_host" not in chosen.rdzv_conf:
+        is_host = str(address in addresses_of(host)).lower()
+        chosen.rdzv_conf = ",".join(filter(None, [chosen.rdzv_conf, f"is_host={is_host}"]))
 
 
 def make_config(arguments: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:

@@ -42,6 +42,14 @@ class NodeAgent(LocalElasticAgent):
         super().__init__(*arguments, **options)
         self._before_start = before_start
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
+        # waits in vain to be told, and one that stays looks for a store on a node that may be gone.
+        handler = worker_group.spec.rdzv_handler
+        if getattr(handler, "_bootstrap_store_info", None) is not None:
+            vars(handler)["_bootstrap_store_info"] = None
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group_rank, num_nodes = worker_group.group_rank, worker_group.group_world_size
         assert worker_group.store is not None
@@ -51,7 +59,6 @@ class NodeAgent(LocalElasticAgent):
             worker_group.store,
             node=group_rank,
             num_nodes=num_nodes,
-            attempt=worker_group.spec.max_restarts - self._remaining_restarts,
         )
         self._before_start(
             Round(
@@ -84,15 +91,17 @@ class RoundPreparation:
     def __call__(self, meeting: Round) -> None:
         """Prepare one start. Raises `PlanError` where no plan can be made for the nodes that have met."""
         self.job.board = meeting.board
-        if meeting.board.num_nodes > 1 and self.num_rounds == 0:
+        if meeting.board.num_nodes > 1:
             facts = meeting.board.exchange_facts(node_facts(self.script))
-            if meeting.board.node == 0:
-                for sentence in differences(facts):
-                    say(f"the nodes differ: {sentence}")
+            for sentence in differences(facts) if meeting.board.node == 0 else []:
+                say(f"the nodes differ: {sentence}")
             chosen = interface_variables(meeting.master_addr, os.environ, has_gpus=torch.cuda.is_available())
+            is_new = not chosen.items() <= self.environment.items()
             self.environment.update(chosen)
-            if chosen:
-                say(f"{', '.join(f'{name}={value}' for name, value in chosen.items())}; set them to choose another")
+            if is_new:
+                say(
+                    f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: the way to {meeting.master_addr}"
+                )
         self.num_rounds += 1
         if self.planner is not None:
             self._plan(meeting, self.planner)
