@@ -6,7 +6,7 @@ import numpy as np
 
 from paraplan.cost.blocks import block_costs
 from paraplan.cost.kernels import effective_peak
-from paraplan.cost.memory import StageMemory, host_bytes, stage_memory
+from paraplan.cost.memory import StageMemory, cached_bytes, host_bytes, stage_memory
 from paraplan.cost.stages import even_stage
 from paraplan.cost.step import StepTime, step_time
 from paraplan.cost.table import Floats, Ints, Mask, PlanTable
@@ -89,7 +89,8 @@ def peak_memory(workload: Workload, table: PlanTable) -> Floats:
     """Return the peak bytes of each plan: the fuller of the first and the last stage, or the second where pp > 2."""
     costs = block_costs(workload, table)
     ranks = (np.zeros_like(table.pp), np.minimum(1, table.pp - 1), table.pp - 1)
-    stages = (even_stage(table, workload.model.num_blocks, rank) for rank in ranks)
+    model = workload.model
+    stages = (even_stage(table, model.num_blocks, rank, are_alike=len(model.runs) == 1) for rank in ranks)
     peaks = [stage_memory(workload, table, costs, stage).total_bytes for stage in stages]
     return np.asarray(np.max(peaks, axis=0))
 
@@ -118,6 +119,7 @@ def estimate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
             workload,
             rank,
             stage_memory(workload, table, costs, stage),
+            cached=float(cached_bytes(workload, table, costs, stage)[0]),
             on_host=float(host_bytes(workload, table, costs, stage)[0]),
         )
         for rank, stage in enumerate(stages)
@@ -140,7 +142,9 @@ def _bounds(plan: ParallelPlan) -> Ints | None:
     return np.concatenate([[0], np.cumsum(plan.stage_blocks)]).astype(np.int64)
 
 
-def _memory_record(workload: Workload, stage: int, memory: StageMemory, *, on_host: float) -> MemoryEstimate:
+def _memory_record(
+    workload: Workload, stage: int, memory: StageMemory, *, cached: float, on_host: float
+) -> MemoryEstimate:
     parts = {
         name: round(float(getattr(memory, name)[0]))
         for name in (
@@ -152,7 +156,9 @@ def _memory_record(workload: Workload, stage: int, memory: StageMemory, *, on_ho
         )
     }
     total = sum(parts.values())
-    on_device = workload.constants.device_bytes(total, num_gpus=workload.cluster.num_gpus)
+    on_device = workload.constants.device_bytes(
+        cached, num_gpus=workload.cluster.num_gpus, context_bytes=workload.habits.context_bytes
+    )
     return MemoryEstimate(
         pipeline_stage=stage, **parts, total_bytes=total, device_bytes=on_device, host_bytes=round(on_host)
     )

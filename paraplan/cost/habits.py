@@ -49,6 +49,7 @@ class Habits(Record):
     are accumulated elsewhere.
     `state_bytes` is the size of an element of the optimizer's state.
     `matmul_workspaces` names whose workspaces matmuls have (`cost.workspaces`).
+    `is_deterministic`: CUBLAS_WORKSPACE_CONFIG=:4096:8, which torch asks for where matmuls must repeat bit by bit.
     `keeps_score_buffer`: eager attention keeps a buffer of one micro-batch's scores for good.
     `keeps_both_boundaries`: a pipeline keeps what a stage received and what it sent until the backward pass.
     `live_elements` is how many parameters ZeRO-3 leaves gathered at most.
@@ -90,6 +91,7 @@ class Habits(Record):
     keeps_gathered_inputs: bool = False
     state_bytes: float = 4.0
     matmul_workspaces: Literal["none", "torch", "transformer_engine"] = "torch"
+    is_deterministic: bool = False
     keeps_score_buffer: bool = False
     keeps_both_boundaries: bool = False
     live_elements: float = 0.0
@@ -278,7 +280,8 @@ PADDLE = Habits(
     traffic_per_saved_byte=4.0,
     matmul_workspaces="none",
     source="PaddleNLP: AMP level O2, 16-bit parameters and gradients, AdamW with multi_precision (fp32 "
-    "master weights); use_fused_rms_norm=false in FlagPerf's configurations: a Llama block moves 127 bytes and keeps 32 by this count",
+    "master weights); use_fused_rms_norm=false in FlagPerf's configurations: a Llama block moves 127 bytes and keeps "
+    "32 by this count",
 )
 
 ALL_HABITS = (

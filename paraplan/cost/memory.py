@@ -18,7 +18,7 @@ from paraplan.cost.stages import StageBlocks
 from paraplan.cost.table import OFFLOADS, Floats, PlanTable
 from paraplan.cost.workload import Workload
 
-__all__ = ["StageMemory", "host_bytes", "stage_memory"]
+__all__ = ["StageMemory", "cached_bytes", "host_bytes", "stage_memory"]
 
 
 def stage_memory(workload: Workload, table: PlanTable, costs: BlockCosts, stage: StageBlocks) -> StageMemory:
@@ -41,6 +41,21 @@ def stage_memory(workload: Workload, table: PlanTable, costs: BlockCosts, stage:
         for field in fields(StageMemory)
     }
     return StageMemory(**parts)
+
+
+def cached_bytes(workload: Workload, table: PlanTable, costs: BlockCosts, stage: StageBlocks) -> Floats:
+    """Return what torch's allocator takes from the GPU before its rounding: the peak, or more where blocks do not fit.
+
+    The allocator never joins what it took in several pieces, so that what is larger than each of these is taken anew.
+    In the first step sizes grow: tensors of blocks, of the loss, then flat copies of gradients. They stand side by
+    side, although never all are live. Frameworks on other allocators hold their peak.
+    """
+    rank = RankMemory.of(workload, table, costs, stage)
+    peak = stage_memory(workload, table, costs, stage).total_bytes
+    if workload.habits.matmul_workspaces == "none":
+        return peak
+    beside = rank.loss_bytes * rank.num_logits + rank.bucket_bytes + rank.flat_step_bytes
+    return np.asarray(np.maximum(peak, moments.block_backward(rank).total_bytes + beside))
 
 
 def host_bytes(workload: Workload, table: PlanTable, costs: BlockCosts, stage: StageBlocks) -> Floats:

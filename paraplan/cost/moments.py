@@ -35,13 +35,12 @@ def _loss_kept_bytes(rank: RankMemory) -> Floats:
 
 def loss_backward(rank: RankMemory) -> StageMemory:
     """Return the moment when everything is kept, and the loss makes gradients of the size of the logits."""
-    most = rank.workload.habits.logit_bytes if rank.is_mixed else 3 * FP32
     kept = _loss_kept_bytes(rank)
     return rank.moment(
         parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=False),
         gradients=rank.gradient_bytes(at_end=False),
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept * rank.head_in_flight,
-        workspace=np.maximum(0.0, most * rank.num_logits - kept),
+        workspace=np.maximum(0.0, rank.loss_bytes * rank.num_logits - kept),
     )
 
 

@@ -9,11 +9,16 @@ import numpy as np
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.habits import MEGATRON_2021, MEGATRON_2022, Habits, habits_of
 from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.runs import MeasuredRun
 from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
 from paraplan.records import Record
 from paraplan.units import GIB
+
+# Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
+# (core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors.
+LOSS_FUSION_BYTES = 10.0
 
 
 class RunPrediction(Record):
@@ -55,6 +60,10 @@ def habits_of_run(run: MeasuredRun) -> Habits:
     habits = habits_of(run.framework)
     if habits is MEGATRON_2021 and (run.sequence_parallel or run.recompute == "selective"):
         habits = MEGATRON_2022
+    if "deterministic" in run.notes:
+        habits = habits.replace(is_deterministic=True)
+    if "cross-entropy-loss-fusion" in run.notes:
+        habits = habits.replace(logit_bytes=LOSS_FUSION_BYTES)
     words = run.grad_dtype.lower()
     if words.startswith("fp32") and "reduce" not in words:
         return habits.replace(gradient_bytes=4)
@@ -78,7 +87,6 @@ def training_of_run(run: MeasuredRun, habits: Habits) -> TrainingSpec:
     for known in get_args(TrainingPrecision):
         if run.precision.lower() == known:
             precision = known
-    optimizer: OptimizerName = "sgd" if run.optimizer.lower() == "sgd" else "adamw"
     attention: AttentionKind = habits.default_attention
     if run.flash_attention is not None:
         attention = "flash" if run.flash_attention else "eager"
@@ -86,19 +94,30 @@ def training_of_run(run: MeasuredRun, habits: Habits) -> TrainingSpec:
         global_batch_size=run.global_batch,
         seq_length=run.seq_len,
         precision=precision,
-        optimizer=optimizer,
+        optimizer=_optimizer(run.optimizer.lower()),
         attention=attention,
     )
+
+
+def _optimizer(words: str) -> OptimizerName:
+    if "adam" in words:
+        return "adamw_8bit" if "8-bit" in words or "8bit" in words else "adamw"
+    return next((name for name in ("adafactor", "muon", "sgd") if name in words), "adamw")
 
 
 def plan_of_run(run: MeasuredRun) -> ParallelPlan:
     """Return the plan of a run. Blank: degrees of 1, dp what is left of the GPUs, micro-batches of 1, 1F1B.
 
-    Raises `ValueError` (pydantic's) for degrees that contradict each other.
+    Raises `PlanError` or `ValueError` (pydantic's) for degrees and batches that contradict each other.
     """
     tp, pp, cp = run.tp or 1, run.pp or 1, run.cp or 1
     dp = run.dp or max(1, run.num_gpus // (tp * pp * cp))
     micro_batch = run.micro_batch or 1
+    if run.dp and run.micro_batch and run.global_batch < dp * micro_batch and run.num_microbatches is None:
+        raise PlanError(
+            f"a global batch of {run.global_batch} is less than dp={dp} micro-batches of {micro_batch}",
+            hint="one of the three is wrong",
+        )
     zero_stage = (run.zero_stage or 0) if dp * cp > 1 else 0
     virtual = (run.vpp or 1) if pp > 1 else 1
     recompute: Recompute = "none"

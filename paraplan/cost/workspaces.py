@@ -20,7 +20,8 @@ def matmul_workspace_bytes(workload: Workload) -> int:
     if gpu.vendor != "nvidia" or kind == "none" or not workload.constants.counts_matmul_workspaces:
         return 0
     is_hopper = int(float(gpu.compute_capability or 0)) >= _HOPPER
-    total = _THREADS * (_TORCH_HOPPER_BYTES if is_hopper else _TORCH_BYTES)
+    is_large = is_hopper or workload.habits.is_deterministic
+    total = _THREADS * (_TORCH_HOPPER_BYTES if is_large else _TORCH_BYTES)
     if kind == "transformer_engine":
         total += _ENGINE_HOPPER_BYTES if is_hopper else _ENGINE_BYTES
     return total
