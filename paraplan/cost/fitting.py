@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from paraplan.cost.estimate import fits, peak_memory
 from paraplan.cost.optimizers import optimizer_states
-from paraplan.cost.table import Mask, PlanTable
+from paraplan.cost.table import RECOMPUTES, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.records import Record
 
 MOST_SEQUENCES, MOST_REPLICAS = 4096, 16384
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+_WAYS = 16  # parts into which each round of a search divides what is open
 
 
 class FitRow(Record):
@@ -49,38 +50,41 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
     fixed = plan.tp * plan.pp * plan.cp
     replicas = max(plan.dp, workload.cluster.num_gpus // fixed)
     stages = (0, 1) if plan.pp > 1 else (0, 1, 2, 3)
-    kinds = [(stage, recompute) for stage in stages for recompute in _RECOMPUTES]
-
-    def priced(micro_batches: list[int], dps: list[int]) -> Mask:
-        plans = []
-        for (stage, recompute), size, dp in zip(kinds * (len(dps) // len(kinds)), micro_batches, dps, strict=True):
-            sharded = stage if dp * plan.cp > 1 else 0
-            values = {"zero_stage": sharded, "recompute": recompute, "micro_batch_size": size, "dp": dp}
-            plans.append(plan.replace(**values, stage_blocks=None))
-        return fits(workload, peak_memory(workload, PlanTable.of_plans(plans)))
-
+    kinds = [(stage, recompute) for stage in stages for recompute in RECOMPUTES]
     count = len(kinds)
+    stage_of, recompute_of = (np.array(column) for column in zip(*_numbered(kinds), strict=True))
 
-    def holds(numbers: list[int]) -> Mask:
+    def holds(kind: Ints, micro_batch: Ints, dp: Ints) -> Mask:
+        table = PlanTable.of_plans([plan.replace(stage_blocks=None)]).select(np.zeros(len(kind), dtype=np.int64))
+        sharded = np.where(dp * plan.cp > 1, stage_of[kind], 0)
+        table = replace(table, zero_stage=sharded, recompute=recompute_of[kind], micro_batch_size=micro_batch, dp=dp)
+        return fits(workload, peak_memory(workload, table))
+
+    def answer(question: Ints, number: Ints) -> Mask:
         # The fewest replicas are searched for from the end: memory does not grow with them.
-        counted_down = [MOST_REPLICAS + 1 - number for number in numbers[count:]]
-        return priced(numbers[:count] + [1] * count, [replicas] * count + counted_down)
+        asks_size = question < count
+        size = np.where(asks_size, number, 1)
+        dp = np.where(asks_size, replicas, MOST_REPLICAS + 1 - number)
+        return holds(question % count, size, dp)
 
-    found = _last_true([MOST_SEQUENCES] * count + [MOST_REPLICAS] * count, holds)
-    alone = priced([1] * count, [1] * count)  # less than two replicas hold, which have DDP's buckets
-    fewest = [
-        1 if fits_one else MOST_REPLICAS + 1 - number for fits_one, number in zip(alone, found[count:], strict=True)
-    ]
+    found = _last_true(np.repeat([MOST_SEQUENCES, MOST_REPLICAS], count), answer)
+    ones = np.ones(count, dtype=np.int64)
+    alone = holds(np.arange(count), ones, ones)  # one replica has no buckets, and may hold where two do not
+    fewest = np.where(alone, 1, MOST_REPLICAS + 1 - found[count:])
     return tuple(
         FitRow(
             zero_stage=stage,
             recompute=recompute,
             num_gpus=replicas * fixed,
-            largest_micro_batch=size or None,
-            fewest_gpus=dp * fixed if dp <= MOST_REPLICAS else None,
+            largest_micro_batch=int(size) or None,
+            fewest_gpus=int(dp) * fixed if dp <= MOST_REPLICAS else None,
         )
         for (stage, recompute), size, dp in zip(kinds, found[:count], fewest, strict=True)
     )
+
+
+def _numbered(kinds: list[tuple[int, Recompute]]) -> list[tuple[int, int]]:
+    return [(stage, RECOMPUTES.index(recompute)) for stage, recompute in kinds]
 
 
 def largest_layer(workload: Workload) -> LargestLayer:
@@ -101,14 +105,20 @@ def largest_layer(workload: Workload) -> LargestLayer:
     )
 
 
-def _last_true(most: list[int], holds: Callable[[list[int]], Mask]) -> list[int]:
+def _last_true(most: Ints, holds: Callable[[Ints, Ints], Mask]) -> Ints:
     """Return for each question the largest number up to its `most` for which it holds, 0 where it never does.
 
-    What holds for a number holds for all smaller ones. All questions are asked at once, by bisection.
+    `holds` is given questions by their position and a number for each. What holds for a number holds for all smaller
+    ones. Every round asks all open questions about several numbers at once, evenly between what is known.
     """
-    low, high = np.zeros(len(most), dtype=np.int64), np.array(most, dtype=np.int64) + 1
+    low, high = np.zeros_like(most), most + 1
+    steps = np.arange(1, _WAYS)
     while (high - low > 1).any():
-        middle = np.maximum((low + high) // 2, 1)
-        answers = holds(middle.tolist())
-        low, high = np.where(answers, np.maximum(low, middle), low), np.where(answers, high, np.minimum(high, middle))
-    return [int(number) for number in low]
+        rows = np.flatnonzero(high - low > 1)
+        below, above = low[rows, None], high[rows, None]
+        numbers = np.maximum(below + (above - below) * steps // _WAYS, below + 1)
+        answers = holds(np.repeat(rows, len(steps)), numbers.ravel()).reshape(numbers.shape)
+        passed = answers.sum(axis=1)
+        known = np.concatenate([below, numbers, above], axis=1)
+        low[rows], high[rows] = (known[np.arange(len(rows)), passed + side] for side in (0, 1))
+    return low
