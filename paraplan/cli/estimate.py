@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinTokensOption
+from paraplan.cli.ci_limits import Limits, check_limits
 from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.inputs import (
     check_plan_suits_model,
@@ -51,7 +53,7 @@ from paraplan.cli.options import (
     VirtualStagesOption,
     ZeroOption,
 )
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.link_speed import load_link_speeds
@@ -118,12 +120,17 @@ def estimate(
             "--trace", help="Also run the plan's own engine on this model, without a GPU or values, and compare; slow."
         ),
     ] = False,
+    max_memory: MaxMemoryOption = None,
+    min_tokens_per_s: MinTokensOption = None,
+    github: GithubOption = False,
+    junit: JunitOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the memory and step time of one plan, part by part.
 
     Example: paraplan estimate llama-3-8b --profile dgx-h100 --seq-len 4096 --dp 8 --zero 3 --micro-batch 2
     """
+    limits = Limits.of(max_memory=max_memory, min_tokens_per_s=min_tokens_per_s, github=github, junit=junit)
     choices: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
     if plan_path is not None:
         plan, seq_len, choices = _from_file(plan_path, options_given(ctx), seq_len, choices)
@@ -150,7 +157,8 @@ def estimate(
     check_plan_suits_sequence(plan, training)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
     traced = _trace(model, plan, training) if trace else None
-    _estimate_and_print(workload, plan, traced, as_json=as_json)
+    result = _estimate_and_print(workload, plan, traced, as_json=as_json)
+    check_limits(result, limits, model=spec.name, file=plan_path, as_json=as_json)
 
 
 def _from_file(
@@ -178,7 +186,7 @@ def _trace(model: str, plan: ParallelPlan, training: TrainingSpec) -> list[Trace
 
 def _estimate_and_print(
     workload: Workload, plan: ParallelPlan, traced: list[TracedMemory] | None, *, as_json: bool
-) -> None:
+) -> PlanEstimate:
     result = estimate_plan(workload, plan)
     # No library runs in a trace, so what cuBLAS keeps is left out of what a trace is compared with.
     constants = workload.constants.replace(counts_matmul_workspaces=False)
@@ -189,10 +197,11 @@ def _estimate_and_print(
             report["traced_memory"] = [memory.model_dump() for memory in traced]
             report["predicted_for_trace"] = [compared[memory.pipeline_stage].model_dump() for memory in traced]
         typer.echo(json.dumps(report, indent=2))
-        return
+        return result
     from paraplan.cli import estimate_tables  # rich, which --json does without
 
     estimate_tables.print_heading(workload, result)
     estimate_tables.print_estimate(workload, result)
     if traced is not None:
         estimate_tables.print_traced(compared, traced)
+    return result

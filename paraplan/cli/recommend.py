@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
+from paraplan.cli.ci_plan import check_plan_file
 from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.inputs import check_precision, read_cluster, read_training, write_beside_and_rename
 from paraplan.cli.options import (
@@ -65,12 +67,17 @@ def recommend(
         ),
     ] = ObjectiveName.throughput,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the table of plans.")] = 10,
+    check: CheckOption = None,
+    tolerance: ToleranceOption = "5%",
+    github: GithubOption = False,
+    junit: JunitOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose how to train MODEL on these GPUs: memory by parts, the decision tree, and ranked plans.
 
     Example: paraplan recommend llama-3-8b --profile dgx-h100 --seq-len 4096 --global-batch 64 -o plan.json
     """
+    require_checks(check is not None, github=github, junit=junit, needs="--check PLAN")
     started = time.perf_counter()
     spec = read_model(model, seq_length=seq_len)
     cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
@@ -79,6 +86,9 @@ def recommend(
         spec, seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
     )
     workload = Workload.of(spec, training, cluster, load_link_speeds())
+    if check is not None:
+        check_plan_file(workload, check, tolerance=tolerance, github=github, junit=junit, as_json=as_json)
+        return
     result = search(workload, objective=objective.value, num_candidates=top)
     seconds = time.perf_counter() - started
     plan_file = _plan_file(workload, result)

@@ -1,0 +1,159 @@
+"""Checks as continuous integration shows them: plain lines, GitHub annotations, JUnit XML."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paraplan.cli.inputs import write_beside_and_rename
+from paraplan.errors import CheckFailedError, UsageError
+from paraplan.interop.quoting import one_line
+from paraplan.search.check import Finding
+from paraplan.units import parse_bytes
+
+CI_PANEL = "Checks for continuous integration"
+
+GithubOption = Annotated[
+    bool,
+    typer.Option("--github", help="Print failed checks as GitHub annotations too.", rich_help_panel=CI_PANEL),
+]
+JunitOption = Annotated[
+    Path | None,
+    typer.Option("--junit", metavar="FILE", help="Write the checks as JUnit XML.", rich_help_panel=CI_PANEL),
+]
+CheckOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--check",
+        metavar="PLAN",
+        help="Check this plan file and end with 1 where it no longer suits, fits, is supported or is fast.",
+        rich_help_panel=CI_PANEL,
+    ),
+]
+ToleranceOption = Annotated[
+    str,
+    typer.Option(
+        "--tolerance",
+        metavar="PERCENT",
+        help="With --check: how much slower than the best plan is allowed.",
+        rich_help_panel=CI_PANEL,
+    ),
+]
+MaxMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-memory",
+        metavar="BYTES",
+        help="End with 1 where the peak on a GPU is above this: 70GiB.",
+        rich_help_panel=CI_PANEL,
+    ),
+]
+MinTokensOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-tokens-per-s",
+        min=0,
+        help="End with 1 where a GPU trains fewer tokens per second.",
+        rich_help_panel=CI_PANEL,
+    ),
+]
+
+
+def read_tolerance(text: str) -> float:
+    """Return the share in a text such as `5%` or `5`. Raises `UsageError` for anything else."""
+    try:
+        percent = float(text.strip().removesuffix("%"))
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent < float("inf"):
+        raise UsageError(f"--tolerance {text} is no percentage", hint="write a number from 0 up, such as 5 or 5%")
+    return percent / 100
+
+
+def read_memory_limit(text: str | None) -> int | None:
+    """Return the bytes in a text such as `70GiB`, None for none. Raises `UsageError`."""
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--max-memory: {error}", hint="write it like 70GiB or 80GB") from None
+
+
+def require_checks(has_checks: bool, *, github: bool, junit: Path | None, needs: str) -> None:
+    """Raise `UsageError` where a form of report is asked for and there is nothing to report."""
+    if has_checks or not (github or junit):
+        return
+    option = "--github" if github else "--junit"
+    raise UsageError(f"{option} reports checks, and there are none", hint=f"add {needs}")
+
+
+def report_checks(
+    findings: Sequence[Finding], *, subject: str, file: Path | None, github: bool, junit: Path | None, quiet: bool
+) -> None:
+    """Print the checks of `subject` and write their JUnit XML; `quiet` leaves stdout to JSON.
+
+    `file` is what annotations point at. Raises `CheckFailedError` where a check does not hold, after all is written.
+    """
+    if junit is not None:
+        write_beside_and_rename(junit, junit_xml(findings, subject=subject, file=file))
+    width = max(len(finding.name) for finding in findings)
+    if not quiet:
+        typer.echo(f"Checks of {subject}")
+        for finding in findings:
+            typer.echo(f"  {'pass' if finding.passed else 'FAIL'}  {finding.name:{width}}  {finding.message}")
+    failed = [finding for finding in findings if not finding.passed]
+    if github:
+        for finding in failed:
+            typer.echo(annotation(finding, file=file), err=quiet)
+    if failed:
+        names = " and ".join(finding.name for finding in failed)
+        raise CheckFailedError(
+            f"{len(failed)} of {len(findings)} checks of {subject} failed: {names}", hint=_way_out(failed)
+        )
+
+
+def _way_out(failed: Sequence[Finding]) -> str:
+    if any(finding.name in ("max-memory", "min-tokens-per-s") for finding in failed):
+        return "paraplan recommend shows plans that need less memory or take less time"
+    return "paraplan recommend with the same options and -o writes a plan that passes"
+
+
+def annotation(finding: Finding, *, file: Path | None) -> str:
+    """Return a workflow command of GitHub Actions that shows a failed check beside a file.
+
+    Its syntax and escapes are those of GitHub's toolkit (packages/core/src/command.ts).
+    """
+    place = f"file={_property(str(file))}," if file is not None else ""
+    message = finding.message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::error {place}title={_property(f'paraplan: {finding.name}')}::{message}"
+
+
+def _property(text: str) -> str:
+    for character, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A"), (":", "%3A"), (",", "%2C")):
+        text = text.replace(character, code)
+    return text
+
+
+def junit_xml(findings: Sequence[Finding], *, subject: str, file: Path | None) -> str:
+    """Return the checks as JUnit XML: a test suite with a test case for each."""
+    failures = sum(not finding.passed for finding in findings)
+    counts = {"tests": str(len(findings)), "failures": str(failures), "errors": "0", "skipped": "0"}
+    suites = ET.Element("testsuites", counts)
+    suite = ET.SubElement(suites, "testsuite", {"name": one_line(f"paraplan: {subject}")} | counts)
+    for finding in findings:
+        attributes = {"classname": "paraplan", "name": finding.name}
+        if file is not None:
+            attributes["file"] = one_line(str(file))
+        case = ET.SubElement(suite, "testcase", attributes)
+        message = one_line(finding.message)
+        if finding.passed:
+            ET.SubElement(case, "system-out").text = message
+        else:
+            ET.SubElement(case, "failure", {"message": message, "type": "CheckFailed"}).text = message
+    ET.indent(suites)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(suites, encoding="unicode") + "\n"

@@ -1,0 +1,32 @@
+"""`paraplan recommend --check PLAN`: a plan file against what would be recommended now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+from paraplan.cli.ci import read_tolerance, report_checks
+from paraplan.cli.inputs import read_plan_file
+from paraplan.cost.workload import Workload
+from paraplan.search.check import check_plan
+
+
+def check_plan_file(
+    workload: Workload, path: Path, *, tolerance: str, github: bool, junit: Path | None, as_json: bool
+) -> None:
+    """Check a plan file and report it. Raises `CheckFailedError` where a check does not hold."""
+    allowed = read_tolerance(tolerance)
+    check = check_plan(workload, read_plan_file(path).plan, tolerance=allowed)
+    if as_json:
+        report = {
+            "plan": check.plan.model_dump(mode="json"),
+            "passed": check.passed,
+            "checks": [finding.model_dump() for finding in check.findings],
+            "step_time_s": check.estimate.step.step_time_s if check.estimate is not None else None,
+            "best_step_time_s": check.best.step.step_time_s if check.best is not None else None,
+            "best_plan": check.best.plan.model_dump(mode="json") if check.best is not None else None,
+        }
+        typer.echo(json.dumps(report, indent=2))
+    report_checks(check.findings, subject=str(path), file=path, github=github, junit=junit, quiet=as_json)

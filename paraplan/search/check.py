@@ -1,0 +1,112 @@
+"""Checks of a plan that is already there: whether it still fits, is still supported and is still among the fastest."""
+
+from __future__ import annotations
+
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import unsupported_reason
+from paraplan.records import Record
+from paraplan.search.search import search
+from paraplan.units import format_bytes, format_count, format_seconds
+
+
+class Finding(Record):
+    """One check: its name, whether it holds, and the numbers that decide, in a sentence."""
+
+    name: str
+    passed: bool
+    message: str
+
+
+class PlanCheck(Record):
+    """What was found about a plan. `estimate` and `best` are None where they cannot be had: see the findings."""
+
+    plan: ParallelPlan
+    findings: tuple[Finding, ...]
+    estimate: PlanEstimate | None = None
+    best: PlanEstimate | None = None
+
+    @property
+    def passed(self) -> bool:
+        """True where every check holds."""
+        return all(finding.passed for finding in self.findings)
+
+
+def check_plan(workload: Workload, plan: ParallelPlan, *, tolerance: float) -> PlanCheck:
+    """Return whether `plan` suits a workload, fits, is supported, and is at most `tolerance` slower than the best.
+
+    `tolerance` is relative: 0.05 allows a step that takes 5 % longer than the best plan's.
+    """
+    suits = _suits(workload, plan)
+    if not suits.passed:
+        return PlanCheck(plan=plan, findings=(suits,))
+    estimate = estimate_plan(workload, plan)
+    findings = [suits, fits_finding(estimate), _supported(workload, plan)]
+    try:
+        best = search(workload, num_candidates=1).best
+    except NoPlanFitsError as error:
+        findings.append(Finding(name="speed", passed=False, message=error.message))
+        return PlanCheck(plan=plan, findings=tuple(findings), estimate=estimate)
+    findings.append(_speed(estimate, best, tolerance))
+    return PlanCheck(plan=plan, findings=tuple(findings), estimate=estimate, best=best)
+
+
+def fits_finding(estimate: PlanEstimate) -> Finding:
+    """Return whether a plan fits the usable memory of its GPUs."""
+    needed, usable = format_bytes(estimate.peak_memory_bytes), format_bytes(estimate.usable_memory_bytes)
+    return Finding(name="fits", passed=estimate.fits, message=f"needs {needed} of {usable} usable per GPU")
+
+
+def limit_findings(
+    estimate: PlanEstimate, *, max_memory_bytes: int | None, min_tokens_per_s: float | None
+) -> list[Finding]:
+    """Return whether an estimate keeps the limits that are given; the rate is that of one GPU."""
+    findings = [fits_finding(estimate)]
+    peak, rate = estimate.peak_memory_bytes, estimate.step.tokens_per_s_per_gpu
+    if max_memory_bytes is not None:
+        message = f"peak {format_bytes(peak)}, at most {format_bytes(max_memory_bytes)} allowed"
+        findings.append(Finding(name="max-memory", passed=peak <= max_memory_bytes, message=message))
+    if min_tokens_per_s is not None:
+        message = f"{format_count(rate)} tokens/s per GPU, at least {format_count(min_tokens_per_s)} wanted"
+        findings.append(Finding(name="min-tokens-per-s", passed=rate >= min_tokens_per_s, message=message))
+    return findings
+
+
+def _suits(workload: Workload, plan: ParallelPlan) -> Finding:
+    model, training, cluster = workload.model, workload.training, workload.cluster
+    problem = None
+    limits = [run.block.tp_limit for run in model.runs if run.block.tp_limit is not None]
+    if plan.world_size != cluster.num_gpus:
+        problem = f"the plan has {plan.world_size} ranks, and the machines {cluster.num_gpus} GPUs"
+    elif plan.global_batch_size != training.global_batch_size:
+        problem = f"the plan's global batch is {plan.global_batch_size}, and {training.global_batch_size} is wanted"
+    elif any(limit % plan.tp for limit in limits):
+        problem = f"tp={plan.tp} does not divide the attention heads of {model.name}"
+    elif plan.num_stages > model.num_blocks:
+        problem = f"{plan.num_stages} pipeline stages for the {model.num_blocks} blocks of {model.name}"
+    elif plan.stage_blocks is not None and sum(plan.stage_blocks) != model.num_blocks:
+        problem = f"its stages hold {sum(plan.stage_blocks)} blocks, and {model.name} has {model.num_blocks}"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    message = problem or f"{model.name} on {ranks}, global batch {plan.global_batch_size}"
+    return Finding(name="suits", passed=problem is None, message=message)
+
+
+def _supported(workload: Workload, plan: ParallelPlan) -> Finding:
+    reason = unsupported_reason(plan, num_blocks=workload.model.num_blocks, precision=workload.training.precision)
+    message = "paraplan.runtime executes it" if reason is None else f"paraplan.runtime does not execute it: {reason}"
+    return Finding(name="supported", passed=reason is None, message=message)
+
+
+def _speed(estimate: PlanEstimate, best: PlanEstimate, tolerance: float) -> Finding:
+    ratio = estimate.step.step_time_s / best.step.step_time_s
+    took = f"{format_seconds(estimate.step.step_time_s)} a step"
+    if estimate.plan == best.plan:
+        return Finding(name="speed", passed=True, message=f"{took}; it is the plan that is recommended")
+    word = "slower" if ratio >= 1 else "faster"
+    message = (
+        f"{took}, {abs(ratio - 1):.1%} {word} than the best plan's {format_seconds(best.step.step_time_s)} "
+        f"({best.plan.describe()}); {tolerance:.1%} slower is allowed"
+    )
+    return Finding(name="speed", passed=ratio <= 1 + tolerance, message=message)
