@@ -181,8 +181,8 @@ class RankMemory:
             self.stage.sum_in_flight(self.costs, kept, self.chunks_in_flight)
             for kept in (self.costs.saved_bytes, self.costs.later_saved_bytes)
         )
-        first = one_chunk_in_flight(self.table, self.stage, np.zeros_like(self.table.virtual))
-        embedding = self.costs.embedding_saved_bytes[key] * first
+        in_first_chunk = one_chunk_in_flight(self.table, self.stage, np.zeros_like(self.table.virtual))
+        embedding = self.costs.embedding_saved_bytes[key] * in_first_chunk
         return np.asarray(np.where(self.stage.is_first, first + embedding, later))
 
     @cached_property

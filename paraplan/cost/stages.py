@@ -18,9 +18,9 @@ _INTERLEAVED = SCHEDULES.index("interleaved_1f1b")
 class StageBlocks:
     """The blocks of one pipeline rank under each plan of a table: chunk bounds, and whether it holds the ends.
 
-    `low` and `high` are `[V, N]`: the bounds of each virtual chunk, equal where a plan has fewer chunks. Where all blocks
-    are alike and all chunks have as many, they are `[1, N]`, as if a rank's blocks stood in a row. `shape` is the same
-    for plans whose bounds are, None where those of all plans are.
+    `low` and `high` are `[V, N]`: the bounds of each virtual chunk, equal where a plan has fewer chunks. Where all
+    blocks are alike and all chunks have as many, they are `[1, N]`, as if a rank's blocks stood in a row. `shape` is
+    the same for plans whose bounds are, None where those of all plans are.
     """
 
     rank: Ints
