@@ -40,7 +40,7 @@ _AT_MOST = {
     "rotary_dim": 8,
     "state_size": 8,
 }
-_HEAD_DIM, _SMALL_VOCABULARY, _SMALL_EXPERTS = 16, 128, 4
+_HEAD_DIM, _NO_HEADS_WIDTH, _SMALL_VOCABULARY, _SMALL_EXPERTS = 16, 64, 128, 4
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,7 @@ def shrink_fields(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
 
 
 def _narrower(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
-    heads, groups, hidden = _first(fields, _HEADS), _first(fields, _GROUPS), _first(fields, _HIDDEN)
-    small: dict[str, Any] = {}
-    if heads is not None and hidden is not None:
-        small_groups = None if groups is None else _fewer(groups, to.tp, least=1 if groups == 1 else 2)
-        small_heads = _fewer(heads, to.tp, least=2)
-        if groups is not None and small_groups is not None:
-            small_heads = small_groups * min(2, heads // groups)
-        head_dim = min(_HEAD_DIM, fields.get("head_dim") or hidden // heads)
-        width = small_heads * head_dim
-        small |= {name: small_heads for name in _HEADS if _is_count(fields.get(name))}
-        small |= {name: small_groups for name in _GROUPS if _is_count(fields.get(name))}
-        small |= {name: min(fields[name], width) for name in _HIDDEN if _is_count(fields.get(name))}
-        small |= {
-            name: min(fields[name], 2 * width) for name in (*_INNER, *_OTHER_INNER) if _is_count(fields.get(name))
-        }
-        if _is_count(fields.get("head_dim")):
-            small["head_dim"] = head_dim
+    small = _fewer_heads(fields, to)
     for name in _VOCABULARY:
         if _is_count(fields.get(name)) and fields[name] > _SMALL_VOCABULARY:
             small[name] = _SMALL_VOCABULARY + fields[name] % to.tp
@@ -102,10 +86,36 @@ def _narrower(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
         if name.endswith(("_token_id", "_token_index")) and vocabulary is not None:
             small[name] = _token(value, vocabulary)
     for names, limit in ((_POSITIONS, 4 * to.seq_length), (_WINDOWS, to.seq_length // 2), (_EXPERTS, _SMALL_EXPERTS)):
-        small |= {name: min(fields[name], limit) for name in names if _is_count(fields.get(name))}
+        small |= _each(fields, names, limit)
     small |= {name: min(fields[name], limit) for name, limit in _AT_MOST.items() if _is_count(fields.get(name))}
     small |= {name: _plain_rope(fields[name]) for name in _ROPE if fields.get(name) is not None}
     return small
+
+
+def _fewer_heads(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
+    """Return the fields of attention, and of the sizes that follow from it."""
+    heads, groups, hidden = _first(fields, _HEADS), _first(fields, _GROUPS), _first(fields, _HIDDEN)
+    small: dict[str, Any] = {}
+    width = _NO_HEADS_WIDTH
+    if heads is not None and hidden is not None:
+        small_groups = None if groups is None else _fewer(groups, to.tp, least=1 if groups == 1 else 2)
+        small_heads = _fewer(heads, to.tp, least=2)
+        if groups is not None and small_groups is not None:
+            small_heads = small_groups * min(2, heads // groups)
+        head_dim = min(_HEAD_DIM, fields.get("head_dim") or hidden // heads)
+        width = small_heads * head_dim
+        small |= _each(fields, _HEADS, small_heads) | _each(fields, _GROUPS, small_groups or 0)
+        small |= _each(fields, ("head_dim",), head_dim)
+    small |= _each(fields, _HIDDEN, width) | _each(fields, (*_INNER, *_OTHER_INNER), 2 * width)
+    if _is_count(fields.get("qk_rope_head_dim")):  # latent attention: heads have a part with positions and one without
+        rotary = _AT_MOST["qk_rope_head_dim"]
+        small |= _each(fields, ("head_dim",), rotary) | _each(fields, ("qk_head_dim",), 2 * rotary)
+    return small
+
+
+def _each(fields: Mapping[str, Any], names: Iterable[str], limit: int) -> dict[str, int]:
+    """Return those of `names` that are counts in `fields`, at most `limit`."""
+    return {name: min(fields[name], limit) for name in names if _is_count(fields.get(name))}
 
 
 def _fewer(count: int, tp: int, *, least: int) -> int:

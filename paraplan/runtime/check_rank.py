@@ -87,7 +87,7 @@ def _train_alone(model: nn.Module, batches: list[Pair], plan: ParallelPlan) -> T
 
 
 def _train_under_plan(model: nn.Module, batches: list[Pair], plan: ParallelPlan) -> tuple[Trace, int]:
-    job = runtime.init(shows_progress=False)
+    job = runtime.init(plan, shows_progress=False)
     example = next(_pieces(batches[0], plan.micro_batch_size, plan.micro_batch_size))[0]
     engine = job.prepare(model, loss_fn=token_loss, optimizer=make_optimizer, example_inputs=example)
     share = plan.micro_batch_size * plan.num_microbatches
@@ -103,9 +103,7 @@ def _train_under_plan(model: nn.Module, batches: list[Pair], plan: ParallelPlan)
             }
         )
     trace.parameters = {name: engine.whole(name).clone() for name in engine.parameters}
-    rank = job.world.rank
-    job.close()
-    return trace, rank
+    return trace, job.world.rank
 
 
 def _train_split_by_transformers(model: nn.Module, batches: list[Pair], plan: ParallelPlan) -> tuple[Trace, int]:
@@ -121,9 +119,10 @@ def _train_split_by_transformers(model: nn.Module, batches: list[Pair], plan: Pa
         raise UsageError(
             f"this transformers has no tensor parallelism that can be checked: {error}", hint="use transformers 5.23"
         ) from None
-    job = runtime.init(shows_progress=False)
+    job = runtime.init(plan, shows_progress=False)
     whole: Any = model
-    names = whole._expand_parallel_plan(whole.tp_plan)
+    own_plan = getattr(whole, "tp_plan", None)
+    names = whole._expand_parallel_plan(own_plan) if own_plan else None
     if not names:
         raise UnsupportedPlanError(f"transformers has no plan for {type(model).__name__}", hint="use tp=1")
     if job.mesh.device_mesh is not None:
@@ -141,9 +140,7 @@ def _train_split_by_transformers(model: nn.Module, batches: list[Pair], plan: Pa
         for one in optimizers:
             one.step()
     trace.parameters = {name: _whole(value.detach()).clone() for name, value in model.named_parameters()}
-    rank = job.world.rank
-    job.close()
-    return trace, rank
+    return trace, job.world.rank
 
 
 def _accumulate(model: nn.Module, pieces: list[Pair]) -> float:

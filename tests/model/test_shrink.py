@@ -1,0 +1,86 @@
+"""Smaller models of the same structure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paraplan.model.shrink import Smaller, shrink_fields
+from paraplan.resources import profiles_folder
+
+TO = Smaller(num_layers=3, tp=2, seq_length=16)
+
+GROUPED = {
+    "num_hidden_layers": 62,
+    "hidden_size": 5376,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "intermediate_size": 21504,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "sliding_window": 1024,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10 + ["sliding_attention"] * 2,
+    "eos_token_id": [1, 106],
+    "pad_token_id": 262000,
+    "attention_dropout": 0.1,
+    "rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+}
+
+
+def test_every_kind_of_layer_stays_and_what_divides_still_does() -> None:
+    small = shrink_fields(GROUPED, TO)
+    assert small["num_hidden_layers"] == len(small["layer_types"]) == 3
+    assert set(small["layer_types"]) == {"sliding_attention", "full_attention"}
+    assert (small["num_attention_heads"], small["num_key_value_heads"], small["head_dim"]) == (4, 2, 16)
+    assert small["hidden_size"] == 64
+    assert small["vocab_size"] == 128
+    assert small["sliding_window"] == 8
+    assert small["pad_token_id"] < 128
+    assert small["eos_token_id"] == [1, 106]
+    assert small["attention_dropout"] == 0.0
+    assert small["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert small["tie_word_embeddings"] is True
+
+
+def test_the_width_is_kept_where_only_layers_are_to_go() -> None:
+    small = shrink_fields(GROUPED, Smaller(num_layers=2, tp=2, seq_length=16, keeps_width=True))
+    assert small["num_hidden_layers"] == 2
+    assert small["hidden_size"] == 5376
+    assert small["vocab_size"] == 262208
+
+
+@given(
+    heads=st.integers(1, 64),
+    ratio=st.integers(1, 8),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    vocabulary=st.integers(200, 10**6),
+)
+def test_tp_divides_the_smaller_model_exactly_where_it_divides_the_model(
+    heads: int, ratio: int, tp: int, vocabulary: int
+) -> None:
+    fields = {
+        "num_attention_heads": heads * ratio,
+        "num_key_value_heads": heads,
+        "hidden_size": 64 * heads * ratio,
+        "vocab_size": vocabulary,
+    }
+    small = shrink_fields(fields, Smaller(num_layers=2, tp=tp, seq_length=16))
+    assert (small["num_key_value_heads"] % tp == 0) == (heads % tp == 0)
+    assert (small["vocab_size"] % tp == 0) == (vocabulary % tp == 0)
+    assert small["num_attention_heads"] % small["num_key_value_heads"] == 0
+    assert (small["num_attention_heads"] > small["num_key_value_heads"]) == (ratio > 1)
+    assert small["hidden_size"] % small["num_attention_heads"] == 0
+
+
+@pytest.mark.parametrize("path", sorted((profiles_folder() / "models").glob("*.json")), ids=lambda path: path.stem)
+def test_bundled_models_become_small(path: object) -> None:
+    fields = json.loads(path.read_text())  # type: ignore[attr-defined]
+    small = shrink_fields(fields, TO)
+    width = small.get("hidden_size") or small["n_embd"]
+    assert width <= 400  # 25 heads, which tp does not divide, stay as they are
+    assert small["vocab_size"] <= 200

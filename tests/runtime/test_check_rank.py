@@ -1,0 +1,105 @@
+"""A plan beside one process, on the ranks of a check: what is equal, and what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rank_harness import RankHarness
+from tiny_transformers import FAMILIES
+from torch import nn
+
+from paraplan.plan.check import CheckRequest, Gap, RankFinding
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.check_rank import check
+
+pytestmark = pytest.mark.ranks
+
+TWO_MICRO_BATCHES = ParallelPlan(tp=2, num_microbatches=2)
+PLANS = [
+    ParallelPlan(dp=2, zero_stage=3, num_microbatches=2),
+    ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2),
+    ParallelPlan(tp=2, sequence_parallel=True, num_microbatches=2),
+]
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return paths of configurations as transformers saves them, by family."""
+    folder = tmp_path_factory.mktemp("configs")
+    paths = {}
+    for family, architecture in ARCHITECTURES.items():
+        path = folder / f"{family}.json"
+        path.write_text(json.dumps(FAMILIES[family] | {"model_type": family, "architectures": [architecture]}))
+        paths[family] = str(path)
+    return paths
+
+
+def check_all(requests: list[CheckRequest]) -> list[RankFinding]:
+    return [check(request) for request in requests]
+
+
+def request(model: str, plan: ParallelPlan, **more: object) -> CheckRequest:
+    layers = plan.num_stages + 1
+    return CheckRequest(model=model, plan=plan, folder="", max_layers=layers, seq_length=8, num_steps=2, **more)
+
+
+def gaps_of(findings: list[RankFinding]) -> Iterator[Gap]:
+    return (gap for finding in findings for gap in finding.gaps)
+
+
+def test_plans_of_every_axis_are_equal_and_transformers_own_split_of_a_normed_query_is_not(
+    ranks: RankHarness, configs: dict[str, str]
+) -> None:
+    equal = [request(configs[family], plan) for family, plan in zip(ARCHITECTURES, PLANS, strict=True)]
+    equal += [request(configs["qwen3"], TWO_MICRO_BATCHES)]
+    own = [request(configs[family], TWO_MICRO_BATCHES, split_by="transformers") for family in ("llama", "qwen3")]
+    one = request(configs["qwen3"], ParallelPlan(tp=2), split_by="transformers")
+    by_rank = ranks.run(check_all, [*equal, *own, one], size=2, timeout_s=240.0)
+    *fine, llama, qwen, one_micro_batch = zip(*by_rank, strict=True)
+    for findings in (*fine, llama, one_micro_batch):
+        assert not list(gaps_of(list(findings)))
+        assert all(finding.losses == pytest.approx(finding.reference_losses, rel=1e-5) for finding in findings)
+    held = [finding.num_compared for finding in fine[1]]  # the stages of a pipeline, which share no parameter but ties
+    assert all(count < fine[0][0].num_compared for count in held)
+    # transformers 5.23 sums the gradients of these norms over the ranks once for every micro-batch, what is summed too.
+    wrong = {gap.name for gap in gaps_of(list(qwen)) if gap.step == 1}
+    assert wrong == {
+        f"model.layers.{layer}.self_attn.{norm}.weight" for layer in range(2) for norm in ("q_norm", "k_norm")
+    }
+    assert all(finding.losses[0] == pytest.approx(finding.reference_losses[0], rel=1e-5) for finding in qwen)
+
+
+class Uneven(nn.Module):
+    """A model whose second block does something else on rank 1: no plan over two ranks trains it as one process."""
+
+    def __init__(self, num_layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_layers))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            is_wrong = index == 1 and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+            hidden = hidden + block(hidden) * (1.5 if is_wrong else 1.0)
+        return self.head(hidden)
+
+
+def build_uneven(num_layers: int = 40) -> nn.Module:
+    return Uneven(num_layers)
+
+
+def test_a_gradient_that_is_wrong_on_one_rank_is_named(ranks: RankHarness, tmp_path: Path) -> None:
+    findings = ranks.run(check_all, [request("test_check_rank:build_uneven", ParallelPlan(dp=2))], size=2)
+    for (finding,) in findings:
+        assert finding.num_parameters == Uneven(2).head.weight.numel() * 2 + 16 + 2 * 72
+        names = {gap.name for gap in finding.gaps if gap.quantity == "gradient"}
+        assert "blocks.1.weight" in names
+        worst = max(finding.gaps, key=lambda gap: gap.error)
+        assert 0.05 < worst.error < 2.0
