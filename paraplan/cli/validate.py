@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
-from rich.table import Table
 
 from paraplan.cli.options import JsonOption
-from paraplan.cost.validation import (
-    ErrorSummary,
-    RunPrediction,
-    Score,
-    habits_of_run,
-    is_standard,
-    padded_vocabulary,
-    plan_of_run,
-    predict_run,
-    score,
-    training_of_run,
-)
-from paraplan.cost.workload import Workload
+from paraplan.cli.validate_tables import print_fits, print_scores, print_skipped
+from paraplan.cost.calibration import Calibration, read_calibration
+from paraplan.cost.described_run import workload_of_run
+from paraplan.cost.scoring import Score, SweepScore, score, score_fits, score_sweeps
+from paraplan.cost.validation import RunPrediction, is_standard, plan_of_run, predict_run
 from paraplan.errors import ParaplanError, PlanError
-from paraplan.hardware.described import DescribedMachines, described_cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profile_files import list_gpus
 from paraplan.hardware.profiles import GpuProfile
-from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
 from paraplan.plan.runs import MeasuredRun, UnusableRow, read_runs
 
 app = typer.Typer(add_completion=False)
 
-DEFAULT_VOCABULARY = 50304
+Row = tuple[MeasuredRun | UnusableRow, RunPrediction]
 
 
 @app.command()
@@ -44,55 +34,51 @@ def validate(
     everything: Annotated[
         bool, typer.Option("--all", help="Score also rows of low quality or with nonstandard features.")
     ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Predict with what `paraplan calibrate --runs` fitted.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict measured runs from their configuration alone, and print the errors by source.
+    """Predict measured runs from their configuration alone, and print what the predictions are worth.
 
-    Scored are rows of quality A or B without nonstandard features, in bf16, fp16 or fp32; the others are predicted too.
+    Scored are rows of quality A or B without nonstandard features, in bf16, fp16 or fp32; the others stand apart.
+    Errors are given by source, GPU, framework and parallelism. A sweep is what one source measured for one model, batch
+    and set of GPUs, four plans or more: of it the rank correlation, and how much longer the plan with the best
+    prediction took than the best of all.
     Blank cells take stated defaults: bf16, AdamW, the framework's attention kernel, degrees of 1, micro-batches of 1,
-    8 GPUs a node with NVLink where the GPU has it, a vocabulary of 50304. Step times use no calibration.
+    8 GPUs a node with NVLink where the GPU has it, a vocabulary of 50304. Without --calibration nothing is fitted.
     """
-    rows = [entry for path in files for entry in _read(path)]
+    entries = [entry for path in files for entry in _read(path)]
+    fitted = read_calibration(_text(calibration), source=str(calibration)) if calibration else None
     gpus, links = list_gpus(), load_link_speeds()
-    predictions = [_predict(entry, gpus, links) for entry in rows]
-    scored = [
-        isinstance(entry, MeasuredRun) and prediction.skipped is None and (everything or is_standard(entry))
-        for entry, prediction in zip(rows, predictions, strict=True)
-    ]
+    rows: list[Row] = [(entry, _predict(entry, gpus, links, fitted)) for entry in entries]
     if as_json:
-        typer.echo(json.dumps(_report(predictions, scored), indent=2))
+        typer.echo(json.dumps(_report(rows, everything=everything), indent=2))
         return
-    _print(predictions, scored)
+    _print(rows, everything=everything)
 
 
-def _read(path: Path) -> list[MeasuredRun | UnusableRow]:
+def _text(path: Path) -> str:
     try:
-        text = path.read_text()
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise PlanError(f"cannot read {path}: {reason}", hint="give a CSV file with one row a run") from None
-    return read_runs(text, source=str(path))
 
 
-def _predict(entry: MeasuredRun | UnusableRow, gpus: list[GpuProfile], links: LinkSpeedTable) -> RunPrediction:
+def _read(path: Path) -> list[MeasuredRun | UnusableRow]:
+    return read_runs(_text(path), source=str(path))
+
+
+def _predict(
+    entry: MeasuredRun | UnusableRow, gpus: list[GpuProfile], links: LinkSpeedTable, fitted: Calibration | None
+) -> RunPrediction:
     if isinstance(entry, UnusableRow):
         return RunPrediction(id=entry.id, source="", gpu="", framework="", skipped=entry.reason)
     try:
-        machines = DescribedMachines(
-            gpu=entry.gpu,
-            num_gpus=entry.num_gpus,
-            gpus_per_node=entry.gpus_per_node,
-            link=entry.intra_node_link,
-            network_bits_per_s_per_gpu=entry.inter_node_gbps_per_gpu and entry.inter_node_gbps_per_gpu * 1e9,
-        )
-        habits = habits_of_run(entry)
-        workload = Workload(
-            model=model_from_shapes(_shapes(entry)),
-            training=training_of_run(entry, habits),
-            cluster=described_cluster(machines, gpus),
-            links=links,
-            habits=habits,
-        )
+        workload = workload_of_run(entry, gpus, links)
+        if fitted is not None:
+            workload = fitted.applied_to(workload)
         return predict_run(entry, workload, plan_of_run(entry))
     except ParaplanError as error:
         reason = error.message
@@ -101,68 +87,58 @@ def _predict(entry: MeasuredRun | UnusableRow, gpus: list[GpuProfile], links: Li
     return RunPrediction(id=entry.id, source=entry.source, gpu=entry.gpu, framework=entry.framework, skipped=reason)
 
 
-def _shapes(run: MeasuredRun) -> TransformerShapes:
-    activation: Activation = "gelu"
-    for known in get_args(Activation):
-        if run.activation.lower() == known:
-            activation = known
-    return TransformerShapes(
-        name=run.model_name or run.id,
-        num_layers=run.layers,
-        hidden_size=run.hidden,
-        num_heads=run.heads,
-        num_kv_heads=run.kv_heads,
-        ffn_hidden_size=run.ffn_hidden,
-        vocab_size=padded_vocabulary(run, run.vocab or DEFAULT_VOCABULARY),
-        max_seq_length=run.seq_len,
-        activation=activation,
-        tied_embeddings=bool(run.tied_embeddings),
-    )
+def _is_scored(row: Row, *, everything: bool) -> bool:
+    entry, prediction = row
+    return isinstance(entry, MeasuredRun) and prediction.skipped is None and (everything or is_standard(entry))
 
 
-def _score(predictions: list[RunPrediction], scored: list[bool], name: str) -> Score:
-    by_source: dict[str, list[float]] = {}
-    for prediction, is_scored in zip(predictions, scored, strict=True):
-        error = getattr(prediction, name)
-        if is_scored and error is not None:
-            by_source.setdefault(prediction.source, []).append(error)
-    return score(by_source)
+def _scores(rows: list[Row]) -> tuple[Score, Score, SweepScore]:
+    predictions = [prediction for _, prediction in rows]
+    pairs = [(entry, prediction) for entry, prediction in rows if isinstance(entry, MeasuredRun)]
+    return score(predictions, "step_time_error"), score(predictions, "memory_error"), score_sweeps(pairs)
 
 
-def _report(predictions: list[RunPrediction], scored: list[bool]) -> dict[str, Any]:
-    summary = {}
-    for title, name in (("step_time", "step_time_error"), ("memory", "memory_error")):
-        figures = _score(predictions, scored, name)
-        summary[title] = figures.all_rows.model_dump() | figures.model_dump(exclude={"all_rows"})
-    rows = zip(predictions, scored, strict=True)
-    return {"rows": [row.model_dump() | {"scored": is_scored} for row, is_scored in rows], "summary": summary}
+def _report(rows: list[Row], *, everything: bool) -> dict[str, Any]:
+    is_scored = [_is_scored(row, everything=everything) for row in rows]
+    scored = [row for row, counts in zip(rows, is_scored, strict=True) if counts]
+    others = [row for row, counts in zip(rows, is_scored, strict=True) if not counts and row[1].skipped is None]
+    skipped = [prediction for _, prediction in rows if prediction.skipped is not None]
+    return {
+        "rows": [row[1].model_dump() | {"scored": counts} for row, counts in zip(rows, is_scored, strict=True)],
+        "summary": _summary(scored)
+        | {
+            "others": _summary(others),
+            "fits": score_fits(prediction for _, prediction in rows).model_dump(),
+            "skipped": {
+                "rows": len(skipped),
+                "share": len(skipped) / max(1, len(rows)),
+                "reasons": dict(Counter(prediction.skipped for prediction in skipped).most_common()),
+            },
+        },
+    }
 
 
-def _print(predictions: list[RunPrediction], scored: list[bool]) -> None:
+def _summary(rows: list[Row]) -> dict[str, Any]:
+    step_time, memory, sweeps = _scores(rows)
+    return {
+        "step_time": _figures(step_time) | {"sweeps": sweeps.model_dump()},
+        "memory": _figures(memory),
+    }
+
+
+def _figures(figures: Score) -> dict[str, Any]:
+    return figures.all_rows.model_dump() | figures.model_dump(exclude={"all_rows"})
+
+
+def _print(rows: list[Row], *, everything: bool) -> None:
     console = Console(highlight=False)
-    for title, name in (("Step time", "step_time_error"), ("Peak memory", "memory_error")):
-        figures = _score(predictions, scored, name)
-        if figures.all_rows.rows:
-            console.print(_table(title, figures))
-            console.print()
-    skipped = [prediction for prediction in predictions if prediction.skipped]
-    console.print(f"{sum(scored)} rows scored of {len(predictions)}, {len(skipped)} skipped")
-    for prediction in skipped[:10]:
-        console.print(f"  {prediction.id}: {prediction.skipped}", style="dim")
-
-
-def _table(title: str, figures: Score) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("source")
-    for heading in ("rows", "MAPE", "median", "worst", "bias"):
-        table.add_column(heading, justify="right")
-    for source, summary in figures.by_source.items():
-        table.add_row(source, *_cells(summary))
-    table.add_row("all rows", *_cells(figures.all_rows), style="bold")
-    table.add_row("mean of the sources", str(len(figures.by_source)), f"{figures.mean_of_sources or 0:.1%}", "", "", "")
-    return table
-
-
-def _cells(summary: ErrorSummary) -> list[str]:
-    shares = (summary.mape, summary.median_ape, summary.max_ape)
-    return [str(summary.rows), *(f"{share or 0:.1%}" for share in shares), f"{summary.bias or 0:+.1%}"]
+    scored = [row for row in rows if _is_scored(row, everything=everything)]
+    others = [row for row in rows if not _is_scored(row, everything=everything) and row[1].skipped is None]
+    by_id = {prediction.id: prediction for _, prediction in rows}
+    print_scores(console, *_scores(scored), by_id)
+    if others:
+        console.print("[bold]Not scored:[/bold] low quality, unusual features, or another precision\n")
+        print_scores(console, *_scores(others), by_id, brief=True)
+    print_fits(console, score_fits(prediction for _, prediction in rows))
+    skipped = [prediction for _, prediction in rows if prediction.skipped is not None]
+    print_skipped(console, skipped, scored=len(scored), total=len(rows))

@@ -274,14 +274,13 @@ PADDLE = Habits(
     gradient_bytes=2,
     master_bytes=4,
     copy_bytes=0,
-    fused_kernels=True,
+    fused_kernels=False,
     host_s_per_block=0.6e-3,
     default_attention="flash",
-    traffic_per_saved_byte=4.0,
     matmul_workspaces="none",
     source="PaddleNLP: AMP level O2, 16-bit parameters and gradients, AdamW with multi_precision (fp32 "
-    "master weights); use_fused_rms_norm=false in FlagPerf's configurations: a Llama block moves 127 bytes and keeps "
-    "32 by this count",
+    "master weights); use_fused_rms_norm=false in FlagPerf's configurations, so that blocks run one operation "
+    "after the other",
 )
 
 ALL_HABITS = (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import get_args
 
-import numpy as np
-
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.habits import MEGATRON_2021, MEGATRON_2022, Habits, habits_of
 from paraplan.cost.workload import Workload
@@ -22,37 +20,28 @@ LOSS_FUSION_BYTES = 10.0
 
 
 class RunPrediction(Record):
-    """One row of `paraplan validate`. Errors are predicted / measured - 1; what was not measured is None."""
+    """One row of `paraplan validate`. Errors are predicted / measured - 1; what was not measured is None.
+
+    `fits` says whether a run ran (True) or ran out of memory (False), `predicted_fits` whether what `nvidia-smi` would
+    show is less than the GPU has. `parallelism` names the kinds of splitting without their degrees, `plan` the whole
+    plan.
+    """
 
     id: str
     source: str
     gpu: str
     framework: str
+    parallelism: str = ""
+    plan: str = ""
     predicted_step_time_s: float | None = None
     measured_step_time_s: float | None = None
     step_time_error: float | None = None
     predicted_peak_memory_bytes: int | None = None
     measured_peak_memory_bytes: int | None = None
     memory_error: float | None = None
+    fits: bool | None = None
+    predicted_fits: bool | None = None
     skipped: str | None = None
-
-
-class ErrorSummary(Record):
-    """Errors over rows: mean and median of the absolute errors, the largest, and the mean with its sign."""
-
-    rows: int
-    mape: float | None = None
-    median_ape: float | None = None
-    max_ape: float | None = None
-    bias: float | None = None
-
-
-class Score(Record):
-    """Errors over all scored rows and by source. `mean_of_sources` weighs every source the same, whatever its rows."""
-
-    all_rows: ErrorSummary
-    mean_of_sources: float | None
-    by_source: dict[str, ErrorSummary]
 
 
 def habits_of_run(run: MeasuredRun) -> Habits:
@@ -152,13 +141,23 @@ def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Run
         source=run.source,
         gpu=run.gpu,
         framework=run.framework,
+        parallelism=_parallelism(plan),
+        plan=plan.describe(),
         predicted_step_time_s=step_s,
         measured_step_time_s=run.measured_step_time_s,
         step_time_error=step_s / run.measured_step_time_s - 1 if run.measured_step_time_s else None,
         predicted_peak_memory_bytes=predicted_bytes,
         measured_peak_memory_bytes=measured_bytes,
         memory_error=predicted_bytes / measured_bytes - 1 if measured_bytes else None,
+        fits={"fits": True, "oom": False}.get(run.fit_status),
+        predicted_fits=max(stage.device_bytes for stage in estimate.memory) <= workload.cluster.gpu_memory_bytes,
     )
+
+
+def _parallelism(plan: ParallelPlan) -> str:
+    axes = " x ".join(axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1)
+    sharding = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "DDP" if plan.dp > 1 else ""
+    return ", ".join(part for part in (axes, sharding) if part) or "one GPU"
 
 
 def _as_measured(estimate: PlanEstimate, metric: str) -> int:
@@ -170,33 +169,7 @@ def _as_measured(estimate: PlanEstimate, metric: str) -> int:
     return max(stage.total_bytes for stage in stages)
 
 
-def summarize(errors: list[float]) -> ErrorSummary:
-    """Return the summary of relative errors; all None without any."""
-    if not errors:
-        return ErrorSummary(rows=0)
-    values = np.array(errors)
-    absolute = np.abs(values)
-    return ErrorSummary(
-        rows=len(errors),
-        mape=float(absolute.mean()),
-        median_ape=float(np.median(absolute)),
-        max_ape=float(absolute.max()),
-        bias=float(values.mean()),
-    )
-
-
 def is_standard(run: MeasuredRun) -> bool:
     """Return whether a run is a fair test: completely described, nothing unusual, in bf16, fp16 or fp32."""
     complete = run.quality in ("A", "B") and not run.nonstandard_features
     return complete and run.precision in get_args(TrainingPrecision) and run.fit_status != "oom"
-
-
-def score(errors_by_source: dict[str, list[float]]) -> Score:
-    """Return the score of relative errors that are grouped by source."""
-    by_source = {source: summarize(errors) for source, errors in sorted(errors_by_source.items())}
-    means = [summary.mape for summary in by_source.values() if summary.mape is not None]
-    return Score(
-        all_rows=summarize([error for errors in errors_by_source.values() for error in errors]),
-        mean_of_sources=float(np.mean(means)) if means else None,
-        by_source=by_source,
-    )
