@@ -5,6 +5,7 @@ The store is the one in which torch's agents have met; it lives as long as the a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -94,6 +95,15 @@ class NodeBoard:
         except RuntimeError:  # torch's errors of a broken connection: the host has ended before this node
             pass
         return [mine, *(failure for node, failure in sorted(found.items()) if node != self.node)]
+
+    def note_done(self) -> None:
+        """Say that this node's ranks have ended well, and that it may leave."""
+        with contextlib.suppress(RuntimeError):
+            self._set("done", True)
+
+    def is_anyone_done(self) -> bool:
+        """Whether a node has said that its ranks have ended well."""
+        return self._has("done")
 
     def has_failure_elsewhere(self) -> bool:
         """Whether another node has said that its ranks have failed for good."""

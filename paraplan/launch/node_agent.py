@@ -6,13 +6,14 @@ import hashlib
 import os
 import platform
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import paraplan
@@ -22,6 +23,8 @@ from paraplan.launch.interfaces import interface_variables
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.processes import JobRecord
 from paraplan.launch.report import say
+
+_LOOK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,33 @@ class NodeAgent(LocalElasticAgent):
         """Take torch's arguments, and `before_start`."""
         super().__init__(*arguments, **options)
         self._before_start = before_start
+        self._board: NodeBoard | None = None
+        self._looks_at = 0.0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY and self._has_lost_nodes(worker_group):
+            say("a node has not been heard of for a while; the others meet again without it")
+            self._restart_workers(worker_group)  # as torch does for a node that is new: it counts as no failure
+        return result
+
+    def _has_lost_nodes(self, worker_group: WorkerGroup) -> bool:
+        """Whether a node of an elastic job has stopped to give signs of life, and has not ended its work before.
+
+        torch drops such a node from the state of its rendezvous, and goes on waiting for ranks that are gone.
+        """
+        state_holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
+        now = time.monotonic()
+        if state_holder is None or self._board is None or now < self._looks_at:
+            return False
+        self._looks_at = now + _LOOK_INTERVAL_S
+        is_lost = len(state_holder.state.participants) < self._board.num_nodes
+        return is_lost and not self._board.is_anyone_done()
+
+    def _exit_barrier(self) -> None:
+        if self._board is not None:
+            self._board.note_done()
+        super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch's
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
@@ -60,6 +90,7 @@ class NodeAgent(LocalElasticAgent):
             node=group_rank,
             num_nodes=num_nodes,
         )
+        self._board = board if num_nodes > 1 else None
         self._before_start(
             Round(
                 board=board,

@@ -10,6 +10,7 @@ from paraplan.hardware.topology import Gpu
 from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.guess import guess_ranks_per_node
 from paraplan.launch.parser import parse_arguments
+from paraplan.launch.planning import PlannerRequest
 from paraplan.launch.request import LaunchRequest, check_request
 from paraplan.plan.files import ClusterReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -200,3 +201,29 @@ def test_gpus_on_a_machine_without_any_are_an_error(tmp_path: Path) -> None:
     arguments = parse_arguments(["--gpus", "0", "train.py"], {})
     with pytest.raises(ArgumentError, match="--gpus 0: no NVIDIA driver"):
         check_request(arguments, num_gpus=0, current_folder=tmp_path, read_gpus=no_driver, environment={})
+
+
+def test_a_model_is_planned_for_and_the_training_options_reach_the_planner(check) -> None:
+    request = check(model="gpt2", plan="auto", global_batch=64, seq_len=None, precision="fp32", num_gpus=8)
+    assert request.planner == PlannerRequest("gpt2", ("--global-batch", "64", "--precision", "fp32"), profile=None)
+    assert request.plan is None
+    assert check(model="gpt2", global_batch=64, num_gpus=0).planner.profile == "cpu"
+    assert check(model="gpt2", global_batch=64, profile="dgx-h100").planner.profile == "dgx-h100"
+
+
+def test_an_automatic_plan_without_a_model_is_left_to_the_script(check) -> None:
+    request = check(plan="auto", nproc_per_node="2")
+    assert (request.planner, request.plan, request.plan_path) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "gpt2"}, "--model needs --global-batch"),
+        ({"model": "gpt2", "global_batch": 8, "plan": "plan.json"}, "contradict each other"),
+        ({"global_batch": 8}, "there is no --model"),
+    ],
+)
+def test_a_model_that_is_half_described_is_refused(check, given: dict[str, object], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        check(**given)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.batch_systems import NodePlace, expand_hosts, find_place, take_place
+from paraplan.launch.parser import parse_arguments
+
+SRUN = {
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "gpu[07-09,12]",
+    "SLURM_NODEID": "2",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+HYDRA = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALNRANKS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gpu1", ["gpu1"]),
+        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
+        ("r[1-2]n[08-09]", ["r1n08", "r1n09", "r2n08", "r2n09"]),
+        ("10.0.0.[1-2]", ["10.0.0.1", "10.0.0.2"]),
+        ("", []),
+    ],
+)
+def test_lists_of_hosts_are_read_as_slurm_writes_them(text: str, expected: list[str]) -> None:
+    assert expand_hosts(text) == expected
+
+
+def test_srun_gives_nodes_rank_and_the_address_of_the_first_node() -> None:
+    place = find_place(SRUN)
+    assert place is not None
+    assert (place.num_nodes, place.node_rank, place.address) == (4, 2, "gpu07")
+    assert place.port == find_place(SRUN | {"SLURM_NODEID": "3"}).port  # type: ignore[union-attr]
+    assert place.port != find_place(SRUN | {"SLURM_JOB_ID": "4712"}).port  # type: ignore[union-attr]
+
+
+def test_a_batch_script_without_srun_and_a_job_of_one_node_are_no_several_nodes() -> None:
+    assert find_place({"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}) is None
+    assert find_place(SRUN | {"SLURM_STEP_NUM_NODES": "1"}) is None
+    assert find_place({}) is None
+
+
+@pytest.mark.parametrize(("variables", "rank"), [(OPEN_MPI, 1), (HYDRA, 2)])
+def test_mpiruns_give_nodes_and_rank_and_the_user_or_a_node_file_the_address(
+    tmp_path: Path, variables: dict[str, str], rank: int
+) -> None:
+    place = find_place(variables | {"MASTER_ADDR": "10.0.0.1"})
+    assert place is not None
+    assert (place.num_nodes, place.node_rank, place.address) == (3, rank, "10.0.0.1")
+    (tmp_path / "nodes").write_text("gpu-a\ngpu-b\n")
+    place = find_place(variables | {"PBS_NODEFILE": str(tmp_path / "nodes")})
+    assert place is not None
+    assert place.address == "gpu-a"
+
+
+def place(**changes: object) -> NodePlace:
+    values: dict[str, object] = {
+        "system": "srun",
+        "num_nodes": 2,
+        "node_rank": 1,
+        "num_tasks": 2,
+        "address": "gpu-a",
+        "job": "j",
+    }
+    return NodePlace(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_the_place_becomes_a_static_meeting_and_for_a_range_of_nodes_an_elastic_one() -> None:
+    arguments = parse_arguments(["train.py"], {})
+    assert take_place(arguments, place()) is not None
+    assert (arguments.nnodes, arguments.node_rank, arguments.master_addr) == ("2", 1, "gpu-a")
+    assert arguments.master_port == place().port
+    arguments = parse_arguments(["--nnodes", "1:2", "train.py"], {})
+    assert take_place(arguments, place()) is not None
+    assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("c10d", f"gpu-a:{place().port}")
+    assert arguments.rdzv_id == "j"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--standalone"],
+        ["--rdzv-endpoint", "b:1"],
+        ["--master-port", "1"],
+        ["--master-addr", "b"],
+        ["--nnodes", "1"],
+        ["--rdzv-backend", "c10d"],
+    ],
+)
+def test_what_the_user_says_about_the_meeting_is_kept(words: list[str]) -> None:
+    arguments = parse_arguments([*words, "train.py"], {})
+    before = dict(vars(arguments))
+    assert take_place(arguments, place()) is None
+    assert vars(arguments) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"num_tasks": 16}, "16 launchers on 2 nodes"), ({"address": None}, "MASTER_ADDR")]
+)
+def test_a_place_that_cannot_be_used_is_an_error_with_something_to_do(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        take_place(parse_arguments(["train.py"], {}), place(**changes))
+    assert said in str(caught.value)
+    assert caught.value.hint

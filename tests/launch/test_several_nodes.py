@@ -1,0 +1,250 @@
+"""Jobs over several nodes: network namespaces with addresses of their own stand for hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import (
+    PATIENCE_S,
+    WriteScript,
+    free_port,
+    is_alive,
+    launcher_command,
+    launcher_environment,
+    names_in,
+    wait_until_dead,
+)
+from nodes import Hosts, hosts, missing_for_hosts
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Hosts]:
+    reason = missing_for_hosts()
+    if reason is not None:
+        pytest.skip(reason)
+    with hosts(2) as made:
+        yield made
+
+
+class Node:
+    """A launcher on one host, whose output is read while it runs."""
+
+    def __init__(self, made: Hosts, index: int, folder: Path, words: list[object], environment: dict[str, str]) -> None:
+        self.output = folder / f"output-{index}-{time.monotonic_ns()}"
+        command = made.command(index, *launcher_command(*words))
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
+
+    def end(self) -> tuple[int, str]:
+        """Return the exit status and all that was written."""
+        status = self.process.wait(timeout=2 * PATIENCE_S)
+        return status, self.output.read_text()
+
+    def wait_for(self, word: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while word not in self.output.read_text():
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
+
+
+def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed_first(
+    tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts
+) -> None:
+    train = script(
+        """
+        import os, time
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        os.write(1, f"rank {dist.get_rank()} saw {int(total)} by {os.environ['GLOO_SOCKET_IFNAME']}\\n".encode())
+        if dist.get_rank() == 3:
+            raise ValueError("the real bug")
+        if dist.get_rank() == 0:
+            time.sleep(600)  # notices nothing: its launcher is told by the other node
+        dist.all_reduce(total)
+        """
+    )
+    slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "10.231.7.[1-2]"}
+    nodes = [
+        Node(
+            two_hosts,
+            index,
+            tmp_path,
+            ["--nproc-per-node", 2, train],
+            launcher_environment(scratch, SLURM_NODEID=str(index), SLURM_JOB_ID="7", **slurm),
+        )
+        for index in range(2)
+    ]
+    (status, first), (other_status, second) = [node.end() for node in nodes]
+    assert (status, other_status) == (1, 1), first + second
+    said = first + second
+    assert all(f"rank {rank} saw 4 by eth0" in said for rank in range(4)), said
+    assert "paraplan: rank 3 failed first, on host node1: ValueError: the real bug" in first
+    assert "rank 0 because the launcher stopped it" in first
+    assert first.splitlines()[-1].strip() == "ValueError: the real bug"
+    assert "paraplan: rank 3 failed first: ValueError: the real bug" in second
+    assert names_in(scratch) == []
+
+
+SSH = """#!/bin/sh
+# as ssh: the words after the host are joined by spaces and read by a shell of that host
+shift 2
+index=$((${1##*.} - 1))
+shift
+exec ip netns exec "$NAMESPACES$index" sh -c "$*"
+"""
+
+
+def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
+    tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts
+) -> None:
+    train = script(
+        """
+        import os, sys, time
+        os.write(1, f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}|".encode())
+        with open(f"pid{os.environ['RANK']}", "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(600)
+        """
+    )
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("".join(f"{address} slots=1\n" for address in two_hosts.addresses))
+    words = ["a 'b'; touch broken", "$HOME", "*"]
+    process = subprocess.Popen(
+        launcher_command("--hostfile", "hosts", train, *words),
+        cwd=tmp_path,
+        env=launcher_environment(scratch, NAMESPACES=f"{two_hosts.name}h")
+        | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = ""
+    while said.count("|") < 2:
+        said += process.stdout.read(1)
+    assert sorted(said.strip("|").split("|")) == [f"{rank} of 2 {words}" for rank in (0, 1)]
+    pids = [int((tmp_path / f"pid{rank}").read_text() or 0) for rank in (0, 1)]
+    assert all(map(is_alive, pids))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=PATIENCE_S) == 143
+    process.stdout.close()
+    assert wait_until_dead(*pids) == []
+    assert not (tmp_path / "broken").exists()
+
+
+ELASTIC = """
+import sys, time
+from pathlib import Path
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, hidden):
+        return hidden + torch.relu(self.linear(self.norm(hidden)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def loss_fn(outputs, targets):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def main(folder, num_steps=None):
+    from paraplan import runtime
+
+    job = runtime.init()
+    torch.manual_seed(0)
+    engine = job.prepare(Net(), loss_fn=loss_fn, optimizer=lambda part: torch.optim.SGD(part, lr=0.1))
+    if (folder / "checkpoint").exists():
+        engine.load(folder / "checkpoint")
+    data = [(torch.full((8,), i % 32), torch.full((8,), (i + 1) % 32)) for i in range(80000)]
+    for inputs, targets in job.shard(data, batch_size=8, skip=engine.num_steps):
+        loss = float(engine.step(inputs, targets))
+        if job.is_main:
+            print(f"step {engine.num_steps} of {job.world.size} ranks: {loss:.4f}", flush=True)
+        time.sleep(0.1)
+        if engine.num_steps % 10 == 0 and (folder / "stop").exists() or engine.num_steps == num_steps:
+            break
+        engine.save(folder / "checkpoint")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+"""
+
+
+def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_back(
+    tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts
+) -> None:
+    train = script(ELASTIC)
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts.addresses[0]}:{free_port()}"]
+    patience = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=4", "--max-restarts", 3]
+    model = ["--model", f"{train}:Net", "--global-batch", 8, "--seq-len", 8, "--precision", "fp32"]
+    words = ["--nnodes", "1:2", *meeting, *patience, "--plan", "auto", *model, train, tmp_path]
+    environment = launcher_environment(scratch)
+    stays = Node(two_hosts, 0, tmp_path, words, environment)
+    leaves = Node(two_hosts, 1, tmp_path, words, environment)
+    stays.wait_for("of 2 ranks")
+    two_hosts.set_link(1, "down")
+    stays.wait_for("of 1 ranks")
+    leaves.process.kill()
+    leaves.process.wait()
+    two_hosts.set_link(1, "up")
+    position = len(stays.output.read_text())
+    comes_back = Node(two_hosts, 1, tmp_path, words, environment)
+    deadline = time.monotonic() + PATIENCE_S
+    while "of 2 ranks" not in stays.output.read_text()[position:]:
+        assert time.monotonic() < deadline, stays.output.read_text() + comes_back.output.read_text()
+        time.sleep(0.05)
+    (tmp_path / "stop").touch()
+    (status, said), (other_status, _) = stays.end(), comes_back.end()
+    assert (status, other_status) == (0, 0), said
+    losses = read_losses(said)
+    assert list(losses) == list(range(1, len(losses) + 1))
+    assert "made again for the 1 " in said
+    assert "made again for the 2 " in said
+    (tmp_path / "alone").mkdir()
+    alone = subprocess.run(
+        [sys.executable, str(train), str(tmp_path / "alone"), str(len(losses))],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert losses == pytest.approx(read_losses(alone.stdout), abs=2e-4)  # printed with four digits
+    assert [name for name in names_in(scratch) if name.startswith("paraplan")] == []
+
+
+def read_losses(text: str) -> dict[int, float]:
+    steps = [line.split() for line in text.splitlines() if line.startswith("step ")]
+    return {int(words[1]): float(words[5]) for words in steps}
