@@ -12,6 +12,13 @@ import typer
 from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinTokensOption
 from paraplan.cli.ci_limits import Limits, check_limits
 from paraplan.cli.estimate_report import estimate_report
+from paraplan.cli.foreign import (
+    Foreign,
+    FromAccelerateOption,
+    FromDeepspeedOption,
+    FromMegatronOption,
+    estimate_foreign,
+)
 from paraplan.cli.inputs import (
     check_plan_suits_model,
     check_plan_suits_sequence,
@@ -120,6 +127,9 @@ def estimate(
             "--trace", help="Also run the plan's own engine on this model, without a GPU or values, and compare; slow."
         ),
     ] = False,
+    from_deepspeed: FromDeepspeedOption = None,
+    from_accelerate: FromAccelerateOption = None,
+    from_megatron: FromMegatronOption = None,
     max_memory: MaxMemoryOption = None,
     min_tokens_per_s: MinTokensOption = None,
     github: GithubOption = False,
@@ -131,6 +141,11 @@ def estimate(
     Example: paraplan estimate llama-3-8b --profile dgx-h100 --seq-len 4096 --dp 8 --zero 3 --micro-batch 2
     """
     limits = Limits.of(max_memory=max_memory, min_tokens_per_s=min_tokens_per_s, github=github, junit=junit)
+    foreign = Foreign(deepspeed=from_deepspeed, accelerate=from_accelerate, megatron=from_megatron)
+    if foreign:
+        result = estimate_foreign(foreign, ctx.params, options_given(ctx))
+        check_limits(result, limits, model=model, file=from_deepspeed or from_accelerate, as_json=as_json)
+        return
     choices: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
     if plan_path is not None:
         plan, seq_len, choices = _from_file(plan_path, options_given(ctx), seq_len, choices)

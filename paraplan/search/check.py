@@ -56,7 +56,10 @@ def check_plan(workload: Workload, plan: ParallelPlan, *, tolerance: float) -> P
 def fits_finding(estimate: PlanEstimate) -> Finding:
     """Return whether a plan fits the usable memory of its GPUs."""
     needed, usable = format_bytes(estimate.peak_memory_bytes), format_bytes(estimate.usable_memory_bytes)
-    return Finding(name="fits", passed=estimate.fits, message=f"needs {needed} of {usable} usable per GPU")
+    message = f"needs {needed} of {usable} usable per GPU"
+    if not estimate.fits and estimate.peak_memory_bytes <= estimate.usable_memory_bytes:
+        message += ", and more than the host's memory"
+    return Finding(name="fits", passed=estimate.fits, message=message)
 
 
 def limit_findings(

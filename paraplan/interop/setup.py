@@ -1,0 +1,155 @@
+"""What a configuration of another tool says: a plan with its training, and the typed fields it is read from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+
+from paraplan.errors import PlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision
+from paraplan.records import Record
+
+
+class Setup(Record):
+    """A training as another tool is configured for it; None where its configuration does not say.
+
+    `framework` names the tool in the words by which `cost.habits` knows it. `notes` tell what was assumed and what has
+    no place in a plan.
+    """
+
+    plan: ParallelPlan
+    tool: str
+    framework: str
+    seq_length: int | None = None
+    precision: TrainingPrecision | None = None
+    optimizer: OptimizerName | None = None
+    attention: AttentionKind | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Given(Record):
+    """What the user says beside a configuration: it comes first, and fills in what scripts decide.
+
+    `num_gpus` is the number of ranks, None where only the configuration may know it.
+    """
+
+    num_gpus: int | None = None
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    recompute: str | None = None
+
+
+class Fields:
+    """Typed access to a mapping from a file; errors name the file, the key and the value.
+
+    "auto", which the Trainer of transformers fills in, counts as absent.
+    """
+
+    def __init__(self, values: Mapping[str, object], *, source: str, path: str = "") -> None:
+        self.values, self.source, self.path = values, source, path
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def section(self, key: str) -> Fields:
+        """Return the fields below `key`; none where it is absent."""
+        value = self.values.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object with keys")
+        return Fields(value, source=self.source, path=f"{self.path}{key}.")
+
+    def count(self, key: str) -> int | None:
+        """Return a whole number above 0, None where it is absent."""
+        value = self._number(key)
+        if value is not None and value < 1:
+            raise self.error(key, "a whole number above 0")
+        return value
+
+    def choice(self, key: str, choices: tuple[int, ...], default: int) -> int:
+        """Return one of `choices`, `default` where it is absent."""
+        value = self._number(key)
+        if value is not None and value not in choices:
+            raise self.error(key, " or ".join(map(str, choices)))
+        return default if value is None else value
+
+    def flag(self, key: str) -> bool | None:
+        """Return a truth value, also one written as a word, None where it is absent."""
+        value = self._value(key)
+        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
+            return value.lower() in ("true", "yes")
+        if value is not None and not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def text(self, key: str) -> str | None:
+        """Return a string, None where it is absent."""
+        value = self._value(key)
+        if value is not None and not isinstance(value, str):
+            raise self.error(key, "a string")
+        return value
+
+    def error(self, key: str, expected: str) -> PlanError:
+        """Return the error of a value that is not what was expected."""
+        found = repr(self.values.get(key))
+        shown = found if len(found) <= 60 else found[:57] + "..."
+        return PlanError(f"{self.source}: {self.path}{key}: expected {expected}, found {shown}", hint="mend that key")
+
+    def _value(self, key: str) -> object:
+        value = self.values.get(key)
+        return None if value == "auto" else value
+
+    def _number(self, key: str) -> int | None:
+        value = self._value(key)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, str) and value.strip().isascii() and value.strip().lstrip("-").isdigit():
+            value = int(value)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise self.error(key, "a whole number")
+        return value
+
+
+def make_plan(source: str, **values: object) -> ParallelPlan:
+    """Return a plan from a configuration; raise `PlanError` that names it where its parts contradict each other."""
+    try:
+        return ParallelPlan.model_validate(values)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise PlanError(f"{source}: {message}") from None
+
+
+def data_parallel_ranks(source: str, num_gpus: int, **degrees: int) -> int:
+    """Return the ranks that are left for data parallelism; raise `PlanError` where the other degrees do not divide."""
+    product = 1
+    for degree in degrees.values():
+        product *= degree
+    ranks, rest = divmod(num_gpus, product)
+    if rest or not ranks:
+        named = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+        raise PlanError(
+            f"{source}: {named} = {product} ranks do not divide the {num_gpus} GPUs",
+            hint="say how many GPUs there are: --profile NAME --nodes N --gpus-per-node G",
+        )
+    return ranks
+
+
+def optimizer_of(name: str | None) -> tuple[OptimizerName | None, list[str]]:
+    """Return the optimizer that a tool's name of one means, and a note where it is priced as another."""
+    if name is None:
+        return None, []
+    words = name.lower().replace("_", "")
+    if words == "sgd":
+        return "sgd_momentum", []
+    if "8bit" in words:
+        return "adamw_8bit", []
+    for sign, known in _OPTIMIZERS.items():
+        if sign in words:
+            return known, []
+    return "adamw", [f"optimizer {name}: priced as adamw, the nearest that is known"]
+
+
+_OPTIMIZERS: dict[str, OptimizerName] = {"adafactor": "adafactor", "adam": "adamw", "muon": "muon"}

@@ -1,0 +1,202 @@
+"""Accelerate's configuration (YAML or JSON), read back. Keys as in accelerate 1.15 (commands/config/config_args.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+
+from paraplan.errors import PlanError, UsageError
+from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan
+from paraplan.interop.sources.deepspeed import read_deepspeed
+from paraplan.plan.training import TrainingPrecision
+
+_DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
+# FSDP1's strategies, by name and by the number that old configurations have; FSDP2 says true or false.
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+_NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+_BATCH_NOTE = "the micro-batch is in the script: 1 assumed, --micro-batch says otherwise"
+
+
+def read_accelerate(text: str, *, source: str, given: Given, read_file: Callable[[str], str]) -> Setup:
+    """Return the training that an accelerate configuration describes.
+
+    `read_file` reads the DeepSpeed configuration that it may name. Raises `PlanError` naming the file and the key, and
+    `UsageError` where YAML cannot be read here.
+    """
+    fields = Fields(_load(text, source), source=source)
+    if (fields.text("compute_environment") or "LOCAL_MACHINE") == "AMAZON_SAGEMAKER":
+        raise fields.error("compute_environment", "LOCAL_MACHINE")
+    kind = fields.text("distributed_type")
+    if kind is None:
+        raise fields.error("distributed_type", "NO, MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM")
+    num_gpus = fields.count("num_processes") or given.num_gpus or 1
+    given = given.replace(num_gpus=num_gpus)
+    if kind == "FSDP":
+        return _fsdp(fields, given)
+    if kind == "DEEPSPEED":
+        return _deepspeed(fields, given, read_file)
+    if kind == "MEGATRON_LM":
+        return _megatron(fields, given)
+    if kind not in _DDP:
+        raise fields.error("distributed_type", "NO, MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM")
+    return _setup(fields, given, {"dp": num_gpus}, framework="hf", tool="accelerate, DDP")
+
+
+def _load(text: str, source: str) -> Mapping[str, object]:
+    if text.lstrip().startswith("{"):
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"{source} is not JSON: {error}", hint="write one with accelerate config") from None
+    else:
+        data = _load_yaml(text, source)
+    if not isinstance(data, dict):
+        raise PlanError(f"{source} holds no keys and values", hint="write one with accelerate config")
+    return data
+
+
+def _load_yaml(text: str, source: str) -> object:
+    if importlib.util.find_spec("yaml") is None:
+        raise UsageError(f"{source} is YAML, and PyYAML is not installed", hint='pip install "paraplan[export]"')
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        raise PlanError(f"{source} is not YAML{where}: {problem}", hint="write one with accelerate config") from None
+
+
+def _fsdp(fields: Fields, given: Given) -> Setup:
+    fsdp, sizes = fields.section("fsdp_config"), fields.section("parallelism_config")
+    assert given.num_gpus is not None
+    degrees = {axis: sizes.count(f"parallelism_config_{axis}_size") or 1 for axis in ("tp", "cp")}
+    notes = []
+    replicas = sizes.count("parallelism_config_dp_replicate_size") or 1
+    if replicas > 1:
+        notes.append(f"{replicas} replicas of a sharded group: priced as sharded over all data-parallel ranks")
+    if "parallelism_config_sp_size" in sizes and sizes.count("parallelism_config_sp_size") != 1:
+        notes.append("sp_size: sequences split over heads are not priced")
+    dp = data_parallel_ranks(fields.source, given.num_gpus, **degrees)
+    stage = _stage(fsdp)
+    values = degrees | {"dp": dp, "zero_stage": stage if dp * degrees["cp"] > 1 else 0}
+    plan = values | {"offload": "parameters" if fsdp.flag("fsdp_offload_params") else "none"}
+    if fsdp.flag("fsdp_activation_checkpointing"):
+        plan["recompute"] = "full"
+    return _setup(fields, given, plan, framework="fsdp", tool="accelerate, FSDP", notes=notes)
+
+
+def _stage(fsdp: Fields) -> int:
+    """Return the ZeRO stage of an FSDP section, in the words of either version."""
+    for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy"):
+        value = fsdp.values.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            return 3 if value else 2
+        name = str(value).upper()
+        name = _NUMBERED.get(name, name)
+        if name in ("TRUE", "FALSE"):
+            return 3 if name == "TRUE" else 2
+        if name not in _STAGES:
+            raise fsdp.error(key, f"true, false, {', '.join(_STAGES)}")
+        return _STAGES[name]
+    return 3
+
+
+def _deepspeed(fields: Fields, given: Given, read_file: Callable[[str], str]) -> Setup:
+    section = fields.section("deepspeed_config")
+    path = section.text("deepspeed_config_file")
+    if path is not None:
+        setup = read_deepspeed(read_file(path), source=path, given=given)
+        return setup.replace(tool="accelerate, DeepSpeed", precision=setup.precision or _precision(fields)[0])
+    stage = section.choice("zero_stage", (0, 1, 2, 3), 2)
+    devices = [section.text(f"offload_{what}_device") or "none" for what in ("param", "optimizer")]
+    offload = "parameters" if devices[0] != "none" and stage == 3 else "optimizer" if devices[1] != "none" else "none"
+    assert given.num_gpus is not None
+    plan: dict[str, object] = {
+        "dp": given.num_gpus,
+        "zero_stage": stage if given.num_gpus > 1 else 0,
+        "num_microbatches": section.count("gradient_accumulation_steps") or 1,
+        "offload": offload,
+    }
+    return _setup(fields, given, plan, framework="deepspeed zero", tool="accelerate, DeepSpeed")
+
+
+def _megatron(fields: Fields, given: Given) -> Setup:
+    section = fields.section("megatron_lm_config")
+    tp, pp, cp = (
+        section.count(f"megatron_lm_{name}") or 1 for name in ("tp_degree", "pp_degree", "context_parallel_size")
+    )
+    assert given.num_gpus is not None
+    dp = data_parallel_ranks(fields.source, given.num_gpus, tp=tp, pp=pp, cp=cp)
+    shards = bool(section.flag("megatron_lm_use_distributed_optimizer")) and dp * cp > 1
+    plan: dict[str, object] = {
+        "dp": dp,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "zero_stage": 1 if shards else 0,
+        "pipeline_schedule": "1f1b" if pp > 1 else None,
+        "sequence_parallel": bool(section.flag("megatron_lm_sequence_parallelism")) and tp > 1,
+        "num_microbatches": section.count("megatron_lm_num_micro_batches") or 1,
+        "recompute": "selective" if section.flag("megatron_lm_recompute_activations") else "none",
+    }
+    return _setup(fields, given, plan, framework="megatron-core", tool="accelerate, Megatron-LM")
+
+
+def _setup(
+    fields: Fields,
+    given: Given,
+    values: Mapping[str, object],
+    *,
+    framework: str,
+    tool: str,
+    notes: list[str] | None = None,
+) -> Setup:
+    """Return the setup of a plan's `values`, with what scripts decide filled in from the user's words."""
+    notes = list(notes or [])
+    plan = dict(values)
+    if given.recompute is not None:
+        plan["recompute"] = given.recompute
+    micro = given.micro_batch_size or 1
+    if given.micro_batch_size is None:
+        notes.append(_BATCH_NOTE)
+    plan["micro_batch_size"] = micro
+    dp = plan["dp"]
+    assert isinstance(dp, int)
+    if given.global_batch_size is not None:
+        steps, rest = divmod(given.global_batch_size, micro * dp)
+        if rest or not steps:
+            raise PlanError(
+                f"{fields.source}: a global batch of {given.global_batch_size} is not a multiple of "
+                f"micro-batch {micro} x {dp} data-parallel ranks",
+                hint=f"use --global-batch {max(1, steps) * micro * dp}",
+            )
+        plan["num_microbatches"] = steps
+    elif "num_microbatches" not in plan:
+        notes.append("gradient accumulation is in the script: none assumed, --global-batch says otherwise")
+    precision, precision_notes = _precision(fields)
+    return Setup(
+        plan=make_plan(fields.source, **plan),
+        tool=tool,
+        framework=framework,
+        precision=precision,
+        notes=tuple(notes + precision_notes),
+    )
+
+
+def _precision(fields: Fields) -> tuple[TrainingPrecision, list[str]]:
+    words = fields.values.get("mixed_precision")
+    if words in (None, "no", "No", False):
+        return "fp32", []
+    if words == "fp16":
+        return "fp16", []
+    if words == "bf16":
+        return "bf16", []
+    if words == "fp8":
+        return "bf16", ["mixed_precision fp8: priced as bf16"]
+    raise fields.error("mixed_precision", "no, fp16, bf16 or fp8")

@@ -1,0 +1,131 @@
+"""DeepSpeed's JSON, read back. Keys and rules as in DeepSpeed 0.19 (runtime/config.py)."""
+
+from __future__ import annotations
+
+import json
+
+from paraplan.errors import PlanError
+from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan, optimizer_of
+from paraplan.plan.training import TrainingPrecision
+
+_TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
+    """Return the training that a DeepSpeed configuration describes.
+
+    The number of GPUs is not in it: it is the given one, or follows from the three batch sizes. Raises `PlanError`
+    naming the file and the key for what is broken or contradicts itself.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"{source} is not JSON: {error}", hint="DeepSpeed's configuration is a JSON object") from None
+    if not isinstance(data, dict):
+        raise PlanError(f"{source} holds no JSON object", hint="DeepSpeed's configuration is a JSON object")
+    fields = Fields(data, source=source)
+    zero_stage = fields.section("zero_optimization").choice("stage", (0, 1, 2, 3), 0)
+    tp = _tensor_parallel(fields)
+    dp, micro, steps = _batch(fields, given, tp)
+    offload, notes = _offload(fields.section("zero_optimization"), zero_stage)
+    optimizer, optimizer_notes = optimizer_of(fields.section("optimizer").text("type"))
+    notes += optimizer_notes
+    if given.recompute is None:
+        notes.append("recompute is switched on by the script: none assumed, --recompute full says otherwise")
+    if "sequence_parallel_size" in fields and fields.count("sequence_parallel_size") != 1:
+        notes.append("sequence_parallel_size: sequences split over heads are not priced")
+    if "pipeline" in fields:
+        notes.append("pipeline: its stages are made by the script and are not priced")
+    if zero_stage and dp == 1:
+        notes.append(f"ZeRO-{zero_stage} has nothing to shard over with one data-parallel rank: priced as stage 0")
+    plan = make_plan(
+        source,
+        dp=dp,
+        tp=tp,
+        zero_stage=zero_stage if dp > 1 else 0,
+        micro_batch_size=micro,
+        num_microbatches=steps,
+        recompute=given.recompute or "none",
+        offload=offload,
+    )
+    return Setup(
+        plan=plan,
+        tool="DeepSpeed",
+        framework="deepspeed zero",
+        precision=_precision(fields),
+        optimizer=optimizer,
+        notes=tuple(notes),
+    )
+
+
+def _tensor_parallel(fields: Fields) -> int:
+    section = fields.section("tensor_parallel")
+    size = section.choice("autotp_size", tuple(range(4097)), 0) or section.section("tp").count("tp_size")
+    return size or 1
+
+
+def _batch(fields: Fields, given: Given, tp: int) -> tuple[int, int, int]:
+    """Return data-parallel ranks, micro-batch and steps of accumulation; a missing one follows from the others."""
+    total = given.global_batch_size or fields.count(_TOTAL)
+    micro = given.micro_batch_size or fields.count(_MICRO)
+    steps = fields.count(_STEPS) if given.global_batch_size is None else None
+    source = fields.source
+    if total is None and micro is None:
+        raise PlanError(
+            f"{source}: neither {_TOTAL} nor {_MICRO} has a number",
+            hint="the Trainer fills in 'auto'; say it with --micro-batch and --global-batch",
+        )
+    if given.num_gpus is not None:
+        dp = data_parallel_ranks(source, given.num_gpus, tp=tp)
+    elif total is not None and micro is not None and steps is not None:
+        dp = _quotient(fields, total, micro * steps, f"{_MICRO}={micro} x {_STEPS}={steps}")
+    else:
+        raise PlanError(f"{source} does not say how many GPUs there are", hint="give --profile NAME and --nodes N")
+    if micro is None:
+        assert total is not None
+        micro = _quotient(fields, total, dp * (steps or 1), f"{dp} data-parallel ranks x {_STEPS}={steps or 1}")
+        return dp, micro, steps or 1
+    if total is None:
+        return dp, micro, steps or 1
+    implied = _quotient(fields, total, dp * micro, f"{_MICRO}={micro} x {dp} data-parallel ranks")
+    if steps is not None and implied != steps:
+        product = micro * steps * dp
+        raise PlanError(
+            f"{source}: {_TOTAL}={total} is not {_MICRO}={micro} x {_STEPS}={steps} x {dp} data-parallel ranks "
+            f"= {product}",
+            hint=f"DeepSpeed refuses it too: use {_TOTAL}={product}, or other machines (--nodes, --gpus-per-node)",
+        )
+    return dp, micro, implied
+
+
+def _quotient(fields: Fields, total: int, divisor: int, words: str) -> int:
+    share, rest = divmod(total, divisor)
+    if rest or not share:
+        raise PlanError(
+            f"{fields.source}: {_TOTAL}={total} is not a multiple of {words}",
+            hint="mend the batch sizes, or say what machines they are for: --profile NAME --nodes N",
+        )
+    return share
+
+
+def _offload(zero: Fields, stage: int) -> tuple[str, list[str]]:
+    devices = {key: zero.section(key).text("device") or "none" for key in ("offload_optimizer", "offload_param")}
+    if zero.flag("cpu_offload"):
+        devices["offload_optimizer"] = "cpu"
+    for key, device in devices.items():
+        if device not in ("none", "cpu", "nvme"):
+            raise zero.section(key).error("device", "none, cpu or nvme")
+    notes = [f"{key}: priced as the host's memory, not NVMe" for key, device in devices.items() if device == "nvme"]
+    if devices["offload_param"] != "none" and stage == 3:
+        return "parameters", notes
+    return "optimizer" if devices["offload_optimizer"] != "none" else "none", notes
+
+
+def _precision(fields: Fields) -> TrainingPrecision | None:
+    sections = {name: fields.section(name) for name in ("bf16", "bfloat16", "fp16")}
+    if sections["bf16"].flag("enabled") or sections["bfloat16"].flag("enabled"):
+        return "bf16"
+    if sections["fp16"].flag("enabled"):
+        return "fp16"
+    is_open = any(section.values.get("enabled") == "auto" for section in sections.values())
+    return None if is_open else "fp32"
