@@ -1,0 +1,254 @@
+"""Configurations of other tools, read: what paraplan writes comes back, and what is broken is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from exported_plans import PLANS, subject
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paraplan.errors import ParaplanError, PlanError
+from paraplan.interop.export import export_plan
+from paraplan.interop.setup import Given, Setup
+from paraplan.interop.sources.accelerate import read_accelerate
+from paraplan.interop.sources.deepspeed import read_deepspeed
+from paraplan.interop.sources.megatron_lm import read_megatron_lm
+
+GPUS = Given(num_gpus=8)
+
+
+def no_file(path: str) -> str:
+    raise PlanError(f"cannot read {path}")
+
+
+def accelerate(text: str, given: Given = GPUS) -> Setup:
+    return read_accelerate(text, source="config.yaml", given=given, read_file=no_file)
+
+
+def deepspeed(given: Given = GPUS, **values: object) -> Setup:
+    return read_deepspeed(json.dumps(values), source="ds.json", given=given)
+
+
+def megatron(arguments: str, given: Given = GPUS) -> Setup:
+    return read_megatron_lm(arguments, source="--from-megatron", given=given)
+
+
+def expressible(target: str) -> list[str]:
+    return [name for name in PLANS if not export_plan(subject(name), target, partial=True).gaps]
+
+
+@pytest.mark.parametrize("name", expressible("deepspeed"))
+def test_a_deepspeed_export_is_read_back_as_the_same_plan(name: str) -> None:
+    made = subject(name)
+    said = Given(recompute=made.plan.recompute)  # the script's choice
+    setup = read_deepspeed(export_plan(made, "deepspeed").text, source="ds.json", given=said)
+    assert setup.plan == made.plan
+    assert setup.precision == "bf16"
+
+
+@pytest.mark.parametrize("name", expressible("megatron-lm"))
+def test_a_megatron_export_is_read_back_as_the_same_plan(name: str) -> None:
+    made = subject(name)
+    setup = megatron(export_plan(made, "megatron-lm").text, Given(num_gpus=made.plan.world_size))
+    assert setup.plan == made.plan
+    assert (setup.seq_length, setup.precision, setup.optimizer) == (4096, "bf16", "adamw")
+
+
+@pytest.mark.parametrize("name", expressible("accelerate"))
+def test_an_accelerate_export_is_read_back_as_the_same_plan(name: str) -> None:
+    plan = subject(name).plan
+    said = Given(micro_batch_size=plan.micro_batch_size, global_batch_size=plan.global_batch_size)
+    setup = accelerate(export_plan(subject(name), "accelerate").text, said)
+    assert setup.plan == plan
+    assert setup.precision == "bf16"
+
+
+def test_most_plans_go_there_and_back() -> None:
+    assert len(expressible("deepspeed")) >= 5
+    assert len(expressible("megatron-lm")) >= 8
+    assert len(expressible("accelerate")) >= 5
+
+
+@pytest.mark.parametrize(
+    ("values", "dp", "micro", "steps"),
+    [
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 8, 2, 4),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 8, 4, 2),
+        ({"train_batch_size": 64}, 8, 8, 1),
+        ({"train_micro_batch_size_per_gpu": 2}, 8, 2, 1),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, 8, 2, 4),
+        ({"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 4}}, 2, 2, 1),
+    ],
+)
+def test_a_missing_batch_size_of_deepspeed_follows_from_the_others(
+    values: dict[str, object], dp: int, micro: int, steps: int
+) -> None:
+    plan = deepspeed(**values).plan
+    assert (plan.dp, plan.micro_batch_size, plan.num_microbatches) == (dp, micro, steps)
+
+
+def test_the_number_of_gpus_follows_from_deepspeeds_batch_sizes() -> None:
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    assert deepspeed(Given(), **sizes).plan.dp == 16
+
+
+def test_auto_is_filled_in_by_what_the_user_says() -> None:
+    auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
+    setup = deepspeed(GPUS.replace(micro_batch_size=2, global_batch_size=32), **auto)
+    assert (setup.plan.num_microbatches, setup.precision) == (2, None)
+    with pytest.raises(PlanError) as caught:
+        deepspeed(**auto)
+    assert caught.value.hint is not None
+    assert "--micro-batch" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage", "0 or 1 or 2 or 3", "4"]),
+        ({"zero_optimization": [2]}, ["zero_optimization", "an object"]),
+        ({"train_micro_batch_size_per_gpu": "two"}, ["train_micro_batch_size_per_gpu", "'two'"]),
+        ({"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu", "above 0"]),
+        ({"train_micro_batch_size_per_gpu": True}, ["train_micro_batch_size_per_gpu", "True"]),
+        ({"bf16": {"enabled": 3}}, ["bf16.enabled", "true or false"]),
+        ({"zero_optimization": {"offload_param": {"device": "disk"}}}, ["offload_param.device", "disk"]),
+        ({"train_batch_size": 7}, ["train_batch_size=7"]),
+        (
+            {"train_batch_size": 32, "gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 2},
+            ["train_batch_size=32", "gradient_accumulation_steps=3", "= 48"],
+        ),
+        ({"tensor_parallel": {"autotp_size": 3}}, ["tp 3", "8 GPUs"]),
+    ],
+)
+def test_a_broken_deepspeed_config_names_file_and_key(values: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        deepspeed(**({"train_micro_batch_size_per_gpu": 1} | values))
+    assert caught.value.message.startswith("ds.json")
+    assert all(word in caught.value.message for word in words)
+
+
+def test_an_older_accelerate_config_says_its_strategy_by_number() -> None:
+    old = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: 2\nmixed_precision: fp16\n"
+    setup = accelerate(old)
+    assert (setup.plan.zero_stage, setup.precision, setup.framework) == (2, "fp16", "fsdp")
+    assert any("--micro-batch" in note for note in setup.notes)
+
+
+def test_accelerates_megatron_section_becomes_degrees() -> None:
+    text = """
+distributed_type: MEGATRON_LM
+num_processes: 16
+megatron_lm_config:
+  megatron_lm_tp_degree: 2
+  megatron_lm_pp_degree: 4
+  megatron_lm_num_micro_batches: 8
+  megatron_lm_sequence_parallelism: true
+  megatron_lm_use_distributed_optimizer: true
+"""
+    plan = accelerate(text).plan
+    assert (plan.dp, plan.tp, plan.pp, plan.zero_stage, plan.num_microbatches) == (2, 2, 4, 1, 8)
+
+
+def test_accelerate_may_name_a_deepspeed_file() -> None:
+    text = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    held = {"ds.json": json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}})}
+    setup = read_accelerate(text, source="config.yaml", given=GPUS, read_file=held.__getitem__)
+    assert (setup.plan.zero_stage, setup.plan.micro_batch_size) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("distributed_type: [", ["config.yaml", "line"]),
+        ("just words", ["config.yaml", "no keys"]),
+        ("{", ["config.yaml", "JSON"]),
+        ("num_processes: 8", ["distributed_type"]),
+        ("distributed_type: TPU9", ["distributed_type", "TPU9"]),
+        ("distributed_type: MULTI_GPU\nnum_processes: many", ["num_processes", "many"]),
+        ("distributed_type: MULTI_GPU\nmixed_precision: fp4", ["mixed_precision", "fp4"]),
+        ("distributed_type: FSDP\nfsdp_config:\n  fsdp_reshard_after_forward: maybe", ["fsdp_config.fsdp_reshard"]),
+        ("distributed_type: FSDP\nnum_processes: 8\nparallelism_config: 3", ["parallelism_config", "an object"]),
+        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO", ["compute_environment"]),
+    ],
+)
+def test_a_broken_accelerate_config_names_file_and_key(text: str, words: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        accelerate(text)
+    assert all(word in caught.value.message for word in ["config.yaml", *words])
+
+
+def test_megatrons_older_spellings_are_understood() -> None:
+    setup = megatron(
+        "pretrain_gpt.py --tensor_model_parallel_size=2 --pipeline-model-parallel-size 2 --num-layers 24 "
+        "--num-layers-per-virtual-pipeline-stage 6 --micro-batch-size 1 --global-batch-size 16 \\\n"
+        "  --checkpoint-activations --use-flash-attn --fp16 --transformer-impl local"
+    )
+    plan = setup.plan
+    assert (plan.tp, plan.pp, plan.dp, plan.virtual_pipeline_size, plan.recompute) == (2, 2, 2, 2, "full")
+    assert (setup.precision, setup.attention) == ("fp16", "flash")
+    assert "transformer-impl=local" in setup.framework
+
+
+def test_megatrons_short_first_and_last_stages_become_an_uneven_cut() -> None:
+    plan = megatron(
+        "--pipeline-model-parallel-size 4 --num-layers 30 --decoder-first-pipeline-num-layers 7 "
+        "--decoder-last-pipeline-num-layers 5 --micro-batch-size 1"
+    ).plan
+    assert plan.stage_blocks == (7, 9, 9, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", ["no option"]),
+        ("--micro-batch-size", ["--micro-batch-size", "a whole number"]),
+        ("--tensor-model-parallel-size 3 --micro-batch-size 1", ["tp 3", "8 GPUs"]),
+        ("--bf16", ["--micro-batch-size is missing"]),
+        ("--micro-batch-size 3 --global-batch-size 32", ["--global-batch-size 32"]),
+        ("--micro-batch-size 1 --recompute-granularity some", ["--recompute-granularity", "some"]),
+        ('--micro-batch-size "1', ["quotation"]),
+        (
+            "--micro-batch-size 1 --pipeline-model-parallel-size 2 --use-megatron-fsdp",
+            ["beside a pipeline only stages 0 and 1"],
+        ),
+        (
+            "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etx|tL",
+            ["--pipeline-model-parallel-layout"],
+        ),
+    ],
+)
+def test_broken_megatron_arguments_name_the_option(arguments: str, words: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        megatron(arguments)
+    assert all(word in caught.value.message for word in ["--from-megatron", *words])
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(["auto", "cpu", 2, "2"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=5,
+)
+DEEPSPEED_KEYS = st.sampled_from(
+    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization", "bf16"]
+)
+ACCELERATE_KEYS = st.sampled_from(
+    ["distributed_type", "num_processes", "fsdp_config", "deepspeed_config", "parallelism_config", "mixed_precision"]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(DEEPSPEED_KEYS, VALUES), st.dictionaries(ACCELERATE_KEYS, VALUES), st.text(max_size=40))
+def test_whatever_is_read_is_a_setup_or_a_users_error(
+    ds: dict[str, object], config: dict[str, object], arguments: str
+) -> None:
+    for read in (
+        lambda: read_deepspeed(json.dumps(ds), source="ds.json", given=GPUS),
+        lambda: accelerate(json.dumps({"distributed_type": "FSDP"} | config)),
+        lambda: accelerate(arguments),
+        lambda: megatron(f"--micro-batch-size 1 {arguments}"),
+    ):
+        with contextlib.suppress(ParaplanError):
+            assert read().plan.world_size >= 1
