@@ -10,8 +10,6 @@ from paraplan.cost.validation import (
     is_standard,
     plan_of_run,
     predict_run,
-    score,
-    summarize,
     training_of_run,
 )
 from paraplan.cost.workload import Workload
@@ -98,17 +96,3 @@ def test_what_nvidia_smi_shows_is_more_than_what_is_allocated(workload: MakeWork
     assert allocated is not None
     assert shown is not None
     assert shown > allocated + 2**29
-
-
-def test_summaries_are_those_of_the_absolute_errors() -> None:
-    summary = summarize([0.1, -0.3])
-    assert summary.mape == pytest.approx(0.2)
-    assert summary.max_ape == pytest.approx(0.3)
-    assert summary.bias == pytest.approx(-0.1)
-    assert summarize([]).mape is None
-
-
-def test_a_large_source_does_not_drown_a_small_one() -> None:
-    figures = score({"large": [0.1] * 9, "small": [0.5]})
-    assert figures.all_rows.mape == pytest.approx(0.14)
-    assert figures.mean_of_sources == pytest.approx(0.3)

@@ -1,0 +1,99 @@
+"""What `paraplan validate` prints: tables of errors by group, the worst rows, sweeps, and what was skipped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from paraplan.cost.scoring import ErrorSummary, FitScore, Score, SweepScore
+from paraplan.cost.validation import RunPrediction
+from paraplan.units import format_bytes, format_seconds
+
+
+def print_scores(
+    console: Console,
+    step_time: Score,
+    memory: Score,
+    sweeps: SweepScore,
+    rows: Mapping[str, RunPrediction],
+    *,
+    brief: bool = False,
+) -> None:
+    """Print both errors by source and, unless `brief`, by GPU, framework and parallelism, with the worst rows."""
+    for title, figures in (("Step time", step_time), ("Peak memory", memory)):
+        if not figures.all_rows.rows:
+            continue
+        console.print(_table(f"{title} by source", "source", figures.by_source, figures))
+        console.print()
+        if brief:
+            continue
+        groups = {"GPU": figures.by_gpu, "framework": figures.by_framework, "parallelism": figures.by_parallelism}
+        for name, group in groups.items():
+            console.print(_table(f"{title} by {name}", name, group))
+            console.print()
+        console.print(f"[bold]Worst rows, {title.lower()}[/bold]")
+        for identity in figures.worst:
+            console.print(f"  {_row(rows[identity], is_time=figures is step_time)}", soft_wrap=True)
+        console.print()
+    if sweeps.sweeps:
+        _print_sweeps(console, sweeps)
+
+
+def print_fits(console: Console, fits: FitScore) -> None:
+    """Print for how many runs it was predicted whether they run or run out of memory; nothing without such runs."""
+    if fits.out_of_memory:
+        console.print(
+            f"Fits or not: {fits.ran_predicted} of {fits.ran} runs that ran, and {fits.out_of_memory_predicted} of "
+            f"{fits.out_of_memory} that ran out of memory, were predicted to\n"
+        )
+
+
+def print_skipped(console: Console, skipped: Sequence[RunPrediction], *, scored: int, total: int) -> None:
+    """Print how many rows were scored and skipped, and the reasons."""
+    share = len(skipped) / max(1, total)
+    console.print(f"{scored} rows scored of {total}, {len(skipped)} skipped ({share:.1%})")
+    for reason, count in Counter(row.skipped for row in skipped).most_common(10):
+        console.print(f"  {count} x {reason}", style="dim", markup=False)
+
+
+def _table(title: str, heading: str, groups: Mapping[str, ErrorSummary], whole: Score | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    table.add_column(heading, overflow="fold", max_width=58)
+    for name in ("rows", "MAPE", "median", "worst", "bias"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, summary in groups.items():
+        table.add_row(name or "not stated", *_cells(summary))
+    if whole is not None:
+        table.add_row("all rows", *_cells(whole.all_rows), style="bold")
+        mean = f"{whole.mean_of_sources or 0:.1%}"
+        table.add_row("mean of the sources", str(len(whole.by_source)), mean, "", "", "")
+    return table
+
+
+def _cells(summary: ErrorSummary) -> list[str]:
+    shares = (summary.mape, summary.median_ape, summary.max_ape)
+    return [str(summary.rows), *(f"{share or 0:.1%}" for share in shares), f"{summary.bias or 0:+.1%}"]
+
+
+def _row(row: RunPrediction, *, is_time: bool) -> str:
+    if is_time:
+        error, predicted, measured = row.step_time_error, row.predicted_step_time_s, row.measured_step_time_s
+        shown = f"{format_seconds(predicted or 0)} for {format_seconds(measured or 0)}"
+    else:
+        error, predicted, measured = row.memory_error, row.predicted_peak_memory_bytes, row.measured_peak_memory_bytes
+        shown = f"{format_bytes(predicted or 0)} for {format_bytes(measured or 0)}"
+    return f"{error or 0:+.0%}  {row.id}: {shown}; {row.plan} on {row.gpu}"
+
+
+def _print_sweeps(console: Console, sweeps: SweepScore) -> None:
+    worst = max(sweeps.sweeps, key=lambda sweep: sweep.top1_regret)
+    console.print(
+        f"[bold]{len(sweeps.sweeps)} sweeps[/bold] of {sum(sweep.rows for sweep in sweeps.sweeps)} plans: "
+        f"rank correlation {sweeps.rank_correlation or 0:.2f}; the plan with the best prediction is "
+        f"{sweeps.top1_regret or 0:.1%} slower than the best measured, {worst.top1_regret:.1%} at worst"
+    )
+    console.print(f"  {worst.name}", style="dim")
+    console.print()

@@ -1,0 +1,59 @@
+"""The workload of a measured run: its model, training, machines, and the framework that ran it."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from paraplan.cost.habits import Habits
+from paraplan.cost.validation import habits_of_run, padded_vocabulary, training_of_run
+from paraplan.cost.workload import Workload
+from paraplan.hardware.described import DescribedMachines, described_cluster
+from paraplan.hardware.link_speed import LinkSpeedTable
+from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
+from paraplan.plan.runs import MeasuredRun
+
+DEFAULT_VOCABULARY = 50304
+
+
+def workload_of_run(run: MeasuredRun, gpus: list[GpuProfile], links: LinkSpeedTable) -> Workload:
+    """Return what is priced for a run.
+
+    Blank cells: a GELU, a vocabulary of 50304, and what `described_cluster` assumes.
+    Raises `ParaplanError` for a GPU that no profile describes and for shapes that do not divide.
+    """
+    machines = DescribedMachines(
+        gpu=run.gpu,
+        num_gpus=run.num_gpus,
+        gpus_per_node=run.gpus_per_node,
+        link=run.intra_node_link,
+        network_bits_per_s_per_gpu=run.inter_node_gbps_per_gpu and run.inter_node_gbps_per_gpu * 1e9,
+    )
+    habits = habits_of_run(run)
+    return Workload(
+        model=model_from_shapes(_shapes(run, habits)),
+        training=training_of_run(run, habits),
+        cluster=described_cluster(machines, gpus),
+        links=links,
+        habits=habits,
+    )
+
+
+def _shapes(run: MeasuredRun, habits: Habits) -> TransformerShapes:
+    activation: Activation = "gelu"
+    for known in get_args(Activation):
+        if run.activation.lower() == known:
+            activation = known
+    return TransformerShapes(
+        name=run.model_name or run.id,
+        num_layers=run.layers,
+        hidden_size=run.hidden,
+        num_heads=run.heads,
+        num_kv_heads=run.kv_heads,
+        ffn_hidden_size=run.ffn_hidden,
+        vocab_size=padded_vocabulary(run, run.vocab or DEFAULT_VOCABULARY),
+        max_seq_length=run.seq_len,
+        activation=activation,
+        tied_embeddings=bool(run.tied_embeddings),
+        dropout=habits.dropout,
+    )
