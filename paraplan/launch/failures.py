@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ _COMMUNICATION_ERRORS = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """What gloo, NCCL and the store say to a rank whose peer is gone. Texts of torch 2.11 to 2.13 and NCCL 2.2x."""
+
+_TAIL_LINES = 4
+_TAIL_BYTES = 4096
 
 
 class Cause(IntEnum):
@@ -53,7 +57,8 @@ class ErrorRecord:
 class RankFailure:
     """One rank that failed: its exit, and its own record of the error where it wrote one.
 
-    `error_file` is the path of the record, `fault` the Python stack of a crash.
+    `error_file` is the path of the record, `fault` the Python stack of a crash, `log_tail` the last lines of its log
+    for a rank that left no record.
     """
 
     global_rank: int
@@ -64,6 +69,7 @@ class RankFailure:
     error_file: str
     record: ErrorRecord | None = None
     fault: str | None = None
+    log_tail: tuple[str, ...] = ()
 
     @property
     def time_ns(self) -> int:
@@ -134,6 +140,7 @@ def read_failure(*, global_rank: int, pid: int, exit: RankExit, error_file: str,
         error_file=error_file,
         record=record,
         fault=_read_fault(error_file) if exit.code < 0 and error_file else None,
+        log_tail=_read_log_tail(error_file) if record is None and error_file else (),
     )
 
 
@@ -157,9 +164,28 @@ def _cause(exit: RankExit, record: ErrorRecord | None, *, was_stopped: bool) -> 
     return Cause.COMMUNICATION if exit.code == -SIGPIPE else Cause.OWN_ERROR
 
 
+def _read_log_tail(error_file: str) -> tuple[str, ...]:
+    """Return the last lines that a rank wrote, to stderr if it wrote there."""
+    folder = Path(error_file).parent
+    return last_lines(folder / "stderr.log", _TAIL_LINES) or last_lines(folder / "stdout.log", _TAIL_LINES)
+
+
 def _read_fault(error_file: str) -> str | None:
     try:
         text = (Path(error_file).parent / FAULT_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     return text.strip() or None
+
+
+def last_lines(path: Path, number: int) -> tuple[str, ...]:
+    """Return the last lines of a log that are not empty, without carriage returns; none where there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ()
+    lines = [line.rpartition("\r")[2].rstrip() for line in text.rstrip("\r\n").split("\n")]
+    return tuple([line for line in lines if line][-number:])

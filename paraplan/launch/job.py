@@ -38,6 +38,7 @@ from paraplan.launch.report import (
 )
 from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes
 from paraplan.launch.run import count_gpus, run_job
+from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import SpawnerHandle, SpawnerLostError
 
 if TYPE_CHECKING:
@@ -62,8 +63,30 @@ def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_t
     """
     request = check_request(args, num_gpus=count_gpus(), current_folder=Path.cwd())
     job = JobRecord()
+    started = time.monotonic()
+    status: int | None = None
     try:
-        run_job(request, spawner=spawner, job=job, fork=fork, imported_threads=imported_threads)
+        status = _run(request, job, spawner=spawner, fork=fork, imported_threads=imported_threads)
+        return status
+    finally:
+        if job.folder is not None and not job.folder.is_temporary and not request.arguments.no_logs:
+            elapsed_s = time.monotonic() - started
+            job.folder.note_end(exit_status=2 if status is None else status, elapsed_s=elapsed_s, attempts=job.attempts)
+            if status == 0 and job.attempts:
+                _say_summary(job, elapsed_s)
+
+
+def _say_summary(job: JobRecord, elapsed_s: float) -> None:
+    again = f", started {job.attempts} times" if job.attempts > 1 else ""
+    say(f"all ranks ended well after {elapsed_s:.1f} s{again}; logs: {shown_path(job.folder)}")
+
+
+def _run(
+    request: LaunchRequest, job: JobRecord, *, spawner: SpawnerHandle, fork: bool, imported_threads: str | None
+) -> int:
+    keeps_logs = not request.arguments.no_logs
+    try:
+        run_job(request, spawner=spawner, job=job, fork=fork, imported_threads=imported_threads, keeps_logs=keeps_logs)
     except ChildFailedError:
         return _report(request, job)
     except SignalException as stop:
@@ -176,6 +199,7 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         hostname=socket.gethostname(),
         elapsed_s=max(0.0, (first.time_ns - (job.started_ns or time.time_ns())) / 1e9),
         coordinates=_coordinates(job, first.global_rank),
+        log_folder=shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None,
         memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
         predicted_peak_bytes=job.plan.estimate.peak_memory_bytes if job.plan and job.plan.estimate else None,
         num_nodes=min_max_nodes(request.arguments.nnodes)[1],
@@ -191,6 +215,13 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
     else:
         write_report(render_failure_elsewhere(first_of_all, job.failures, context))
     return first_of_all.exit_status
+
+
+def shown_path(folder: RunFolder | None) -> str:
+    """Return the path of a run's folder as a user would type it here."""
+    if folder is None:
+        return ""
+    return os.path.relpath(folder.path) if folder.path.is_relative_to(Path.cwd()) else str(folder.path)
 
 
 def _coordinates(job: JobRecord, rank: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Ranks that measure the links of this machine: started, watched, and ended with the process that asked for them."""
+"""Ranks that measure links and kernels of this machine: started, watched, ended with the process that asked."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import paraplan
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.hardware.cluster import Cluster
+from paraplan.hardware.kernel_measurement import KernelEvent, KernelRequest
 from paraplan.hardware.link_measurement import (
     CPU_MESSAGE_BYTES,
     GPU_MESSAGE_BYTES,
@@ -35,6 +37,8 @@ from paraplan.hardware.topology import NodeTopology
 
 _START_ALLOWANCE_S = 180.0  # importing torch on slow disks, and one message that takes longer than the time for all
 _GRACE_S = 2.0
+
+EventT = TypeVar("EventT", RankEvent, KernelEvent)
 
 
 class MeasurementError(ParaplanError):
@@ -96,24 +100,53 @@ def measure_links(
     `environment` is that of the ranks. They have ended when this returns or raises, also by Ctrl-C or SIGTERM; when
     this process is killed they end by themselves. Raises `MeasurementError` with the last words of a failed rank.
     """
+    return _run_ranks("paraplan.runtime.measure_links", request, RankEvent, num_ranks, environment, on_event)
+
+
+def measure_kernels(
+    request: KernelRequest,
+    *,
+    num_ranks: int,
+    environment: Mapping[str, str],
+    on_event: Callable[[KernelEvent], None] = lambda event: None,
+) -> list[KernelEvent]:
+    """Return what `num_ranks` ranks report of kernels that all of them time at once; else as `measure_links`."""
+    return _run_ranks("paraplan.runtime.measure_kernels", request, KernelEvent, num_ranks, environment, on_event)
+
+
+def _run_ranks(
+    module: str,
+    request: MeasureRequest | KernelRequest,
+    event_type: type[EventT],
+    num_ranks: int,
+    environment: Mapping[str, str],
+    on_event: Callable[[EventT], None],
+) -> list[EventT]:
     with tempfile.TemporaryDirectory(prefix="paraplan_") as folder, _stopped_by_sigterm():
         read_fd, write_fd = os.pipe()
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             try:
                 ranks.extend(
-                    _start(rank, num_ranks, Path(folder), write_fd, request, environment) for rank in range(num_ranks)
+                    _start(module, rank, num_ranks, Path(folder), write_fd, request, environment)
+                    for rank in range(num_ranks)
                 )
             finally:
                 os.close(write_fd)
-            return _collect(ranks, read_fd, Path(folder), request, on_event)
+            return _collect(ranks, read_fd, Path(folder), request, event_type, on_event)
         finally:
             os.close(read_fd)
             _stop(ranks)
 
 
 def _start(
-    rank: int, num_ranks: int, folder: Path, write_fd: int, request: MeasureRequest, environment: Mapping[str, str]
+    module: str,
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    write_fd: int,
+    request: MeasureRequest | KernelRequest,
+    environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     package_folder = str(Path(paraplan.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_folder, environment.get("PYTHONPATH", "")]))
@@ -121,7 +154,7 @@ def _start(
     words = [str(rank), str(num_ranks), str(folder / "store"), str(write_fd)]
     with (folder / f"{rank}.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "paraplan.runtime.measure_links", *words],
+            [sys.executable, "-P", "-m", module, *words],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -147,10 +180,11 @@ def _collect(
     ranks: list[subprocess.Popen[bytes]],
     read_fd: int,
     folder: Path,
-    request: MeasureRequest,
-    on_event: Callable[[RankEvent], None],
-) -> list[RankEvent]:
-    events: list[RankEvent] = []
+    request: MeasureRequest | KernelRequest,
+    event_type: type[EventT],
+    on_event: Callable[[EventT], None],
+) -> list[EventT]:
+    events: list[EventT] = []
     deadline = time.monotonic() + request.max_seconds + _START_ALLOWANCE_S
     received, is_open = b"", True
     while is_open or any(rank.poll() is None for rank in ranks):
@@ -160,14 +194,14 @@ def _collect(
             is_open = bool(data)
             *lines, received = (received + data).split(b"\n")
             for line in lines:
-                events.append(RankEvent.model_validate_json(line))
+                events.append(event_type.model_validate_json(line))
                 on_event(events[-1])
         failed = [number for number, rank in enumerate(ranks) if rank.poll()]
         if failed:
             raise _failure(ranks, failed, folder)
         if time.monotonic() > deadline:
             raise MeasurementError(
-                f"{len(ranks)} ranks have not measured {request.num_timings} messages within "
+                f"{len(ranks)} ranks have not taken {request.num_timings} timings within "
                 f"{request.max_seconds + _START_ALLOWANCE_S:.0f} s",
                 hint="NCCL_DEBUG=INFO and fewer GPUs (--gpus) show which link hangs",
             )
@@ -184,7 +218,7 @@ def _failure(ranks: list[subprocess.Popen[bytes]], failed: list[int], folder: Pa
     status = ranks[cause].returncode
     ended = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
     return MeasurementError(
-        f"rank {cause} that measured links {ended}: {words[cause] or 'it said nothing'}",
+        f"rank {cause} that measured {ended}: {words[cause] or 'it said nothing'}",
         hint="paraplan topo without --measure shows what is known of the machine",
     )
 

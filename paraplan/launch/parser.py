@@ -13,7 +13,7 @@ from paraplan.launch.request import TRAINING_OPTIONS
 
 OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),
-    *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout"),
+    *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout", "--no-logs"),
 )
 _EXEC = "exec"
 
@@ -110,6 +110,12 @@ def _add_own_options(parser: LaunchParser) -> None:
         type=float,
         help="End the job, with the stacks of all ranks, when no rank has moved for so long. Give more than the "
         "longest call that only computes takes. Default: never.",
+    )
+    ours.add_argument(
+        "--no-logs",
+        action="store_true",
+        help="Keep no run folder. Without --log-dir it is a new one in ./paraplan-runs: the command, versions, plan, "
+        "what each rank wrote, and how the run ended.",
     )
     ours.add_argument(
         "--dry-run",

@@ -21,6 +21,7 @@ from paraplan.launch.bootstrap import STACK_FILE
 from paraplan.launch.failures import RankFailure, first_failure, read_failure
 from paraplan.launch.hang import HangVerdict, HangWatch, count_waits
 from paraplan.launch.memory_kills import MemoryKills, count_memory_kills
+from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import RankCommand, RankExit, SpawnerHandle
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
@@ -44,6 +45,7 @@ class AttemptSettings:
     `grace_s` passes between a request to end (SIGTERM) and SIGKILL, whatever the reason for ending.
     `fork` starts ranks with torch imported; `num_threads` is then what torch is set to in them, None for as imported.
     `wrap_command` turns an interpreter's command into what is executed, for ranks that are not forked.
+    `keeps_logs` copies what ranks write to files of their own.
     `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
     """
 
@@ -53,13 +55,15 @@ class AttemptSettings:
     extra_environment: Mapping[str, str]
     wrap_command: Callable[[tuple[str, ...]], tuple[str, ...]]
     hang_timeout_s: float | None = None
+    keeps_logs: bool = False
 
 
 @dataclass
 class JobRecord:
     """What is known of a job while it runs; the attempts write it, the report reads it.
 
-    `plan` is the plan that the ranks have got, `board` where the nodes of this round write to each other.
+    `plan` is the plan that the ranks have got, `board` where the nodes of this round write to each other,
+    `folder` where the run is kept.
     """
 
     started_ns: int | None = None
@@ -69,6 +73,7 @@ class JobRecord:
     hang: HangVerdict | None = None
     plan: PlanFile | None = None
     board: NodeBoard | None = None
+    folder: RunFolder | None = None
 
 
 class _HeldSignals:
@@ -168,6 +173,8 @@ class RankProcesses(PContext):
                 environment={**self.envs[rank], **self._settings.extra_environment},
                 stdout=self.stdouts[rank],
                 stderr=self.stderrs[rank],
+                copy_stdout=self._log_file(rank, "stdout.log"),
+                copy_stderr=self._log_file(rank, "stderr.log"),
             )
             for rank in range(self.nprocs)
         ]
@@ -178,6 +185,12 @@ class RankProcesses(PContext):
                 fork=self._settings.fork,
                 num_threads=self._settings.num_threads,
             )
+
+    def _log_file(self, rank: int, name: str) -> str:
+        """Return the file that a rank's stream is copied to, where torchrun has it with --redirects; '' for none."""
+        if not self._settings.keeps_logs or not self._spawner.can_fork_ranks:
+            return ""
+        return str(Path(self.error_files[rank]).with_name(name))
 
     def pids(self) -> dict[int, int]:
         """Return the process ids of the ranks by local rank."""

@@ -167,7 +167,8 @@ def _evidence(failure: RankFailure, room: int) -> list[str]:
     if failure.fault:
         frames = [line.strip() for line in failure.fault.splitlines() if line.lstrip().startswith("File ")]
         return frames[: min(room, 3)]
-    return []
+    tail = failure.log_tail[-room:] if room > 0 else ()
+    return [f"it wrote last: {_shortened(line)}" if index == 0 else _shortened(line) for index, line in enumerate(tail)]
 
 
 def _traceback_lines(text: str) -> list[str]:

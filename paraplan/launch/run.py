@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +24,7 @@ from paraplan.launch.parser import parse_arguments
 from paraplan.launch.processes import STACK_SIGNAL, AttemptSettings, JobRecord
 from paraplan.launch.report import say
 from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request
+from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.spawning import SpawnerHandle, open_spawner
 
 __all__ = ["main", "parse_min_max_nnodes", "run", "run_job"]
@@ -58,17 +59,24 @@ def count_gpus() -> int:
 
 
 def run_job(
-    request: LaunchRequest, *, spawner: SpawnerHandle, job: JobRecord, fork: bool, imported_threads: str | None = None
+    request: LaunchRequest,
+    *,
+    spawner: SpawnerHandle,
+    job: JobRecord,
+    fork: bool,
+    imported_threads: str | None = None,
+    keeps_logs: bool = False,
 ) -> dict[int, Any]:
     """Run the ranks of this node until all have ended; return torch's results by rank.
 
     `imported_threads` is the OMP_NUM_THREADS that torch was imported with, for ranks that are forked. `job` is written
-    while the job runs. Raises torch's ChildFailedError, SignalException and rendezvous errors. Log files that nobody
-    asked for are removed at the end.
+    while the job runs. `keeps_logs` copies what ranks write to files, in a folder that stays; else a folder that nobody
+    asked for is removed at the end. Raises torch's ChildFailedError, SignalException and rendezvous errors.
     """
     arguments = Namespace(**vars(request.arguments))
     job.plan = request.file
-    temporary = _give_log_folder(arguments, spawner)
+    folder = _give_log_folder(arguments, spawner, keeps_logs=keeps_logs)
+    job.folder = folder
     threads_given, visible_before = os.environ.get(_THREADS_VARIABLE), os.environ.get(_DEVICES_VARIABLE)
     try:
         if request.gpus is not None:
@@ -90,12 +98,17 @@ def run_job(
             extra_environment=extra_environment,
             wrap_command=(lambda command: command) if arguments.no_python else with_bootstrap,
             hang_timeout_s=getattr(arguments, "hang_timeout", None),
+            keeps_logs=keeps_logs,
         )
+        if keeps_logs:
+            folder.note_start(["paraplan", "launch", *sys.argv[1:]], environment=dict(extra_environment))
+            if request.file is not None:
+                folder.note_plan(request.file.to_json())
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare)
         return run_with(config, program, program_arguments) or {}
     except ChildFailedError as error:
-        if temporary is not None:  # a caller under @record would copy an error file that is gone
+        if folder.is_temporary:  # a caller under @record would copy an error file that is gone
             for failure in error.failures.values():
                 failure.error_file = _NO_FILE
         raise
@@ -104,8 +117,8 @@ def run_job(
             os.environ.pop(_THREADS_VARIABLE, None)
         if request.gpus is not None:
             _restore(_DEVICES_VARIABLE, visible_before)
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        if folder.is_temporary:
+            shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def _extra_environment(request: LaunchRequest) -> dict[str, str]:
@@ -156,16 +169,12 @@ def _threads_to_set(imported_threads: str | None) -> int | None:
     return int(wanted) if wanted.isdigit() else None
 
 
-def _give_log_folder(arguments: Namespace, spawner: SpawnerHandle) -> str | None:
-    """Set `log_dir` where it is not given; return the folder if it is to be removed at the end.
-
-    Error files need a folder even when no log is asked for. With --redirects or --tee it holds logs, and stays.
-    """
-    if arguments.log_dir:
-        return None
-    arguments.log_dir = tempfile.mkdtemp(prefix="paraplan_")
-    if arguments.redirects != "0" or arguments.tee != "0":
-        say(f"logs in {arguments.log_dir}")
-        return None
-    spawner.own(arguments.log_dir)
-    return str(arguments.log_dir)
+def _give_log_folder(arguments: Namespace, spawner: SpawnerHandle, *, keeps_logs: bool) -> RunFolder:
+    """Set `log_dir` where it is not given; return the folder of this run. Error files need one even without logs."""
+    folder = open_run_folder(arguments, keeps_logs=keeps_logs, current_folder=Path.cwd())
+    if folder.is_temporary:
+        spawner.own(str(folder.path))
+    elif not arguments.log_dir and not keeps_logs:
+        say(f"logs in {folder.path}")
+    arguments.log_dir = str(folder.path)
+    return folder

@@ -21,12 +21,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_COPIER_S = 5.0  # a console that takes nothing, such as a paused pager, must not keep a job from ending
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -46,6 +47,7 @@ class _Ranks:
     running: dict[int, int] = field(default_factory=dict)
     programs: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     sessions: set[int] = field(default_factory=set)
+    copier: int | None = None
 
 
 def _prctl(option: int, value: int) -> None:
@@ -114,37 +116,75 @@ class Spawner:
 
     def _start(self, message: dict[str, Any]) -> RankStart | None:
         pids: dict[int, int] = {}
+        copies: list[Any] = []
         for rank in message["ranks"]:
             environment = message["environment"] | rank["environment"]
+            streams: list[int | None] = []
             try:
-                with contextlib.ExitStack() as files:
-                    streams = [
-                        files.enter_context(open(path, "wb")) if path else None  # noqa: PTH123
-                        for path in (rank["stdout"], rank["stderr"])
-                    ]
-                    if message["fork"]:
-                        parent = os.getpid()
-                        pid = os.fork()
-                        if pid == 0:
-                            self._become_rank(
-                                parent, [None if stream is None else stream.fileno() for stream in streams]
-                            )
-                            return RankStart(tuple(rank["command"]), environment, message["num_threads"])
-                    else:
-                        program = self._open_program(rank["command"], environment, streams)
-                        pid = program.pid
-                        self._ranks.programs[pid] = program
+                streams += [
+                    self._open_stream(number, rank[name], rank[f"copy_{name}"], copies)
+                    for number, name in ((1, "stdout"), (2, "stderr"))
+                ]
+                if message["fork"]:
+                    parent = os.getpid()
+                    pid = os.fork()
+                    if pid == 0:
+                        self._become_rank(parent, streams, others=[copy.source for copy in copies])
+                        return RankStart(tuple(rank["command"]), environment, message["num_threads"])
+                else:
+                    program = self._open_program(rank["command"], environment, streams)
+                    pid = program.pid
+                    self._ranks.programs[pid] = program
             except (OSError, ValueError) as error:
+                self._close(copy.source for copy in copies)
                 self._kill_all()
                 self._send(event="start_failed", rank=rank["rank"], error=str(error))
                 return None
+            finally:
+                self._close(stream for stream in streams if stream is not None)
             pids[rank["rank"]] = pid
             self._ranks.running[pid] = rank["rank"]
             self._ranks.sessions.add(pid)
+        self._start_copier(copies)
         self._send(event="started", pids=pids)
         return None
 
-    def _become_rank(self, parent: int, descriptors: list[int | None]) -> None:
+    def _open_stream(self, number: int, path: str, copy_path: str, copies: list[Any]) -> int | None:
+        """Return the descriptor that a rank has as stream `number`: a file, what is copied to one, or None: ours."""
+        if path:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        if not copy_path:
+            return None
+        from paraplan.launch.copier import open_copy  # a spawner that runs as a file alone is asked for no copies
+
+        copy, sink = open_copy(number, copy_path)
+        copies.append(copy)
+        return sink
+
+    def _start_copier(self, copies: list[Any]) -> None:
+        if not copies:
+            return
+        from paraplan.launch.copier import serve_copies
+
+        pid = os.fork()
+        if pid == 0:
+            serve_copies(copies, close=[self._channel.fileno(), self._wake_read, self._wake_write])
+        self._ranks.copier = pid
+        self._close(copy.source for copy in copies)
+
+    def _wait_for_copier(self, patience_s: float) -> None:
+        """Wait until what the ranks have written is copied: the copier ends with the last writer."""
+        deadline = time.monotonic() + patience_s
+        while self._ranks.copier is not None and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.002)
+
+    @staticmethod
+    def _close(descriptors: Iterable[int]) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _become_rank(self, parent: int, descriptors: list[int | None], *, others: list[int]) -> None:
         signal.set_wakeup_fd(-1)
         for number in (*_IGNORED, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -153,11 +193,12 @@ class Spawner:
         for stream, descriptor in zip((1, 2), descriptors, strict=True):
             if descriptor is not None:
                 os.dup2(descriptor, stream)
+        self._close(others)
         self._channel.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _open_program(self, command: list[str], environment: dict[str, str], streams: list[Any]) -> Any:
+    def _open_program(self, command: list[str], environment: dict[str, str], streams: list[int | None]) -> Any:
         parent = os.getpid()
         return subprocess.Popen(
             command,
@@ -181,6 +222,8 @@ class Spawner:
             program = self._ranks.programs.pop(pid, None)
             if program is not None:
                 program.returncode = code
+            if pid == self._ranks.copier:
+                self._ranks.copier = None
             rank = self._ranks.running.pop(pid, None)
             if rank is not None:
                 self._send(event="exit", rank=rank, code=code, time_ns=now_ns, max_rss_kib=usage.ru_maxrss)
@@ -197,10 +240,10 @@ class Spawner:
     def _clear(self, message: dict[str, Any]) -> None:
         """End what ranks that are gone have left behind: all of it, or only what stayed in their sessions."""
         sessions = None if message["everything"] else self._ranks.sessions
-        first = _leftovers(self._ranks.running, sessions)
+        first = self._leftovers(sessions)
         for number, patience_s in ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0)):
             deadline = time.monotonic() + patience_s
-            left = _leftovers(self._ranks.running, sessions)
+            left = self._leftovers(sessions)
             while left:
                 for pid in left:
                     with contextlib.suppress(ProcessLookupError):
@@ -209,7 +252,8 @@ class Spawner:
                     break
                 time.sleep(0.01)
                 self._reap()
-                left = _leftovers(self._ranks.running, sessions)
+                left = self._leftovers(sessions)
+        self._wait_for_copier(0.3 if self._leftovers(None) else _COPIER_S)  # a daemon that is left may write on
         self._ranks.sessions = set(self._ranks.running)
         self._send(event="cleared", num_processes=len(first))
 
@@ -218,17 +262,21 @@ class Spawner:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         for _ in range(100):  # each killed process may hand its own children up to this one
-            left = _leftovers({}, None)
+            left = _leftovers({self._ranks.copier or 0: -1}, None)
             if not left:
                 break
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+            self._ranks.running.clear()
+            self._reap()
             time.sleep(0.01)
+        self._wait_for_copier(_COPIER_S)
         self._ranks = _Ranks()
+
+    def _leftovers(self, sessions: set[int] | None) -> list[int]:
+        known = self._ranks.running if self._ranks.copier is None else {**self._ranks.running, self._ranks.copier: -1}
+        return _leftovers(known, sessions)
 
     def _end(self, status: int) -> NoReturn:
         if status or self._ranks.running:

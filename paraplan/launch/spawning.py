@@ -30,13 +30,19 @@ class SpawnerLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankCommand:
-    """How one rank is started: the arguments (see `RankStart`), what its environment adds, and its log files or ''."""
+    """How one rank is started: the arguments (see `RankStart`) and what its environment adds.
+
+    `stdout` and `stderr` are files in place of this process's streams, `copy_stdout` and `copy_stderr` files beside
+    them; '' for none.
+    """
 
     local_rank: int
     command: Sequence[str]
     environment: Mapping[str, str]
     stdout: str = ""
     stderr: str = ""
+    copy_stdout: str = ""
+    copy_stderr: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ class SpawnerHandle:
                     "environment": dict(rank.environment),
                     "stdout": rank.stdout,
                     "stderr": rank.stderr,
+                    "copy_stdout": rank.copy_stdout,
+                    "copy_stderr": rank.copy_stderr,
                 }
                 for rank in ranks
             ],

@@ -1,0 +1,109 @@
+"""What ranks write, to the console and to a log file of each: pipes or terminals, and the process that copies them.
+
+Ranks write to a pipe, or to a terminal of their own where the launcher's console is one, so that progress bars and
+colours stay as they are. The copying process ends when the last writer has closed its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from dataclasses import dataclass
+from typing import NoReturn
+
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass
+class Copy:
+    """One stream of one rank: read from `source`, written to `console` and to the file `path`."""
+
+    source: int
+    console: int
+    path: str
+    log: int | None = None
+
+
+def open_copy(console: int, path: str) -> tuple[Copy, int]:
+    """Return a copy to the descriptor `console` and to `path`, and the descriptor that a rank is to write to."""
+    source, sink = _open_terminal(console) if os.isatty(console) else os.pipe()
+    return Copy(source, console, path), sink
+
+
+def _open_terminal(console: int) -> tuple[int, int]:
+    import fcntl  # only here: most launches write to no terminal
+    import pty
+    import termios
+
+    source, sink = pty.openpty()
+    settings = termios.tcgetattr(sink)
+    settings[1] &= ~termios.OPOST  # the console adds the carriage returns
+    termios.tcsetattr(sink, termios.TCSANOW, settings)
+    size = fcntl.ioctl(console, termios.TIOCGWINSZ, bytes(8))
+    fcntl.ioctl(sink, termios.TIOCSWINSZ, size)
+    for descriptor in (source, sink):
+        os.set_inheritable(descriptor, False)
+    return source, sink
+
+
+def serve_copies(copies: list[Copy], *, close: list[int]) -> NoReturn:
+    """Copy until all writers are gone, then end this process. `close` are descriptors that are others'.
+
+    A log file that cannot be written, on a full disk, is given up; the console goes on. A console that is closed closes
+    the rank's stream too, as if it had written there itself.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, whose last words it carries
+    for descriptor in close:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    for copy in copies:
+        with contextlib.suppress(OSError):
+            copy.log = os.open(copy.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    by_source = {copy.source: copy for copy in copies}
+    poll = select.poll()
+    for source in by_source:
+        poll.register(source, select.POLLIN)
+    while by_source:
+        for source, _ in poll.poll():
+            if not _copy_chunk(by_source[source]):
+                poll.unregister(source)
+                os.close(source)
+                del by_source[source]
+    os._exit(0)
+
+
+def _copy_chunk(copy: Copy) -> bool:
+    """Copy what is there; return False at the end of the stream."""
+    try:
+        data = os.read(copy.source, _CHUNK_BYTES)
+    except OSError:  # a terminal whose last writer has closed it
+        return False
+    if not data:
+        return False
+    if copy.log is not None:
+        try:
+            _write_all(copy.log, data)
+        except OSError as error:
+            copy.log = None
+            text = f"paraplan: {copy.path} cannot be written any more: {error.strerror}\n"
+            with contextlib.suppress(OSError):
+                _write_all(sys.stderr.fileno(), text.encode())
+    try:
+        _write_all(copy.console, data)
+    except OSError:
+        return False
+    return True
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # the console is shared with something that does not wait for it
+            select.select([], [descriptor], [])

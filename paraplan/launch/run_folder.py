@@ -1,0 +1,98 @@
+"""The folder of one run: its command, versions and plan, the logs of its ranks, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import tempfile
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import paraplan
+
+RUNS_FOLDER = "paraplan-runs"
+"""Where runs are kept, in the current folder, without --log-dir."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder of this run alone. `is_temporary` ones are removed at its end."""
+
+    path: Path
+    is_temporary: bool = False
+
+    def note_start(self, words: list[str], *, environment: dict[str, str]) -> None:
+        """Write the command, the versions and the environment that the launcher adds, as run.json."""
+        self._write(
+            {
+                "command": shlex.join(words),
+                "folder": str(Path.cwd()),
+                "host": socket.gethostname(),
+                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "versions": {
+                    "paraplan": paraplan.__version__,
+                    "torch": str(torch.__version__),
+                    "python": platform.python_version(),
+                    "cuda": torch.version.cuda,
+                },
+                "environment": environment,
+            }
+        )
+
+    def note_end(self, *, exit_status: int, elapsed_s: float, attempts: int) -> None:
+        """Add to run.json how the run ended."""
+        try:
+            known = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        self._write(known | {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts})
+
+    def note_plan(self, text: str) -> None:
+        """Write the plan file that the ranks run."""
+        self._try_write("plan.json", text + "\n")
+
+    def note_topology(self, text: str) -> None:
+        """Write the topology of this node's GPUs, as `paraplan topo --json` gives it."""
+        self._try_write("topology.json", text)
+
+    def _write(self, values: dict[str, object]) -> None:
+        self._try_write("run.json", json.dumps(values, indent=2) + "\n")
+
+    def _try_write(self, name: str, text: str) -> None:
+        try:
+            (self.path / name).write_text(text, encoding="utf-8")
+        except OSError:  # a full disk must not keep a job from running
+            return
+
+
+def open_run_folder(arguments: Namespace, *, keeps_logs: bool, current_folder: Path) -> RunFolder:
+    """Make the folder of a run: --log-dir, a new one in `paraplan-runs`, or a temporary one without `keeps_logs`.
+
+    Where the current folder takes no files it is a temporary folder that stays.
+    """
+    if arguments.log_dir:
+        path = Path(arguments.log_dir)
+        path.mkdir(parents=True, exist_ok=True)
+        return RunFolder(path)
+    if not keeps_logs:
+        has_logs = arguments.redirects != "0" or arguments.tee != "0"
+        return RunFolder(Path(tempfile.mkdtemp(prefix="paraplan_")), is_temporary=not has_logs)
+    runs = current_folder / RUNS_FOLDER
+    stem = re.sub(r"[^\w.-]", "_", Path(arguments.training_script).stem)[:40] or "run"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{os.getpid()}"
+    try:
+        if not runs.exists():
+            runs.mkdir()
+            (runs / ".gitignore").write_text("*\n", encoding="utf-8")  # logs are no part of a project
+        (runs / name).mkdir()
+    except OSError:
+        return RunFolder(Path(tempfile.mkdtemp(prefix="paraplan_")))
+    return RunFolder(runs / name)
