@@ -8,7 +8,7 @@ from paraplan.plan.training import TrainingPrecision
 
 RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 RUNNABLE_RECOMPUTE = ("none", "full")
-RUNNABLE_PRECISIONS = ("fp32", "bf16")
+RUNNABLE_PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def unsupported_reason(

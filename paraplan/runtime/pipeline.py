@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from paraplan.errors import ParaplanError
 from paraplan.runtime.anatomy import Anatomy, HiddenShape
 from paraplan.runtime.batches import MicroBatch
+from paraplan.runtime.precision import half_type
 from paraplan.runtime.replica_gradients import ReplicaGradients
 from paraplan.runtime.schedules import MULTI, ReplicatedStage, Schedule, build_schedule
 from paraplan.runtime.setting import Setting
@@ -146,5 +147,5 @@ class PipelineExecution:
 
     def _example(self, hidden: HiddenShape, trains: bool) -> torch.Tensor:
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
-        dtype = torch.bfloat16 if self._setting.precision == "bf16" else hidden.dtype
+        dtype = half_type(self._setting.precision) or hidden.dtype
         return torch.empty(hidden.shape, dtype=dtype, device="meta", requires_grad=trains)

@@ -7,6 +7,7 @@ import pytest
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported, unsupported_reason
+from paraplan.plan.training import TrainingPrecision
 
 
 @pytest.mark.parametrize(
@@ -68,5 +69,6 @@ def test_stage_blocks_must_sum_to_the_blocks_of_the_model() -> None:
     assert "sum to 8" in str(unsupported_reason(plan, num_blocks=9))
 
 
-def test_fp16_is_refused_until_losses_are_scaled() -> None:
-    assert "fp16" in str(unsupported_reason(ParallelPlan(), precision="fp16"))
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_precision_is_executed(precision: TrainingPrecision) -> None:
+    assert unsupported_reason(ParallelPlan(dp=2), precision=precision) is None
