@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paraplan.plan.training import AttentionKind
 from paraplan.records import Record
 from paraplan.units import MIB
@@ -45,8 +48,10 @@ class Habits(Record):
     `prefetch_elements` is how many parameters ZeRO-3 gathers ahead of their use; what is more is waited for.
     `gathers_each_weight`: ZeRO-3 gathers and scatters the weights of each matmul by themselves, not those of a block.
     `splits_vocabulary` and `splits_experts`: tensor parallelism divides embedding and head, and routed experts.
+    Without `pads_vocabulary` a vocabulary that tp does not divide is left whole.
     `keeps_dummy_gradients`: Transformer Engine keeps a 16-bit tensor for each distinct shape of weight, where gradients
     are accumulated elsewhere.
+    `dropout` is the rate in GPT-like models whose own is not known.
     `state_bytes` is the size of an element of the optimizer's state.
     `matmul_workspaces` names whose workspaces matmuls have (`cost.workspaces`).
     `is_deterministic`: CUBLAS_WORKSPACE_CONFIG=:4096:8, which torch asks for where matmuls must repeat bit by bit.
@@ -77,6 +82,7 @@ class Habits(Record):
     loss_traffic_per_logit: float = 38.0
     keeps_dummy_gradients: bool = False
     splits_vocabulary: bool = True
+    pads_vocabulary: bool = True
     splits_experts: bool = True
     bucket_elements: float = 0.0
     uses_tf32: bool = False
@@ -89,6 +95,7 @@ class Habits(Record):
     optimizer_step: Literal["foreach", "for_loop", "fused"] = "fused"
     allocates_every_receive: bool = False
     keeps_gathered_inputs: bool = False
+    dropout: float = 0.1
     state_bytes: float = 4.0
     matmul_workspaces: Literal["none", "torch", "transformer_engine"] = "torch"
     is_deterministic: bool = False
@@ -99,6 +106,12 @@ class Habits(Record):
     accumulates_apart: bool = False
     context_bytes: int | None = None
     source: str
+
+    def vocabulary_tp(self, tp: NDArray[np.float64], vocabulary: int) -> NDArray[np.float64]:
+        """Return over how many ranks the embedding and a head of `vocabulary` outputs are divided, for each of `tp`."""
+        if not self.splits_vocabulary:
+            return np.ones_like(tp)
+        return tp if self.pads_vocabulary else np.where((vocabulary > 0) & (vocabulary % tp == 0), tp, 1.0)
 
 
 PARAPLAN = Habits(
@@ -116,7 +129,7 @@ PARAPLAN = Habits(
     fused_kernels=False,
     host_s_per_block=0.3e-3,
     default_attention="sdpa",
-    splits_vocabulary=False,
+    pads_vocabulary=False,
     splits_experts=False,
     source="paraplan.runtime: fp32 parameters under autocast, DDP and FSDP2",
 )
@@ -213,7 +226,11 @@ COMPOSER = FSDP.replace(
     fused_kernels=True,
     traffic_per_saved_byte=1.6,
     flash_generation=1,
-    source="MosaicML Composer of 2023 on FSDP: MPT blocks with torch's fused LayerNorm and GELU, and FlashAttention 1",
+    dropout=0,
+    logit_bytes=4,
+    source="MosaicML Composer of 2023 on FSDP: MPT blocks with torch's fused LayerNorm and GELU, and FlashAttention 1; "
+    "MPT has no dropout, and its loss is flash-attn's, which keeps the 16-bit logits and makes their gradient "
+    "(llm-foundry, models/mpt/modeling_mpt.py)",
 )
 
 DEEPSPEED_ZERO = Habits(

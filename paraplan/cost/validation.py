@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
@@ -45,7 +46,7 @@ class RunPrediction(Record):
 
 
 def habits_of_run(run: MeasuredRun) -> Habits:
-    """Return the habits of the framework that a run names, with the precision of gradients that the run states."""
+    """Return the habits of the framework that a run names, with what the run states of gradients, dropout and flags."""
     habits = habits_of(run.framework)
     if habits is MEGATRON_2021 and (run.sequence_parallel or run.recompute == "selective"):
         habits = MEGATRON_2022
@@ -53,6 +54,9 @@ def habits_of_run(run: MeasuredRun) -> Habits:
         habits = habits.replace(is_deterministic=True)
     if "cross-entropy-loss-fusion" in run.notes:
         habits = habits.replace(logit_bytes=LOSS_FUSION_BYTES)
+    stated = re.search(r"dropout attention [\d.]+ hidden ([\d.]+\d)", run.notes)
+    if stated:
+        habits = habits.replace(dropout=float(stated[1]))
     words = run.grad_dtype.lower()
     if words.startswith("fp32") and "reduce" not in words:
         return habits.replace(gradient_bytes=4)

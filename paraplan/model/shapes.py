@@ -14,7 +14,10 @@ GATED = ("swiglu", "geglu")
 
 
 class TransformerShapes(Record):
-    """The shapes of a decoder-only transformer. `max_seq_length` counts learned positions where the kind has them."""
+    """The shapes of a decoder-only transformer. `max_seq_length` counts learned positions where the kind has them.
+
+    `dropout` is the rate of GPT-2's dropouts, of which training keeps masks; blocks of other kinds have none.
+    """
 
     name: str = "transformer"
     num_layers: int
@@ -26,6 +29,7 @@ class TransformerShapes(Record):
     max_seq_length: int
     activation: Activation = "gelu"
     tied_embeddings: bool = True
+    dropout: float = 0.1
 
 
 def model_from_shapes(shapes: TransformerShapes) -> ModelSpec:
@@ -57,6 +61,7 @@ def model_from_shapes(shapes: TransformerShapes) -> ModelSpec:
             "n_layer": shapes.num_layers,
             "n_head": shapes.num_heads,
             "n_positions": shapes.max_seq_length,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shapes.dropout),
             "vocab_size": shapes.vocab_size,
             "tie_word_embeddings": shapes.tied_embeddings,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,8 @@ def compare(
 ) -> None:
     training = TrainingSpec(global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision=precision)
     workload = Workload.of(spec, training, cluster_from_profile("dgx-h100"), load_link_speeds())
+    # No library runs in a trace, so what cuBLAS keeps for itself is left out.
+    workload = replace(workload, constants=workload.constants.replace(counts_matmul_workspaces=False))
     predicted = estimate_plan(workload, plan).memory[stage]
     traced = trace_memory(build, plan=plan, training=training, rank=first_rank_of_stage(plan, stage))
     assert predicted.total_bytes == pytest.approx(traced.total_bytes, rel=0.03)
