@@ -22,11 +22,14 @@ from paraplan.cost.habits import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError, UsageError
 from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.interop.export import TARGETS
+from paraplan.interop.exported import Subject
 from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.model.reader import read_model
+from paraplan.plan.files import PlanFile
 from paraplan.search.search import search
 from paraplan.units import format_bytes, format_count, format_seconds
 
@@ -44,6 +47,9 @@ FromMegatronOption = Annotated[
     str | None,
     typer.Option("--from-megatron", metavar="ARGS", help="Megatron-LM's arguments.", rich_help_panel=FROM_PANEL),
 ]
+_MOST_CANDIDATES = 50
+_WORTH_CHANGING = 1.02
+
 _FIXED_BY_CONFIGURATION = ("dp", "tp", "pp", "cp", "zero", "schedule", "virtual_stages", "sequence_parallel", "offload")
 
 
@@ -105,7 +111,11 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
     ours = Workload.of(spec, training, cluster, load_link_speeds())
     theirs = replace(ours, habits=habits)
     now = estimate_plan(theirs, setup.plan)
-    _print(setup, theirs, now, _recommended(ours, setup), as_json=options["as_json"])
+    others, reason = _alternatives(ours, theirs, setup, now)
+    if options["as_json"]:
+        typer.echo(json.dumps(_report(setup, theirs, now, others, reason), indent=2))
+    else:
+        _print(setup, theirs, now, others, reason)
     return now
 
 
@@ -137,63 +147,85 @@ def _counted_if_silent(foreign: Foreign, values: Given, options: dict[str, Any])
     return values
 
 
-def _recommended(workload: Workload, setup: Setup) -> PlanEstimate | str:
-    """Return paraplan's best plan for the same training on the same number of GPUs, or why there is none."""
-    used = workload
+def _alternatives(
+    workload: Workload, theirs: Workload, setup: Setup, now: PlanEstimate
+) -> tuple[dict[str, PlanEstimate], str | None]:
+    """Return the plans to compare with, by a name for each, or why there are none.
+
+    One is the tool's own best: the fastest plan, by the tool's habits, that its configuration can express; it is left
+    out where it is no faster than what runs. The other is what paraplan recommends for its own runtime.
+    """
     if setup.plan.world_size != workload.cluster.num_gpus:
-        return f"the configuration uses {setup.plan.world_size} of {workload.cluster.num_gpus} GPUs"
+        return {}, f"the configuration uses {setup.plan.world_size} of {workload.cluster.num_gpus} GPUs"
+    found = {}
     try:
-        return search(used, num_candidates=1).best
+        for candidate in search(theirs, num_candidates=_MOST_CANDIDATES).candidates:
+            subject = Subject(file=PlanFile(plan=candidate.plan, training=workload.training))
+            if not TARGETS[setup.target].write(subject).gaps:
+                best = estimate_plan(theirs, candidate.plan)
+                if not now.fits or best.step.step_time_s < now.step.step_time_s:
+                    found[f"best of {setup.tool}"] = best
+                break
     except NoPlanFitsError as error:
-        return error.message
+        reason = error.message
+    try:
+        found["recommended, paraplan"] = search(workload, num_candidates=1).best
+    except NoPlanFitsError as error:
+        reason = error.message
+    return found, None if found else reason
 
 
-def _print(setup: Setup, workload: Workload, now: PlanEstimate, best: PlanEstimate | str, *, as_json: bool) -> None:
-    if as_json:
-        report = estimate_report(workload, now)
-        report["from"] = setup.model_dump(mode="json", exclude={"plan"})
-        report["recommended"] = _figures(best) if isinstance(best, PlanEstimate) else None
-        report["speedup"] = now.step.step_time_s / best.step.step_time_s if isinstance(best, PlanEstimate) else None
-        typer.echo(json.dumps(report, indent=2))
-        return
+def _print(
+    setup: Setup, workload: Workload, now: PlanEstimate, others: dict[str, PlanEstimate], reason: str | None
+) -> None:
     from paraplan.cli import estimate_tables  # rich, which --json does without
 
-    typer.echo(f"As {setup.tool} runs it, by its ways of laying out memory and time ({workload.habits.name}):")
     for note in setup.notes:
         typer.echo(f"note: {note}", err=True)
+    typer.echo(f"As {setup.tool} runs it, by its ways of laying out memory and time ({workload.habits.name}):")
     estimate_tables.print_heading(workload, now)
     estimate_tables.print_estimate(workload, now)
     typer.echo("\nWhat would be faster")
-    if isinstance(best, str):
-        typer.echo(f"  no plan to compare with: {best}")
+    if reason is not None:
+        typer.echo(f"  no plan to compare with: {reason}")
         return
-    rows = ((f"now, {setup.tool}", now), ("recommended, paraplan", best))
-    width = max(len(name) for name, _ in rows)
-    for name, estimate in rows:
-        rate, peak = estimate.step.tokens_per_s_per_gpu, estimate.peak_memory_bytes
+    rows = {f"now, {setup.tool}": now} | others
+    width = max(map(len, rows))
+    for name, estimate in rows.items():
+        rate = format_count(float(f"{estimate.step.tokens_per_s_per_gpu:.3g}"))
         typer.echo(
-            f"  {name:{width}}  {format_seconds(estimate.step.step_time_s):>7}  {format_count(rate):>6} tokens/s/GPU  "
-            f"{format_bytes(peak):>8}{'' if estimate.fits else ' (does not fit)'}  {estimate.plan.describe()}"
+            f"  {name:{width}}  {format_seconds(estimate.step.step_time_s):>7}  {rate:>6} tokens/s/GPU  "
+            f"{format_bytes(estimate.peak_memory_bytes):>8}{'' if estimate.fits else ' (does not fit)'}\n"
+            f"  {'':{width}}    {estimate.plan.describe()}"
         )
-    typer.echo("  " + _verdict(now, best))
+    typer.echo("  " + _verdict(now, others))
 
 
-def _verdict(now: PlanEstimate, best: PlanEstimate) -> str:
+def _verdict(now: PlanEstimate, others: dict[str, PlanEstimate]) -> str:
+    name, best = min(others.items(), key=lambda pair: pair[1].step.step_time_s)
     ratio = now.step.step_time_s / best.step.step_time_s
-    if now.fits and ratio < 1.02:
-        return "What runs today is as fast as the recommended plan."
-    word = f"{ratio:.2f} times as fast" if now.fits else "fits, which the configuration does not"
-    return f"The recommended plan is predicted to be {word}." if now.fits else f"The recommended plan {word}."
+    if not now.fits:
+        return f"The configuration does not fit; '{name}' does."
+    if ratio < _WORTH_CHANGING:
+        return "Nothing that was searched is predicted to be over 2 % faster than what runs today."
+    return f"'{name}' is predicted to be {ratio:.2f} times as fast as what runs today."
 
 
-def _figures(estimate: PlanEstimate) -> dict[str, Any]:
-    return {
-        "plan": estimate.plan.model_dump(mode="json"),
-        "step_time_s": estimate.step.step_time_s,
-        "tokens_per_s_per_gpu": estimate.step.tokens_per_s_per_gpu,
-        "peak_memory_bytes": estimate.peak_memory_bytes,
-        "fits": estimate.fits,
+def _report(
+    setup: Setup, workload: Workload, now: PlanEstimate, others: dict[str, PlanEstimate], reason: str | None
+) -> dict[str, Any]:
+    figures = {
+        name: {
+            "plan": estimate.plan.model_dump(mode="json"),
+            "step_time_s": estimate.step.step_time_s,
+            "tokens_per_s_per_gpu": estimate.step.tokens_per_s_per_gpu,
+            "peak_memory_bytes": estimate.peak_memory_bytes,
+            "speedup": now.step.step_time_s / estimate.step.step_time_s,
+        }
+        for name, estimate in others.items()
     }
+    compared = {"from": setup.model_dump(mode="json", exclude={"plan"}), "faster": figures, "not_compared": reason}
+    return estimate_report(workload, now) | compared
 
 
 def _read(path: Path) -> str:

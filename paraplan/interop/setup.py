@@ -15,12 +15,13 @@ from paraplan.records import Record
 class Setup(Record):
     """A training as another tool is configured for it; None where its configuration does not say.
 
-    `framework` names the tool in the words by which `cost.habits` knows it. `notes` tell what was assumed and what has
-    no place in a plan.
+    `target` is the tool's name in `export.TARGETS`, `framework` the one by which `cost.habits` knows it. `notes` tell
+    what was assumed and what has no place in a plan.
     """
 
     plan: ParallelPlan
     tool: str
+    target: str
     framework: str
     seq_length: int | None = None
     precision: TrainingPrecision | None = None

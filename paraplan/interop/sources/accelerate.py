@@ -112,7 +112,9 @@ def _deepspeed(fields: Fields, given: Given, read_file: Callable[[str], str]) ->
     path = section.text("deepspeed_config_file")
     if path is not None:
         setup = read_deepspeed(read_file(path), source=path, given=given)
-        return setup.replace(tool="accelerate, DeepSpeed", precision=setup.precision or _precision(fields)[0])
+        return setup.replace(
+            tool="accelerate, DeepSpeed", target="accelerate", precision=setup.precision or _precision(fields)[0]
+        )
     stage = section.choice("zero_stage", (0, 1, 2, 3), 2)
     devices = [section.text(f"offload_{what}_device") or "none" for what in ("param", "optimizer")]
     offload = "parameters" if devices[0] != "none" and stage == 3 else "optimizer" if devices[1] != "none" else "none"
@@ -183,6 +185,7 @@ def _setup(
     return Setup(
         plan=make_plan(fields.source, **plan),
         tool=tool,
+        target="accelerate",
         framework=framework,
         precision=precision,
         notes=tuple(notes + precision_notes),

@@ -51,6 +51,7 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
     return Setup(
         plan=plan,
         tool="DeepSpeed",
+        target="deepspeed",
         framework="deepspeed zero",
         precision=_precision(fields),
         optimizer=optimizer,

@@ -66,6 +66,7 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
     return Setup(
         plan=plan,
         tool="Megatron-LM",
+        target="megatron-lm",
         framework="megatron-core" + local,
         seq_length=fields.count("--seq-length"),
         precision=_precision(fields),
