@@ -20,13 +20,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
-from paraplan.errors import ParaplanError
+from paraplan.errors import CheckFailedError, ParaplanError
 from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.failures import first_failure, first_node_failure
 from paraplan.launch.hang import HANG_EXIT_STATUS
 from paraplan.launch.memory_kills import count_memory_kills, new_memory_kill
 from paraplan.launch.planning import make_plan
 from paraplan.launch.ports import find_listener
+from paraplan.launch.preflight import Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
 from paraplan.launch.processes import JobRecord
 from paraplan.launch.report import (
     ReportContext,
@@ -42,6 +43,7 @@ from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import SpawnerHandle, SpawnerLostError
 
 if TYPE_CHECKING:
+    from paraplan.hardware.topology import NodeTopology
     from paraplan.launch import dry_run
 
 
@@ -86,7 +88,19 @@ def _run(
 ) -> int:
     keeps_logs = not request.arguments.no_logs
     try:
-        run_job(request, spawner=spawner, job=job, fork=fork, imported_threads=imported_threads, keeps_logs=keeps_logs)
+        node = None
+        if not request.arguments.skip_preflight:
+            node = read_node()
+            _preflight(request, node)
+        run_job(
+            request,
+            spawner=spawner,
+            job=job,
+            fork=fork,
+            imported_threads=imported_threads,
+            keeps_logs=keeps_logs,
+            node=node,
+        )
     except ChildFailedError:
         return _report(request, job)
     except SignalException as stop:
@@ -102,6 +116,31 @@ def _run(
             raise
         raise ArgumentError(str(error).rstrip("."), hint="paraplan launch --help lists the options") from error
     return 0
+
+
+def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
+    """Say what may go wrong on this node; raise `CheckFailedError` for what will."""
+    ranks = determine_local_world_size(request.arguments.nproc_per_node)
+    model = request.file.model if request.file is not None else None
+    needs = Needs(
+        num_ranks=ranks,
+        peak_bytes=request.predicted_peak_bytes,
+        num_parameters=model.num_parameters if model is not None else None,
+    )
+    found = [check_disks(needs, folder=Path.cwd())]
+    if node is not None:
+        view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})
+        is_available = torch.cuda.is_available()
+        version = str(torch.__version__)
+        found.append(check_cuda(node, torch_version=version, torch_cuda=torch.version.cuda, is_available=is_available))
+        if is_available:
+            found.append(check_gpus(gpus_of_ranks(node, view), needs))
+    for finding in found:
+        for warning in finding.warnings:
+            say(f"preflight: {warning}")
+    problems = [problem for finding in found for problem in finding.problems]
+    if problems:
+        raise CheckFailedError(problems[0], hint="free the GPU or make another plan; --skip-preflight tries it anyway")
 
 
 def forks_ranks(args: Namespace) -> bool:

@@ -14,6 +14,7 @@ from paraplan.launch.request import TRAINING_OPTIONS
 OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),
     *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout", "--no-logs"),
+    *("--skip-preflight", "--no-cpu-binding"),
 )
 _EXEC = "exec"
 
@@ -116,6 +117,16 @@ def _add_own_options(parser: LaunchParser) -> None:
         action="store_true",
         help="Keep no run folder. Without --log-dir it is a new one in ./paraplan-runs: the command, versions, plan, "
         "what each rank wrote, and how the run ended.",
+    )
+    ours.add_argument(
+        "--skip-preflight",
+        action="store_true",
+        help="Do not look at GPUs in use, NVLinks, the driver and free space before ranks start.",
+    )
+    ours.add_argument(
+        "--no-cpu-binding",
+        action="store_true",
+        help="Under a plan, do not keep each rank on the CPUs next to its GPU where a machine has several sockets.",
     )
     ours.add_argument(
         "--dry-run",

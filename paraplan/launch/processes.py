@@ -46,6 +46,7 @@ class AttemptSettings:
     `fork` starts ranks with torch imported; `num_threads` is then what torch is set to in them, None for as imported.
     `wrap_command` turns an interpreter's command into what is executed, for ranks that are not forked.
     `keeps_logs` copies what ranks write to files of their own.
+    `cpus` are the CPUs that a local rank is kept on; none for all.
     `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
     """
 
@@ -56,6 +57,7 @@ class AttemptSettings:
     wrap_command: Callable[[tuple[str, ...]], tuple[str, ...]]
     hang_timeout_s: float | None = None
     keeps_logs: bool = False
+    cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -173,6 +175,7 @@ class RankProcesses(PContext):
                 environment={**self.envs[rank], **self._settings.extra_environment},
                 stdout=self.stdouts[rank],
                 stderr=self.stderrs[rank],
+                cpus=self._settings.cpus.get(rank, ()),
                 copy_stdout=self._log_file(rank, "stdout.log"),
                 copy_stderr=self._log_file(rank, "stderr.log"),
             )

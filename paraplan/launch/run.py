@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
@@ -21,11 +21,15 @@ from paraplan.launch.cores import threads_per_rank, usable_cores
 from paraplan.launch.elastic import make_config, run_agent, with_bootstrap
 from paraplan.launch.node_agent import RoundPreparation
 from paraplan.launch.parser import parse_arguments
+from paraplan.launch.preflight import cpus_of_ranks, gpus_of_ranks
 from paraplan.launch.processes import STACK_SIGNAL, AttemptSettings, JobRecord
 from paraplan.launch.report import say
 from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.spawning import SpawnerHandle, open_spawner
+
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
+    from paraplan.hardware.topology import NodeTopology
 
 __all__ = ["main", "parse_min_max_nnodes", "run", "run_job"]
 
@@ -66,12 +70,14 @@ def run_job(
     fork: bool,
     imported_threads: str | None = None,
     keeps_logs: bool = False,
+    node: NodeTopology | None = None,
 ) -> dict[int, Any]:
     """Run the ranks of this node until all have ended; return torch's results by rank.
 
     `imported_threads` is the OMP_NUM_THREADS that torch was imported with, for ranks that are forked. `job` is written
     while the job runs. `keeps_logs` copies what ranks write to files, in a folder that stays; else a folder that nobody
-    asked for is removed at the end. Raises torch's ChildFailedError, SignalException and rendezvous errors.
+    asked for is removed at the end. `node` are this machine's GPUs where they are known.
+    Raises torch's ChildFailedError, SignalException and rendezvous errors.
     """
     arguments = Namespace(**vars(request.arguments))
     job.plan = request.file
@@ -99,11 +105,14 @@ def run_job(
             wrap_command=(lambda command: command) if arguments.no_python else with_bootstrap,
             hang_timeout_s=getattr(arguments, "hang_timeout", None),
             keeps_logs=keeps_logs,
+            cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
         )
         if keeps_logs:
             folder.note_start(["paraplan", "launch", *sys.argv[1:]], environment=dict(extra_environment))
             if request.file is not None:
                 folder.note_plan(request.file.to_json())
+            if node is not None:
+                folder.note_topology(node.to_json())
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare)
         return run_with(config, program, program_arguments) or {}
@@ -119,6 +128,21 @@ def run_job(
             _restore(_DEVICES_VARIABLE, visible_before)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _cpus_of_ranks(request: LaunchRequest, node: NodeTopology | None, num_ranks: int) -> dict[int, tuple[int, ...]]:
+    """Return the CPUs that a plan keeps each local rank on; none where the user has bound them or nothing is gained."""
+    arguments = request.arguments
+    is_planned = request.plan is not None or request.planner is not None
+    if node is None or not is_planned or arguments.numa_binding or getattr(arguments, "no_cpu_binding", True):
+        return {}
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < (os.cpu_count() or 1):  # the user, or a batch system, has chosen CPUs
+        return {}
+    cpus = cpus_of_ranks(gpus_of_ranks(node, os.environ), num_ranks=num_ranks, allowed=allowed)
+    if cpus:
+        say("each rank is kept on the CPUs next to its GPU; --no-cpu-binding leaves that to the kernel")
+    return cpus
 
 
 def _extra_environment(request: LaunchRequest) -> dict[str, str]:

@@ -62,6 +62,17 @@ def die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
+def _enter_program(parent: int, cpus: list[int]) -> None:
+    die_with(parent)
+    _keep_on(cpus)
+
+
+def _keep_on(cpus: list[int]) -> None:
+    if cpus:
+        with contextlib.suppress(OSError):  # CPUs that have been taken from this container since they were read
+            os.sched_setaffinity(0, cpus)
+
+
 class Spawner:
     """The loop of the spawner process. `serve` returns only in a forked rank."""
 
@@ -130,9 +141,10 @@ class Spawner:
                     pid = os.fork()
                     if pid == 0:
                         self._become_rank(parent, streams, others=[copy.source for copy in copies])
+                        _keep_on(rank["cpus"])
                         return RankStart(tuple(rank["command"]), environment, message["num_threads"])
                 else:
-                    program = self._open_program(rank["command"], environment, streams)
+                    program = self._open_program(rank["command"], environment, streams, cpus=rank["cpus"])
                     pid = program.pid
                     self._ranks.programs[pid] = program
             except (OSError, ValueError) as error:
@@ -198,7 +210,9 @@ class Spawner:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _open_program(self, command: list[str], environment: dict[str, str], streams: list[int | None]) -> Any:
+    def _open_program(
+        self, command: list[str], environment: dict[str, str], streams: list[int | None], *, cpus: list[int]
+    ) -> Any:
         parent = os.getpid()
         return subprocess.Popen(
             command,
@@ -206,7 +220,7 @@ class Spawner:
             stdout=streams[0],
             stderr=streams[1],
             start_new_session=True,
-            preexec_fn=lambda: die_with(parent),  # safe: this process has one thread
+            preexec_fn=lambda: _enter_program(parent, cpus),  # safe: this process has one thread
         )
 
     def _reap(self) -> None:

@@ -33,7 +33,7 @@ class RankCommand:
     """How one rank is started: the arguments (see `RankStart`) and what its environment adds.
 
     `stdout` and `stderr` are files in place of this process's streams, `copy_stdout` and `copy_stderr` files beside
-    them; '' for none.
+    them; '' for none. `cpus` are the CPUs that it may use, none given for all.
     """
 
     local_rank: int
@@ -43,6 +43,7 @@ class RankCommand:
     stderr: str = ""
     copy_stdout: str = ""
     copy_stderr: str = ""
+    cpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class SpawnerHandle:
                     "stderr": rank.stderr,
                     "copy_stdout": rank.copy_stdout,
                     "copy_stderr": rank.copy_stderr,
+                    "cpus": rank.cpus,
                 }
                 for rank in ranks
             ],

@@ -1,0 +1,161 @@
+"""What can be known before ranks start: GPUs that are taken, links that are down, memory and disks that are short."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paraplan.units import format_bytes
+
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
+    from paraplan.hardware.topology import Gpu, NodeTopology
+
+_TAKEN_BYTES = 1 << 30  # more than a driver with ECC and an idle display server hold
+_SMALL_SHM_BYTES = 64 << 20  # what containers get by default
+_SMALL_DISK_BYTES = 1 << 30
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""Weights and the two states of Adam, each in fp32; a lower bound for the engine's checkpoints."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """`problems` would end the job soon after its start; `warnings` may cost it time or end it later."""
+
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job needs of this node: ranks, what the plan expects a GPU to hold, and parameters; None for unknown."""
+
+    num_ranks: int
+    peak_bytes: int | None = None
+    num_parameters: int | None = None
+
+
+def check_gpus(gpus: Sequence[Gpu], needs: Needs) -> Findings:
+    """Return what is wrong with the GPUs that the ranks of this node will use, in the order of the ranks."""
+    problems, warnings = [], []
+    used = list(gpus[: needs.num_ranks])
+    for gpu in used:
+        total, taken = gpu.memory_total_bytes, gpu.memory_used_bytes
+        if needs.peak_bytes is not None and total is not None and needs.peak_bytes > total:
+            problems.append(
+                f"the plan needs {format_bytes(needs.peak_bytes)} on a GPU, and GPU {gpu.index} has "
+                f"{format_bytes(total)}"
+            )
+            break
+        if taken is None or taken < _TAKEN_BYTES:
+            continue
+        text = f"GPU {gpu.index} is in use: {format_bytes(taken)} of its memory are taken"
+        if needs.peak_bytes is not None and total is not None and needs.peak_bytes > total - taken:
+            problems.append(f"{text}, and the plan needs {format_bytes(needs.peak_bytes)}")
+        else:
+            warnings.append(text)
+    most: dict[str | None, int] = {}
+    for gpu in used:
+        most[gpu.name] = max(most.get(gpu.name, 0), gpu.nvlink_count or 0)
+    warnings += [
+        f"GPU {gpu.index} has {gpu.nvlink_count or 0} of {most[gpu.name]} NVLinks up: collectives wait for it"
+        for gpu in used
+        if gpu.nvlink_count is not None and gpu.nvlink_count < most[gpu.name]
+    ]
+    return Findings(tuple(problems), tuple(warnings))
+
+
+def check_cuda(node: NodeTopology, *, torch_version: str, torch_cuda: str | None, is_available: bool) -> Findings:
+    """Return why torch sees no GPU on a machine that has some; nothing where it sees them."""
+    if is_available or not node.gpus:
+        return Findings()
+    count = f"{len(node.gpus)} GPUs" if len(node.gpus) > 1 else "a GPU"
+    if torch_cuda is None:
+        return Findings(warnings=(f"this machine has {count}, but torch {torch_version} is built without CUDA",))
+    if node.cuda_version is not None and _numbers(node.cuda_version) < _numbers(torch_cuda):
+        return Findings(
+            warnings=(
+                f"torch {torch_version} needs CUDA {torch_cuda}, and driver {node.driver_version} gives "
+                f"{node.cuda_version}: training would run on the CPU",
+            )
+        )
+    return Findings(warnings=(f"this machine has {count}, and torch {torch_version} can use none of them",))
+
+
+def check_disks(needs: Needs, *, folder: Path, shm: Path = Path("/dev/shm")) -> Findings:  # noqa: S108
+    """Return whether `folder` is short of space for logs and checkpoints, and shared memory for ranks."""
+    warnings = []
+    free = _free_bytes(folder)
+    wanted = _SMALL_DISK_BYTES
+    if needs.num_parameters is not None:
+        wanted = max(wanted, needs.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER)
+    if free is not None and free < wanted:
+        reason = "a checkpoint needs" if wanted > _SMALL_DISK_BYTES else "less than"
+        warnings.append(f"{format_bytes(free)} are free in {folder}, {reason} {format_bytes(wanted)}")
+    size = _free_bytes(shm, total=True)
+    if needs.num_ranks > 1 and size is not None and size <= _SMALL_SHM_BYTES:
+        warnings.append(f"{shm} holds {format_bytes(size)}: data loaders and NCCL may fail; docker run --shm-size=8g")
+    return Findings(warnings=tuple(warnings))
+
+
+def cpus_of_ranks(gpus: Sequence[Gpu], *, num_ranks: int, allowed: set[int]) -> dict[int, tuple[int, ...]]:
+    """Return the CPUs next to the GPU of each local rank; none where all GPUs are next to the same CPUs.
+
+    `allowed` are the CPUs that this process may use. CPUs that no GPU's driver has named bind nobody.
+    """
+    near = {rank: frozenset(parse_cpus(gpu.cpu_affinity or "")) & allowed for rank, gpu in enumerate(gpus[:num_ranks])}
+    if len(near) < num_ranks or not all(near.values()) or len(set(near.values())) < 2:
+        return {}
+    return {rank: tuple(sorted(cpus)) for rank, cpus in near.items()}
+
+
+def parse_cpus(text: str) -> set[int]:
+    """Return the CPUs of a list such as `0-31,64-95`; none for another text."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.strip().partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal():
+            return set()
+        cpus |= set(range(int(low), int(high or low) + 1))
+    return cpus
+
+
+def gpus_of_ranks(node: NodeTopology, environment: Mapping[str, str]) -> list[Gpu]:
+    """Return the GPUs that CUDA shows under `environment`, in its order: that of the local ranks."""
+    from paraplan.hardware.cuda_view import cuda_view
+
+    by_index = {gpu.index: gpu for gpu in node.gpus}
+    return [by_index[device.nvml_index] for device in cuda_view(node.gpus, environment).devices]
+
+
+def has_driver(root: Path = Path("/")) -> bool:
+    """Whether an NVIDIA driver is loaded here; asking it takes a while that a CPU machine need not wait."""
+    return any((root / name).exists() for name in ("dev/nvidiactl", "dev/dxg", "proc/driver/nvidia"))
+
+
+def _free_bytes(folder: Path, *, total: bool = False) -> int | None:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    return usage.total if total else usage.free
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdecimal()]
+
+
+def read_node() -> NodeTopology | None:
+    """Return this machine's GPUs as NVML tells them, None without a driver."""
+    if not has_driver(Path(os.sep)):
+        return None
+    from paraplan.errors import NoGpuError
+    from paraplan.hardware.nvml import read_this_machine
+
+    try:
+        return read_this_machine()
+    except NoGpuError:
+        return None
