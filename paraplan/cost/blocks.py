@@ -60,9 +60,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
         table, training, autocast=habits.is_autocast, keeps_gathered_inputs=habits.keeps_gathered_inputs
     )
     times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, habits)
-    # What tensor parallelism leaves whole is priced on whole cuts.
-    whole_cuts = replace(cuts, tp=np.ones_like(cuts.tp))
-    ends = cuts if habits.splits_vocabulary else whole_cuts
+    ends = replace(cuts, tp=habits.vocabulary_tp(cuts.tp, model.vocabulary))
     end_times = replace(times, cuts=ends)
     boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
     kinds = list(dict.fromkeys(run.block for run in model.runs))

@@ -204,8 +204,8 @@ class RankMemory:
     def num_logits(self) -> Floats:
         """Logits of one micro-batch on this rank: 0 away from the last stage."""
         tokens = self.table.micro_batch_size * self.workload.training.seq_length / self.table.cp
-        outputs = max((matmul.n for matmul in self.workload.model.head.matmuls), default=0)
-        divisor = self.table.tp if self.workload.habits.splits_vocabulary else 1
+        outputs = self.workload.model.vocabulary
+        divisor = self.workload.habits.vocabulary_tp(self.table.tp.astype(float), outputs)
         return np.asarray(tokens * outputs / divisor * self.stage.is_last)
 
     @cached_property

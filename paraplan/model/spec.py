@@ -185,6 +185,11 @@ class ModelSpec(Record):
         )
 
     @property
+    def vocabulary(self) -> int:
+        """Outputs of the head's widest matmul, 0 where it has none."""
+        return max((matmul.n for matmul in self.head.matmuls), default=0)
+
+    @property
     def num_blocks(self) -> int:
         """Number of repeated blocks (transformer layers), embedding and head not counted."""
         return sum(run.count for run in self.runs)

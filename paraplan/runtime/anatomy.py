@@ -320,10 +320,10 @@ def block_calls(shadow: nn.Module, stack: BlockStack, inputs: Any) -> list[Block
         return [call and replace(call, graded=flags) for call, flags in zip(calls, graded, strict=True)]
 
     try:
-        return _first_that_runs(shadow, inputs, attempt)
+        return first_that_runs(shadow, inputs, attempt)
     except UsageError:
         # Grouped matmuls (experts) have shapes in bf16 only.
-        return _first_that_runs(shadow.to(torch.bfloat16), inputs, attempt)
+        return first_that_runs(shadow.to(torch.bfloat16), inputs, attempt)
 
 
 def _probe(shadow: nn.Module, stack: BlockStack, inputs: Any) -> tuple[_ChainProbe, Any]:
@@ -334,10 +334,10 @@ def _probe(shadow: nn.Module, stack: BlockStack, inputs: Any) -> tuple[_ChainPro
         with probe.attached(shadow):
             return probe, call_model(shadow, tried)
 
-    return _first_that_runs(shadow, inputs, attempt)
+    return first_that_runs(shadow, inputs, attempt)
 
 
-def _first_that_runs(shadow: nn.Module, inputs: Any, attempt: Callable[[Any, Context], _Result]) -> _Result:
+def first_that_runs(shadow: nn.Module, inputs: Any, attempt: Callable[[Any, Context], _Result]) -> _Result:
     """Return `attempt` of `inputs`, which runs `shadow`, or of fewer inputs.
 
     Code that looks at values (of a mask) cannot run on the meta device. Then fewer inputs are tried: only the tensors

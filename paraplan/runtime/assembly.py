@@ -92,7 +92,7 @@ def _tensor_split(
     )
     if split.whole and setting.mesh.world.rank == 0:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in split.whole.items())
-        _LOGGER.warning("tp=%d leaves these layers of a block whole on every rank:%s", setting.plan.tp, reasons)
+        _LOGGER.warning("tp=%d leaves these layers whole on every rank:%s", setting.plan.tp, reasons)
     return split
 
 

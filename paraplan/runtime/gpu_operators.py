@@ -54,7 +54,7 @@ class GpuOperators(AsOnGpu):
                 args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))
             elif func is F.scaled_dot_product_attention:
                 args, kwargs = pytree.tree_map(_to_half, (args, kwargs))
-            elif func is F.cross_entropy and _is_plain_loss(args, kwargs):
+            elif func is F.cross_entropy and _is_plain_loss(args, kwargs) and not split_operands(*args):
                 return _cross_entropy(*args, **kwargs)
         if func in CHECKS and len(args) == 1 and not kwargs and isinstance(args[0], FakeTensor):
             return torch.tensor(CHECKS[func])

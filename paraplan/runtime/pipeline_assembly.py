@@ -98,7 +98,9 @@ def _cut_piece(
     cut: CutStage = cut_stage(model, anatomy, start=start, end=end, device=device)
     cuts: Mapping[str, Cut] = {}
     if split is not None:
-        cuts = apply_tensor_split(model, split, anatomy.stack.names[start:end], tensor_group(setting.mesh))
+        found = apply_tensor_split(model, split, anatomy.stack.names[start:end], tensor_group(setting.mesh))
+        in_model = {own: name for name, own in cut.names.items()}
+        cuts = {in_model[own]: place for own, place in found.items()}
     module = StageModule(
         model,
         cut.inject,

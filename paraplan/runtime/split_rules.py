@@ -7,6 +7,7 @@ their arguments need other sizes, and functions along the split dimension need c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paraplan.runtime.rank_randomness import own_random_numbers
-from paraplan.runtime.split_sizes import SIZE_RULES
-from paraplan.runtime.split_tensor import SplitError, SplitTensor, split_operands
+from paraplan.runtime.split_sizes import SIZE_RULES, Rule
+from paraplan.runtime.split_tensor import VOCABULARY, SplitError, SplitTensor, split_operands
 from paraplan.runtime.tensor_cut import Cut
-from paraplan.runtime.tensor_group import TensorGroup, copy_to_ranks
+from paraplan.runtime.tensor_group import TensorGroup, copy_to_ranks, join_parts
+from paraplan.runtime.vocabulary_loss import split_cross_entropy
 
 # The result has the shape and the split of the (only) split operand, and other operands broadcast against it.
 _ELEMENTWISE = frozenset(
@@ -84,13 +86,51 @@ _OF_THE_WHOLE = frozenset(
 _OF_THE_PART = frozenset(
     {
         *("requires_grad", "grad_fn", "is_leaf", "retains_grad", "stride", "is_contiguous", "storage_offset"),
-        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "_version", "is_inference"),
+        *("register_hook", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "_version", "is_inference"),
     }
 )
 
 
+_RULES: dict[str, Rule] = SIZE_RULES | {"cross_entropy": split_cross_entropy}
+_LOGGER = logging.getLogger(__name__)
+
+
 def run_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what `func` returns, split tensors in and out. Raises `SplitError` where parts do not suffice."""
+    """Return what `func` returns, split tensors in and out. Raises `SplitError` where parts do not suffice.
+
+    Logits split by vocabulary are then gathered: what a loss does with them is not known beforehand.
+    """
+    try:
+        return _run(func, args, kwargs)
+    except SplitError as error:
+        operands = split_operands(args, kwargs)
+        if not operands[0].group.gathers or any(operand.source != VOCABULARY for operand in operands):
+            raise
+        _say_once(_name(func), operands[0].group, error.message)
+        whole_args, whole_kwargs = _whole(args), _whole(kwargs)
+    return func(*whole_args, **whole_kwargs)
+
+
+def _say_once(name: str, group: TensorGroup, reason: str) -> None:
+    if name in group.gathered:
+        return
+    group.gathered.add(name)
+    if group.index == 0:
+        _LOGGER.warning(
+            "tp=%d: %s needs the logits of all ranks, and they are gathered for it (%s); "
+            "torch.nn.functional.cross_entropy does without",
+            *(group.size, name, reason),
+        )
+
+
+def _whole(tree: Any) -> Any:
+    def whole(leaf: Any) -> Any:
+        return join_parts(leaf.local, leaf.cut, leaf.group) if isinstance(leaf, SplitTensor) else leaf
+
+    return pytree.tree_map(whole, tree)
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = _name(func)
     if name in _OF_THE_WHOLE:
         with torch._C.DisableTorchFunctionSubclass():
@@ -99,7 +139,7 @@ def run_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return func(*_parts(args), **_parts(kwargs))
     operands = split_operands(args, kwargs)
     first = operands[0]
-    rule = SIZE_RULES.get(name)
+    rule = _RULES.get(name)
     if rule is not None:
         answer = rule(name, args, kwargs)
         if answer is not None:

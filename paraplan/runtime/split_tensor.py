@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 
+from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup
+
+VOCABULARY = "the vocabulary"  # the source of logits split by class
 
 
 class SplitError(Exception):
@@ -45,10 +48,14 @@ class SplitTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, local: torch.Tensor, cut: Cut, group: TensorGroup, source: str) -> SplitTensor:
         """Return the whole tensor of which `local` is this rank's part."""
+        is_followed = source == VOCABULARY and group.gathers and local.requires_grad and torch.is_grad_enabled()
         whole: SplitTensor = torch.Tensor._make_wrapper_subclass(
-            cls, cut.whole_shape(local.shape), dtype=local.dtype, device=local.device
+            cls, cut.whole_shape(local.shape), dtype=local.dtype, device=local.device, requires_grad=is_followed
         )
         whole.local, whole.cut, whole.group, whole.source = local, cut, group, source
+        if is_followed:
+            with torch._C.DisableTorchFunctionSubclass():
+                whole.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return whole
 
     # Its arguments are those of the parent, which torch does not type.
@@ -68,7 +75,22 @@ class SplitTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Raise: every function was to be met by `__torch_function__`."""
+        logits = [operand for operand in split_operands(args, kwargs) if operand.source == VOCABULARY]
+        if logits and logits[0].group.gathers:
+            raise _hidden_loss()
         raise SplitError(f"{func} reached a split tensor unseen", source="")
+
+
+def _refuse_gradient(_: torch.Tensor) -> None:
+    """Raise: gradients flow to the parts, unless code of its own (an autograd.Function) was handed the whole."""
+    raise _hidden_loss()
+
+
+def _hidden_loss() -> UnsupportedPlanError:
+    return UnsupportedPlanError(
+        "the loss hides what it does with logits, of which each rank of tp holds a part, in an autograd.Function",
+        hint="use torch.nn.functional.cross_entropy, or tp=1",
+    )
 
 
 def split_operands(*values: Any) -> list[SplitTensor]:

@@ -22,7 +22,7 @@ class TensorGroup:
     """One rank's view of its `tp` group. Without `handle` nothing travels: shapes alone are followed, without values.
 
     `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
-    see `split_rules`.
+    see `split_rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
     """
 
     size: int
@@ -30,6 +30,8 @@ class TensorGroup:
     handle: dist.ProcessGroup | None
     shapes: dict[Any, Any] = field(default_factory=dict)
     draws: bool = False
+    gathers: bool = True
+    gathered: set[str] = field(default_factory=set)
     _entered: list[Any] = field(default_factory=list)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

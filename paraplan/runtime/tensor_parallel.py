@@ -1,8 +1,8 @@
 """Tensor parallelism: the linear layers of a model's blocks split over `tp`, checked before they are used.
 
 How a block is split is found without values (`tensor_search`), by the model's own plan where it has one; then one block
-of every kind is split for real and compared with itself whole (`tensor_check`). Embeddings, heads and norms stay whole
-on every rank.
+of every kind is split for real and compared with itself whole (`tensor_check`). Embedding and head are split by
+vocabulary (`vocabulary`); norms stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup
 from paraplan.runtime.tensor_layers import SequenceEnds, is_linear, run_block, split_linear, sum_gradients_in_backward
 from paraplan.runtime.tensor_search import BlockSplit, find_split
+from paraplan.runtime.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,15 @@ class TensorSplit:
     """How the blocks of a model are split over `tp`: `blocks` by the block's name. Found before anything is changed."""
 
     blocks: dict[str, BlockSplit]
+    vocabulary: VocabularySplit
     sequence_parallel: bool
     hidden_argument: int | str
 
     @property
     def whole(self) -> dict[str, str]:
-        """The linear layers that every rank holds whole, by their names in a block, with the reason."""
-        return {layer: reason for block in self.blocks.values() for layer, reason in block.whole.items()}
+        """The layers that every rank holds whole, with the reason: by their names in a block or, the ends, in all."""
+        inside = {layer: reason for block in self.blocks.values() for layer, reason in block.whole.items()}
+        return inside | dict(self.vocabulary.whole)
 
     @property
     def names(self) -> list[str]:
@@ -89,14 +92,18 @@ def find_tensor_split(
             split = find_split(block, call, size=size, name=name, ends=ends, kept_whole=kept)
             found[kind] = _checked(model.get_submodule(name), name, call, split, mesh, ends)
         blocks[name] = found[kind]
-    return TensorSplit(blocks=blocks, sequence_parallel=sequence_parallel, hidden_argument=where)
+    vocabulary = find_vocabulary_split(model, shadow, stack, size=size, example_inputs=example_inputs)
+    return TensorSplit(blocks, vocabulary, sequence_parallel=sequence_parallel, hidden_argument=where)
 
 
 def apply_tensor_split(
     model: nn.Module, split: TensorSplit, names: Sequence[str], group: TensorGroup
 ) -> dict[str, Cut]:
-    """Leave this rank's parts in the blocks `names` of `model`; return the cuts of parameters by their names."""
-    cuts: dict[str, Cut] = {}
+    """Leave this rank's parts in the ends and the blocks `names` of `model`, or of a stage of it that holds these.
+
+    Returns the cuts of parameters by their names in `model`.
+    """
+    cuts = apply_vocabulary_split(model, split.vocabulary, group)
     done: set[int] = set()
     for place, name in enumerate(names):
         block = model.get_submodule(name)

@@ -178,7 +178,8 @@ def _trained_with_dropout(plan: ParallelPlan) -> tuple[list[float], dict[str, to
     losses = [
         engine.step(*batch).item() for batch, _ in zip(job.shard(TokenPairs(), batch_size=12), range(4), strict=False)
     ]
-    whole = {name: value for name, value in engine.parameters.items() if "up" not in name and "down.w" not in name}
+    split = ("up", "down.w", "embedding", "head")
+    whole = {name: value for name, value in engine.parameters.items() if not any(part in name for part in split)}
     return losses, {name: value.detach().clone() for name, value in whole.items()}
 
 

@@ -1,0 +1,99 @@
+"""Cross-entropy of logits of which every rank of a `tp` group has the part of some classes.
+
+No rank holds all logits: the largest one, the sum of the exponentials and the target's logit of each row travel
+(Shoeybi et al. 2019, section 3, "we fuse the output of the parallel GEMM with the cross entropy loss").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paraplan.runtime.split_tensor import SplitTensor
+from paraplan.runtime.tensor_group import TensorGroup
+
+_NAMES = (
+    *("input", "target", "weight", "size_average", "ignore_index"),
+    *("reduce", "reduction", "label_smoothing"),
+)
+_DEFAULTS: dict[str, Any] = {
+    "weight": None,
+    "size_average": None,
+    "ignore_index": -100,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+
+
+def split_cross_entropy(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return what torch.nn.functional.cross_entropy returns for whole logits; None where it is not computed in parts.
+
+    That is for class weights, probabilities as targets, and logits that are not split along their classes.
+    """
+    given = _DEFAULTS | dict(zip(_NAMES, args, strict=False)) | kwargs
+    logits, target = given["input"], given["target"]
+    if not isinstance(logits, SplitTensor) or isinstance(target, SplitTensor):
+        return None
+    classes = 1 if logits.local.ndim > 1 else 0
+    is_plain = len(logits.cut.segments) == 1 and logits.cut.repeats == 1
+    if logits.cut.dim != classes or not is_plain or target.is_floating_point():
+        return None
+    if any(given[name] is not None for name in ("weight", "size_average", "reduce")):
+        return None
+    rows = logits.local.movedim(classes, -1)
+    losses = _RowLosses.apply(  # type: ignore[no-untyped-call]
+        rows.reshape(-1, rows.shape[-1]),
+        target.reshape(-1),
+        given["ignore_index"],
+        given["label_smoothing"],
+        logits.group,
+    )
+    return _reduced(losses, target, ignored=given["ignore_index"], reduction=given["reduction"])
+
+
+def _reduced(losses: torch.Tensor, target: torch.Tensor, *, ignored: int, reduction: str) -> torch.Tensor:
+    if reduction == "none":
+        return losses.reshape(target.shape)
+    total = losses.sum()
+    return total if reduction == "sum" else total / (target != ignored).sum()
+
+
+class _RowLosses(torch.autograd.Function):
+    """The loss of each row of local logits `[rows, classes of this rank]`, in fp32; 0 for rows that are ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, smoothing: float, group: TensorGroup
+    ) -> torch.Tensor:
+        num_classes = logits.shape[-1]
+        local = target - group.index * num_classes
+        is_mine = (local >= 0) & (local < num_classes)
+        local = local.clamp(0, num_classes - 1)
+        largest = logits.amax(dim=-1).float()
+        if group.handle is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group.handle)
+        copied = logits.clone() if logits.dtype is torch.float32 else logits.float()
+        shifted = copied.sub_(largest[:, None])
+        of_target = shifted.gather(1, local[:, None]).squeeze(1) * is_mine
+        mean = shifted.sum(dim=-1) / (num_classes * group.size) if smoothing else torch.zeros_like(of_target)
+        exponentials = shifted.exp_()
+        total, of_target, mean = group.sum(torch.stack([exponentials.sum(dim=-1), of_target, mean])).unbind(0)
+        counts = target != ignored
+        ctx.save_for_backward(exponentials.div_(total[:, None]), local, is_mine, counts)
+        ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, num_classes * group.size, logits.dtype
+        losses = total.log() - (1 - smoothing) * of_target - smoothing * mean
+        return torch.where(counts, losses, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        softmax, local, is_mine, counts = ctx.saved_tensors
+        of_row = torch.where(counts, gradients[0], 0.0)
+        # d loss / d logit = softmax - (1 - smoothing) [is target] - smoothing / classes
+        of_logits = softmax * of_row[:, None]
+        if ctx.smoothing:
+            of_logits -= (of_row * (ctx.smoothing / ctx.num_classes))[:, None]
+        of_logits.scatter_add_(1, local[:, None], (-(1 - ctx.smoothing) * of_row * is_mine)[:, None])
+        return of_logits.to(ctx.dtype), None, None, None, None
