@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paraplan.errors import PlanError
+from paraplan.errors import PlanError, UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,18 @@ def recompute_in_backward(block: nn.Module) -> None:
     block.forward = forward
 
 
-def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str) -> None:
+def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, plan: ParallelPlan) -> None:
     """Have torch.compile compile every block of `model` at its first call; code of one class is compiled once.
 
-    Raises `PlanError` where the model has no blocks.
+    Raises `PlanError` where the model has no blocks, or they are to be split or copied.
     """
+    reason = None
+    if plan.tp > 1:
+        reason = f"tp={plan.tp}: layers that are split run code that torch.compile does not follow"
+    elif plan.virtual_pipeline_size > 1:
+        reason = f"virtual_pipeline_size={plan.virtual_pipeline_size}: copies of blocks are not compiled"
+    if reason is not None:
+        raise UnsupportedPlanError(f"compile_backend={backend!r} with {reason}", hint="leave out compile_backend")
     if stack is None:
         raise PlanError(
             f"{type(model).__name__} has no repeated blocks to compile",

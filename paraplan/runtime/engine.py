@@ -159,6 +159,11 @@ class Engine:
         return dict(self._part.parameters)
 
     @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of the loss in fp16, with the number of steps that were left out; None in other precisions."""
+        return self._equipment.loss_scale
+
+    @property
     def last_report(self) -> StepReport | None:
         """What was last measured, on rank 0 of a run that writes metrics or shows its progress; else None."""
         return None if self._equipment.watch is None else self._equipment.watch.last

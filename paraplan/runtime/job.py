@@ -103,7 +103,7 @@ class Job:
         share_weights(model, self.world)
         watch = self._watch(count_parameters(model))
         if compile_backend is not None:
-            compile_blocks(model, stack, compile_backend)
+            compile_blocks(model, stack, compile_backend, plan=self.plan)
         setting = Setting(plan=self.plan, mesh=self.mesh, precision=self.precision, loss_fn=loss_fn)
         part = assemble_part(model, stack, setting, example_inputs=example_inputs)
         self._separate_random_numbers()

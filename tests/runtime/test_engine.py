@@ -1,0 +1,418 @@
+"""What a step does beside the plan: exact means, fp16, schedulers, compiled blocks, and numbers about itself."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from rank_harness import RankHarness
+from torch import nn
+from training_cases import HIDDEN, TOKENS, VOCABULARY, Decoder, Transformer
+
+from paraplan import runtime
+from paraplan.errors import ParaplanError, PlanError
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.engine import Engine
+from paraplan.runtime.memory_fault import RankMemoryError
+
+BATCH = 12
+
+
+class MaskedPairs:
+    """Samples of which some have few targets, and one has none."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self._tokens = torch.randint(VOCABULARY, (count, TOKENS + 1), generator=generator)
+        self._is_masked = torch.rand(count, TOKENS, generator=generator) < torch.rand(count, 1, generator=generator)
+        self._is_masked[0] = True
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        row = self._tokens[index]
+        return row[:-1], row[1:].masked_fill(self._is_masked[index], -100)
+
+
+def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+
+def example() -> torch.Tensor:
+    return torch.zeros(2, TOKENS, dtype=torch.long)
+
+
+def prepared(plan: ParallelPlan | None, model: nn.Module, **options: object) -> tuple[runtime.Job, Engine]:
+    job = runtime.init(plan, precision=options.pop("precision", "fp32"), shows_progress=False)
+    options.setdefault("optimizer", adamw)
+    return job, job.prepare(model, loss_fn=loss_fn, example_inputs=example(), **options)
+
+
+def train_masked(plans: list[ParallelPlan], counts: list[int]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Return the losses and final parameters of two epochs for every plan and size of the data."""
+    results = []
+    for plan in plans:
+        for count in counts:
+            torch.manual_seed(0)
+            job, engine = prepared(plan, Transformer())
+            batches = job.shard(MaskedPairs(count), batch_size=BATCH, epochs=2, drop_last=False)
+            losses = []
+            for inputs, targets in batches:
+                losses += [engine.eval_step(inputs, targets).item(), engine.step(inputs, targets).item()]
+            results.append((losses, {name: engine.whole(name).clone() for name in engine.parameters}))
+    return results
+
+
+def train_plainly(count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the same of plain torch: every global batch in one piece."""
+    torch.manual_seed(0)
+    model, data = Transformer(), MaskedPairs(count)
+    optimizer = adamw(list(model.parameters()))
+    losses = []
+    for epoch in range(2):
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+        for start in range(0, count, BATCH):
+            inputs, targets = map(torch.stack, zip(*(data[i] for i in order[start : start + BATCH]), strict=True))
+            optimizer.zero_grad()
+            loss = loss_fn(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses += [loss.item(), loss.item()]
+    return losses, dict(model.named_parameters())
+
+
+def plan_of(**fields: object) -> ParallelPlan:
+    plan = ParallelPlan.model_validate(fields | {"num_microbatches": 3})
+    return plan.replace(micro_batch_size=BATCH // (plan.dp * plan.num_microbatches))
+
+
+SHORT_COUNTS = [19, 13]  # a last batch of 7, and one of 1, of which a rank has nothing
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [
+            plan_of(),
+        ],
+        [
+            plan_of(dp=2),
+            plan_of(dp=2, zero_stage=1),
+            plan_of(dp=2, zero_stage=2),
+            plan_of(dp=2, zero_stage=3, recompute="full"),
+            plan_of(pp=2, pipeline_schedule="1f1b"),
+            plan_of(pp=2, pipeline_schedule="gpipe"),
+            plan_of(tp=2),
+        ],
+        [
+            plan_of(dp=2, pp=2, pipeline_schedule="1f1b", zero_stage=1),
+            plan_of(dp=2, tp=2, zero_stage=3),
+            plan_of(dp=4),
+        ],
+    ],
+    ids=lambda plans: f"{plans[0].world_size} ranks",
+)
+def test_the_loss_is_the_mean_over_all_targets_of_short_and_masked_batches(
+    plans: list[ParallelPlan], ranks: RankHarness
+) -> None:
+    expected = [train_plainly(count) for count in SHORT_COUNTS]
+    by_rank = ranks.run(train_masked, plans, SHORT_COUNTS, size=plans[0].world_size, timeout_s=240.0)
+    for results in by_rank:
+        for index, (losses, parameters) in enumerate(results):
+            reference_losses, reference = expected[index % len(SHORT_COUNTS)]
+            assert losses == pytest.approx(reference_losses, rel=1e-5), plans[index // len(SHORT_COUNTS)].describe()
+            for name, value in parameters.items():
+                torch.testing.assert_close(value, reference[name], rtol=1e-4, atol=1e-5)
+
+
+def uneven_shares() -> float:
+    job, engine = prepared(None, seeded_decoder())
+    inputs, targets = next(iter(job.shard(MaskedPairs(12), batch_size=12, shuffle=False)))
+    rank = job.world.rank
+    return engine.step(inputs[: 6 - rank], targets[: 6 - rank]).item()
+
+
+def seeded_decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder(2)
+
+
+@pytest.mark.ranks
+def test_ranks_with_shares_of_other_sizes_give_the_mean_over_all(ranks: RankHarness) -> None:
+    data = MaskedPairs(12)
+    inputs, targets = map(torch.stack, zip(*(data[i] for i in range(11)), strict=True))
+    expected = loss_fn(seeded_decoder()(inputs), targets).item()
+    assert ranks.run(uneven_shares, size=2) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def test_a_user_says_what_a_mean_goes_over() -> None:
+    torch.manual_seed(0)
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0, 6.0])
+    model = nn.Linear(3, 1)
+    inputs, targets = torch.randn(6, 3), torch.randn(6)
+
+    def weighted(outputs: torch.Tensor, pair: dict[str, torch.Tensor]) -> torch.Tensor:
+        squares = (outputs.squeeze(1) - pair["value"]).square()
+        return (squares * pair["weight"]).sum() / pair["weight"].sum()
+
+    batch = {"value": targets, "weight": weights}
+    expected = weighted(model(inputs), batch).item()
+    for count in (1, 3):
+        job = runtime.init(ParallelPlan(num_microbatches=count, micro_batch_size=6 // count))
+        engine = job.prepare(
+            copy.deepcopy(model),
+            loss_fn=weighted,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            count_targets=lambda pair: pair["weight"].sum(),
+        )
+        assert engine.step(inputs, batch).item() == pytest.approx(expected, rel=1e-6)
+
+
+# fp16
+
+
+def train_in_fp16(plans: list[ParallelPlan]) -> list[tuple[list[float], float, int]]:
+    results = []
+    for plan in plans:
+        torch.manual_seed(0)
+        job, engine = prepared(plan, Decoder(4), precision="fp16", max_grad_norm=1.0)
+        batches = job.shard(MaskedPairs(36), batch_size=BATCH)
+        losses = [engine.step(*batch).item() for batch in batches]
+        scale = engine.loss_scale
+        results.append((losses, scale.scale, scale.skipped_steps))
+    return results
+
+
+@pytest.mark.ranks
+def test_fp16_stays_near_fp32_under_every_kind_of_plan(ranks: RankHarness) -> None:
+    torch.manual_seed(0)
+    job, engine = prepared(None, Decoder(4), max_grad_norm=1.0)
+    expected = [engine.step(*batch).item() for batch in job.shard(MaskedPairs(36), batch_size=BATCH)]
+    plans = [plan_of(dp=2, zero_stage=2), plan_of(pp=2, pipeline_schedule="1f1b"), plan_of(tp=2)]
+    for results in ranks.run(train_in_fp16, plans, size=2, timeout_s=120.0):
+        for (losses, scale, skipped), plan in zip(results, plans, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-2), plan.describe()
+            assert losses != pytest.approx(expected, rel=1e-7)
+            assert (scale, skipped) == (2.0**16, 0)
+
+
+class Steep(nn.Module):
+    """Gradients of this parameter are as large as the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 2.0**-20))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.weight * values
+
+
+def overflow_on_one_rank() -> tuple[list[float], int, int, float]:
+    job = runtime.init(precision="fp16")
+    engine = job.prepare(
+        Steep(),
+        loss_fn=lambda outputs, targets: outputs.mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=2.0**-24),
+    )
+    weights = []
+    for exponent in (1, 114, 1):  # times 2**16, the gradient of the second is beyond fp32, on rank 1 alone
+        value = 2.0**exponent if job.world.rank == 1 else 1.0
+        engine.step(torch.full((2, 1), value), torch.zeros(2, 1))
+        weights.append(engine.parameters["weight"].item())
+    return weights, engine.num_steps, engine.loss_scale.skipped_steps, engine.loss_scale.scale
+
+
+@pytest.mark.ranks
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: RankHarness) -> None:
+    for weights, num_steps, skipped, scale in ranks.run(overflow_on_one_rank, size=2):
+        assert weights[0] == weights[1] > weights[2]
+        assert (num_steps, skipped, scale) == (3, 1, 2.0**15)
+
+
+# Schedulers and compiled blocks
+
+
+def test_a_scheduler_is_stepped_with_the_engine_and_kept_in_checkpoints(tmp_path: Path) -> None:
+    def warmup(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+
+    _, engine = prepared(None, Decoder(2), scheduler=warmup)
+    batch = (example(), example())
+    rates = []
+    for _ in range(3):
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+        engine.step(*batch)
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075])
+    engine.save(tmp_path / "checkpoint")
+    _, other = prepared(None, Decoder(2), scheduler=warmup)
+    other.load(tmp_path / "checkpoint")
+    for one in (engine, other):
+        one.step(*batch)
+        assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+        one.step(*batch)
+        assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def train_compiled(plans: list[ParallelPlan], backend: str | None) -> list[list[float]]:
+    losses = []
+    for plan in plans:
+        torch.manual_seed(0)
+        job, engine = prepared(plan, Transformer(), compile_backend=backend)
+        batches = job.shard(MaskedPairs(24), batch_size=BATCH)
+        losses.append([engine.step(*batch).item() for batch in batches])
+    return losses
+
+
+@pytest.mark.ranks
+def test_compiled_blocks_train_as_plain_ones(ranks: RankHarness) -> None:
+    plans = [plan_of(dp=2, recompute="full"), plan_of(dp=2, zero_stage=3), plan_of(pp=2, pipeline_schedule="1f1b")]
+    compiled = ranks.run(train_compiled, plans, "aot_eager", size=2, timeout_s=240.0)[0]
+    for losses, plain in zip(compiled, ranks.run(train_compiled, plans, None, size=2, timeout_s=240.0)[0], strict=True):
+        assert losses == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_model_without_blocks_has_nothing_to_compile() -> None:
+    with pytest.raises(PlanError, match="no repeated blocks to compile"):
+        prepared(None, nn.Bilinear(2, 2, 2), compile_backend="aot_eager")
+
+
+def compile_split_blocks() -> str:
+    return message_of(lambda: prepared(plan_of(tp=2), Transformer(), compile_backend="aot_eager"))
+
+
+@pytest.mark.ranks
+def test_blocks_split_over_tp_are_not_compiled(ranks: RankHarness) -> None:
+    assert "compile_backend='aot_eager' with tp=2" in ranks.run(compile_split_blocks, size=2)[0]
+
+
+# Numbers about a run
+
+
+def write_metrics(path: str) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        train_with_metrics(path)
+    return said.getvalue()
+
+
+def train_with_metrics(path: str) -> None:
+    file = PlanFile.from_json(Path(path).read_text(), source=path)
+    job = runtime.init(file, metrics=f"{path}.jsonl", shows_progress=False)
+    engine = job.prepare(Decoder(2), loss_fn=loss_fn, optimizer=adamw, max_grad_norm=1.0)
+    for batch in job.shard(MaskedPairs(36)):
+        engine.step(*batch)
+    job.close()
+
+
+@pytest.mark.ranks
+def test_rank_0_writes_a_line_for_every_step_and_a_comparison_with_the_plan(ranks: RankHarness, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    estimate = {"step_time_s": 1.0, "peak_memory_bytes": 2**30, "model_flops_per_step": 1e9}
+    plan = ParallelPlan(dp=2, micro_batch_size=6)
+    path.write_text(json.dumps({"plan": plan.model_dump(mode="json"), "estimate": estimate}))
+    said, nothing = ranks.run(write_metrics, str(path), size=2)
+    assert nothing == ""
+    lines = [json.loads(line) for line in Path(f"{path}.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["loss"] == pytest.approx(math.log(VOCABULARY), rel=0.3)
+        assert line["tokens_per_s"] * line["step_time_s"] == pytest.approx(BATCH * TOKENS)
+        assert line["grad_norm"] > 0
+        assert line["learning_rate"] == 1e-2
+        assert line["mfu"] is None  # no data sheet says what this CPU reaches
+        assert line["peak_memory_bytes"] > 2**20
+    assert len(said.splitlines()) == 1
+    assert said.startswith("paraplan: step time ")
+    assert "(median of 2), predicted 1.00 s" in said
+    assert "predicted 1.00 GiB" in said
+
+
+# Faults
+
+
+class Exploding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+        self.factor = 1.0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens)) * self.factor
+
+
+def faults(folder: str) -> dict[str, str]:
+    """Return what each fault is reported as on this rank."""
+    said = {}
+    job, engine = prepared(None, Exploding())
+    batch = (example(), example())
+    engine.step(*batch)
+    engine.save(folder)
+    if job.world.rank == 1:
+        engine.module.factor = math.nan
+    for name, call in (("nan", lambda: engine.step(*batch)), ("after nan", lambda: engine.load(folder))):
+        said[name] = message_of(call)
+    engine.module.factor = 1.0
+    said["steps"] = str(engine.num_steps)
+    said["other call"] = message_of(lambda: engine.step(*batch) if job.world.rank else engine.eval_step(*batch))
+    if job.world.rank:
+        engine.step(*batch)
+        job.close()
+        return said
+    engine.step(*batch)
+    said["left"] = message_of(lambda: engine.step(*batch))
+    return said
+
+
+def message_of(call: object) -> str:
+    try:
+        call()
+    except ParaplanError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_faults_of_some_ranks_are_named_on_all(ranks: RankHarness, tmp_path: Path) -> None:
+    first, second = ranks.run(faults, str(tmp_path / "checkpoint"), size=2)
+    for said in (first, second):
+        assert "the loss is nan in step 2 on rank 1; the weights of that step were not saved" in said["nan"]
+        assert said["after nan"] == "no error"
+        assert said["steps"] == "1"
+        assert "after 1 steps rank 0 calls engine.eval_step, and rank 1 engine.step" in said["other call"]
+    assert "rank 1 has ended after 2 steps, and rank 0 goes on with step after 2" in first["left"]
+
+
+def out_of_memory(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_out_of_memory_names_the_part_that_was_exceeded_and_a_way_out() -> None:
+    parts = {"parameter_bytes": 100, "gradient_bytes": 10**9, "optimizer_state_bytes": 10**9}
+    estimate = {"peak_memory_bytes": 3 * 10**9, "memory": parts | {"activation_bytes": 10**9, "workspace_bytes": 0}}
+    for smaller, hint in ((None, "micro_batch_size=2 with twice the micro-batches or recompute=full"), ("pp2", "pp2")):
+        file = {"plan": {"micro_batch_size": 4}, "estimate": estimate | {"smaller_plan": smaller}}
+        job = runtime.init(PlanFile.from_json(json.dumps(file), source="plan"), shows_progress=False)
+        engine = job.prepare(Decoder(2), loss_fn=out_of_memory, optimizer=adamw)
+        with pytest.raises(RankMemoryError) as raised:
+            engine.step(torch.zeros(4, TOKENS, dtype=torch.long), torch.zeros(4, TOKENS, dtype=torch.long))
+        assert "rank 0 is out of memory in step 1" in raised.value.message
+        assert "(100 B predicted)" in raised.value.message
+        assert (
+            "more than predicted: parameters. CUDA out of memory. Tried to allocate 2.00 GiB." in raised.value.message
+        )
+        assert hint in raised.value.hint
