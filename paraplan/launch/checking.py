@@ -65,8 +65,8 @@ def _run(request: CheckRequest, *, timeout_s: float) -> list[RankFinding]:
         plan_path, request_path = folder / "plan.json", folder / "request.json"
         plan_path.write_text(PlanFile(plan=request.plan).to_json(), encoding="utf-8")
         request_path.write_text(request.replace(folder=name).to_json(), encoding="utf-8")
-        words = ["--nproc-per-node", str(request.plan.world_size), "--nnodes", "1", "--plan", str(plan_path)]
-        words += ["-m", "paraplan.runtime.check_rank", str(request_path)]
+        words = ["--nproc-per-node", str(request.plan.world_size), "--nnodes", "1", "--no-logs", "--plan"]
+        words += [str(plan_path), "-m", "paraplan.runtime.check_rank", str(request_path)]
         status, said = _launch(words, timeout_s=timeout_s)
         paths = [folder / f"{rank}.json" for rank in range(request.plan.world_size)]
         if status == 0 and all(path.exists() for path in paths):

@@ -113,6 +113,11 @@ def _add_own_options(parser: LaunchParser) -> None:
         "longest call that only computes takes. Default: never.",
     )
     ours.add_argument(
+        "--metrics",
+        metavar="FILE",
+        help="Have paraplan.runtime append a line of JSON for every step: loss, gradient norm, tokens/s, MFU, memory.",
+    )
+    ours.add_argument(
         "--no-logs",
         action="store_true",
         help="Keep no run folder. Without --log-dir it is a new one in ./paraplan-runs: the command, versions, plan, "

@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without 
 PLAN_VARIABLE = "PARAPLAN_PLAN"
 """Environment variable that gives each rank the absolute path of the plan file."""
 
+METRICS_VARIABLE = "PARAPLAN_METRICS"
+"""Environment variable that gives rank 0 the absolute path of the file for its metrics."""
+
 _LOCAL_WORLD_WORDS = "a number above 0, auto, cpu, gpu or xpu"
 
 

@@ -24,7 +24,7 @@ from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preflight import cpus_of_ranks, gpus_of_ranks
 from paraplan.launch.processes import STACK_SIGNAL, AttemptSettings, JobRecord
 from paraplan.launch.report import say
-from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request
+from paraplan.launch.request import METRICS_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.spawning import SpawnerHandle, open_spawner
 
@@ -147,6 +147,8 @@ def _cpus_of_ranks(request: LaunchRequest, node: NodeTopology | None, num_ranks:
 
 def _extra_environment(request: LaunchRequest) -> dict[str, str]:
     extra = {PLAN_VARIABLE: request.plan_path} if request.plan_path else {}
+    if getattr(request.arguments, "metrics", None):
+        extra[METRICS_VARIABLE] = str(Path(request.arguments.metrics).absolute())
     if getattr(request.arguments, "hang_timeout", None) is not None:
         extra[STACK_SIGNAL_VARIABLE] = str(int(STACK_SIGNAL))
     return extra
