@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from paraplan import __version__
 from paraplan.errors import ParaplanError
 
-COMMANDS = ("topo", "estimate", "recommend", "check", "launch", "export", "validate", "profiles")
+COMMANDS = ("topo", "estimate", "recommend", "check", "launch", "export", "validate", "calibrate", "profiles")
 """Subcommands in the order of the help text; `paraplan.cli.<name>.app` holds each."""
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from paraplan.errors import NoGpuError, UsageError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.cuda_view import visible_devices
-from paraplan.hardware.link_measurement import LinkReport, MeasuredLink, MeasureRequest, RankEvent
+from paraplan.hardware.link_measurement import LinkReport, MeasuredLink, RankEvent
 from paraplan.hardware.profile_files import cluster_from_profile, load_machine
 from paraplan.hardware.survey import MachineSurvey, survey_node
 from paraplan.launch.measuring import measure_machine
@@ -30,27 +30,13 @@ def survey_measured(
 
     With `num_ranks`, and where there is no GPU, so many CPU processes of this machine are measured instead.
     """
-    survey = _cpu_survey(num_ranks) if num_ranks is not None else _gpu_survey(read)
+    survey, environment = survey_to_measure(read, num_ranks=num_ranks)
     on_gpus = survey.machine is None or survey.machine.gpu.vendor != "cpu"
-    environment = dict(os.environ)
-    if on_gpus and survey.cuda is not None:
-        devices = [
-            device for gpu in survey.node.gpus for device in survey.cuda.devices if device.nvml_index == gpu.index
-        ]
-        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, survey.cuda)
     machine = survey.machine
     cluster = None
     if machine is not None:
         cluster = Cluster(name=machine.name, gpu=machine.gpu, node=survey.node, network=machine.network)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
+    progress = measuring_progress()
     with progress:
         report = measure_machine(
             survey.node,
@@ -58,7 +44,7 @@ def survey_measured(
             on_gpus=on_gpus,
             max_seconds=max_seconds,
             environment=environment,
-            watch=lambda request: _advance(progress, request),
+            watch=lambda request: advance(progress, request.num_timings),
         )
     if machine is not None:
         survey = survey.replace(machine=machine.replace(measured=report.to_measured()))
@@ -109,13 +95,44 @@ def _row(link: MeasuredLink) -> list[str]:
     ]
 
 
-def _advance(progress: Progress, request: MeasureRequest) -> Callable[[RankEvent], None]:
-    task = progress.add_task("starting ranks", total=request.num_timings)
+def survey_to_measure(
+    read: Callable[[], MachineSurvey], *, num_ranks: int | None
+) -> tuple[MachineSurvey, dict[str, str]]:
+    """Return the machine to measure, and the environment in which ranks see exactly its GPUs.
 
-    def advance(event: RankEvent) -> None:
+    With `num_ranks`, and where `read` finds no GPU, these are CPU processes of this machine.
+    """
+    survey = _cpu_survey(num_ranks) if num_ranks is not None else _gpu_survey(read)
+    environment = dict(os.environ)
+    if survey.cuda is not None and (survey.machine is None or survey.machine.gpu.vendor != "cpu"):
+        devices = [
+            device for gpu in survey.node.gpus for device in survey.cuda.devices if device.nvml_index == gpu.index
+        ]
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, survey.cuda)
+    return survey, environment
+
+
+def measuring_progress() -> Progress:
+    """Return the bar of a measurement: on a terminal's stderr, nothing in a pipe."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+
+
+def advance(progress: Progress, num_timings: int) -> Callable[[RankEvent], None]:
+    """Return what moves a bar of `num_timings` on with each report of the ranks that measure links."""
+    task = progress.add_task("starting ranks", total=num_timings)
+
+    def step(event: RankEvent) -> None:
         progress.update(task, advance=1, description=event.collective)
 
-    return advance
+    return step
 
 
 def _gpu_survey(read: Callable[[], MachineSurvey]) -> MachineSurvey:

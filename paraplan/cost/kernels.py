@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from paraplan.cost.activations import Cuts, saved_bytes
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.habits import Habits
 from paraplan.cost.table import Floats, Mask
-from paraplan.hardware.profiles import GpuProfile, Precision
+from paraplan.hardware.profiles import GpuProfile, KernelFit, Precision
 from paraplan.model.spec import Attention, BlockSpec, Matmul
 from paraplan.plan.training import TrainingSpec
 
@@ -90,6 +91,8 @@ class KernelTimes:
     def _product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source."""
         constants = self.constants
+        if self._fit is not None:
+            return _fitted_product_s(self._fit, m, n, k)
         penalty = 1.0 + constants.matmul_half_n / n + constants.matmul_half_k / k
         reached = self._reached_share() * constants.matmul_efficiency
         peak = self._peak() * (reached if self._uses_tensor_cores() else constants.plain_matmul_efficiency)
@@ -147,14 +150,33 @@ class KernelTimes:
             )
             # The papers count the scores that the backward pass makes again (Dao 2023, section 4.1).
             flops = flops * (2.5 if backward else 1.0)
+            measured = self._attention_rate(backward=backward)
+            if measured is not None:
+                return np.asarray((0.5 if attention.is_causal else 1.0) * flops / measured)
             efficiency = speed.backward if backward else speed.forward
             computed = 0.5 if attention.is_causal else 1.0
         return np.asarray(computed * flops / (self._peak() * efficiency))
+
+    @cached_property
+    def _fit(self) -> KernelFit | None:
+        """What a calibration of this machine found for the training's precision."""
+        calibration = self.gpu.calibration
+        return None if calibration is None else calibration.fit(self.training.precision)
+
+    def _attention_rate(self, *, backward: bool) -> float | None:
+        if self._fit is None:
+            return None
+        return self._fit.attention_backward_flops_per_s if backward else self._fit.attention_forward_flops_per_s
 
     def _reached_share(self) -> float:
         """Return the share of the peak that the best matmul reaches on this GPU, as measured in 16 bits."""
         best, peak = self.gpu.reached_matmul_flops_per_s, self.gpu.peak("bf16") or self.gpu.peak("fp16")
         return best / peak if best is not None and peak is not None else self.constants.usual_reached_share
+
+
+def _fitted_product_s(fit: KernelFit, m: Floats, n: Floats, k: Floats) -> Floats:
+    penalty = 1.0 + fit.half_m / m + fit.half_n / n + fit.half_k / k
+    return np.asarray(2.0 * m * n * k * penalty / fit.matmul_flops_per_s + fit.matmul_launch_s)
 
 
 def _divides(unit: int, sizes: Floats) -> Mask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Self
 
+from paraplan.cost.calibrated import calibrated_constants
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.habits import PARAPLAN, Habits
 from paraplan.hardware.cluster import Cluster
@@ -26,11 +27,14 @@ class Workload:
 
     @classmethod
     def of(cls, model: ModelSpec, training: TrainingSpec, cluster: Cluster, links: LinkSpeedTable) -> Self:
-        """Return the workload of paraplan's own runtime, with the constants that suit the kind of machine."""
+        """Return the workload of paraplan's own runtime, with the constants that suit the kind of machine.
+
+        Where the machine was calibrated, what was measured comes first.
+        """
         constants = CostConstants()
         if cluster.gpu.vendor == "cpu":
             constants = constants.for_cpu()
-        return cls(model, training, cluster, links, constants)
+        return cls(model, training, cluster, links, calibrated_constants(constants, cluster.gpu))
 
     @property
     def usable_memory_bytes(self) -> int:

@@ -160,8 +160,21 @@ def link_bandwidth(gpu: GpuProfile, link_type: LinkType, nvlink_count: int | Non
 def compact_machine(machine: MachineProfile) -> MachineFile:
     """Return the form in which `machine` is saved: pairs with equal links share a rule.
 
-    UUIDs and host names are left out: a profile is made to be shared, and they name one machine.
+    UUIDs and host names are left out: a profile is made to be shared, and they name one machine. Of CPU processes,
+    which are all the same, there may be more or fewer than were saved.
     """
+    if machine.gpu.vendor == "cpu":
+        return MachineFile(
+            name=machine.name,
+            title=machine.title,
+            aliases=machine.aliases,
+            num_gpus=len(machine.node.gpus),
+            links=(LinkRule(link_type=LinkType.NODE),),
+            host_memory_bytes=machine.host_memory_bytes,
+            measured=machine.measured,
+            notes=machine.notes,
+            source=machine.source,
+        )
     pairs_of: dict[tuple[LinkType, int | None, float | None], list[tuple[int, int]]] = {}
     for link in machine.node.links:
         key = (link.link_type, link.nvlink_count, link.bandwidth_bytes_per_s)

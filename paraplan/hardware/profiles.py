@@ -13,12 +13,52 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 
 
+class KernelFit(Record):
+    """What matmuls and attention reach in one precision, as `paraplan calibrate` found on one machine.
+
+    A product [m, k] x [k, n] takes `matmul_launch_s + 2mnk (1 + half_m/m + half_n/n + half_k/k) / matmul_flops_per_s`.
+    Attention rates are those of torch's fused kernel on causal sequences: half of the scores counted, and 2.5 times the
+    forward FLOPs backward. `error` is the median relative error of the matmul fit over `num_timings`.
+    """
+
+    precision: Precision
+    matmul_flops_per_s: float = Field(gt=0)
+    half_m: float = Field(default=0.0, ge=0)
+    half_n: float = Field(default=0.0, ge=0)
+    half_k: float = Field(default=0.0, ge=0)
+    matmul_launch_s: float = Field(default=0.0, ge=0)
+    attention_forward_flops_per_s: float | None = Field(default=None, gt=0)
+    attention_backward_flops_per_s: float | None = Field(default=None, gt=0)
+    num_timings: int = Field(gt=0)
+    error: float = Field(ge=0)
+
+
+class KernelCalibration(Record):
+    """What `paraplan calibrate` measured of the kernels of one machine; the cost model prefers it to published figures.
+
+    `moved_bytes_per_s` is what norms, activations and sums move through memory, `optimizer_s_per_parameter` the time
+    of AdamW with clipping; `overlap_slowdown` how much longer kernels and collectives take that run at the same time.
+    None was not measured. `source` names date and versions.
+    """
+
+    kernels: tuple[KernelFit, ...] = Field(min_length=1)
+    moved_bytes_per_s: float | None = Field(default=None, gt=0)
+    optimizer_s_per_parameter: float | None = Field(default=None, gt=0)
+    overlap_slowdown: float | None = Field(default=None, ge=1)
+    source: str
+
+    def fit(self, precision: Precision) -> KernelFit | None:
+        """Return what was found for a precision, None where it was not measured."""
+        return next((fit for fit in self.kernels if fit.precision == precision), None)
+
+
 class GpuProfile(Record):
     """One kind of GPU, from its data sheet. Rates are dense; bandwidth is per direction.
 
     `driver_names` are the names under which drivers report it, without the vendor: `H100 80GB HBM3`.
     `peer_access` tells whether one GPU may read another's memory over PCIe; None where nobody said.
     `nvlink_bridge` marks cards whose NVLinks lead over a bridge to other cards, never through NVSwitch.
+    `calibration` is what was measured on one machine with such GPUs, None in the profiles that come with paraplan.
     """
 
     name: str
@@ -42,6 +82,7 @@ class GpuProfile(Record):
     pcie_bandwidth_bytes_per_s: float = Field(gt=0, description="one direction, as measured between GPUs")
     nvlink_bridge: bool = False
     peer_access: bool | None = None
+    calibration: KernelCalibration | None = None
     source: str
 
     def peak(self, precision: Precision) -> float | None:

@@ -221,7 +221,7 @@ def main() -> None:
     """Run one rank: `RANK SIZE STORE_FILE REPORT_FD` as arguments, the request as the first line of standard input."""
     rank, size, store_path, report_fd = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     request = MeasureRequest.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
 
     def report(event: RankEvent) -> None:
@@ -238,7 +238,8 @@ def main() -> None:
             dist.destroy_process_group()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process when its standard input closes: the process that started it has ended."""
     sys.stdin.read()
     os._exit(1)
 
