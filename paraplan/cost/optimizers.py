@@ -10,23 +10,33 @@ from paraplan.plan.training import OptimizerName
 
 _FP32 = 4.0
 # Two quantised states of a byte each, with an fp32 scale for every block of 256 (Dettmers et al. 2022, section 2.1).
-_ADAM_8BIT = 2 * (1 + _FP32 / 256)
-# torch's foreach steps allocate, for each parameter: AdamW the root of the second moment; Adafactor the squared
-# gradient and the update; SGD nothing (torch.optim, `_multi_tensor_*`). 8-bit AdamW is one kernel.
-_FOREACH_COPIES = {"adamw": 1, "adamw_8bit": 0, "adafactor": 2, "muon": 1, "sgd_momentum": 0, "sgd": 0}
+# Parameters of fewer elements keep fp32 states (bitsandbytes, `min_8bit_size`).
+_ADAM_8BIT, _LEAST_8BIT_ELEMENTS = 2 * (1 + _FP32 / 256), 4096
+# What torch's foreach steps allocate, in fp32 copies of all parameters: AdamW the root of the second moment, Adafactor
+# the update, SGD nothing (torch.optim, `_multi_tensor_*`; counted on live storages). 8-bit AdamW is one kernel.
+_FOREACH_COPIES = {"adamw": 1.0, "adafactor": 1.0}
+# The same of a step that goes over one parameter after the other, in copies of the largest: AdamW makes the root and
+# its quotient, Adafactor the update, Muon the update, its 16-bit copy and products of the shorter side (the figure is
+# that of a matrix four times as long as wide; torch.optim has no foreach Muon).
+_LOOP_COPIES = {"adamw": 2.0, "adafactor": 1.0, "muon": 2.25}
+# A loop still holds the last tensor of the parameter before.
+_LEFT_OVER = {"adamw": 1.0, "adafactor": 1.0}
 
 
 @dataclass(frozen=True)
 class OptimizerStates:
     """Bytes of optimizer state for each parameter of the embedding, of the blocks on average, and of the head.
 
-    `step_copies` is how many fp32 copies of what it goes over at a time a step allocates.
+    `foreach_copies` is how many fp32 copies of all parameters a foreach step allocates, `loop_copies` how many of the
+    largest a loop does, and `left_over` how many of another it still holds. None where an optimizer has no such step.
     """
 
     embedding: float
     blocks: float
     head: float
-    step_copies: int
+    foreach_copies: float | None
+    loop_copies: float
+    left_over: float
 
 
 def optimizer_states(model: ModelSpec, optimizer: OptimizerName, state_bytes: float = _FP32) -> OptimizerStates:
@@ -36,20 +46,25 @@ def optimizer_states(model: ModelSpec, optimizer: OptimizerName, state_bytes: fl
     momentum for the matrices of the blocks, and AdamW's two for all else (Jordan et al. 2024, torch.optim.Muon).
     """
     scale = 1.0 if optimizer == "adamw_8bit" else state_bytes / _FP32
-    blocks = [parameter for run in model.runs for parameter in run.block.parameters * run.count]
+    blocks = [(parameter, run.count) for run in model.runs for parameter in run.block.parameters]
+    embedding, head = ([(parameter, 1) for parameter in end.parameters] for end in (model.embedding, model.head))
     return OptimizerStates(
-        embedding=_bytes_each(model.embedding.parameters, optimizer, in_blocks=False) * scale,
+        embedding=_bytes_each(embedding, optimizer, in_blocks=False) * scale,
         blocks=_bytes_each(blocks, optimizer, in_blocks=True) * scale,
-        head=_bytes_each(model.head.parameters, optimizer, in_blocks=False) * scale,
-        step_copies=_FOREACH_COPIES[optimizer],
+        head=_bytes_each(head, optimizer, in_blocks=False) * scale,
+        foreach_copies=None if optimizer == "muon" else _FOREACH_COPIES.get(optimizer, 0.0),
+        loop_copies=_LOOP_COPIES.get(optimizer, 0.0),
+        left_over=_LEFT_OVER.get(optimizer, 0.0),
     )
 
 
-def _bytes_each(parameters: Sequence[Parameter], optimizer: OptimizerName, *, in_blocks: bool) -> float:
-    total = sum(parameter.num_elements for parameter in parameters)
+def _bytes_each(parameters: Sequence[tuple[Parameter, int]], optimizer: OptimizerName, *, in_blocks: bool) -> float:
+    """Return the mean over the elements of parameters, each with how often it is there."""
+    total = sum(parameter.num_elements * count for parameter, count in parameters)
     if not total:
         return 0.0
-    return sum(_state_bytes(parameter, optimizer, in_blocks=in_blocks) for parameter in parameters) / total
+    each = (_state_bytes(parameter, optimizer, in_blocks=in_blocks) * count for parameter, count in parameters)
+    return sum(each) / total
 
 
 def _state_bytes(parameter: Parameter, optimizer: OptimizerName, *, in_blocks: bool) -> float:
@@ -61,4 +76,6 @@ def _state_bytes(parameter: Parameter, optimizer: OptimizerName, *, in_blocks: b
         return _FP32 * (elements / parameter.shape[-1] + elements / parameter.shape[-2])
     if optimizer == "muon":
         return (_FP32 if is_matrix and in_blocks else 2 * _FP32) * elements
+    if optimizer == "adamw_8bit" and elements < _LEAST_8BIT_ELEMENTS:
+        return 2 * _FP32 * elements
     return {"adamw": 2 * _FP32, "adamw_8bit": _ADAM_8BIT, "sgd_momentum": _FP32, "sgd": 0.0}[optimizer] * elements

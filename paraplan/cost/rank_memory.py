@@ -288,15 +288,19 @@ class RankMemory:
     @cached_property
     def step_copies_bytes(self) -> Floats:
         """What an optimizer step allocates: of all parameters at once, or of one after the other."""
-        local = self.parameters / self.state_shards
         flat = self.flat_step_bytes
         if self.workload.habits.optimizer_step == "fused":
             return flat
-        largest = np.maximum(self.costs.largest_weight_parameters[self.costs.key], self.root_parameters)
-        loops = self.is_fsdp | (self.workload.habits.optimizer_step == "for_loop")
-        return np.asarray(
-            flat + np.where(loops, 2 * largest / self.state_shards, local) * self.states.step_copies * FP32
+        costs, states = self.costs, self.states
+        weight = costs.largest_weight_parameters[costs.key]
+        ends = np.maximum(
+            costs.embedding_parameters[costs.key] * self.stage.is_first,
+            costs.head_parameters[costs.key] * self.stage.is_last,
         )
+        one = states.loop_copies * np.maximum(weight, ends) + states.left_over * weight
+        loops = self.is_fsdp | (self.workload.habits.optimizer_step == "for_loop") | (states.foreach_copies is None)
+        copies = np.where(loops, one, self.parameters * (states.foreach_copies or 0.0)) / self.state_shards
+        return np.asarray(flat + copies * FP32)
 
     def moment(self, *, parameters: Floats, gradients: Floats, activations: Floats, workspace: Floats) -> StageMemory:
         """Return a moment: beside what it names, the weights, the optimizer's state and what stands always."""
