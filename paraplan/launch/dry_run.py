@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from paraplan.errors import CheckFailedError
+from paraplan.launch.accelerate import accelerate_variables
 from paraplan.launch.cores import threads_per_rank, usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, min_max_nodes
 from paraplan.plan.ranks import RankGrid
@@ -50,15 +51,18 @@ class DryRun:
 
     ranks: list[PlannedRank]
     problems: list[str]
+    plan: str | None = None
 
     def to_json(self) -> str:
         """Return the dry run as JSON text."""
-        return json.dumps({"ranks": [asdict(rank) for rank in self.ranks], "problems": self.problems}, indent=2)
+        ranks = [asdict(rank) for rank in self.ranks]
+        return json.dumps({"plan": self.plan, "ranks": ranks, "problems": self.problems}, indent=2)
 
     def render(self) -> str:
         """Return the dry run as text: the environment that all ranks share once, then what differs."""
         shared = set.intersection(*(set(rank.environment.items()) for rank in self.ranks))
-        lines = [f"{len(self.ranks)} ranks; each runs: {shlex.join(self.ranks[0].command)}", "in every rank:"]
+        lines = [f"plan: {self.plan}"] if self.plan is not None else []
+        lines += [f"{len(self.ranks)} ranks; each runs: {shlex.join(self.ranks[0].command)}", "in every rank:"]
         lines += [f"  {name}={value}" for name, value in sorted(shared)]
         for rank in self.ranks:
             where = [f"rank {rank.rank}: host {rank.host}, local rank {rank.local_rank}"]
@@ -77,10 +81,13 @@ class DryRun:
             raise CheckFailedError(self.problems[0], hint="make a plan for these machines: paraplan recommend MODEL")
 
 
-def plan_launch(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget) -> DryRun:
+def plan_launch(
+    request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget, drives_accelerate: bool = False
+) -> DryRun:
     """Return what the launch of `request` would start with `ranks_per_node` ranks on each node of `target`.
 
-    For an elastic launch (MIN:MAX nodes) it is the start with all nodes.
+    `drives_accelerate` puts the plan into the variables of accelerate too. For an elastic launch
+    (MIN:MAX nodes) it is the start with all nodes.
     """
     arguments = request.arguments
     num_nodes = min_max_nodes(arguments.nnodes)[1]
@@ -98,18 +105,27 @@ def plan_launch(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTa
                 gpu=gpus[local_rank] if local_rank < len(gpus) else None,
                 coordinates={axis: grid.coordinates(rank)[axis] for axis in axes} if grid else {},
                 groups={axis: grid.group(axis, rank) for axis in axes} if grid else {},
-                environment=_environment(request, rank, ranks_per_node=ranks_per_node, target=target),
+                environment=_environment(
+                    request,
+                    rank,
+                    ranks_per_node=ranks_per_node,
+                    target=target,
+                    drives_accelerate=drives_accelerate,
+                ),
                 command=_command(arguments),
             )
         )
-    return DryRun(ranks, _problems(request, ranks_per_node=ranks_per_node, target=target))
+    problems = _problems(request, ranks_per_node=ranks_per_node, target=target)
+    return DryRun(ranks, problems, plan=request.plan.describe() if request.plan else None)
 
 
 def _gpu_names(request: LaunchRequest, target: LaunchTarget) -> Sequence[str]:
     return request.gpus if request.gpus is not None else [str(index) for index in range(target.num_gpus)]
 
 
-def _environment(request: LaunchRequest, rank: int, *, ranks_per_node: int, target: LaunchTarget) -> dict[str, str]:
+def _environment(
+    request: LaunchRequest, rank: int, *, ranks_per_node: int, target: LaunchTarget, drives_accelerate: bool
+) -> dict[str, str]:
     """Return what the launcher adds to the environment of a rank, where it is known before the start."""
     arguments = request.arguments
     num_nodes = min_max_nodes(arguments.nnodes)[1]
@@ -130,6 +146,8 @@ def _environment(request: LaunchRequest, rank: int, *, ranks_per_node: int, targ
     }
     if request.plan_path:
         environment[PLAN_VARIABLE] = request.plan_path
+    if request.file is not None and drives_accelerate:
+        environment |= accelerate_variables(request.file, os.environ)
     if request.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(request.gpus)
     if "OMP_NUM_THREADS" not in os.environ and target.num_cores is not None and ranks_per_node > 1:

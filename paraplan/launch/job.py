@@ -38,7 +38,7 @@ from paraplan.launch.report import (
     write_report,
 )
 from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes
-from paraplan.launch.run import count_gpus, run_job
+from paraplan.launch.run import count_gpus, drives_accelerate, run_job
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import SpawnerHandle, SpawnerLostError
 
@@ -186,7 +186,7 @@ def show_dry_run(args: Namespace) -> int:
     else:
         ranks = determine_local_world_size(words)
     request = _with_made_plan(request, ranks=ranks)
-    plan = plan_launch(request, ranks_per_node=ranks, target=target)
+    plan = plan_launch(request, ranks_per_node=ranks, target=target, drives_accelerate=drives_accelerate(request))
     sys.stdout.write(plan.to_json() + "\n" if args.json else plan.render())
     plan.require_runnable()
     return 0

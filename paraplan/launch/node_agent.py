@@ -8,7 +8,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 import paraplan
 from paraplan.errors import PlanError
+from paraplan.launch.accelerate import accelerate_variables
 from paraplan.launch.board import NodeBoard, NodeFacts, RemoteError, differences
 from paraplan.launch.interfaces import interface_variables
 from paraplan.launch.planning import PlannerRequest, make_plan
@@ -107,7 +108,8 @@ class NodeAgent(LocalElasticAgent):
 class RoundPreparation:
     """What is done before each start of the ranks: differences of the nodes are said, and a plan is made if asked for.
 
-    `folder` gets the plans. The plan is written into `job` and, for the ranks, into `environment`.
+    `drives_accelerate` puts the plan into the variables of accelerate too. `folder` gets the plans.
+    The plan is written into `job` and, for the ranks, into `environment`.
     """
 
     job: JobRecord
@@ -116,8 +118,10 @@ class RoundPreparation:
     folder: Path
     plan_variable: str
     environment: dict[str, str]
+    drives_accelerate: bool = False
     num_rounds: int = 0
     _text: str = ""
+    _accelerate: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, meeting: Round) -> None:
         """Prepare one start. Raises `PlanError` where no plan can be made for the nodes that have met."""
@@ -136,6 +140,11 @@ class RoundPreparation:
         self.num_rounds += 1
         if self.planner is not None:
             self._plan(meeting, self.planner)
+        if self.job.plan is not None and self.drives_accelerate:
+            for name in self._accelerate:
+                self.environment.pop(name, None)
+            self._accelerate = accelerate_variables(self.job.plan, os.environ)
+            self.environment.update(self._accelerate)
 
     def _plan(self, meeting: Round, planner: PlannerRequest) -> None:
         from paraplan.plan.files import PlanFile  # pydantic: a tenth of a second for launches without a plan

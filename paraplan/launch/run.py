@@ -26,6 +26,7 @@ from paraplan.launch.processes import STACK_SIGNAL, AttemptSettings, JobRecord
 from paraplan.launch.report import say
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
+from paraplan.launch.script import read_traits
 from paraplan.launch.spawning import SpawnerHandle, open_spawner
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
@@ -96,6 +97,7 @@ def run_job(
             folder=Path(arguments.log_dir),
             plan_variable=PLAN_VARIABLE,
             environment=extra_environment,
+            drives_accelerate=drives_accelerate(request),
         )
         settings = AttemptSettings(
             grace_s=float(config.shutdown_timeout if config.shutdown_timeout is not None else 30),
@@ -143,6 +145,14 @@ def _cpus_of_ranks(request: LaunchRequest, node: NodeTopology | None, num_ranks:
     if cpus:
         say("each rank is kept on the CPUs next to its GPU; --no-cpu-binding leaves that to the kernel")
     return cpus
+
+
+def drives_accelerate(request: LaunchRequest) -> bool:
+    """Whether the plan goes into the variables of accelerate: not for a script that runs it by paraplan.runtime."""
+    arguments = request.arguments
+    if request.plan is None and request.planner is None:
+        return False
+    return bool(arguments.module) or not read_traits(Path(arguments.training_script)).uses_runtime
 
 
 def _extra_environment(request: LaunchRequest) -> dict[str, str]:
