@@ -20,8 +20,9 @@ def accelerate_variables(file: PlanFile, environment: Mapping[str, str]) -> dict
 
     That is a plan with pipeline stages or context parallelism, and tensor parallelism beside plain data parallelism.
     Tensor parallelism needs a model that the script has loaded with its `tp_plan`. ZeRO-1 and ZeRO-2 become FSDP2
-    that keeps parameters after the forward pass: its shards hold the optimizer states and gradients. Batch sizes stay the script's. What
-    `environment` sets is left out, and where it chooses a backend of accelerate's so is all that concerns one.
+    that keeps parameters after the forward pass: its shards hold the optimizer states and gradients. Batch sizes stay
+    the script's. What `environment` sets is left out, and where it chooses a backend of accelerate's so is all that
+    concerns one.
     """
     plan = file.plan
     chosen: dict[str, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import socket
 import uuid
 from argparse import Namespace
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
 import torch.distributed.launcher.api as launcher_api
-from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing import PContext, Std
 from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
@@ -48,6 +49,14 @@ def rendezvous_arguments(arguments: Namespace) -> Namespace:
     return chosen
 
 
+def streams_by_rank(value: str) -> dict[int, Std] | None:
+    """Return what `10:3,11:1` says for local ranks of two digits, which torch does not read; None for what it reads."""
+    if not re.search(r"\d\d:", value):
+        return None
+    pairs = [part.split(":") for part in value.split(",")]
+    return {int(rank): Std(int(streams)) for rank, streams in pairs}
+
+
 def _name_by_address(chosen: Namespace) -> None:
     """Give torch's rendezvous the addresses that it would look up by this host's name, which nobody knows."""
     host = chosen.rdzv_endpoint.rpartition(":")[0] or chosen.rdzv_endpoint
@@ -65,7 +74,16 @@ def make_config(arguments: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
 
     Raises what torch raises for arguments that it refuses: ValueError, AssertionError, RuntimeError, OSError.
     """
-    return config_from_args(rendezvous_arguments(arguments))
+    asked = rendezvous_arguments(arguments)
+    by_rank = {option: streams_by_rank(getattr(asked, option)) for option in ("redirects", "tee")}
+    for option, streams in by_rank.items():
+        if streams is not None:
+            setattr(asked, option, "0")
+    config, program, program_arguments = config_from_args(asked)
+    for option, streams in by_rank.items():
+        if streams is not None:
+            vars(config.logs_specs)[f"_{option}"] = streams
+    return config, program, program_arguments
 
 
 def run_agent(

@@ -196,7 +196,7 @@ def _check_hang_timeout(arguments: argparse.Namespace) -> None:
 
 
 def _check_streams(option: str, value: str) -> None:
-    if not re.fullmatch(r"[0-3]|\d:[0-3](,\d:[0-3])*", value):
+    if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", value):
         raise ArgumentError(
             f"--{option} {value} names no streams",
             hint="use 1 for stdout, 2 for stderr, 3 for both, 0 for none; or one for each local rank, such as 0:3,1:2",

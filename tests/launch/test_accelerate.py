@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_what_the_user_has_set_is_left_alone() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed; the dev extra has it")
 def test_accelerate_reads_the_plan_and_the_trainer_of_hugging_face_trains_under_it(
     tmp_path: Path, script: WriteScript, launch: Launch
 ) -> None:

@@ -25,6 +25,9 @@ from nodes import Hosts, hosts, missing_for_hosts
 
 pytestmark = pytest.mark.ranks
 
+MEETING_S = 2 * PATIENCE_S
+"""Nodes start, meet, plan and train for some steps within this time, however busy the machine."""
+
 
 @pytest.fixture
 def two_hosts() -> Iterator[Hosts]:
@@ -46,11 +49,11 @@ class Node:
 
     def end(self) -> tuple[int, str]:
         """Return the exit status and all that was written."""
-        status = self.process.wait(timeout=2 * PATIENCE_S)
+        status = self.process.wait(timeout=MEETING_S)
         return status, self.output.read_text()
 
     def wait_for(self, word: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + MEETING_S
         while word not in self.output.read_text():
             assert self.process.poll() is None, self.output.read_text()
             assert time.monotonic() < deadline, self.output.read_text()
@@ -202,6 +205,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.timeout(1200)  # several meetings of nodes, one after the other, each of them patient
 def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_back(
     tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts
 ) -> None:
@@ -221,7 +225,7 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
     two_hosts.set_link(1, "up")
     position = len(stays.output.read_text())
     comes_back = Node(two_hosts, 1, tmp_path, words, environment)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + MEETING_S
     while "of 2 ranks" not in stays.output.read_text()[position:]:
         assert time.monotonic() < deadline, stays.output.read_text() + comes_back.output.read_text()
         time.sleep(0.05)
