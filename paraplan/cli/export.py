@@ -36,8 +36,7 @@ def export(
 ) -> None:
     """Write a plan as the configuration of another tool: a launcher, a trainer, a scheduler.
 
-    What the target cannot express is an error, unless --partial. What its format leaves to the script is said in a
-    comment and on stderr.
+    What the target cannot express is an error, unless --partial; what is left to the script is said on stderr.
 
     Example: paraplan export plan.json --to accelerate -o accelerate.yaml
     """
