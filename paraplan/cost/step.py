@@ -96,16 +96,25 @@ def _slot(
     workload: Workload, table: PlanTable, costs: BlockCosts, stage: StageBlocks, links: dict[Axis, GroupLinks]
 ) -> _Slot:
     key, habits, tp, pp = costs.key, workload.habits, links["tp"], links["pp"]
-    host = habits.host_s_per_block
-    forward = np.maximum(stage.sum(costs, costs.forward_s), host * stage.num_blocks)
-    backward = np.maximum(stage.sum(costs, costs.backward_s), host * stage.num_blocks)
-    ends = costs.embedding_s[key] * stage.is_first + costs.head_s[key] * stage.is_last
     is_full = table.recompute == RECOMPUTES.index("full")
+    forward, backward = stage.sum(costs, costs.forward_s), stage.sum(costs, costs.backward_s)
+    # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
+    activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
+    forward_sends, backward_sends = _tensor_parallel(
+        workload, table, stage.num_blocks * tp.all_reduce_s(activation), backward
+    )
+    # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time. To start a
+    # collective takes what one of a byte takes.
+    floor = (habits.host_s_per_block + 2.0 * tp.all_reduce_s(np.ones_like(activation))) * stage.num_blocks
+    forward = np.maximum(forward, floor - forward_sends)
+    backward = np.maximum(backward, floor - backward_sends)
+    # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
+    host = habits.host_s_per_block
+    ends = np.maximum(costs.embedding_s[key], host) * stage.is_first
+    ends = ends + np.maximum(costs.head_s[key], host) * stage.is_last
     recompute = np.where(is_full, forward, stage.sum(costs, costs.recompute_s))
     if habits.last_stage_skips_recompute:
         recompute = np.where(stage.is_last & (table.pp > 1), 0.0, recompute)
-    # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
-    activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     transfers = np.where(table.pp > 1, table.virtual, 0)
     splits = habits.splits_pipeline_sends
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
@@ -114,24 +123,25 @@ def _slot(
     return _Slot(
         compute_s=forward + backward + ends,
         recompute_s=recompute,
-        tensor_parallel_s=_tensor_parallel(workload, table, stage.num_blocks * tp.all_reduce_s(activation), backward),
+        tensor_parallel_s=forward_sends * (1 + is_full) + backward_sends,
         send_s=transfers * (habits.boundary_transfers * pp.send_s(sent) + 2.0 * gathered),
     )
 
 
-def _tensor_parallel(workload: Workload, table: PlanTable, all_reduce_s: Floats, backward_s: Floats) -> Floats:
-    """Return the exposed seconds of tensor parallelism, from those of one all-reduce in each block of a stage.
+def _tensor_parallel(
+    workload: Workload, table: PlanTable, all_reduce_s: Floats, backward_s: Floats
+) -> tuple[Floats, Floats]:
+    """Return the exposed seconds of tensor parallelism in forward and backward passes, from those of one all-reduce.
 
-    Two all-reduces in the forward pass, in the backward pass, and where the forward pass runs again (Shoeybi et al.
-    2019, section 3). Beside the gradients of weights, half of the backward pass, run the two of the backward pass;
-    under sequence parallelism the gathering of outputs' gradients does not, and inputs are gathered again (Korthikanti
-    et al. 2022, section 4.2.2): one all-reduce exposed and two hidden.
+    Each block has two all-reduces in either pass (Shoeybi et al. 2019, section 3). Beside the gradients of weights,
+    half of the backward pass, run the two of the backward pass; under sequence parallelism the gathering of outputs'
+    gradients does not, and inputs are gathered again (Korthikanti et al. 2022, section 4.2.2): one all-reduce exposed
+    and two hidden.
     """
-    forward_s = (2.0 + 2.0 * (table.recompute == RECOMPUTES.index("full"))) * all_reduce_s
     if not workload.habits.overlaps_tensor_backward:
-        return np.asarray(forward_s + 2.0 * all_reduce_s)
+        return 2.0 * all_reduce_s, 2.0 * all_reduce_s
     hidden = overlap_s(2.0 * all_reduce_s, backward_s / 2.0, slowdown=workload.constants.overlap_slowdown)
-    return np.asarray(forward_s + (table.sequence_parallel == 1) * all_reduce_s + hidden)
+    return 2.0 * all_reduce_s, np.asarray((table.sequence_parallel == 1) * all_reduce_s + hidden)
 
 
 def _parameters(costs: BlockCosts, stage: StageBlocks) -> Floats:

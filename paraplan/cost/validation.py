@@ -48,7 +48,10 @@ class RunPrediction(Record):
 def habits_of_run(run: MeasuredRun) -> Habits:
     """Return the habits of the framework that a run names, with what the run states of gradients, dropout and flags."""
     habits = habits_of(run.framework)
-    if habits is MEGATRON_2021 and (run.sequence_parallel or run.recompute == "selective"):
+    notes = run.notes.lower()
+    if habits is MEGATRON_2021 and (
+        run.sequence_parallel or run.recompute == "selective" or "sequence parallel" in notes
+    ):
         habits = MEGATRON_2022
     if "deterministic" in run.notes:
         habits = habits.replace(is_deterministic=True)
@@ -57,7 +60,7 @@ def habits_of_run(run: MeasuredRun) -> Habits:
     stated = re.search(r"dropout attention [\d.]+ hidden ([\d.]+\d)", run.notes)
     if stated:
         habits = habits.replace(dropout=float(stated[1]))
-    words = run.grad_dtype.lower()
+    words = run.grad_dtype.lower() or ("fp32" if "fp32 grads" in notes else "")
     if words.startswith("fp32") and "reduce" not in words:
         return habits.replace(gradient_bytes=4)
     return habits.replace(gradient_bytes=2) if words.startswith(("bf16", "fp16")) else habits
