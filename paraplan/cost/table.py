@@ -107,6 +107,10 @@ class PlanTable:
         """Return the same plans with another order of ranks."""
         return replace(self, rank_order=rank_order)
 
+    def with_splits(self, splits: Ints) -> Self:
+        """Return the same plans with more rows of `splits`."""
+        return replace(self, splits=splits)
+
     def plan(self, row: int) -> ParallelPlan:
         """Return one row as a record."""
         return ParallelPlan(

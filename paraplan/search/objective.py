@@ -31,4 +31,5 @@ def simplest_of_the_best(
 
 def _complexity(table: PlanTable, row: int) -> tuple[int, ...]:
     axes = sum(int(degrees[row] > 1) for degrees in (table.pp, table.tp, table.cp))
-    return axes, int(table.zero_stage[row]), int(table.recompute[row]), int(table.offload[row])
+    choices = (table.zero_stage[row], table.virtual[row] > 1, table.recompute[row], table.offload[row])
+    return axes, *map(int, choices)

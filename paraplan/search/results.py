@@ -34,10 +34,14 @@ class Candidate(Record):
 
 
 class SearchResult(Record):
-    """The answer of a search: `best` is the plan to use.
+    """The answer of a search: `best` is the plan to use, `second` the best of those with other axes or ZeRO stage.
 
     `fastest` stands beside it where a plan outside the tree's families is faster by over 2 %. `candidates` are the
-    best plan of each choice of axes and ZeRO stage, fastest first.
+    best plan of each choice of axes and ZeRO stage, fastest first; `front` the plans that no other one beats in both
+    time and memory, where they were asked for. `remark` says why a plan that is not the fastest is recommended.
+    `plans_considered` counts the whole space, `plans_priced` those whose memory was computed, `times_priced` those
+    whose time was: the others cannot be among the best. `is_runnable` is False for plans that were made for another
+    framework, which paraplan does not launch.
     """
 
     decisions: tuple[Decision, ...]
@@ -47,3 +51,9 @@ class SearchResult(Record):
     candidates: tuple[Candidate, ...]
     rejections: tuple[Rejection, ...]
     plans_considered: int
+    plans_priced: int = 0
+    times_priced: int = 0
+    second: PlanEstimate | None = None
+    front: tuple[Candidate, ...] = ()
+    remark: str | None = None
+    is_runnable: bool = True

@@ -2,175 +2,174 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from paraplan.cost.estimate import PlanEstimate, estimate_plan, fits, peak_memory, step_times
-from paraplan.cost.table import Floats, Ints, PlanTable
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.kernels import effective_peak
+from paraplan.cost.table import Ints
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError
-from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.stages import assign_blocks
 from paraplan.search.facts import tree_facts
+from paraplan.search.front import pareto_front
+from paraplan.search.nothing_fits import nothing_fits
 from paraplan.search.objective import Objective, rank, simplest_of_the_best
-from paraplan.search.results import Candidate, Rejection, SearchResult
+from paraplan.search.results import Candidate, SearchResult
 from paraplan.search.space import PlanSpace
-from paraplan.search.tree import decide, family
-from paraplan.search.what_fits import fewest_nodes
-from paraplan.units import format_bytes
+from paraplan.search.survey import MemorySurvey, Priced, TimeSurvey, kinds_of
+from paraplan.search.tree import TreeAnswer, decide, family
 
 WORTH_NAMING = 1.02
 """A plan outside the tree's answer is named where it is faster by more than this factor."""
 
 
-def search(workload: Workload, *, objective: Objective = "throughput", num_candidates: int = 10) -> SearchResult:
+def search(
+    workload: Workload,
+    *,
+    objective: Objective = "throughput",
+    num_candidates: int = 10,
+    runnable_only: bool = True,
+    with_front: bool = False,
+) -> SearchResult:
     """Return the ranked plans for a workload, best by `objective` first.
 
-    Raises `NoPlanFitsError` where no plan fits, with the plan that comes nearest and what it lacks.
+    `runnable_only` keeps to what paraplan's runtime executes. Raises `NoPlanFitsError` where no plan fits, with the
+    plan that comes nearest and what it lacks.
     """
-    survey = _survey(workload, objective)
-    table, seconds, peak = survey.table, survey.seconds, survey.peak_bytes
-    rows = _best_of_each_kind(table, rank(objective, seconds=seconds, peak_bytes=peak))
+    space = PlanSpace(workload, runnable_only)
+    memory = MemorySurvey.of(workload, space)
+    if not memory.fitting.columns:
+        raise nothing_fits(workload, space, memory.too_large)
     answer = decide(tree_facts(workload))
-    in_tree = [row for row in rows if family(table.plan(row)) in answer.families]
-    best = simplest_of_the_best(objective, table, in_tree or rows, seconds=seconds, peak_bytes=peak)
-    fastest = int(np.argmin(seconds))
-    is_slower = objective == "throughput" and seconds[best] > WORTH_NAMING * seconds[fastest]
-    shown = [_candidate(workload, table.plan(row), answer.families) for row in rows[:num_candidates]]
+    times = TimeSurvey(
+        workload,
+        space.orders,
+        num_kinds=num_candidates,
+        is_in_tree=lambda plan: family(plan) in answer.families,
+        smallest_first=objective == "memory",
+        fronts=with_front,
+    )
+    priced = times.run(memory.fitting)
+    plans = _Checked(workload, priced, answer)
+    chosen = _Choice.of(plans, objective, num_candidates)
     return SearchResult(
         decisions=answer.decisions,
         families=answer.families,
-        best=_detailed(workload, table.plan(best)),
-        fastest=_detailed(workload, table.plan(fastest)) if is_slower else None,
-        # An uneven cut of the blocks may let a pipeline overtake its neighbours.
-        candidates=tuple(sorted(shown, key=_by_memory if objective == "memory" else _by_time)),
-        rejections=survey.rejections,
-        plans_considered=survey.considered,
+        best=chosen.best,
+        second=chosen.second,
+        fastest=chosen.fastest if objective == "throughput" else None,
+        candidates=tuple(plans.candidate(row) for row in chosen.rows[:num_candidates]),
+        rejections=memory.rejections,
+        plans_considered=space.considered,
+        plans_priced=memory.num_priced,
+        times_priced=times.num_priced,
+        front=tuple(plans.candidate(row) for row in pareto_front(priced)) if with_front else (),
+        remark=chosen.remark,
+        is_runnable=runnable_only,
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Survey:
-    """What is left of the whole space: the best plans of each kind with their prices, and the rest counted."""
+class _Choice:
+    """The plan to use among the priced ones, and those to set beside it.
 
-    table: PlanTable
-    seconds: Floats
-    peak_bytes: Floats
-    rejections: tuple[Rejection, ...]
-    considered: int
+    `rows` are the best of each kind, ranked, `named` those whose families the tree names, or all where it has none.
+    """
 
+    plans: _Checked
+    objective: Objective
+    rows: list[int]
+    named: list[int]
+    row: int
 
-def _survey(workload: Workload, objective: Objective) -> _Survey:
-    cluster = workload.cluster
-    space = PlanSpace(workload.model, workload.training, cluster.num_gpus, cluster.gpus_per_node)
-    kept: list[tuple[PlanTable, Floats, Floats]] = []
-    too_large = _TooLarge()
-    for chunk in space.chunks():
-        peak = peak_memory(workload, chunk)
-        fitting = fits(workload, peak)
-        too_large.add(chunk.select(~fitting), peak[~fitting])
-        table, peak = chunk.select(fitting), peak[fitting]
-        if len(table):
-            seconds = step_times(workload, table).step_time_s
-            best = np.array(_best_of_each_kind(table, rank(objective, seconds=seconds, peak_bytes=peak)))
-            kept.append((table.select(best), seconds[best], peak[best]))
-    if not kept:
-        raise _nothing_fits(workload, space, too_large)
-    rejected = Counter(space.rejected)
-    if too_large.count:
-        rejected[too_large.describe(workload.usable_memory_bytes)] += too_large.count
-    return _Survey(
-        table=PlanTable.concatenate([table for table, _, _ in kept]),
-        seconds=np.concatenate([seconds for _, seconds, _ in kept]),
-        peak_bytes=np.concatenate([peak for _, _, peak in kept]),
-        rejections=tuple(Rejection(reason=reason, count=count) for reason, count in rejected.most_common()),
-        considered=space.considered,
-    )
+    @classmethod
+    def of(cls, plans: _Checked, objective: Objective, count: int) -> _Choice:
+        priced = plans.priced
+        ranked = best_of_each_kind(priced, rank(objective, seconds=priced.seconds, peak_bytes=priced.peak_bytes))
+        rows = plans.first_fitting(ranked, count)
+        named = plans.first_fitting([row for row in ranked if plans.is_named(row)], count) or rows
+        row = simplest_of_the_best(objective, priced.table, named, seconds=priced.seconds, peak_bytes=priced.peak_bytes)
+        return cls(plans, objective, rows, named, row)
 
+    @property
+    def best(self) -> PlanEstimate:
+        return self.plans.estimate(self.row)
 
-@dataclass
-class _TooLarge:
-    """The plans that do not fit: how many, how much they need, and the one that comes nearest."""
+    @property
+    def second(self) -> PlanEstimate | None:
+        others = [row for row in self.rows if row != self.row]
+        return self.plans.estimate(others[0]) if others else None
 
-    count: int = 0
-    least_bytes: float = float("inf")
-    most_bytes: float = 0.0
-    nearest: ParallelPlan | None = None
+    @property
+    def fastest(self) -> PlanEstimate | None:
+        seconds = self.plans.priced.seconds
+        row = min(self.rows, key=lambda each: float(seconds[each]))
+        return self.plans.estimate(row) if seconds[self.row] > WORTH_NAMING * seconds[row] else None
 
-    def add(self, table: PlanTable, peaks: Floats) -> None:
-        if not len(table):
-            return
-        self.count += len(table)
-        self.most_bytes = max(self.most_bytes, float(peaks.max()))
-        if float(peaks.min()) < self.least_bytes:
-            self.least_bytes = float(peaks.min())
-            self.nearest = table.plan(int(np.argmin(peaks)))
-
-    def describe(self, usable_bytes: int) -> str:
-        needed = f"{format_bytes(self.least_bytes)} to {format_bytes(self.most_bytes)}"
-        return f"need {needed} of {format_bytes(usable_bytes)} usable"
+    @property
+    def remark(self) -> str | None:
+        """Return why a plan that is not the first of its list is recommended, None where it is."""
+        first, priced = self.named[0], self.plans.priced
+        if first == self.row:
+            return None
+        is_memory = self.objective == "memory"
+        values, what = (priced.peak_bytes, "more memory") if is_memory else (priced.seconds, "slower")
+        more = values[self.row] / values[first] - 1
+        simpler, other = priced.plan(self.row).describe(), priced.plan(first).describe()
+        return f"{simpler} is the simpler of equals: {more:.1%} {what} than {other}"
 
 
-def balanced(workload: Workload, plan: ParallelPlan) -> ParallelPlan:
-    """Return `plan` with its blocks cut into stages by cost, the head counted; unchanged without a pipeline."""
-    if plan.num_stages == 1:
-        return plan
-    model, seq_length = workload.model, workload.training.seq_length
-    costs = [block.flops_per_token(seq_length) for block in model.blocks]
-    head = model.head.flops_per_token(seq_length)
-    return plan.replace(stage_blocks=assign_blocks(costs, plan.num_stages, first_extra=0.0, last_extra=head))
+@dataclass(frozen=True, eq=False)
+class _Checked:
+    """Priced plans, and their estimates stage by stage where these are asked for."""
 
+    workload: Workload
+    priced: Priced
+    answer: TreeAnswer
+    _estimates: dict[int, PlanEstimate] = field(default_factory=dict)
 
-def _detailed(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
-    even = estimate_plan(workload, plan)
-    if plan.num_stages == 1:
-        return even
-    uneven = estimate_plan(workload, balanced(workload, plan))
-    return uneven if uneven.fits and uneven.step.step_time_s <= even.step.step_time_s else even
+    def estimate(self, row: int) -> PlanEstimate:
+        if row not in self._estimates:
+            self._estimates[row] = estimate_plan(self.workload, self.priced.plan(row))
+        return self._estimates[row]
 
+    def is_named(self, row: int) -> bool:
+        return family(self.priced.plan(row)) in self.answer.families
 
-def _candidate(workload: Workload, plan: ParallelPlan, families: tuple[str, ...]) -> Candidate:
-    estimate = _detailed(workload, plan)
-    return Candidate(
-        plan=estimate.plan,
-        in_tree=family(plan) in families,
-        step_time_s=estimate.step.step_time_s,
-        tokens_per_s_per_gpu=estimate.step.tokens_per_s_per_gpu,
-        mfu=estimate.step.mfu,
-        peak_memory_bytes=estimate.peak_memory_bytes,
-    )
+    def first_fitting(self, rows: list[int], count: int) -> list[int]:
+        """Return the first `count` of `rows` that fit, and one more; the first one where none does.
 
+        The survey computed the first two stages and the last. They need most where blocks are alike and evenly
+        divided; else all stages are computed here.
+        """
+        table = self.priced.table
+        has_others = (table.pp > 3) & ((table.split > 0) | (len(self.workload.model.runs) > 1))
+        found: list[int] = []
+        for row in rows:
+            if len(found) > count:
+                break
+            if not has_others[row] or self.estimate(row).fits:
+                found.append(row)
+        return found or rows[:1]
 
-def _by_time(candidate: Candidate) -> float:
-    return candidate.step_time_s
-
-
-def _by_memory(candidate: Candidate) -> float:
-    return candidate.peak_memory_bytes
-
-
-def _best_of_each_kind(table: PlanTable, order: Ints) -> list[int]:
-    """Return the first row in `order` of each choice of axes and ZeRO stage."""
-    kinds = np.stack([table.dp, table.tp, table.pp, table.cp, table.zero_stage], axis=1)[order]
-    _, firsts = np.unique(kinds, axis=0, return_index=True)
-    return [int(row) for row in order[np.sort(firsts)]]
-
-
-def _nothing_fits(workload: Workload, space: PlanSpace, too_large: _TooLarge) -> NoPlanFitsError:
-    cluster, usable = workload.cluster, workload.usable_memory_bytes
-    if too_large.nearest is None:
-        reasons = "; ".join(f"{count:,} plans: {reason}" for reason, count in space.rejected.most_common(3))
-        return NoPlanFitsError(
-            f"no plan suits {workload.model.name} on {cluster.num_gpus} GPUs: {reasons}",
-            hint="change the global batch or the number of GPUs",
+    def candidate(self, row: int) -> Candidate:
+        workload, seconds = self.workload, float(self.priced.seconds[row])
+        known = self._estimates.get(row)
+        training, plan = workload.training, self.priced.plan(row)
+        tokens_per_s = training.tokens_per_step / seconds / plan.world_size
+        flops_per_s = 3 * workload.model.flops_per_token(training.seq_length) * tokens_per_s
+        return Candidate(
+            plan=plan,
+            in_tree=self.is_named(row),
+            step_time_s=known.step.step_time_s if known else seconds,
+            tokens_per_s_per_gpu=tokens_per_s,
+            mfu=flops_per_s / effective_peak(workload.cluster.gpu, training),
+            peak_memory_bytes=known.peak_memory_bytes if known else round(float(self.priced.peak_bytes[row])),
         )
-    nodes = fewest_nodes(workload)
-    enough = f"it fits {nodes * cluster.gpus_per_node} GPUs (--nodes {nodes})" if nodes else "use GPUs with more memory"
-    return NoPlanFitsError(
-        f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs with {format_bytes(usable)} usable each; the "
-        f"nearest, {too_large.nearest.describe()}, needs {format_bytes(too_large.least_bytes)}, "
-        f"{format_bytes(too_large.least_bytes - usable)} too much",
-        hint=f"{enough}, or use a shorter --seq-len",
-    )
+
+
+def best_of_each_kind(priced: Priced, order: Ints) -> list[int]:
+    """Return the first row in `order` of each choice of axes and ZeRO stage."""
+    ordered = priced.table.select(order)
+    firsts, _ = kinds_of(lambda name: np.asarray(getattr(ordered, name)))
+    return [int(row) for row in order[np.sort(firsts)]]

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 import numpy as np
 
+from paraplan.cost.schedule_simulation import round_size
 from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
-from paraplan.model.spec import ModelSpec
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import Axis
 from paraplan.plan.support import rule_of, unsupported_reason
-from paraplan.plan.training import TrainingSpec
+from paraplan.search.orders import RankOrders
+from paraplan.search.splits import BalancedSplits
 
-CHUNK_ROWS = 200_000
+CHUNK_ROWS = 32_000
 """Plans that are priced at a time: what a chunk needs stays in the caches, and memory does not grow with the space."""
 
-_INTERLEAVED = SCHEDULES.index("interleaved_1f1b")
+_GPIPE, _ONE_FORWARD, _INTERLEAVED, _ZERO_BUBBLE = (
+    SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+)
 
 
 @dataclass(frozen=True)
@@ -29,58 +35,131 @@ class Degrees:
     pp: int
     cp: int
 
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """The axes by name."""
+        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Plans of the space that may run, and the row of `PlanSpace.degrees` of each; orders of ranks are not chosen."""
+
+    table: PlanTable
+    degrees: Ints
+
 
 @dataclass
 class PlanSpace:
-    """All plans for `num_gpus` ranks, in chunks. `considered` and `rejected` are complete once all chunks are read.
+    """All plans for the GPUs of a workload, in chunks. `considered` and `rejected` are complete once all are read.
 
-    `rejected` counts plans by the reason in words that rules them out before they are priced.
+    `rejected` counts plans by the reason in words that rules them out before they are priced. With
+    `runnable_only` these are plans that paraplan's runtime executes; without, all that make sense. Plans that differ in
+    nothing but the order of ranks count each.
     """
 
-    model: ModelSpec
-    training: TrainingSpec
-    num_gpus: int
-    gpus_per_node: int
+    workload: Workload
+    runnable_only: bool = True
     considered: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    degrees: list[Degrees] = field(default_factory=list)
+    orders: list[list[int]] = field(default_factory=list)
+    variants: list[int] = field(default_factory=list)
 
-    def chunks(self) -> Iterator[PlanTable]:
-        """Yield the plans that divide the batch and the model and that the runtime executes, a chunk at a time."""
-        waiting: list[PlanTable] = []
-        for degrees in all_degrees(self.num_gpus):
-            table = self._inside(degrees)
-            self.considered += len(table)
+    def __post_init__(self) -> None:
+        self._splits = BalancedSplits(self.workload)
+        self._orders = RankOrders(self.workload)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the plans that divide the batch and the model and that can be executed, a chunk at a time.
+
+        Plans of a chunk have similar numbers of virtual stages, so that none pays for the many chunks of another.
+        """
+        waiting: dict[tuple[bool, int], list[Chunk]] = {}
+        for degrees in all_degrees(self.workload.cluster.num_gpus):
+            variants = self._orders.count(degrees.sizes)
             reason = self._ruled_out(degrees)
+            choices, sizes = self._choices(degrees), self._micro_batch_sizes(degrees)
+            self.considered += len(choices) * len(sizes) * variants
             if reason is not None:
-                self.rejected[reason] += len(table)
+                self.rejected[reason] += len(choices) * len(sizes) * variants
                 continue
-            waiting.append(table.select(self._executable(table)))
-            if sum(map(len, waiting)) >= CHUNK_ROWS:
-                yield PlanTable.concatenate(waiting)
-                waiting = []
-        if any(map(len, waiting)):
-            yield PlanTable.concatenate(waiting)
+            self.variants.append(variants)
+            self.orders.append(self._orders.worth_pricing(degrees.sizes))
+            self.degrees.append(degrees)
+            table = self._inside(degrees, choices, sizes)
+            for kind, part in self._alike(table.select(self._executable(table, variants))):
+                found = waiting.setdefault(kind, [])
+                found.append(Chunk(part, np.full(len(part), len(self.degrees) - 1)))
+                if sum(len(chunk.table) for chunk in found) >= CHUNK_ROWS:
+                    yield self._joined(waiting.pop(kind))
+        for found in waiting.values():
+            yield self._joined(found)
+
+    def _joined(self, chunks: list[Chunk]) -> Chunk:
+        # The divisions that later plans brought are in the rows of all.
+        tables = [chunk.table.with_splits(self._splits.rows) for chunk in chunks]
+        return Chunk(PlanTable.concatenate(tables), np.concatenate([chunk.degrees for chunk in chunks]))
 
     def _ruled_out(self, degrees: Degrees) -> str | None:
-        if degrees.tp > self.gpus_per_node:
-            return "tensor parallelism across nodes"
-        limits = [run.block.tp_limit for run in self.model.runs if run.block.tp_limit is not None]
-        if any(limit % degrees.tp for limit in limits):
-            return "tp does not divide the model's attention heads"
-        if degrees.pp > self.model.num_blocks:
-            return f"more pipeline stages than the model's {self.model.num_blocks} blocks"
-        if self.training.global_batch_size % degrees.dp:
-            return f"dp does not divide the global batch of {self.training.global_batch_size}"
-        if self.training.seq_length % degrees.cp:
-            return f"cp does not divide the sequence length of {self.training.seq_length}"
+        model, training = self.workload.model, self.workload.training
+        if degrees.tp > self.workload.cluster.gpus_per_node:
+            return f"tensor parallelism across nodes of {self.workload.cluster.gpus_per_node} GPUs"
+        if any(limit % degrees.tp for limit in self._tp_limits):
+            return "tp does not divide the model's attention and key-value heads"
+        if degrees.pp > model.num_blocks:
+            return f"more pipeline stages than the model's {model.num_blocks} blocks"
+        if training.global_batch_size % degrees.dp:
+            return f"dp does not divide the global batch of {training.global_batch_size}"
+        if training.seq_length % degrees.cp:
+            return f"cp does not divide the sequence length of {training.seq_length}"
         return None
 
-    def _inside(self, degrees: Degrees) -> PlanTable:
-        """Return all plans of one product of axes. A batch that dp does not divide counts with micro-batches of one."""
-        share = max(1, self.training.global_batch_size // degrees.dp)
-        choices = np.array(list(self._choices(degrees)), dtype=np.int64)
-        sizes = np.array(divisors(share), dtype=np.int64)
-        zero, parallel, schedule, virtual, recompute, offload = np.repeat(choices, len(sizes), axis=0).T
+    @cached_property
+    def _tp_limits(self) -> set[int]:
+        limits = {run.block.tp_limit for run in self.workload.model.runs}
+        return {limit for limit in limits if limit is not None}
+
+    def _micro_batch_sizes(self, degrees: Degrees) -> Ints:
+        """Return the sizes of a micro-batch that divide a rank's share of the batch."""
+        share = max(1, self.workload.training.global_batch_size // degrees.dp)
+        return np.array(divisors(share), dtype=np.int64)
+
+    def _choices(self, degrees: Degrees) -> Ints:
+        """Return ZeRO stage, sequence parallelism, schedule, virtual stages, recompute, offload, division by row."""
+        sharded = degrees.dp * degrees.cp > 1
+        stages = range(1 if not sharded else 2 if degrees.pp > 1 else 4)
+        cuts = [
+            (schedule, virtual, recompute, split)
+            for schedule, virtual in self._schedules(degrees.pp)
+            for recompute, name in enumerate(RECOMPUTES)
+            for split in sorted({0, self._split(degrees.pp * virtual, name)})
+        ]
+        parallel = range(1 if degrees.tp == 1 else 2)
+        return np.array(
+            [
+                (zero, sequence, schedule, virtual, recompute, offload, split)
+                for zero, sequence, (schedule, virtual, recompute, split), offload in product(
+                    stages, parallel, cuts, range(len(OFFLOADS))
+                )
+            ],
+            dtype=np.int64,
+        )
+
+    def _split(self, num_stages: int, recompute: str) -> int:
+        if num_stages > self.workload.model.num_blocks:
+            return 0
+        return self._splits.number(num_stages, "full" if recompute == "full" else "none")
+
+    def _schedules(self, pp: int) -> list[tuple[int, int]]:
+        if pp == 1:
+            return [(0, 1)]
+        virtual = divisors(max(1, self.workload.model.num_blocks // pp))[1:]
+        return [(_GPIPE, 1), (_ONE_FORWARD, 1), (_ZERO_BUBBLE, 1), *((_INTERLEAVED, size) for size in virtual)]
+
+    def _inside(self, degrees: Degrees, choices: Ints, sizes: Ints) -> PlanTable:
+        share = max(1, self.workload.training.global_batch_size // degrees.dp)
+        zero, parallel, schedule, virtual, recompute, offload, split = np.repeat(choices, len(sizes), axis=0).T
         micro = np.tile(sizes, len(choices))
 
         def constant(value: int) -> Ints:
@@ -99,40 +178,34 @@ class PlanSpace:
             virtual=virtual,
             recompute=recompute,
             offload=offload,
-            split=np.zeros_like(offload),
+            split=split,
         )
 
-    def _choices(self, degrees: Degrees) -> Iterator[tuple[int, ...]]:
-        """Yield ZeRO stage, sequence parallelism, schedule, virtual stages, recompute and offload that go together."""
-        sharded = degrees.dp * degrees.cp > 1
-        stages = range(1 if not sharded else 2 if degrees.pp > 1 else 4)
-        virtual_sizes = divisors(max(1, self.model.num_blocks // degrees.pp))[1:]
-        schedules = [(index, 1) for index, name in enumerate(SCHEDULES) if name and index != _INTERLEAVED]
-        schedules += [(_INTERLEAVED, size) for size in virtual_sizes]
-        choices = product(
-            stages,
-            range(1 if degrees.tp == 1 else 2),
-            schedules if degrees.pp > 1 else [(0, 1)],
-            range(len(RECOMPUTES)),
-            range(len(OFFLOADS)),
-        )
-        for zero, parallel, (schedule, virtual), recompute, offload in choices:
-            yield zero, parallel, schedule, virtual, recompute, offload
+    def _alike(self, table: PlanTable) -> Iterator[tuple[tuple[bool, int], PlanTable]]:
+        """Yield the parts of a table whose plans cost alike to price: equal chunks on all ranks, or so many of them."""
+        if not len(table):
+            return
+        blocks = self.workload.model.num_blocks
+        alike = len(self.workload.model.runs) == 1
+        is_even = (table.split == 0) & (blocks % (table.pp * table.virtual) == 0) & alike
+        size = np.where(is_even, 0, np.ceil(np.log2(table.virtual)).astype(np.int64))
+        kinds = is_even * 100 + size
+        for kind in np.unique(kinds):
+            yield (bool(kind >= 100), int(kind % 100)), table.select(kinds == kind)
 
-    def _executable(self, table: PlanTable) -> Mask:
-        """Return which rows the runtime executes, and count the reasons of the others.
+    def _executable(self, table: PlanTable, variants: int) -> Mask:
+        """Return which rows can be executed, and count the reasons of the others.
 
         The runtime looks at whether a degree exceeds one and whether the micro-batches fill the pipeline, not at how
         large they are: one plan of each such kind is asked about, and stands for all.
         """
-        depth = np.minimum(table.pp, 2)
         count, rounds = table.num_microbatches, np.maximum(table.num_microbatches // table.pp, 1)
         # Fewer than the stages; a multiple of them; of the rounds of a schedule; of neither. One example of each, pp=2.
         fills = np.select([count < table.pp, count % table.pp == 0, count % rounds == 0], [1, 2, 3], default=5)
         kinds, kind = distinct_rows(
             np.minimum(table.dp, 2),
             np.minimum(table.tp, 2),
-            depth,
+            np.minimum(table.pp, 2),
             np.minimum(table.cp, 2),
             table.zero_stage,
             table.sequence_parallel,
@@ -145,14 +218,22 @@ class PlanSpace:
             np.zeros_like(table.split),
         )
         examples = PlanTable.of_columns(kinds)
-        reasons = [
-            unsupported_reason(examples.plan(row), precision=self.training.precision) for row in range(len(examples))
-        ]
+        reasons = [self._reason(examples, row) for row in range(len(examples))]
         counts = np.bincount(kind, minlength=len(reasons))
-        for reason, count in zip(reasons, counts, strict=True):
+        for reason, number in zip(reasons, counts, strict=True):
             if reason is not None:
-                self.rejected[rule_of(reason)] += int(count)
+                self.rejected[rule_of(reason)] += int(number) * variants
         return np.array([reason is None for reason in reasons], dtype=bool)[kind]
+
+    def _reason(self, table: PlanTable, row: int) -> str | None:
+        if self.runnable_only:
+            return unsupported_reason(table.plan(row), precision=self.workload.training.precision)
+        count, pp = int(table.num_microbatches[row]), int(table.pp[row])
+        if table.schedule[row] == _INTERLEAVED and count % round_size(count, pp):
+            return "interleaved stages need micro-batches in equal rounds, such as a multiple of pp"
+        if table.offload[row] == OFFLOADS.index("parameters") and table.zero_stage[row] < 3:
+            return "parameters are offloaded under ZeRO-3 only"
+        return None
 
 
 def all_degrees(num_gpus: int) -> Iterator[Degrees]:

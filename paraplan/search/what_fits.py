@@ -1,34 +1,137 @@
-"""How many machines a workload needs."""
+"""What would fit: the fewest GPUs, the largest batch, the longest sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from paraplan.cost.estimate import fits, peak_memory
+from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
-from paraplan.search.space import PlanSpace
+from paraplan.hardware.cluster import Cluster
+from paraplan.search.space import PlanSpace, divisors
 
-MOST_NODES = 1024
-
-
-def some_plan_fits(workload: Workload) -> bool:
-    """Return whether any plan of the space fits the workload's machines."""
-    cluster = workload.cluster
-    space = PlanSpace(workload.model, workload.training, cluster.num_gpus, cluster.gpus_per_node)
-    return any(bool(fits(workload, peak_memory(workload, chunk)).any()) for chunk in space.chunks())
+MOST_NODES = 16_384
+LONGEST_SEQUENCE = 2**24
+STEP_TOKENS = 256
+"""Sequences are tried in multiples of this."""
 
 
-def fewest_nodes(workload: Workload) -> int | None:
+def some_plan_fits(workload: Workload, *, runnable_only: bool = True, without_accumulation: bool = False) -> bool:
+    """Return whether any plan of the space fits the workload's machines.
+
+    `without_accumulation` counts only plans that take the batch in one micro-batch.
+    """
+    space = PlanSpace(workload, runnable_only)
+    for chunk in space.chunks():
+        table = _one_micro_batch(chunk.table) if without_accumulation else chunk.table
+        if len(table) and bool(fits(workload, peak_memory(workload, table)).any()):
+            return True
+    return False
+
+
+def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
+    """Yield the clusters of fewer GPUs that can be made of a cluster's machines, and itself last.
+
+    First parts of one machine, then machines, in steps of two.
+    """
+    for count in divisors(cluster.gpus_per_node)[:-1]:
+        yield first_gpus(cluster, count)
+    nodes = 1
+    while nodes < cluster.num_nodes:
+        yield cluster.replace(num_nodes=nodes)
+        nodes *= 2
+    yield cluster
+
+
+def first_gpus(cluster: Cluster, count: int) -> Cluster:
+    """Return one machine of a cluster with its first `count` GPUs."""
+    gpus = cluster.node.gpus[:count]
+    kept = {gpu.index for gpu in gpus}
+    links = tuple(link for link in cluster.node.links if {link.gpu_a, link.gpu_b} <= kept)
+    return cluster.replace(num_nodes=1, node=cluster.node.replace(gpus=gpus, links=links))
+
+
+def fewest_gpus(workload: Workload, *, runnable_only: bool = True) -> Cluster | None:
+    """Return the smallest cluster of the workload's machines, in steps of two, on which some plan fits.
+
+    None where none up to the workload's own does.
+    """
+    for cluster in smaller_clusters(workload.cluster):
+        if some_plan_fits(replace(workload, cluster=cluster), runnable_only=runnable_only):
+            return cluster
+    return None
+
+
+def fewest_nodes(workload: Workload, *, runnable_only: bool = True) -> int | None:
     """Return the least number of nodes, doubling from the workload's, on which some plan fits.
 
-    None where none up to 1024 does, and for machines without a network, of which there cannot be more than one.
+    None where none up to 16,384 does, and for machines without a network, of which there cannot be more than one. The
+    batch grows with the nodes where they are more than it has sequences.
     """
     nodes = workload.cluster.num_nodes
     if workload.cluster.network is None:
         return None
     while nodes <= MOST_NODES:
         larger = replace(workload, cluster=workload.cluster.replace(num_nodes=nodes))
-        if some_plan_fits(larger):
+        if some_plan_fits(larger, runnable_only=runnable_only):
             return nodes
         nodes *= 2
     return None
+
+
+def largest_batch(workload: Workload, *, runnable_only: bool = True) -> int | None:
+    """Return the most sequences that some plan takes in one micro-batch, a multiple of the GPUs where it is that many.
+
+    Gradient accumulation makes any batch fit that its share fits. None where not even one sequence does.
+    """
+
+    def is_fitting(size: int) -> bool:
+        training = workload.training.replace(global_batch_size=size)
+        return some_plan_fits(
+            replace(workload, training=training), runnable_only=runnable_only, without_accumulation=True
+        )
+
+    gpus = workload.cluster.num_gpus
+    if is_fitting(gpus):
+        return gpus * _most(lambda count: is_fitting(gpus * count), limit=2**20)
+    fitting = [size for size in divisors(gpus) if is_fitting(size)]
+    return max(fitting, default=None)
+
+
+def longest_sequence(workload: Workload, *, runnable_only: bool = True) -> int | None:
+    """Return the longest sequence that some plan trains with the workload's batch, in multiples of 256 tokens.
+
+    A table of learned positions limits it. None where no such sequence fits.
+    """
+    model = workload.model
+    limit = model.max_seq_length if model.has_learned_positions and model.max_seq_length else LONGEST_SEQUENCE
+
+    def is_fitting(steps: int) -> bool:
+        training = workload.training.replace(seq_length=steps * STEP_TOKENS)
+        return some_plan_fits(replace(workload, training=training), runnable_only=runnable_only)
+
+    if limit < STEP_TOKENS or not is_fitting(1):
+        return None
+    return STEP_TOKENS * _most(is_fitting, limit=limit // STEP_TOKENS)
+
+
+def _most(is_fitting: Callable[[int], bool], *, limit: int) -> int:
+    """Return the largest number up to `limit` that fits, where 1 does, to within a 32nd of it.
+
+    Numbers are doubled until one does not fit, and the gap is halved.
+    """
+    low = 1
+    while 2 * low <= limit and is_fitting(2 * low):
+        low *= 2
+    high = min(2 * low, limit + 1)
+    while high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_fitting(middle) else (low, middle)
+    return low
+
+
+def _one_micro_batch(table: PlanTable) -> PlanTable:
+    return table.select(np.asarray(table.num_microbatches == 1))

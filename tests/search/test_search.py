@@ -2,16 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from paraplan.cost.estimate import estimate_plan
-from paraplan.cost.table import PlanTable
+from paraplan.cost.estimate import estimate_plan, peak_memory, step_times
+from paraplan.cost.table import Floats
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.support import unsupported_reason
-from paraplan.search.search import balanced, search
+from paraplan.search.bound import least_step_s
+from paraplan.search.orders import ORDERS
+from paraplan.search.search import search
 from paraplan.search.space import PlanSpace, all_degrees
-from paraplan.search.what_fits import fewest_nodes
+from paraplan.search.splits import BalancedSplits
+from paraplan.search.what_fits import fewest_gpus, fewest_nodes, largest_batch, longest_sequence
 
 MakeWorkload = Callable[..., Workload]
 
@@ -31,12 +35,48 @@ def test_what_is_recommended_fits_and_runs(workload: MakeWorkload, model: str, p
         assert unsupported_reason(plan, num_blocks=made.model.num_blocks) is None
 
 
-def test_the_search_finds_what_brute_force_finds(workload: MakeWorkload) -> None:
-    made = workload("gpt2-xl", profile="rtx-3090-x2", global_batch_size=16)
-    table = PlanTable.concatenate(list(PlanSpace(made.model, made.training, 2, 2).chunks()))
-    estimates = [estimate_plan(made, table.plan(row)) for row in range(len(table))]
-    fastest_s = min(estimate.step.step_time_s for estimate in estimates if estimate.fits)
-    assert search(made).candidates[0].step_time_s <= fastest_s * (1 + 1e-9)
+def brute_force(made: Workload, *, runnable_only: bool) -> tuple[Floats, Floats]:
+    """Return seconds and peak bytes of all plans that fit, under every order of ranks."""
+    seconds, peaks = [], []
+    for chunk in PlanSpace(made, runnable_only).chunks():
+        peak = peak_memory(made, chunk.table)
+        fitting = peak <= made.usable_memory_bytes
+        for order in ORDERS:
+            seconds.append(step_times(made, chunk.table.select(fitting).ordered(order)).step_time_s)
+            peaks.append(peak[fitting])
+    return np.concatenate(seconds), np.concatenate(peaks)
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "nodes", "gpus", "batch", "runnable_only"),
+    [
+        ("gpt2-xl", "rtx-3090-x2", 1, None, 4, True),
+        ("gpt2", "dgx-h100", 1, 4, 4, True),
+        ("qwen2.5-0.5b", "rtx-3090-x2", 2, None, 4, False),
+    ],
+)
+def test_the_search_loses_nothing_that_brute_force_finds(
+    workload: MakeWorkload, model: str, profile: str, nodes: int, gpus: int | None, batch: int, runnable_only: bool
+) -> None:
+    made = workload(model, profile=profile, num_nodes=nodes, gpus=gpus, global_batch_size=batch)
+    seconds, peaks = brute_force(made, runnable_only=runnable_only)
+    found = search(made, num_candidates=1000, runnable_only=runnable_only, with_front=True)
+    assert found.candidates[0].step_time_s == pytest.approx(seconds.min())
+    few = search(made, num_candidates=2, runnable_only=runnable_only)
+    assert [one.plan for one in few.candidates] == [one.plan for one in found.candidates[:2]]
+    smallest = search(made, objective="memory", runnable_only=runnable_only)
+    assert smallest.candidates[0].peak_memory_bytes == pytest.approx(peaks.min(), rel=1e-6)
+    beaten = np.zeros(len(seconds), dtype=bool)
+    for point in found.front:
+        beaten |= (point.step_time_s <= seconds * (1 + 1e-9)) & (point.peak_memory_bytes <= 1.011 * peaks)
+    assert beaten.all()
+
+
+def test_no_plan_is_faster_than_its_least_time(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=4096, global_batch_size=16)
+    for chunk in PlanSpace(made, False).chunks():
+        some = chunk.table.select(np.arange(0, len(chunk.table), 7))
+        assert (least_step_s(made, some) <= step_times(made, some).step_time_s * (1 + 1e-9)).all()
 
 
 def test_candidates_are_ranked_and_differ_in_their_axes(workload: MakeWorkload) -> None:
@@ -69,12 +109,18 @@ def test_where_nothing_fits_the_nearest_plan_and_what_it_lacks_are_named(workloa
 def test_stages_are_cut_by_cost_so_that_the_head_weighs(workload: MakeWorkload) -> None:
     # The head of Llama-3-8B does the work of about 2.4 layers.
     made = workload("llama-3-8b", seq_length=4096)
-    table = PlanTable.concatenate(list(PlanSpace(made.model, made.training, 8, 8).chunks()))
-    row = next(row for row in range(len(table)) if table.pp[row] == 8)
-    cut = balanced(made, table.plan(row)).stage_blocks
+    cut = BalancedSplits(made).cut(8, "none")
     assert cut is not None
     assert sum(cut) == 32
     assert cut[-1] < cut[0]
+
+
+def test_an_uneven_cut_is_searched_and_is_faster_where_the_head_is_large(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=4096)
+    plan = next(one.plan for one in search(made).candidates if one.plan.pp > 1)
+    assert plan.stage_blocks is not None
+    even = estimate_plan(made, plan.replace(stage_blocks=None)).step.step_time_s
+    assert estimate_plan(made, plan).step.step_time_s < even
 
 
 def test_the_memory_objective_takes_the_plan_that_needs_least(workload: MakeWorkload) -> None:
@@ -111,11 +157,43 @@ def test_every_plan_of_the_space_is_one_that_the_runtime_executes_and_the_others
     workload: MakeWorkload,
 ) -> None:
     made = workload("gpt2", global_batch_size=24, precision="fp32")
-    space = PlanSpace(made.model, made.training, 8, 8)
-    table = PlanTable.concatenate(list(space.chunks()))
-    assert len(table) + sum(space.rejected.values()) == space.considered
-    for row in range(len(table)):
-        plan = table.plan(row)
-        assert plan.world_size == 8
-        assert plan.global_batch_size == 24
-        assert unsupported_reason(plan, num_blocks=12, precision="fp32") is None
+    space = PlanSpace(made)
+    chunks = list(space.chunks())
+    counted = sum(space.variants[degrees] for chunk in chunks for degrees in chunk.degrees)
+    assert counted + sum(space.rejected.values()) == space.considered
+    for chunk in chunks:
+        for row in range(0, len(chunk.table), 3):
+            plan = chunk.table.plan(row)
+            assert plan.world_size == 8
+            assert plan.global_batch_size == 24
+            assert unsupported_reason(plan, num_blocks=12, precision="fp32") is None
+
+
+def test_plans_for_other_frameworks_hold_what_the_runtime_does_not_execute(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=4096)
+    own, other = search(made), search(made, runnable_only=False)
+    assert own.is_runnable
+    assert not other.is_runnable
+    assert other.plans_priced > 2 * own.plans_priced
+    assert not any("not executed" in rejection.reason for rejection in other.rejections)
+
+
+def test_the_order_of_ranks_keeps_tensor_parallelism_inside_the_fast_links(workload: MakeWorkload) -> None:
+    made = workload("llama-3-70b", profile="dgx-a100", num_nodes=4, global_batch_size=128, seq_length=4096)
+    for candidate in search(made).candidates:
+        if candidate.plan.tp > 1:
+            assert candidate.plan.rank_order[-1] == "tp"
+
+
+def test_what_fits_is_found_with_nothing_larger_that_does(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=4096, global_batch_size=8)
+    cluster = fewest_gpus(made)
+    assert cluster is not None
+    assert 1 < cluster.num_gpus <= 8
+    batch = largest_batch(made)
+    assert batch is not None
+    assert batch % 8 == 0
+    length = longest_sequence(made)
+    assert length is not None
+    assert length > 4096
+    assert longest_sequence(workload("gpt2", global_batch_size=8)) == 1024

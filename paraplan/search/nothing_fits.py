@@ -1,0 +1,54 @@
+"""The error for a workload that no plan fits: the nearest plan, what it lacks, and what would help."""
+
+from __future__ import annotations
+
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError
+from paraplan.search.space import PlanSpace
+from paraplan.search.survey import TooLarge
+from paraplan.search.what_fits import fewest_nodes, longest_sequence
+from paraplan.units import format_bytes
+
+
+def nothing_fits(workload: Workload, space: PlanSpace, too_large: TooLarge) -> NoPlanFitsError:
+    """Return the error for a workload whose `space` has no plan that fits."""
+    cluster, usable = workload.cluster, workload.usable_memory_bytes
+    if too_large.nearest is None:
+        reasons = "; ".join(f"{count:,} plans: {reason}" for reason, count in space.rejected.most_common(3))
+        return NoPlanFitsError(
+            f"no plan suits {workload.model.name} on {cluster.num_gpus} GPUs: {reasons}",
+            hint=_suitable_batches(workload),
+        )
+    nearest = estimate_plan(workload, too_large.nearest)
+    fullest = max(nearest.memory, key=lambda stage: stage.total_bytes)
+    lacking = format_bytes(fullest.total_bytes - usable)
+    where = f" on stage {fullest.pipeline_stage}" if nearest.plan.pp > 1 else ""
+    return NoPlanFitsError(
+        f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs with {format_bytes(usable)} usable each; the "
+        f"nearest, {nearest.plan.describe()}, needs {format_bytes(fullest.total_bytes)}, {lacking} too much{where}",
+        hint=", or ".join(_ways_out(workload, runnable_only=space.runnable_only)),
+    )
+
+
+def _ways_out(workload: Workload, *, runnable_only: bool) -> list[str]:
+    """Return what would make the workload fit: more machines, another optimizer, a shorter sequence."""
+    found = []
+    nodes = fewest_nodes(workload, runnable_only=runnable_only)
+    if nodes:
+        found.append(f"it fits {nodes * workload.cluster.gpus_per_node} GPUs (--nodes {nodes})")
+    length = longest_sequence(workload, runnable_only=runnable_only)
+    if length is not None and length < workload.training.seq_length:
+        found.append(f"sequences of {length} tokens (--seq-len {length})")
+    if not found:
+        found.append("use GPUs with more memory")
+    return found
+
+
+def _suitable_batches(workload: Workload) -> str:
+    """Return a hint with batches that some plan of the workload's GPUs can divide."""
+    gpus, batch = workload.cluster.num_gpus, workload.training.global_batch_size
+    larger = -(-batch // gpus) * gpus
+    smaller = batch // gpus * gpus
+    sizes = [str(size) for size in (smaller, larger) if size and size != batch]
+    return f"use a --global-batch of {' or '.join(sizes or [str(gpus)])}, which {gpus} GPUs divide, or fewer GPUs"

@@ -1,0 +1,83 @@
+"""Orders of ranks that are worth pricing: those whose groups no other order puts on links as fast or faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import permutations
+from math import factorial, prod
+
+import numpy as np
+
+from paraplan.cost.collectives import group_links
+from paraplan.cost.table import Floats, Ints, PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis
+
+ORDERS: tuple[tuple[Axis, ...], ...] = tuple(
+    sorted(permutations(MEGATRON_RANK_ORDER), key=lambda order: order != MEGATRON_RANK_ORDER)
+)
+"""All orders of the axes, Megatron-LM's first."""
+
+_SIZES = np.array([1e3, 1e5, 1e6, 1e7, 1e8, 1e9, 1e11])
+
+
+@dataclass
+class RankOrders:
+    """The orders of ranks of each product of axes; times of groups are computed once for each size and distance."""
+
+    workload: Workload
+    _seconds: dict[tuple[Axis, int, int], Floats] = field(default_factory=dict)
+
+    def count(self, sizes: dict[Axis, int]) -> int:
+        """Return how many orders differ: those of the axes that are divided."""
+        return factorial(sum(size > 1 for size in sizes.values()))
+
+    def worth_pricing(self, sizes: dict[Axis, int]) -> list[int]:
+        """Return numbers of ORDERS that no other one beats or equals on all axes, Megatron-LM's before equal ones.
+
+        An order is left out only where another has every collective of every axis, at every size from a kilobyte to a
+        hundred gigabytes, at least as fast.
+        """
+        kept: list[tuple[int, Floats]] = []
+        seen: set[tuple[Axis, ...]] = set()
+        for number, order in enumerate(ORDERS):
+            divided = tuple(axis for axis in order if sizes[axis] > 1)
+            if divided in seen:
+                continue
+            seen.add(divided)
+            seconds = np.concatenate([np.zeros(0), *(self._of_group(axis, divided, sizes) for axis in sorted(divided))])
+            if any(bool((other <= seconds).all()) for _, other in kept):
+                continue
+            kept = [(each, other) for each, other in kept if not bool((seconds <= other).all())]
+            kept.append((number, seconds))
+        return [number for number, _ in kept]
+
+    def _of_group(self, axis: Axis, divided: tuple[Axis, ...], sizes: dict[Axis, int]) -> Floats:
+        stride = prod(sizes[inner] for inner in divided[divided.index(axis) + 1 :])
+        key = (axis, sizes[axis], stride)
+        if key not in self._seconds:
+            self._seconds[key] = self._measure(axis, sizes[axis], stride)
+        return self._seconds[key]
+
+    def _measure(self, axis: Axis, size: int, stride: int) -> Floats:
+        """Return the seconds of the collectives of an axis whose members stand `stride` ranks apart, by size."""
+        inner: Axis = "tp" if axis != "tp" else "dp"
+        others: tuple[Axis, ...] = tuple(each for each in MEGATRON_RANK_ORDER if each not in (axis, inner))
+        table = _table({axis: size, inner: stride}, (*others, axis, inner))
+        links = group_links(self.workload, table, axis)
+        one = np.ones(1)
+        if axis == "pp":
+            return np.concatenate([links.send_s(one * num_bytes) for num_bytes in _SIZES])
+        collectives = (links.all_reduce_s, links.all_gather_s, links.reduce_scatter_s)
+        return np.concatenate([time_s(one * num_bytes) for time_s in collectives for num_bytes in _SIZES])
+
+
+def _table(sizes: dict[Axis, int], rank_order: tuple[Axis, ...]) -> PlanTable:
+    def column(value: int) -> Ints:
+        return np.full(1, value, dtype=np.int64)
+
+    names = ("zero_stage", "sequence_parallel", "schedule", "recompute", "offload", "split")
+    zeros = {name: column(0) for name in names}
+    ones = {name: column(1) for name in ("micro_batch_size", "num_microbatches", "virtual")}
+    axes = {axis: column(sizes.get(axis, 1)) for axis in MEGATRON_RANK_ORDER}
+    return PlanTable(**axes, **zeros, **ones, rank_order=rank_order)

@@ -1,0 +1,275 @@
+"""The survey of a whole space: memory of every plan, the time of those that fit and may be among the best."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paraplan.cost.blocks import block_costs
+from paraplan.cost.estimate import fits, peak_memory, step_times
+from paraplan.cost.memory import host_bytes
+from paraplan.cost.stages import even_stage
+from paraplan.cost.table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.search.bound import least_step_s
+from paraplan.search.orders import ORDERS
+from paraplan.search.results import Rejection
+from paraplan.search.space import PlanSpace
+from paraplan.units import format_bytes
+
+SLACK = 1.02
+"""Plans up to this factor slower than the best ones are priced too: among equals the simplest is recommended."""
+
+_FIRST_ROWS, _MORE_ROWS = 1_000, 16_000
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """Plans with their prices: a table each order of ranks would be, so the order is a column here."""
+
+    table: PlanTable
+    order: Ints
+    seconds: Floats
+    peak_bytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def select(self, rows: Ints) -> Priced:
+        """Return some of the plans."""
+        return Priced(self.table.select(rows), self.order[rows], self.seconds[rows], self.peak_bytes[rows])
+
+    def plan(self, row: int) -> ParallelPlan:
+        """Return one plan as a record."""
+        return self.table.ordered(ORDERS[self.order[row]]).plan(row)
+
+
+@dataclass
+class Fitting:
+    """The plans that fit, in little memory: columns of 32 bits, the peak, the least time, and the product of axes."""
+
+    columns: list[Ints] = field(default_factory=list)
+    peaks: list[Floats] = field(default_factory=list)
+    least: list[Floats] = field(default_factory=list)
+    degrees: list[Ints] = field(default_factory=list)
+    splits: Ints | None = None
+
+    def add(self, table: PlanTable, peak: Floats, least_s: Floats, degrees: Ints) -> None:
+        """Keep the plans of a table."""
+        self.columns.append(np.stack([getattr(table, name) for name in COLUMNS]).astype(np.int32))
+        self.peaks.append(peak)
+        self.least.append(least_s)
+        self.degrees.append(degrees.astype(np.int32))
+        if self.splits is None or len(table.splits) > len(self.splits):
+            self.splits = table.splits
+
+    def together(self) -> _Together:
+        """Return all plans as arrays."""
+        assert self.splits is not None
+        return _Together(
+            np.concatenate(self.columns, axis=1),
+            np.concatenate(self.peaks),
+            np.concatenate(self.least),
+            np.concatenate(self.degrees),
+            self.splits,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Together:
+    columns: Ints
+    peak_bytes: Floats
+    least_s: Floats
+    degrees: Ints
+    splits: Ints
+
+    def table(self, rows: Ints) -> PlanTable:
+        return PlanTable.of_columns(self.columns[:, rows].astype(np.int64)).with_splits(self.splits)
+
+    def column(self, name: str) -> Ints:
+        return np.asarray(self.columns[COLUMNS.index(name)])
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """What is left of the whole space: plans that may be among the best with their prices, and the rest counted."""
+
+    priced: Priced
+    rejections: tuple[Rejection, ...]
+    considered: int
+    num_priced: int
+
+
+@dataclass
+class TooLarge:
+    """The plans that do not fit: how many, how much they need, and the one that comes nearest."""
+
+    count: int = 0
+    least_bytes: float = float("inf")
+    most_bytes: float = 0.0
+    nearest: ParallelPlan | None = None
+
+    def add(self, table: PlanTable, peaks: Floats, weights: Ints) -> None:
+        """Count the plans of a table, each as often as `weights` says."""
+        if not len(table):
+            return
+        self.count += int(weights.sum())
+        self.most_bytes = max(self.most_bytes, float(peaks.max()))
+        if float(peaks.min()) < self.least_bytes:
+            self.least_bytes = float(peaks.min())
+            self.nearest = table.plan(int(np.argmin(peaks)))
+
+    def describe(self, usable_bytes: int) -> str:
+        """Return the reason in words."""
+        least, most = format_bytes(self.least_bytes), format_bytes(self.most_bytes)
+        needed = least if least == most else f"{least} to {most}"
+        return f"need {needed} of {format_bytes(usable_bytes)} usable"
+
+
+@dataclass
+class MemorySurvey:
+    """The first half of a survey: which plans of a space fit."""
+
+    space: PlanSpace
+    fitting: Fitting = field(default_factory=Fitting)
+    too_large: TooLarge = field(default_factory=TooLarge)
+    rejected: Counter[str] = field(default_factory=Counter)
+    num_priced: int = 0
+
+    @classmethod
+    def of(cls, workload: Workload, space: PlanSpace) -> MemorySurvey:
+        """Price the memory of every plan of `space`."""
+        survey = cls(space)
+        for chunk in space.chunks():
+            table, weights = chunk.table, np.array(space.variants)[chunk.degrees]
+            survey.num_priced += int(weights.sum())
+            peak = peak_memory(workload, table)
+            fitting = fits(workload, peak)
+            survey.too_large.add(table.select(~fitting), peak[~fitting], weights[~fitting])
+            on_host = fitting & _exceeds_host(workload, table)
+            if on_host.any():
+                total = format_bytes(workload.cluster.host_memory_bytes)
+                survey.rejected[f"offload needs more than the {total} of a node"] += int(weights[on_host].sum())
+                fitting &= ~on_host
+            if fitting.any():
+                left = table.select(fitting)
+                survey.fitting.add(left, peak[fitting], least_step_s(workload, left), chunk.degrees[fitting])
+        survey.rejected.update(space.rejected)
+        if survey.too_large.count:
+            survey.rejected[survey.too_large.describe(workload.usable_memory_bytes)] += survey.too_large.count
+        return survey
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """Return why plans were left out, the most frequent reason first."""
+        return tuple(Rejection(reason=reason, count=count) for reason, count in self.rejected.most_common())
+
+
+def _exceeds_host(workload: Workload, table: PlanTable) -> Mask:
+    """Return which plans offload more than a node's memory holds."""
+    offloads = np.flatnonzero(table.offload != OFFLOADS.index("none"))
+    exceeds = np.zeros(len(table), dtype=bool)
+    limit = workload.cluster.host_memory_bytes
+    if limit is None or not len(offloads):
+        return exceeds
+    part = table.select(offloads)
+    costs = block_costs(workload, part)
+    ranks = np.minimum(workload.cluster.num_gpus, workload.cluster.gpus_per_node)
+    for rank in (np.zeros_like(part.pp), part.pp - 1):
+        stage = even_stage(part, workload.model.num_blocks, rank)
+        exceeds[offloads] |= ranks * host_bytes(workload, part, costs, stage) > limit
+    return exceeds
+
+
+def kinds_of(table_like: Callable[[str], Ints]) -> tuple[Ints, Ints]:
+    """Return the first row of each choice of axes and ZeRO stage, and the choice of each row."""
+    return first_rows(*(table_like(name).astype(np.int64) for name in ("dp", "tp", "pp", "cp", "zero_stage")))
+
+
+@dataclass
+class TimeSurvey:
+    """The second half: the time of plans that may be among the best, those with the least time first.
+
+    A plan is left out where its least time is above the best time of its kind (axes and ZeRO stage), or above that of
+    the `num_kinds`-th best kind and, if the decision tree names its family, of the best of those. With `fronts`, plans
+    stay that may be faster than all that need as little memory. With `smallest_first` memory takes the place of time.
+    """
+
+    workload: Workload
+    orders: list[list[int]]
+    num_kinds: int
+    is_in_tree: Callable[[ParallelPlan], bool]
+    smallest_first: bool = False
+    fronts: bool = False
+    found: list[Priced] = field(default_factory=list)
+    num_priced: int = 0
+
+    def run(self, fitting: Fitting) -> Priced:
+        """Return the priced plans."""
+        plans = fitting.together()
+        firsts, kind = kinds_of(plans.column)
+        named = np.array([self.is_in_tree(plans.table(np.array([row])).plan(0)) for row in firsts])
+        best = np.full(len(firsts), np.inf)
+        waiting = np.argsort(plans.peak_bytes if self.smallest_first else plans.least_s, kind="stable")
+        size = _FIRST_ROWS
+        while len(waiting):
+            batch, waiting = waiting[:size], waiting[size:]
+            priced, rows = self._price(plans, batch)
+            np.minimum.at(best, kind[rows], priced.peak_bytes if self.smallest_first else priced.seconds)
+            self.found.append(priced)
+            self.num_priced += len(priced)
+            waiting = waiting[self._may_matter(plans, waiting, kind, named, best)]
+            size = _MORE_ROWS
+        table = PlanTable.concatenate([each.table for each in self.found])
+        return Priced(
+            table,
+            *(
+                np.concatenate([getattr(each, name) for each in self.found])
+                for name in ("order", "seconds", "peak_bytes")
+            ),
+        )
+
+    def _may_matter(self, plans: _Together, rows: Ints, kind: Ints, named: Mask, best: Floats) -> Mask:
+        known = np.sort(best)
+        limit = known[min(self.num_kinds, len(known)) - 1] * SLACK
+        in_tree = (best[named].min() if named.any() else np.inf) * SLACK
+        limits = np.minimum(best * SLACK, np.maximum(limit, np.where(named, in_tree, 0.0)))
+        least = (plans.peak_bytes if self.smallest_first else plans.least_s)[rows]
+        matters = least <= limits[kind[rows]]
+        if self.fronts:
+            matters |= plans.least_s[rows] < self._front_s(plans.peak_bytes[rows])
+        return np.asarray(matters)
+
+    def _front_s(self, peak_bytes: Floats) -> Floats:
+        """Return the best time so far of plans that need no more memory."""
+        peaks = np.concatenate([each.peak_bytes for each in self.found])
+        seconds = np.concatenate([each.seconds for each in self.found])
+        order = np.argsort(peaks, kind="stable")
+        fastest = np.concatenate([[np.inf], np.minimum.accumulate(seconds[order])])
+        return np.asarray(fastest[np.searchsorted(peaks[order], peak_bytes, side="right")])
+
+    def _price(self, plans: _Together, rows: Ints) -> tuple[Priced, Ints]:
+        """Return the prices of some plans under each order of ranks that is worth it, and the row of each."""
+        parts, origins = [], []
+        for number, chosen in self._by_order(plans.degrees[rows]):
+            table = plans.table(rows[chosen]).ordered(ORDERS[number])
+            seconds = step_times(self.workload, table).step_time_s
+            order = np.full(len(table), number)
+            parts.append(Priced(table.ordered(ORDERS[0]), order, seconds, plans.peak_bytes[rows[chosen]]))
+            origins.append(rows[chosen])
+        table = PlanTable.concatenate([part.table for part in parts])
+        columns = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("order", "seconds", "peak_bytes")
+        )
+        return Priced(table, *columns), np.concatenate(origins)
+
+    def _by_order(self, degrees: Ints) -> Iterator[tuple[int, Ints]]:
+        for number in range(len(ORDERS)):
+            has = np.array([number in orders for orders in self.orders])
+            chosen = np.flatnonzero(has[degrees])
+            if len(chosen):
+                yield number, chosen
