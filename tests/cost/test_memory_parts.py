@@ -1,0 +1,315 @@
+"""Each part of a plan's memory against a count by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paraplan.cost.blocks import block_costs
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.habits import COMPOSER, MEGATRON_CORE, MEGATRON_CORE_LOCAL, MEGATRON_DEEPSPEED, Habits
+from paraplan.cost.memory import host_bytes
+from paraplan.cost.optimizers import optimizer_states
+from paraplan.cost.rank_memory import RankMemory
+from paraplan.cost.stages import chunk_in_flight, even_stage
+from paraplan.cost.table import PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.cost.workspaces import matmul_workspace_bytes
+from paraplan.model.config_file import ModelConfig
+from paraplan.model.reader import read_fields
+from paraplan.model.shapes import TransformerShapes, model_from_shapes
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import OptimizerName
+from paraplan.units import GIB, MIB
+
+MakeWorkload = Callable[..., Workload]
+H, A, S, V, LAYERS = 512, 8, 256, 1024, 8
+BLOCK = 12 * H * H + 13 * H
+EMBEDDING = (V + S) * H
+
+
+def gpt(workload: MakeWorkload, habits: Habits, **training: object) -> Workload:
+    shapes = TransformerShapes(num_layers=LAYERS, hidden_size=H, num_heads=A, vocab_size=V, max_seq_length=S)
+    made = workload(**{"seq_length": S, "attention": "eager", **training})
+    return replace(made, model=model_from_shapes(shapes), habits=habits)
+
+
+def rank(workload: Workload, stage: int = 0, **plan: object) -> RankMemory:
+    table = PlanTable.of_plans([ParallelPlan.model_validate(plan)])
+    blocks = even_stage(table, workload.model.num_blocks, np.array([stage]))
+    return RankMemory.of(workload, table, block_costs(workload, table), blocks)
+
+
+def one(values: object) -> float:
+    return float(np.asarray(values)[0])
+
+
+def block_bytes(workload: Workload, **plan: object) -> float:
+    table = PlanTable.of_plans([ParallelPlan.model_validate(plan)])
+    costs = block_costs(workload, table)
+    return float(costs.saved_bytes[costs.key[0], 1])
+
+
+B = 4  # sequences of a micro-batch
+
+
+@pytest.mark.parametrize(
+    ("plan", "bytes_per_sbh"),
+    [  # Korthikanti et al. 2022, Table 2
+        ({}, 34 + 5 * A * S / H),
+        ({"tp": 4}, 10 + 24 / 4 + 5 * A * S / (H * 4)),
+        ({"tp": 4, "sequence_parallel": True}, 34 / 4 + 5 * A * S / (H * 4)),
+        ({"tp": 4, "sequence_parallel": True, "recompute": "selective"}, 34 / 4),
+        ({"recompute": "full"}, 2),
+        ({"cp": 4}, (34 + 5 * A * S / H) / 4),
+    ],
+)
+def test_a_gpt_block_keeps_what_the_table_of_korthikanti_says(
+    workload: MakeWorkload, plan: dict[str, object], bytes_per_sbh: float
+) -> None:
+    kept = block_bytes(gpt(workload, MEGATRON_CORE_LOCAL), micro_batch_size=B, **plan)
+    # The table leaves out what norms keep of each token: two fp32 statistics, of two norms.
+    assert kept == pytest.approx(bytes_per_sbh * S * B * H, rel=0.015)
+
+
+def test_without_dropout_no_masks_are_kept(workload: MakeWorkload) -> None:
+    made = gpt(workload, MEGATRON_CORE_LOCAL)
+    shapes = TransformerShapes(
+        num_layers=LAYERS, hidden_size=H, num_heads=A, vocab_size=V, max_seq_length=S, dropout=0.0
+    )
+    dry = replace(made, model=model_from_shapes(shapes))
+    masks = 2 * H + 3 * A * S  # of two residual dropouts; of the scores' own, and the scores that are left
+    assert block_bytes(made, micro_batch_size=B) - block_bytes(dry, micro_batch_size=B) == S * B * masks
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "matrix", "vector", "embedding"),
+    [
+        ("adamw", 8 * H * H, 8 * H, 8 * V * H),
+        ("adamw_8bit", 2 * (1 + 4 / 256) * H * H, 8 * H, 2 * (1 + 4 / 256) * V * H),
+        ("adafactor", 4 * (H + H), 4 * H, 4 * (V + H)),
+        ("muon", 4 * H * H, 8 * H, 8 * V * H),
+        ("sgd_momentum", 4 * H * H, 4 * H, 4 * V * H),
+        ("sgd", 0, 0, 0),
+    ],
+)
+def test_optimizers_keep_their_states(optimizer: OptimizerName, matrix: float, vector: float, embedding: float) -> None:
+    fields = {
+        "model_type": "llama",
+        "hidden_size": H,
+        "intermediate_size": H,
+        "num_hidden_layers": 2,
+        "num_attention_heads": A,
+        "num_key_value_heads": A,
+        "vocab_size": V,
+        "tie_word_embeddings": False,
+    }
+    model = read_fields(ModelConfig("config", fields))
+    states = optimizer_states(model, optimizer)
+    block = 7 * matrix + 2 * vector  # query, key, value, output, gate, up, down; two norms
+    assert states.blocks * (7 * H * H + 2 * H) == pytest.approx(block)
+    assert states.embedding * V * H == pytest.approx(embedding)
+    assert states.head * (V * H + H) == pytest.approx(embedding + vector)
+
+
+def test_foreach_steps_copy_all_loops_one_and_fused_none(workload: MakeWorkload) -> None:
+    made = workload(precision="fp32")
+    total, largest, weight = 124_439_808, (50257 + 1024) * 768, 3072 * 768
+    assert one(rank(made).step_copies_bytes) == 4 * total
+    # FSDP's sharded parameters are stepped through one by one: two copies of the largest, one of another.
+    assert one(rank(made, dp=8, zero_stage=1).step_copies_bytes) == 4 * (2 * largest + weight) / 8
+    fused = replace(made, habits=made.habits.replace(optimizer_step="fused"))
+    assert one(rank(fused).step_copies_bytes) == 0
+    assert one(rank(workload(precision="fp32", optimizer="adafactor")).step_copies_bytes) == 4 * total
+    assert one(rank(workload(precision="fp32", optimizer="muon")).step_copies_bytes) == 9 * largest
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_megatron_holds_18_bytes_a_parameter_or_6_and_a_share_of_12(workload: MakeWorkload, zero_stage: int) -> None:
+    held = rank(gpt(workload, MEGATRON_CORE), dp=4, zero_stage=zero_stage)
+    parameters = LAYERS * BLOCK + EMBEDDING + 2 * H
+    each = 18 if zero_stage == 0 else 6 + 12 / 4
+    state = one(held.weight_bytes) + one(held.gradient_bytes(at_end=True)) + one(held.optimizer_bytes)
+    assert state == pytest.approx(each * parameters)
+
+
+def counts(stage: int, **plan: object) -> list[float]:
+    table = PlanTable.of_plans([ParallelPlan.model_validate(plan)])
+    blocks = even_stage(table, 16, np.array([stage]))
+    return [float(kept) for kept in chunk_in_flight(table, blocks)[:, 0]]
+
+
+def test_interleaved_chunks_are_started_in_groups_of_pp_micro_batches() -> None:
+    plan = {"pp": 4, "pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_size": 2, "num_microbatches": 16}
+    # Rank 0 starts 6 + 4 + 1 chunks: four micro-batches through each of its chunks, three more through the first.
+    assert counts(0, **plan) == [7, 4]
+    assert counts(1, **plan) == [5, 4]
+    # The last rank goes backward as soon as its last chunk has one.
+    assert counts(3, **plan) == [4, 1]
+    assert counts(0, **{**plan, "num_microbatches": 4}) == [4, 4]
+
+
+def test_only_the_first_micro_batch_has_logits_when_an_interleaved_pipeline_turns(workload: MakeWorkload) -> None:
+    made = gpt(workload, MEGATRON_CORE)
+    plan = {"pp": 4, "pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_size": 2, "num_microbatches": 8}
+    last = rank(made, 3, **plan)
+    assert one(last.head_in_flight) == 1
+    assert one(last.num_logits) == S * V
+    assert one(rank(made, 0, **plan).num_logits) == 0
+
+
+def test_activations_of_a_rank_are_those_of_its_chunks_in_flight(workload: MakeWorkload) -> None:
+    made = gpt(workload, MEGATRON_CORE)
+    plan = {"pp": 4, "pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_size": 2, "num_microbatches": 8}
+    block = block_bytes(made)
+    assert one(rank(made, 3, **plan).kept_bytes) == pytest.approx((4 + 1) * block)
+    assert one(rank(made, 2, **plan).kept_bytes) == pytest.approx((4 + 3) * block)
+
+
+@pytest.mark.parametrize(("tp", "habits", "each"), [(1, MEGATRON_CORE, 6), (4, MEGATRON_CORE, 6), (1, COMPOSER, 4)])
+def test_the_loss_holds_its_bytes_a_logit(workload: MakeWorkload, tp: int, habits: Habits, each: int) -> None:
+    held = rank(gpt(workload, habits), tp=tp, micro_batch_size=B)
+    assert held.loss_bytes * one(held.num_logits) == each * B * S * V / tp
+
+
+def test_torch_pipelines_allocate_every_receive_and_keep_what_is_in_flight(workload: MakeWorkload) -> None:
+    made = workload()
+    plan = {"pp": 4, "pipeline_schedule": "1f1b", "num_microbatches": 8, "micro_batch_size": B}
+    boundary = 2 * B * 1024 * 768
+    # Rank 1 receives from both sides, and keeps what it sent of three micro-batches.
+    assert one(rank(made, 1, **plan).passed_bytes) == (2 * 8 + 3) * boundary
+    assert one(rank(made, 3, **plan).passed_bytes) == 8 * boundary
+
+
+def test_deepspeeds_pipeline_keeps_what_comes_in_and_what_goes_out(workload: MakeWorkload) -> None:
+    made = gpt(workload, MEGATRON_DEEPSPEED)
+    plan = {"pp": 4, "pipeline_schedule": "1f1b", "num_microbatches": 8, "micro_batch_size": B}
+    boundary = 2 * B * S * H
+    assert one(rank(made, 1, **plan).passed_bytes) == (2 * 3 + 3) * boundary
+    assert one(rank(made, 0, **plan).passed_bytes) == (4 + 3) * boundary
+
+
+def test_deepspeed_flattens_gradients_to_reduce_and_to_step(workload: MakeWorkload) -> None:
+    made = gpt(workload, MEGATRON_DEEPSPEED)
+    parameters = LAYERS * BLOCK + EMBEDDING + 2 * H
+    held = rank(made, dp=4, zero_stage=1)
+    assert one(held.bucket_bytes) == 2 * parameters  # less than 5e8
+    assert one(held.flat_step_bytes) == 6 * parameters / 4
+    apart = rank(replace(made, habits=made.habits.replace(gradient_bytes=4)), dp=4, zero_stage=1)
+    assert one(apart.gradient_bytes(at_end=True)) == (4 + 2) * parameters
+    assert one(apart.flat_step_bytes) == 0
+
+
+def test_ddp_has_buckets_beside_gradients_that_accumulate(workload: MakeWorkload) -> None:
+    made = workload(precision="fp32")
+    whole = 4 * 124_439_808
+    assert one(rank(made, dp=8).gradient_bytes(at_end=False)) == whole
+    assert one(rank(made, dp=8, num_microbatches=2).gradient_bytes(at_end=False)) == 2 * whole
+    assert one(rank(made, num_microbatches=2).gradient_bytes(at_end=False)) == whole
+
+
+@pytest.mark.parametrize(
+    ("profile", "habits", "size_bytes"),
+    [
+        ("dgx-a100", None, 2 * (8 * MIB + 128 * 1024)),
+        ("dgx-h100", None, 2 * 32 * MIB),
+        ("dgx-h100", MEGATRON_CORE, 3 * 32 * MIB),
+        ("dgx-a100", MEGATRON_CORE, 2 * (8 * MIB + 128 * 1024) + 4 * MIB),
+        ("dgx-a100", MEGATRON_CORE.replace(is_deterministic=True), 2 * 32 * MIB + 4 * MIB),
+    ],
+)
+def test_matmuls_keep_the_workspaces_of_their_libraries(
+    workload: MakeWorkload, profile: str, habits: Habits | None, size_bytes: int
+) -> None:
+    made = workload(profile=profile)
+    assert matmul_workspace_bytes(made if habits is None else replace(made, habits=habits)) == size_bytes
+
+
+def test_megatrons_own_attention_keeps_a_buffer_of_scores(workload: MakeWorkload) -> None:
+    made, engine = (gpt(workload, habits) for habits in (MEGATRON_CORE_LOCAL, MEGATRON_CORE))
+    scores = 2 * A / 2 * B * S * S
+    local, other = (one(rank(one_of, tp=2, micro_batch_size=B).standing_workspace_bytes) for one_of in (made, engine))
+    shapes = 3 * H * H + H * H + 8 * H * H
+    libraries = matmul_workspace_bytes(engine) - matmul_workspace_bytes(made)
+    assert local - other == scores - libraries - 2 * shapes / 2
+
+
+def test_an_offloaded_optimizer_leaves_the_gpu_for_the_host(workload: MakeWorkload) -> None:
+    made = workload()
+    plan = ParallelPlan(dp=8, zero_stage=3, offload="optimizer")
+    on_gpu = estimate_plan(made, plan.replace(offload="none")).memory[0]
+    moved = estimate_plan(made, plan).memory[0]
+    share = 124_439_808 / 8
+    assert on_gpu.optimizer_state_bytes == pytest.approx(8 * share, rel=1e-4)
+    assert moved.optimizer_state_bytes == 0
+    # Both moments, fp32 parameters and fp32 gradients.
+    assert moved.host_bytes == pytest.approx(16 * share)
+    assert on_gpu.host_bytes == 0
+
+
+def test_offloaded_parameters_leave_only_what_is_gathered(workload: MakeWorkload) -> None:
+    held = rank(workload(), dp=8, zero_stage=3, offload="parameters")
+    assert one(held.weight_bytes) == one(held.optimizer_bytes) == one(held.gradient_bytes(at_end=True)) == 0
+    assert one(held.gathered_bytes(num_blocks=1)) == 2 * ((50257 + 1024) * 768 + 2 * 768 + 12 * 768**2 + 13 * 768)
+
+
+def test_masters_are_not_counted_twice_on_the_host(workload: MakeWorkload) -> None:
+    made = gpt(workload, MEGATRON_CORE)
+    plan = PlanTable.of_plans([ParallelPlan(offload="optimizer")])
+    stage = even_stage(plan, LAYERS, np.array([0]))
+    parameters = LAYERS * BLOCK + EMBEDDING + 2 * H
+    assert one(host_bytes(made, plan, block_costs(made, plan), stage)) == 16 * parameters
+
+
+def test_nvidia_smi_shows_the_allocators_cache_the_context_and_nccl(workload: MakeWorkload) -> None:
+    several, alone = (estimate_plan(workload(gpus=gpus), ParallelPlan(dp=gpus)).memory[0] for gpus in (8, 1))
+    for memory, beside in ((several, GIB), (alone, GIB // 2)):
+        # One step's largest blocks, the loss's, stand beside those of its blocks.
+        assert memory.device_bytes - beside >= memory.total_bytes / 0.94
+        assert memory.device_bytes - beside <= 1.5 * memory.total_bytes / 0.94
+
+
+def test_a_token_is_kept_once_for_every_expert_that_it_goes_to(workload: MakeWorkload) -> None:
+    fields = {
+        "model_type": "qwen2_moe",
+        "hidden_size": H,
+        "intermediate_size": H,
+        "moe_intermediate_size": H,
+        "shared_expert_intermediate_size": H,
+        "num_hidden_layers": 2,
+        "num_attention_heads": A,
+        "num_key_value_heads": A,
+        "num_experts": 16,
+        "decoder_sparse_step": 1,
+        "vocab_size": V,
+    }
+
+    def kept(experts_per_token: int) -> float:
+        model = read_fields(ModelConfig("config", {**fields, "num_experts_per_tok": experts_per_token}))
+        made = replace(workload(seq_length=S, attention="flash"), model=model, habits=MEGATRON_CORE)
+        return block_bytes(made)
+
+    # A row of an expert: its input, gate, up and their product, its output; its weight twice in fp32.
+    row = 2 * (H + 3 * H + H) + 2 * 4
+    assert kept(4) - kept(2) == pytest.approx(2 * row * S)
+
+
+def test_a_position_bias_is_kept_once_for_a_micro_batch(workload: MakeWorkload) -> None:
+    fields = {
+        "model_type": "t5",
+        "d_model": H,
+        "d_kv": H // A,
+        "d_ff": 4 * H,
+        "num_layers": 2,
+        "num_heads": A,
+        "vocab_size": V,
+    }
+    model = read_fields(ModelConfig("config", fields))
+    made = replace(workload(seq_length=S), model=model)
+    first, second, third = (block_bytes(made, micro_batch_size=size) for size in (1, 2, 3))
+    assert third - second == second - first
+    # What does not grow with the micro-batch: the bias of each head and pair of tokens, and the 64-bit bucket of each.
+    assert first - (second - first) == (2 * A + 8) * S * S
