@@ -58,7 +58,7 @@ def test_a_machine_with_slower_matmuls_and_links_is_recognised(workload: MakeWor
     assert fitted.is_worth_it
     slow = fitted.applied_to(made)
     assert [step_s(slow, run.plan) for run in runs] == pytest.approx(
-        [run.measured_step_time_s for run in runs], rel=0.03
+        [run.measured_step_time_s for run in runs], rel=0.06
     )
 
 
