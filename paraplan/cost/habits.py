@@ -22,7 +22,6 @@ class Habits(Record):
     `copy_bytes` is the 16-bit copy of matmul weights that autocast keeps from forward to backward.
     `fused_kernels` says that norms, activations and rotations are fused (`BlockSpec.saved_fused`).
     `host_s_per_block` is what the host needs to start the kernels of one block's forward pass: a floor under its time.
-    `last_stage_skips_recompute`: under 1F1B the last stage runs backward right after forward.
     `splits_pipeline_sends`: each tensor-parallel rank sends its share of a boundary (Narayanan et al. 2021, 4.1).
     `boundary_transfers` is how many sends a middle stage waits for in each micro-batch: Megatron-LM exchanges both
     directions with a neighbour at once, DeepSpeed's schedule sends and receives one after the other.
@@ -73,7 +72,6 @@ class Habits(Record):
     overlaps_gradients: bool = True
     overlaps_tensor_backward: bool = False
     overlaps_zero_1: bool = False
-    last_stage_skips_recompute: bool = False
     splits_pipeline_sends: bool = False
     boundary_transfers: int = 2
     default_attention: AttentionKind = "flash"

@@ -113,8 +113,6 @@ def _slot(
     ends = np.maximum(costs.embedding_s[key], host) * stage.is_first
     ends = ends + np.maximum(costs.head_s[key], host) * stage.is_last
     recompute = np.where(is_full, forward, stage.sum(costs, costs.recompute_s))
-    if habits.last_stage_skips_recompute:
-        recompute = np.where(stage.is_last & (table.pp > 1), 0.0, recompute)
     transfers = np.where(table.pp > 1, table.virtual, 0)
     splits = habits.splits_pipeline_sends
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
