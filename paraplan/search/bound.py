@@ -21,8 +21,6 @@ def least_step_s(workload: Workload, table: PlanTable) -> Floats:
     costs = block_costs(workload, table)
     key = costs.key
     again = np.where(table.recompute == _FULL, costs.forward_s[key, -1], costs.recompute_s[key, -1])
-    if workload.habits.last_stage_skips_recompute:
-        again = np.where(table.pp > 1, 0.0, again)
     blocks = costs.forward_s[key, -1] + costs.backward_s[key, -1] + again
     each = (blocks + costs.embedding_s[key] + costs.head_s[key]) / table.pp
     waits = np.where(np.isin(table.schedule, _ONE_CHUNK), (table.pp - 1) / 2, 0.0)
