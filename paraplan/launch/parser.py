@@ -75,6 +75,10 @@ def build_parser() -> LaunchParser:
     parser.add_argument("-h", "--help", action="help", help="Show this and exit.")
     _add_own_options(parser)
     _take_over(parser, torchs)
+    if "--shutdown-timeout" not in torchs._option_string_actions:  # torch 2.11
+        parser.add_argument(
+            "--shutdown-timeout", "--shutdown_timeout", type=int, help="Seconds from SIGTERM to SIGKILL."
+        )
     return parser
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paraplan.errors import NoGpuError, PlanError
+from paraplan.errors import NoGpuError, PlanError, UnsupportedPlanError
 from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.planning import AUTO, CPU_PROFILE, PlannerRequest
 
@@ -161,7 +161,13 @@ def read_plan_file(path: Path) -> PlanFile:
         raise PlanError(f"the plan {path} is not text", hint="write one with paraplan recommend -o") from None
     from paraplan.plan.files import PlanFile
 
-    return PlanFile.from_json(text, source=str(path))
+    file = PlanFile.from_json(text, source=str(path))
+    if file.framework is not None:
+        raise UnsupportedPlanError(
+            f"{path} was made for {file.framework}, which paraplan does not launch",
+            hint="write it in that framework's words with paraplan export, or make one with paraplan recommend",
+        )
+    return file
 
 
 def min_max_nodes(nnodes: str) -> tuple[int, int]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU
 
 __all__ = ["main", "parse_min_max_nnodes", "run", "run_job"]
 
+_DEFAULT_GRACE_S = 30.0  # torchrun's
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NO_FILE = "<N/A>"  # what torch's ProcessFailure has for a rank without an error file
@@ -100,7 +101,7 @@ def run_job(
             drives_accelerate=drives_accelerate(request),
         )
         settings = AttemptSettings(
-            grace_s=float(config.shutdown_timeout if config.shutdown_timeout is not None else 30),
+            grace_s=_DEFAULT_GRACE_S if arguments.shutdown_timeout is None else float(arguments.shutdown_timeout),
             fork=fork,
             num_threads=_threads_to_set(imported_threads) if fork else None,
             extra_environment=extra_environment,
