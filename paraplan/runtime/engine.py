@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paraplan.errors import ModelError, UsageError
+from paraplan.errors import ModelError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.batches import (
-    Division,
     MicroBatch,
     TargetCount,
     batch_size,
     count_micro_batches,
     counted_targets,
-    divide_short,
     split_batch,
     to_device,
     weigh,
@@ -30,11 +29,13 @@ from paraplan.runtime.batches import (
 from paraplan.runtime.checkpoint import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.clipping import clip_gradients, global_norm
 from paraplan.runtime.execution import Execution
+from paraplan.runtime.export import export_weights
 from paraplan.runtime.loss_scale import LossScale
 from paraplan.runtime.loss_watch import LossWatch
 from paraplan.runtime.memory_fault import is_out_of_memory, memory_error
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.peers import Call, Peers
+from paraplan.runtime.step_division import StepDivider, StepShape
 from paraplan.runtime.step_reports import RunWatch, StepReport, count_tokens
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_pieces import Place
@@ -57,36 +58,6 @@ class RankPart:
     repeated: frozenset[str] = frozenset()
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     is_replica: bool = False
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """The batch of one step on one rank: `num_microbatches` of `micro_batch_size` sequences, None for any one size.
-
-    A step that is not full has at least `min_microbatches`, and a multiple of `multiple`, as its schedule needs.
-    """
-
-    num_microbatches: int
-    micro_batch_size: int | None
-    min_microbatches: int = 1
-    multiple: int = 1
-
-    @classmethod
-    def of_plan(cls, plan: ParallelPlan, *, is_fixed: bool) -> StepShape:
-        """Return the batch of a step of `plan`; `is_fixed` says that its sizes are binding."""
-        # 1F1B and the schedules of several stages a rank run a micro-batch in every stage at once.
-        counts = plan.pp if plan.pipeline_schedule not in (None, "gpipe") else 1
-        return cls(
-            num_microbatches=plan.num_microbatches,
-            micro_batch_size=plan.micro_batch_size if is_fixed else None,
-            min_microbatches=counts,
-            multiple=counts,
-        )
-
-    @property
-    def share(self) -> int | None:
-        """Sequences of one step on one rank, None where any number will do."""
-        return None if self.micro_batch_size is None else self.micro_batch_size * self.num_microbatches
 
 
 @dataclass
@@ -132,11 +103,10 @@ class Engine:
         self._part = part
         self._mesh = mesh
         self._plan = plan
-        self._shape = shape
+        self._divider = StepDivider(shape, mesh.grid)
         self._equipment = equipment
         self._peers = equipment.peers or Peers(mesh.world)
         self._has_stepped = False
-        self._was_short = False
         self._losses = LossWatch(mesh.world)
         self._writer = CheckpointWriter(is_main=mesh.world.rank == 0)
 
@@ -252,6 +222,19 @@ class Engine:
         self._writer.finish()
         self._peers.num_steps = load_checkpoint(Path(folder), self._source())
 
+    def export(self, path: str | Path) -> None:
+        """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.
+
+        They pass through a checkpoint beside the file; rank 0 needs the memory of the whole model. See
+        `paraplan.runtime.export.export_weights` for a checkpoint that is there.
+        """
+        passing = Path(f"{path}.passing")
+        self.save(passing)
+        if self._mesh.world.rank == 0:
+            export_weights(passing, path)
+            shutil.rmtree(passing)
+        self._meet("save")
+
     def finish(self) -> None:
         """Wait for what `save` still writes, and end the progress bar. `job.close` does it too."""
         self._writer.finish()
@@ -278,10 +261,8 @@ class Engine:
     def _divided(self, call: Call, inputs: Any, targets: Any) -> list[MicroBatch]:
         """Return the micro-batches of a step, each with its weight in the mean over the global batch."""
         device, mesh = self._mesh.world.device, self._mesh
-        size = batch_size(inputs, targets)
-        sizes = self._meet(call, size)
-        self._check_copies(sizes)
-        division = self._division(call, sizes)
+        sizes = self._meet(call, batch_size(inputs, targets))
+        division = self._divider.divide(sizes, is_step=call == "step")
         pieces = split_batch(to_device(inputs, device), to_device(targets, device), division)
         counts = count_micro_batches(pieces, self._equipment.count_targets, device)
         total = counts.sum()
@@ -289,52 +270,6 @@ class Engine:
             dist.all_reduce(total, group=mesh.group("dp"))
         scale = self._equipment.loss_scale.scale if self._equipment.loss_scale and call == "step" else 1.0
         return weigh(pieces, counts * (scale * mesh.size("dp")) / total.clamp(min=torch.finfo(total.dtype).tiny))
-
-    def _division(self, call: Call, sizes: list[int]) -> Division:
-        """Return how this step is cut, the same on every rank. Raises `UsageError` for sizes that do not fit."""
-        shape, planned = self._shape, self._shape.share
-        if not max(sizes):
-            raise UsageError("this step has no sequence on any rank", hint="give engine.step a batch")
-        if planned is None:
-            is_even = len(set(sizes)) == 1
-            return Division(count=shape.num_microbatches, size=None if is_even else max(sizes))
-        if max(sizes) > planned:
-            raise UsageError(
-                f"this step has {max(sizes)} sequences on rank {sizes.index(max(sizes))}, but the plan takes "
-                f"micro_batch_size={shape.micro_batch_size} x num_microbatches={shape.num_microbatches} = {planned}",
-                hint="take the batches from job.shard, or make a plan for this batch",
-            )
-        is_short = min(sizes) < planned
-        if is_short and self._was_short and call == "step":
-            raise UsageError(
-                f"two steps in a row have fewer sequences than the plan's {planned} on a rank: {sizes}",
-                hint="only the last batch of an epoch may be short; take the batches from job.shard, or make a plan "
-                "for this batch",
-            )
-        if call == "step":
-            self._was_short = is_short
-        if not is_short:
-            return Division(count=shape.num_microbatches, size=shape.micro_batch_size)
-        assert shape.micro_batch_size is not None
-        return divide_short(
-            sizes,
-            micro_batch_size=shape.micro_batch_size,
-            min_count=shape.min_microbatches,
-            multiple=shape.multiple,
-        )
-
-    def _check_copies(self, sizes: list[int]) -> None:
-        """Raise `UsageError` where ranks that hold parts of one copy of the model bring batches of different sizes."""
-        grid = self._mesh.grid
-        by_copy: dict[int, int] = {}
-        for rank, size in enumerate(sizes):
-            copy = grid.coordinates(rank)["dp"]
-            if by_copy.setdefault(copy, size) != size:
-                raise UsageError(
-                    f"rank {rank} has {size} sequences for this step, and another rank with parts of the same copy of "
-                    f"the model has {by_copy[copy]}",
-                    hint="ranks of one copy take the same batch; job.shard gives it to them",
-                )
 
     def _check_every_gradient(self) -> None:
         missing = [name for name, held in self._part.parameters.items() if held.requires_grad and held.grad is None]

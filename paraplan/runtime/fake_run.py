@@ -23,7 +23,7 @@ from paraplan.plan.training import OptimizerName, TrainingSpec
 from paraplan.records import Record
 from paraplan.runtime.assembly import assemble_part
 from paraplan.runtime.blocks import find_blocks
-from paraplan.runtime.engine import Engine, Equipment, RankPart, StepShape
+from paraplan.runtime.engine import Engine, Equipment, RankPart
 from paraplan.runtime.execution import LossFunction
 from paraplan.runtime.fake_split import splits_without_values
 from paraplan.runtime.fake_world import fake_world, without_values
@@ -31,6 +31,7 @@ from paraplan.runtime.gpu_operators import GpuOperators
 from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.noise import silence_known_noise
 from paraplan.runtime.setting import Setting
+from paraplan.runtime.step_division import StepShape
 from paraplan.runtime.storage_tracking import Peak, Phase, StorageTracker, StorageUse
 from paraplan.runtime.token_loss import token_loss
 from paraplan.runtime.world import World
@@ -96,6 +97,11 @@ def trace_peak(
     source: str = "the model",
 ) -> tuple[TracedMemory, Peak]:
     """Return the memory of one rank, and the peak with the operators that made its workspace; see `trace_memory`."""
+    if plan.offload != "none":
+        raise PlanError(
+            f"offload={plan.offload}: what lies on the host cannot be told apart without a GPU",
+            hint="trace the plan with offload=none",
+        )
     silence_known_noise()
     with torch.device("meta"):
         model = call_user_code(source, "the model was built", factory)

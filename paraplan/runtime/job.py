@@ -24,13 +24,15 @@ from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_mod
 from paraplan.runtime.batches import TargetCount, counted_targets
 from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.data import ShardedBatches, SizedDataset, shard_dataset
-from paraplan.runtime.engine import Engine, Equipment, StepShape
+from paraplan.runtime.engine import Engine, Equipment
 from paraplan.runtime.execution import LossFunction
 from paraplan.runtime.loss_scale import LossScale
 from paraplan.runtime.mesh import Mesh, build_mesh
 from paraplan.runtime.noise import silence_known_noise
+from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.peers import Peers
 from paraplan.runtime.setting import Setting
+from paraplan.runtime.step_division import StepShape
 from paraplan.runtime.step_reports import RunWatch, Yardstick, peak_flops_per_s
 from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, read_world
@@ -108,6 +110,8 @@ class Job:
         part = assemble_part(model, stack, setting, example_inputs=example_inputs)
         self._separate_random_numbers()
         made = optimizer(list(part.parameters.values()))
+        if self.plan.offload == "optimizer":
+            keep_on_host(made)
         peers = Peers(self.world)
         engine = Engine(
             part,
