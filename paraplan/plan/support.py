@@ -7,7 +7,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 
 RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
-RUNNABLE_RECOMPUTE = ("none", "full")
+RUNNABLE_RECOMPUTE = ("none", "selective", "full")
 RUNNABLE_PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -19,7 +19,8 @@ def unsupported_reason(
     Runnable are one process; DDP and ZeRO-1, 2 and 3 over `dp`; a pipeline under GPipe, 1F1B, 1F1B of interleaved
     stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and without sequence
     parallelism, alone or beside any of these but zero bubble; each with the numbers of micro-batches that the schedule
-    takes, and with recompute of none or all of the blocks. `num_blocks` is the
+    takes, and with recompute of none of the blocks, of their attention core or of
+    all. The optimizer may be offloaded under each of these, parameters under ZeRO-3. `num_blocks` is the
     number of repeated blocks of the model and `precision` that of the training; what is None is not looked at. Splits
     alone decide: whether the plan fits in memory is another question, and whether a model's heads divide over `tp` is
     seen when it is prepared.
@@ -104,8 +105,8 @@ def _count_reason(plan: ParallelPlan) -> str | None:
 def _memory_reason(plan: ParallelPlan) -> str | None:
     if plan.recompute not in RUNNABLE_RECOMPUTE:
         return f"recompute={plan.recompute}: executed recompute is {' or '.join(RUNNABLE_RECOMPUTE)}"
-    if plan.offload != "none":
-        return f"offload={plan.offload}: offload to the host is not executed yet"
+    if plan.offload == "parameters" and plan.zero_stage < 3:
+        return f"offload=parameters, zero_stage={plan.zero_stage}: parameters are offloaded under ZeRO-3 only"
     return None
 
 

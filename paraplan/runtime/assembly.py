@@ -16,10 +16,11 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import Anatomy
-from paraplan.runtime.blocks import BlockStack, find_blocks, recompute_in_backward
+from paraplan.runtime.blocks import BlockStack, find_blocks
 from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync
 from paraplan.runtime.engine import RankPart
 from paraplan.runtime.execution import WholeModelExecution
+from paraplan.runtime.recompute import recompute_blocks
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
 from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
@@ -119,9 +120,7 @@ def _wrap(
     apart: frozenset[nn.Parameter] = frozenset(),
     replicates: bool = True,
 ) -> nn.Module:
-    if setting.plan.recompute == "full":
-        for block in blocks:
-            recompute_in_backward(block)
+    recompute_blocks(blocks, setting.plan.recompute)
     return apply_data_parallelism(
         module,
         blocks,

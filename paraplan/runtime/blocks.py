@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
-from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
@@ -46,20 +43,6 @@ def find_blocks(model: nn.Module) -> BlockStack | None:
     if isinstance(model, nn.Sequential) and len(model) > 1:
         return BlockStack(names=tuple(name for name, _ in model.named_children()))
     return None
-
-
-def recompute_in_backward(block: nn.Module) -> None:
-    """Make `block` keep only its inputs for the backward pass, and run its forward pass again there.
-
-    The forward of the instance is wrapped, not the module: names of parameters stay, and hooks of the module (those of
-    FSDP) stay outside. Non-reentrant checkpointing (torch.utils.checkpoint) restores the random numbers of dropout.
-    """
-    inner = block.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False)
-
-    block.forward = forward
 
 
 def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, plan: ParallelPlan) -> None:

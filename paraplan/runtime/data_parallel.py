@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from paraplan.plan.parallel import ParallelPlan
@@ -102,12 +102,18 @@ def apply_data_parallelism(
     dp_mesh = mesh.axis_mesh("dp")
     frees_parameters = plan.zero_stage == 3
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": policy, "ignored_params": set(apart)}
+    if plan.offload == "parameters":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for block in blocks:
         if any(True for _ in block.parameters()):
             fully_shard(block, reshard_after_forward=frees_parameters, **options)
     # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
     fully_shard(module, reshard_after_forward=False, **options)
-    return module.to(device)
+    if plan.offload != "parameters":
+        return module.to(device)
+    for buffer in module.buffers():
+        buffer.data = buffer.to(device)
+    return module
 
 
 def _replicate(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:

@@ -150,7 +150,7 @@ class MemorySurvey:
             peak = peak_memory(workload, table)
             fitting = fits(workload, peak)
             survey.too_large.add(table.select(~fitting), peak[~fitting], weights[~fitting])
-            on_host = fitting & _exceeds_host(workload, table)
+            on_host = fitting & exceeds_host(workload, table)
             if on_host.any():
                 total = format_bytes(workload.cluster.host_memory_bytes)
                 survey.rejected[f"offload needs more than the {total} of a node"] += int(weights[on_host].sum())
@@ -169,7 +169,7 @@ class MemorySurvey:
         return tuple(Rejection(reason=reason, count=count) for reason, count in self.rejected.most_common())
 
 
-def _exceeds_host(workload: Workload, table: PlanTable) -> Mask:
+def exceeds_host(workload: Workload, table: PlanTable) -> Mask:
     """Return which plans offload more than a node's memory holds."""
     offloads = np.flatnonzero(table.offload != OFFLOADS.index("none"))
     exceeds = np.zeros(len(table), dtype=bool)

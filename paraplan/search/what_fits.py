@@ -12,6 +12,7 @@ from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.hardware.cluster import Cluster
 from paraplan.search.space import PlanSpace, divisors
+from paraplan.search.survey import exceeds_host
 
 MOST_NODES = 16_384
 LONGEST_SEQUENCE = 2**24
@@ -27,7 +28,8 @@ def some_plan_fits(workload: Workload, *, runnable_only: bool = True, without_ac
     space = PlanSpace(workload, runnable_only)
     for chunk in space.chunks():
         table = _one_micro_batch(chunk.table) if without_accumulation else chunk.table
-        if len(table) and bool(fits(workload, peak_memory(workload, table)).any()):
+        fitting = fits(workload, peak_memory(workload, table)) if len(table) else np.zeros(0, dtype=bool)
+        if bool(fitting.any()) and not bool(exceeds_host(workload, table.select(fitting)).all()):
             return True
     return False
 

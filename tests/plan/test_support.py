@@ -23,6 +23,8 @@ from paraplan.plan.training import TrainingPrecision
         ParallelPlan(tp=2, pp=2, dp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=2),
         ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=6, num_microbatches=3),
         ParallelPlan(pp=4, pipeline_schedule="zero_bubble", num_microbatches=8, dp=2),
+        ParallelPlan(dp=2, recompute="selective", offload="optimizer"),
+        ParallelPlan(dp=2, zero_stage=3, offload="parameters"),
     ],
     ids=ParallelPlan.describe,
 )
@@ -35,8 +37,7 @@ def test_data_parallelism_zero_pipelines_and_split_layers_are_executed(plan: Par
     ("plan", "word"),
     [
         (ParallelPlan(cp=2), "cp=2"),
-        (ParallelPlan(recompute="selective"), "recompute=selective"),
-        (ParallelPlan(offload="optimizer"), "offload=optimizer"),
+        (ParallelPlan(dp=2, zero_stage=2, offload="parameters"), "offload=parameters, zero_stage=2"),
         (ParallelPlan(pp=2, tp=2, pipeline_schedule="zero_bubble", num_microbatches=2), "tp=2: zero_bubble"),
         (ParallelPlan(pp=2, recompute="full", pipeline_schedule="zero_bubble"), "recompute=full: zero_bubble"),
         (ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b"), "virtual_pipeline_size=1"),

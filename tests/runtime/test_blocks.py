@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from training_cases import Decoder, Layer
 
-from paraplan.runtime.blocks import find_blocks, recompute_in_backward
+from paraplan.runtime.blocks import find_blocks
+from paraplan.runtime.recompute import recompute_in_backward
 
 
 class Outer(nn.Module):

@@ -12,6 +12,7 @@ from rank_harness import RankHarness
 from training_cases import GLOBAL_BATCH, MODELS, VOCABULARY, Training, loss_fn, train, train_all
 
 from paraplan import runtime
+from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 
@@ -270,3 +271,41 @@ def test_sequences_may_have_another_length_in_every_step(ranks: RankHarness) -> 
     for found in ranks.run(_lengths_change, plans, size=2, timeout_s=120.0):
         for plan, losses in zip(plans, found, strict=True):
             assert losses == pytest.approx(expected, rel=1e-5), plan.describe()
+
+
+def test_attention_is_run_again_under_every_kind_of_plan(ranks: RankHarness, one_process) -> None:
+    options = {"num_microbatches": 3, "recompute": "selective"}
+    two = [
+        plan_of(**options, dp=2),
+        plan_of(**options, tp=2, sequence_parallel=True),
+        plan_of(**options, pp=2, pipeline_schedule="1f1b"),
+        plan_of(**options, pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2),
+    ]
+    four = [
+        plan_of(**options, dp=2, tp=2, zero_stage=3),
+        plan_of(**options, dp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", offload="optimizer"),
+        plan_of(**options, tp=2, pp=2, pipeline_schedule="1f1b", offload="optimizer"),
+    ]
+    assert_each_trains_the_same(two, "attention", ranks, one_process)
+    assert_each_trains_the_same(four, "attention", ranks, one_process)
+
+
+def test_offload_to_the_host_does_not_change_the_training(ranks: RankHarness, one_process) -> None:
+    options = {"num_microbatches": 3, "offload": "optimizer"}
+    plans = [plan_of(**options, dp=2, zero_stage=zero_stage) for zero_stage in range(4)]
+    plans += [
+        plan_of(**options, tp=2),
+        plan_of(**options, pp=2, pipeline_schedule="zero_bubble"),
+        plan_of(num_microbatches=3, dp=2, zero_stage=3, offload="parameters", recompute="full"),
+    ]
+    assert_each_trains_the_same(plans, "decoder", ranks, one_process)
+
+
+def test_selective_recompute_of_attention_that_is_written_out_is_refused(ranks: RankHarness) -> None:
+    assert "never call torch.nn.functional.scaled_dot_product_attention" in ranks.run_alone(_refused_recompute)
+
+
+def _refused_recompute() -> str:
+    with pytest.raises(UnsupportedPlanError) as refusal:
+        train("grouped", plan_of(recompute="selective"))
+    return str(refusal.value)

@@ -1,0 +1,87 @@
+"""Running parts of a block again in the backward pass in place of keeping what they computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import Recompute
+
+
+def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute) -> None:
+    """Make `blocks` of a model, in their order, keep for the backward pass what `recompute` leaves them."""
+    if recompute == "full":
+        for block in blocks:
+            recompute_in_backward(block)
+    elif recompute == "selective":
+        calls = _AttentionCalls()
+        for block in blocks:
+            recompute_attention(block, calls, is_last=block is blocks[-1])
+
+
+def recompute_in_backward(block: nn.Module) -> None:
+    """Make `block` keep only its inputs for the backward pass, and run its forward pass again there.
+
+    The forward of the instance is wrapped, not the module: names of parameters stay, and hooks of the module (those of
+    FSDP) stay outside. Non-reentrant checkpointing (torch.utils.checkpoint) restores the random numbers of dropout.
+    """
+    inner = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False)
+
+    block.forward = forward
+
+
+@dataclass
+class _AttentionCalls:
+    count: int = 0
+
+
+def recompute_attention(block: nn.Module, calls: _AttentionCalls, *, is_last: bool) -> None:
+    """Make `block` keep query, key and value of its attention and run the attention core again in the backward pass.
+
+    Selective recompute (Korthikanti et al. 2022, section 5). The core is scaled_dot_product_attention. Raises
+    `UnsupportedPlanError` at the end of the first forward pass where no block has called that.
+    """
+    inner = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _KeepsInputs(calls):
+            output = inner(*args, **kwargs)
+        if is_last and not calls.count:
+            raise UnsupportedPlanError(
+                f"recompute=selective, but the blocks ({type(block).__name__}) never call "
+                "torch.nn.functional.scaled_dot_product_attention, which it would run again",
+                hint="use a model with that attention (attn_implementation='sdpa' in transformers), or recompute=full",
+            )
+        return output
+
+    block.forward = forward
+
+
+class _KeepsInputs(TorchFunctionMode):
+    """Has the attention core of what runs in this context run again in the backward pass."""
+
+    def __init__(self, calls: _AttentionCalls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self._calls.count += 1
+        if not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        return checkpoint(partial(func, **(kwargs or {})), *args, use_reentrant=False)
