@@ -8,6 +8,7 @@ import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
 from paraplan.cost.collectives import GroupLinks, group_links
+from paraplan.cost.offload import offload_gather_s, offload_step_s
 from paraplan.cost.stages import StageBlocks
 from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
 from paraplan.cost.workload import Workload
@@ -79,8 +80,12 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         tensor_parallel_s=microbatches * of_slowest("tensor_parallel_s"),
         pipeline_bubble_s=bubble,
         pipeline_send_s=microbatches * of_slowest("send_s"),
-        data_parallel_s=exposed,
-        optimizer_s=sharded * constants.optimizer_traffic(habits.optimizer_step) / bandwidth,
+        data_parallel_s=exposed + offload_gather_s(workload, table, sharded),
+        optimizer_s=np.where(
+            table.offload > 0,
+            offload_step_s(workload, sharded),
+            sharded * constants.optimizer_traffic(habits.optimizer_step) / bandwidth,
+        ),
         data_parallel_wire_s=wire,
     )
 
