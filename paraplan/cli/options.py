@@ -60,7 +60,27 @@ class ObjectiveName(StrEnum):
 
     throughput = "throughput"
     memory = "memory"
+    cost = "cost"
     simplicity = "simplicity"
+
+
+class FindName(StrEnum):
+    """Values of --find."""
+
+    fewest_gpus = "fewest-gpus"
+    largest_batch = "largest-batch"
+    longest_sequence = "longest-sequence"
+
+
+class FrameworkName(StrEnum):
+    """Values of --framework."""
+
+    paraplan = "paraplan"
+    megatron_core = "megatron-core"
+    megatron_deepspeed = "megatron-deepspeed"
+    deepspeed = "deepspeed"
+    torchtitan = "torchtitan"
+    fsdp = "fsdp"
 
 
 class OffloadName(StrEnum):

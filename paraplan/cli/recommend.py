@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
 from paraplan.cli.ci_plan import check_plan_file
-from paraplan.cli.estimate_report import estimate_report
-from paraplan.cli.inputs import check_precision, read_cluster, read_training, write_beside_and_rename
+from paraplan.cli.inputs import (
+    check_precision,
+    read_cluster,
+    read_plan_file,
+    read_training,
+    write_beside_and_rename,
+)
 from paraplan.cli.options import (
     TRAINING_PANEL,
     AttentionName,
     AttentionOption,
+    FindName,
+    FrameworkName,
     GpusPerNodeOption,
     JsonOption,
     ModelArgument,
@@ -29,16 +37,15 @@ from paraplan.cli.options import (
     ProfileOption,
     SeqLenOption,
 )
+from paraplan.cli.recommend_report import plan_file, recommendation_report
+from paraplan.cost.habits import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.interop.commands import launch_command, torchrun_command
 from paraplan.model.reader import read_model
-from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
-from paraplan.search.planned import planned_estimate
-from paraplan.search.results import SearchResult
-from paraplan.search.search import search
+from paraplan.search.recommendation import Question, recommendation
 
 app = typer.Typer(add_completion=False)
+SEARCH_PANEL, MONEY_PANEL = "Search", "Time and money"
 
 
 @app.command()
@@ -63,10 +70,60 @@ def recommend(
     objective: Annotated[
         ObjectiveName,
         typer.Option(
-            "--objective", help="What makes a plan better; simplicity takes the fewest axes within 2 % of the fastest."
+            "--objective",
+            help="What makes a plan better; cost tries fewer GPUs too, simplicity takes the fewest axes within 2 % of "
+            "the fastest.",
+            rich_help_panel=SEARCH_PANEL,
         ),
     ] = ObjectiveName.throughput,
+    find: Annotated[
+        FindName | None,
+        typer.Option(
+            "--find",
+            help="Plan for the fewest GPUs that fit, the largest batch in one micro-batch, or the longest sequence.",
+            rich_help_panel=SEARCH_PANEL,
+        ),
+    ] = None,
+    framework: Annotated[
+        FrameworkName,
+        typer.Option(
+            "--framework",
+            help="Plan for another framework: all that it may run, priced by its habits. paraplan does not launch it.",
+            rich_help_panel=SEARCH_PANEL,
+        ),
+    ] = FrameworkName.paraplan,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the table of plans.")] = 10,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain", help="Show the best plan and the second, part by part.", rich_help_panel=SEARCH_PANEL
+        ),
+    ] = False,
+    pareto: Annotated[
+        bool,
+        typer.Option(
+            "--pareto", help="Show the plans that none beats in both time and memory.", rich_help_panel=SEARCH_PANEL
+        ),
+    ] = False,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            metavar="PLAN",
+            help="Say what changes from an earlier plan, and why.",
+            rich_help_panel=SEARCH_PANEL,
+        ),
+    ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            "--tokens", min=1, help="Tokens to train on: time and GPU-hours (1e12).", rich_help_panel=MONEY_PANEL
+        ),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option("--price", min=0, help="Price of a GPU-hour, in any currency.", rich_help_panel=MONEY_PANEL),
+    ] = None,
     check: CheckOption = None,
     tolerance: ToleranceOption = "5%",
     github: GithubOption = False,
@@ -85,60 +142,32 @@ def recommend(
     training = read_training(
         spec, seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
     )
+    earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
     if check is not None:
         check_plan_file(workload, check, tolerance=tolerance, github=github, junit=junit, as_json=as_json)
         return
-    result = search(workload, objective=objective.value, num_candidates=top)
-    seconds = time.perf_counter() - started
-    plan_file = _plan_file(workload, result)
-    if output is not None:
-        write_beside_and_rename(output, plan_file.to_json() + "\n")
-    reference = ClusterReference(name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node)
-    commands = {
-        "launch": launch_command(str(output or "plan.json"), reference),
-        "torchrun": torchrun_command(reference),
-    }
-    if as_json:
-        typer.echo(json.dumps(_report(workload, result, commands, seconds), indent=2))
-        return
-    from paraplan.cli.estimate_tables import print_estimate  # rich, which --json does without
-    from paraplan.cli.recommend_tables import print_recommendation
-
-    print_recommendation(workload, result)
-    print_estimate(workload, result.best)
-    typer.echo(f"\n{result.plans_considered:,} plans in {seconds:.2f} s.")
-    if output is not None:
-        typer.echo(f"Plan written to {output}. Run it:\n  {commands['launch']}")
-    else:
-        typer.echo("Write the plan with -o plan.json, then run it:\n  " + commands["launch"])
-
-
-def _plan_file(workload: Workload, result: SearchResult) -> PlanFile:
-    model, cluster, best = workload.model, workload.cluster, result.best
-    return PlanFile(
-        plan=best.plan,
-        model=ModelReference(
-            name=model.name,
-            source=model.source,
-            num_parameters=model.parameters.total,
-            num_blocks=model.num_blocks,
+    is_own = framework is FrameworkName.paraplan
+    answer = recommendation(
+        workload if is_own else replace(workload, habits=habits_of(framework.value)),
+        Question(
+            objective=objective.value,
+            find=find.value if find else None,
+            framework=None if is_own else framework.value,
+            num_candidates=top,
+            explains=explain,
+            with_front=pareto,
+            earlier=earlier,
+            tokens=tokens,
+            price_per_gpu_hour=price,
         ),
-        training=workload.training,
-        cluster=ClusterReference(name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node),
-        estimate=planned_estimate(result),
     )
+    seconds = time.perf_counter() - started
+    if output is not None:
+        write_beside_and_rename(output, plan_file(answer).to_json() + "\n")
+    if as_json:
+        typer.echo(json.dumps(recommendation_report(answer, plan_path=output, seconds=seconds), indent=2))
+        return
+    from paraplan.cli.recommend_tables import print_answer  # rich, which --json does without
 
-
-def _report(workload: Workload, result: SearchResult, commands: dict[str, str], seconds: float) -> dict[str, Any]:
-    best = estimate_report(workload, result.best)
-    return {
-        "decisions": [decision.model_dump() for decision in result.decisions],
-        "plan": best.pop("plan"),
-        "estimate": best,
-        "fastest": estimate_report(workload, result.fastest) if result.fastest else None,
-        "candidates": [candidate.model_dump(mode="json") for candidate in result.candidates],
-        "rejections": [rejection.model_dump() for rejection in result.rejections],
-        "search": {"plans_considered": result.plans_considered, "seconds": round(seconds, 4)},
-        "commands": commands,
-    }
+    print_answer(answer, plan_path=output, seconds=seconds)

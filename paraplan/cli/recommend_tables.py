@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from paraplan.cost.workload import Workload
-from paraplan.search.results import SearchResult
-from paraplan.units import format_bytes, format_count, format_seconds
+from paraplan.cli.estimate_tables import print_estimate
+from paraplan.cli.recommend_report import commands
+from paraplan.search.budget import Budget, SizeOffer
+from paraplan.search.changes import Comparison
+from paraplan.search.explain import Explanation, part_words
+from paraplan.search.recommendation import Recommendation
+from paraplan.search.results import Candidate, SearchResult
+from paraplan.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 
-def print_recommendation(workload: Workload, result: SearchResult) -> None:
-    """Print the answer first, then the decisions with their numbers, the ranked plans, and the rejections."""
+def print_answer(answer: Recommendation, *, plan_path: Path | None, seconds: float) -> None:
+    """Print the answer first, then the decisions with their numbers, the ranked plans, and what was asked for."""
     console = Console(highlight=False)
+    _print_head(console, answer)
+    _print_tree_and_plans(console, answer.result)
+    if answer.explanation is not None:
+        _print_explanation(console, answer.explanation)
+    if answer.result.front:
+        console.print("\n[bold]No plan beats these in both time and memory[/bold]")
+        console.print(_plans(answer.result.front, answer.result))
+    if answer.comparison is not None:
+        _print_comparison(console, answer.comparison)
+    if answer.offers:
+        _print_offers(console, answer.offers)
+    if answer.budget is not None:
+        _print_budget(console, answer.budget)
+    print_estimate(answer.workload, answer.result.best)
+    _print_end(answer, plan_path, seconds)
+
+
+def _print_head(console: Console, answer: Recommendation) -> None:
+    workload, result = answer.workload, answer.result
     model, cluster, training = workload.model, workload.cluster, workload.training
     nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
     console.print(f"[bold]{model.name}[/bold], {format_count(model.parameters.total)} parameters")
@@ -22,27 +49,135 @@ def print_recommendation(workload: Workload, result: SearchResult) -> None:
         f"global batch {training.global_batch_size} x {training.seq_length} tokens, "
         f"{training.precision}, {training.optimizer}, {training.attention} attention"
     )
+    if answer.framework is not None:
+        console.print(
+            f"[yellow]For {answer.framework}, by its habits; paraplan's own runtime does not launch this plan.[/yellow]"
+        )
+    if answer.found is not None:
+        console.print(f"Found {answer.found}")
     console.print(f"\nRecommended: [bold green]{result.best.plan.describe()}[/bold green]")
+    for line in _details(answer):
+        console.print(f"  {line}")
+    if result.remark is not None:
+        console.print(f"  {result.remark}")
     if result.fastest is not None:
         gain = result.best.step.step_time_s / result.fastest.step.step_time_s - 1
         console.print(f"Outside the tree's answer, predicted {gain:.0%} faster: {result.fastest.plan.describe()}")
+
+
+def _details(answer: Recommendation) -> list[str]:
+    """Return what the words of a plan leave out: stages, order of ranks, GPUs."""
+    plan, placement = answer.result.best.plan, answer.placement
+    lines = []
+    if plan.stage_blocks is not None:
+        lines.append(f"blocks of the stages: {'-'.join(map(str, plan.stage_blocks))}")
+    if plan.world_size > 1 and placement.slowest_bytes_per_s:
+        order = [axis for axis in plan.rank_order if getattr(plan, axis) > 1]
+        slowest = ", ".join(f"{axis} {format_bandwidth(rate)}" for axis, rate in placement.slowest_bytes_per_s.items())
+        lines.append(f"ranks, outermost first: {', '.join(order)}; slowest link of each axis: {slowest}")
+        if placement.local_gpus != tuple(range(len(placement.local_gpus))):
+            lines.append(f"GPUs by local rank: {','.join(map(str, placement.local_gpus))} (CUDA_VISIBLE_DEVICES)")
+    return lines
+
+
+def _print_tree_and_plans(console: Console, result: SearchResult) -> None:
     console.print("\n[bold]Decision tree[/bold]")
     for decision in result.decisions:
         console.print(Padding(f"{decision.rule} [bold]{decision.outcome}[/bold]", (0, 2)))
         console.print(Padding(f"[dim]{decision.because}[/dim]", (0, 4)))
     console.print("\n[bold]Plans[/bold], best first (* = a family that the tree names)")
-    console.print(_plans(result))
+    console.print(_plans(result.candidates, result))
     if result.rejections:
         console.print("\n[bold]Ruled out[/bold]")
         console.print(_rejections(result))
 
 
-def _plans(result: SearchResult) -> Table:
+def _print_explanation(console: Console, explanation: Explanation) -> None:
+    console.print("\n[bold]Why the best beats the second[/bold]")
+    console.print(f"  best:   {explanation.best}")
+    console.print(f"  second: {explanation.second}")
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    table.add_column("")
+    for title in ("best", "second", "difference"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for part in explanation.parts:
+        if part.best_s or part.second_s:
+            difference = f"{'+' if part.difference_s >= 0 else '-'}{format_seconds(abs(part.difference_s))}"
+            table.add_row(part_words(part.name), format_seconds(part.best_s), format_seconds(part.second_s), difference)
+    gap = explanation.second_step_s - explanation.best_step_s
+    table.add_row(
+        "step",
+        format_seconds(explanation.best_step_s),
+        format_seconds(explanation.second_step_s),
+        f"{'+' if gap >= 0 else '-'}{format_seconds(abs(gap))}",
+        style="bold",
+    )
+    table.add_row(
+        "memory", format_bytes(explanation.best_memory_bytes), format_bytes(explanation.second_memory_bytes), ""
+    )
+    console.print(Padding(table, (0, 2)))
+    console.print(f"  {explanation.because}")
+
+
+def _print_comparison(console: Console, comparison: Comparison) -> None:
+    console.print("\n[bold]Beside the earlier plan[/bold]")
+    console.print(f"  before: {comparison.before}")
+    console.print(f"  now:    {comparison.now}")
+    for change in comparison.changes:
+        console.print(f"  {change.field}: {change.before} -> {change.now}")
+    if comparison.then_step_s is not None:
+        console.print(f"  the earlier plan was predicted to take {format_seconds(comparison.then_step_s)} a step")
+    for sentence in comparison.because:
+        console.print(f"  {sentence}")
+
+
+def _print_offers(console: Console, offers: tuple[SizeOffer, ...]) -> None:
+    console.print("\n[bold]By number of GPUs[/bold], for a billion tokens")
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("GPUs", justify="right")
+    table.add_column("plan")
+    for title in ("step", "GPU-hours", "cost"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for offer in offers:
+        cost = offer.cost_per_billion_tokens
+        table.add_row(
+            str(offer.num_gpus),
+            offer.plan,
+            format_seconds(offer.step_time_s),
+            f"{offer.gpu_hours_per_billion_tokens:,.1f}",
+            "" if cost is None else f"{cost:,.2f}",
+        )
+    console.print(table)
+
+
+def _print_budget(console: Console, budget: Budget) -> None:
+    days = budget.seconds / 86_400
+    length = f"{days:,.1f} days" if days >= 2 else format_seconds(budget.seconds)
+    cost = "" if budget.cost is None else f", cost {budget.cost:,.2f}"
+    console.print(
+        f"\n[bold]{format_count(budget.tokens)} tokens[/bold]: {budget.steps:,.0f} steps, {length}, "
+        f"{budget.gpu_hours:,.1f} GPU-hours{cost} (steps alone: no starts, checkpoints or failures)"
+    )
+
+
+def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float) -> None:
+    result, words = answer.result, commands(answer, plan_path)
+    typer.echo(f"\n{result.plans_considered:,} plans in {seconds:.2f} s.")
+    if answer.framework is not None:
+        where = f"Plan written to {plan_path}." if plan_path is not None else "Write the plan with -o plan.json."
+        typer.echo(f"{where} Its words for another tool:\n  {words['export']}")
+    elif plan_path is not None:
+        typer.echo(f"Plan written to {plan_path}. Run it:\n  {words['launch']}")
+    else:
+        typer.echo("Write the plan with -o plan.json, then run it:\n  " + words["launch"])
+
+
+def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for title in ("", "plan", "step", "tokens/s/GPU", "MFU", "memory"):
         is_text = title in ("", "plan")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text)
-    for candidate in result.candidates:
+    for candidate in candidates:
         chosen = candidate.plan == result.best.plan
         table.add_row(
             "*" if candidate.in_tree else "",

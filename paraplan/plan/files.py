@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from paraplan.errors import PlanError
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
 
@@ -57,8 +57,21 @@ class PlannedEstimate(Record):
     smaller_plan: str | None = None
 
 
+class PlannedPlacement(Record):
+    """Local rank i of each node runs on GPU `local_gpus[i]`; the slowest link that each axis then crosses.
+
+    To follow it, list the GPUs in that order in CUDA_VISIBLE_DEVICES.
+    """
+
+    local_gpus: tuple[int, ...]
+    slowest_bytes_per_s: dict[Axis, float]
+
+
 class PlanFile(Record):
-    """A plan, its model, its training, its machines and its prediction, in one JSON object."""
+    """A plan, its model, its training, its machines and its prediction, in one JSON object.
+
+    `framework` names another framework that the plan was made for: paraplan does not launch it.
+    """
 
     schema_version: Literal[1] = 1
     plan: ParallelPlan
@@ -66,6 +79,8 @@ class PlanFile(Record):
     training: TrainingSpec | None = None
     cluster: ClusterReference | None = None
     estimate: PlannedEstimate | None = None
+    placement: PlannedPlacement | None = None
+    framework: str | None = None
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> PlanFile:

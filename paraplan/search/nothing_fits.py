@@ -11,7 +11,9 @@ from paraplan.search.what_fits import fewest_nodes, longest_sequence
 from paraplan.units import format_bytes
 
 
-def nothing_fits(workload: Workload, space: PlanSpace, too_large: TooLarge) -> NoPlanFitsError:
+def nothing_fits(
+    workload: Workload, space: PlanSpace, too_large: TooLarge, *, with_ways_out: bool = True
+) -> NoPlanFitsError:
     """Return the error for a workload whose `space` has no plan that fits."""
     cluster, usable = workload.cluster, workload.usable_memory_bytes
     if too_large.nearest is None:
@@ -27,7 +29,7 @@ def nothing_fits(workload: Workload, space: PlanSpace, too_large: TooLarge) -> N
     return NoPlanFitsError(
         f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs with {format_bytes(usable)} usable each; the "
         f"nearest, {nearest.plan.describe()}, needs {format_bytes(fullest.total_bytes)}, {lacking} too much{where}",
-        hint=", or ".join(_ways_out(workload, runnable_only=space.runnable_only)),
+        hint=", or ".join(_ways_out(workload, runnable_only=space.runnable_only)) if with_ways_out else None,
     )
 
 

@@ -30,16 +30,17 @@ def search(
     num_candidates: int = 10,
     runnable_only: bool = True,
     with_front: bool = False,
+    explains_failure: bool = True,
 ) -> SearchResult:
     """Return the ranked plans for a workload, best by `objective` first.
 
     `runnable_only` keeps to what paraplan's runtime executes. Raises `NoPlanFitsError` where no plan fits, with the
-    plan that comes nearest and what it lacks.
+    plan that comes nearest, what it lacks and what would help (which takes more searches, `explains_failure`).
     """
     space = PlanSpace(workload, runnable_only)
     memory = MemorySurvey.of(workload, space)
     if not memory.fitting.columns:
-        raise nothing_fits(workload, space, memory.too_large)
+        raise nothing_fits(workload, space, memory.too_large, with_ways_out=explains_failure)
     answer = decide(tree_facts(workload))
     times = TimeSurvey(
         workload,

@@ -1,0 +1,76 @@
+"""A recommendation as the JSON that programs read, and as a plan file. Apart from the tables, which import rich."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paraplan.cli.estimate_report import estimate_report
+from paraplan.interop.commands import launch_command, torchrun_command
+from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
+from paraplan.search.planned import planned_estimate
+from paraplan.search.recommendation import Recommendation
+
+
+def plan_file(answer: Recommendation) -> PlanFile:
+    """Return the plan file of the recommended plan."""
+    model = answer.workload.model
+    return PlanFile(
+        plan=answer.result.best.plan,
+        model=ModelReference(
+            name=model.name,
+            source=model.source,
+            num_parameters=model.parameters.total,
+            num_blocks=model.num_blocks,
+        ),
+        training=answer.workload.training,
+        cluster=cluster_reference(answer),
+        estimate=planned_estimate(answer.result),
+        placement=answer.placement,
+        framework=answer.framework,
+    )
+
+
+def cluster_reference(answer: Recommendation) -> ClusterReference:
+    """Return the machines of the recommended plan as a plan file names them."""
+    cluster = answer.workload.cluster
+    return ClusterReference(name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node)
+
+
+def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
+    """Return the commands that start the plan: none for another framework, whose words `paraplan export` writes."""
+    path = str(plan_path or "plan.json")
+    if answer.framework is not None:
+        return {"export": f"paraplan export {path} --to TARGET"}
+    reference = cluster_reference(answer)
+    return {"launch": launch_command(path, reference), "torchrun": torchrun_command(reference)}
+
+
+def recommendation_report(answer: Recommendation, *, plan_path: Path | None, seconds: float) -> dict[str, Any]:
+    """Return the JSON object of `paraplan recommend --json`."""
+    result, workload = answer.result, answer.workload
+    best = estimate_report(workload, result.best)
+    return {
+        "decisions": [decision.model_dump() for decision in result.decisions],
+        "plan": best.pop("plan"),
+        "estimate": best,
+        "placement": answer.placement.model_dump(),
+        "remark": result.remark,
+        "found": answer.found,
+        "framework": answer.framework,
+        "fastest": estimate_report(workload, result.fastest) if result.fastest else None,
+        "candidates": [candidate.model_dump(mode="json") for candidate in result.candidates],
+        "front": [candidate.model_dump(mode="json") for candidate in result.front],
+        "explanation": answer.explanation.model_dump() if answer.explanation else None,
+        "comparison": answer.comparison.model_dump() if answer.comparison else None,
+        "budget": answer.budget.model_dump() if answer.budget else None,
+        "offers": [offer.model_dump() for offer in answer.offers],
+        "rejections": [rejection.model_dump() for rejection in result.rejections],
+        "search": {
+            "plans_considered": result.plans_considered,
+            "plans_priced": result.plans_priced,
+            "times_priced": result.times_priced,
+            "seconds": round(seconds, 4),
+        },
+        "commands": commands(answer, plan_path),
+    }

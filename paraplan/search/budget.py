@@ -1,0 +1,90 @@
+"""What a number of tokens takes: time, GPU-hours and money; and the cheapest number of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError
+from paraplan.records import Record
+from paraplan.search.results import SearchResult
+from paraplan.search.search import search
+from paraplan.search.what_fits import smaller_clusters
+
+SECONDS_PER_HOUR = 3600.0
+
+
+class Budget(Record):
+    """Training on `tokens` with one plan. `cost` is in the currency of the price, None without one.
+
+    Only steps are counted: no start, no checkpoints, no failures.
+    """
+
+    tokens: float
+    steps: float
+    seconds: float
+    gpu_hours: float
+    cost: float | None = None
+
+
+class SizeOffer(Record):
+    """The best plan on one number of GPUs. Cost is per billion tokens, in the currency of the price."""
+
+    num_gpus: int
+    plan: str
+    step_time_s: float
+    gpu_hours_per_billion_tokens: float
+    cost_per_billion_tokens: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Cheapest:
+    """The cheapest number of GPUs: its workload, its search, and what every number offered."""
+
+    workload: Workload
+    result: SearchResult
+    offers: tuple[SizeOffer, ...]
+
+
+def budget(workload: Workload, estimate: PlanEstimate, *, tokens: float, price_per_gpu_hour: float | None) -> Budget:
+    """Return what training on `tokens` takes under a plan."""
+    steps = tokens / workload.training.tokens_per_step
+    seconds = steps * estimate.step.step_time_s
+    gpu_hours = seconds * estimate.plan.world_size / SECONDS_PER_HOUR
+    cost = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
+    return Budget(tokens=tokens, steps=steps, seconds=seconds, gpu_hours=gpu_hours, cost=cost)
+
+
+def cheapest(
+    workload: Workload, *, price_per_gpu_hour: float | None, num_candidates: int = 10, runnable_only: bool = True
+) -> Cheapest:
+    """Return the number of GPUs, up to the workload's, whose best plan costs least for the same tokens.
+
+    Fewer GPUs rarely cost more; with a limit on memory or on time another number may win. Raises `NoPlanFitsError`
+    where no plan fits any of them.
+    """
+    offers: list[SizeOffer] = []
+    best: tuple[float, Workload, SearchResult] | None = None
+    for cluster in smaller_clusters(workload.cluster):
+        part = replace(workload, cluster=cluster)
+        try:
+            result = search(part, num_candidates=num_candidates, runnable_only=runnable_only, explains_failure=False)
+        except NoPlanFitsError:
+            continue
+        billion = budget(part, result.best, tokens=1e9, price_per_gpu_hour=price_per_gpu_hour)
+        offers.append(
+            SizeOffer(
+                num_gpus=cluster.num_gpus,
+                plan=result.best.plan.describe(),
+                step_time_s=result.best.step.step_time_s,
+                gpu_hours_per_billion_tokens=billion.gpu_hours,
+                cost_per_billion_tokens=billion.cost,
+            )
+        )
+        if best is None or billion.gpu_hours < best[0]:
+            best = (billion.gpu_hours, part, result)
+    if best is None:
+        search(workload, runnable_only=runnable_only)  # says what is lacking
+        raise AssertionError("a workload that fits is among its own parts")
+    return Cheapest(workload=best[1], result=best[2], offers=tuple(offers))

@@ -1,0 +1,132 @@
+"""What changed between a plan that was made before and the plan for the machines of now, and why."""
+
+from __future__ import annotations
+
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
+from paraplan.records import Record
+from paraplan.search.results import SearchResult
+from paraplan.units import format_bytes, format_seconds
+
+_FIELDS = (
+    "dp",
+    "tp",
+    "pp",
+    "cp",
+    "zero_stage",
+    "sequence_parallel",
+    "micro_batch_size",
+    "num_microbatches",
+    "pipeline_schedule",
+    "virtual_pipeline_size",
+    "stage_blocks",
+    "recompute",
+    "offload",
+    "rank_order",
+)
+
+
+class Change(Record):
+    """One field of the plan, before and now."""
+
+    field: str
+    before: str
+    now: str
+
+
+class Comparison(Record):
+    """A plan made before beside the one for now.
+
+    `then_step_s` is what the old plan's file predicted where it was made, `here_step_s` what it would take on the
+    machines of now (None where it cannot run there, with the reason in `because`), `now_step_s` the new plan's step.
+    """
+
+    before: str
+    now: str
+    changes: tuple[Change, ...]
+    then_step_s: float | None
+    here_step_s: float | None
+    now_step_s: float
+    because: tuple[str, ...]
+
+
+def compare_with(workload: Workload, old: PlanFile, result: SearchResult) -> Comparison:
+    """Return what changed from the plan of `old` to the best of `result`, and why."""
+    new = result.best
+    because = [*_of_machines(workload, old), *_of_training(workload.training, old)]
+    here_s, reason = _old_plan_here(workload, old.plan)
+    because.append(reason)
+    changes = tuple(
+        Change(field=name, before=_words(old.plan, name), now=_words(new.plan, name))
+        for name in _FIELDS
+        if getattr(old.plan, name) != getattr(new.plan, name)
+    )
+    if here_s is not None and changes:
+        gain = here_s / new.step.step_time_s - 1
+        because.append(
+            f"the new plan takes {format_seconds(new.step.step_time_s)}, "
+            + (f"{gain:.1%} less time" if gain > 0 else f"{-gain:.1%} more, and is the simpler of equals")
+        )
+    elif not changes:
+        because.append("the same plan is still the best")
+    return Comparison(
+        before=old.plan.describe(),
+        now=new.plan.describe(),
+        changes=changes,
+        then_step_s=old.estimate.step_time_s if old.estimate else None,
+        here_step_s=here_s,
+        now_step_s=new.step.step_time_s,
+        because=tuple(because),
+    )
+
+
+def _of_machines(workload: Workload, old: PlanFile) -> list[str]:
+    then, now = old.plan.world_size, workload.cluster.num_gpus
+    found = []
+    if then != now:
+        kind = "lost" if now < then else "added"
+        found.append(f"{then} GPUs then, {now} now: {abs(now - then)} {kind}")
+    if old.cluster is not None and old.cluster.name != workload.cluster.name:
+        found.append(f"the machine was {old.cluster.name} and is {workload.cluster.name}")
+    return found
+
+
+def _of_training(training: TrainingSpec, old: PlanFile) -> list[str]:
+    if old.training is None:
+        return []
+    return [
+        f"{name.replace('_', ' ')} was {getattr(old.training, name)} and is {getattr(training, name)}"
+        for name in TrainingSpec.model_fields
+        if getattr(old.training, name) != getattr(training, name)
+    ]
+
+
+def _old_plan_here(workload: Workload, plan: ParallelPlan) -> tuple[float | None, str]:
+    """Return the old plan's step on the machines of now and a sentence; no step where it cannot run there."""
+    cluster, training = workload.cluster, workload.training
+    if plan.world_size != cluster.num_gpus:
+        return None, f"the old plan needs {plan.world_size} GPUs, and there are {cluster.num_gpus}"
+    if plan.global_batch_size != training.global_batch_size:
+        return None, f"the old plan trains a batch of {plan.global_batch_size}, not {training.global_batch_size}"
+    blocks = workload.model.num_blocks
+    if plan.num_stages > blocks or (plan.stage_blocks is not None and sum(plan.stage_blocks) != blocks):
+        return None, f"the old plan's stages do not divide the {blocks} blocks of {workload.model.name}"
+    estimate = estimate_plan(workload, plan)
+    if not estimate.fits:
+        needed, usable = format_bytes(estimate.peak_memory_bytes), format_bytes(estimate.usable_memory_bytes)
+        return None, f"the old plan needs {needed} of {usable} usable here"
+    return estimate.step.step_time_s, f"the old plan would take {format_seconds(estimate.step.step_time_s)} here"
+
+
+def _words(plan: ParallelPlan, name: str) -> str:
+    value = getattr(plan, name)
+    if isinstance(value, tuple):
+        return "-".join(str(each) for each in value)
+    if value is None:
+        return "even" if name == "stage_blocks" else "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

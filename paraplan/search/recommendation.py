@@ -1,0 +1,125 @@
+"""The whole answer to one question: a search and what was asked for beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError
+from paraplan.plan.files import PlanFile, PlannedPlacement
+from paraplan.plan.placement import place
+from paraplan.plan.traffic import axis_traffic
+from paraplan.search.budget import Budget, SizeOffer, budget, cheapest
+from paraplan.search.changes import Comparison, compare_with
+from paraplan.search.explain import Explanation, explain
+from paraplan.search.objective import Objective
+from paraplan.search.results import SearchResult
+from paraplan.search.search import search
+from paraplan.search.what_fits import fewest_gpus, largest_batch, longest_sequence
+
+Find = Literal["fewest-gpus", "largest-batch", "longest-sequence"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a workload. `framework` names another framework than paraplan's runtime."""
+
+    objective: Objective | Literal["cost"] = "throughput"
+    find: Find | None = None
+    framework: str | None = None
+    num_candidates: int = 10
+    explains: bool = False
+    with_front: bool = False
+    earlier: PlanFile | None = None
+    tokens: float | None = None
+    price_per_gpu_hour: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Recommendation:
+    """The answer: the workload that was planned for (another one where something was to be found), and the search.
+
+    `found` says in a sentence what `Question.find` found. What was not asked for is None or empty.
+    """
+
+    workload: Workload
+    result: SearchResult
+    placement: PlannedPlacement
+    framework: str | None = None
+    found: str | None = None
+    explanation: Explanation | None = None
+    comparison: Comparison | None = None
+    budget: Budget | None = None
+    offers: tuple[SizeOffer, ...] = ()
+
+
+def recommendation(workload: Workload, question: Question) -> Recommendation:
+    """Return the answer to a question; raise `NoPlanFitsError` where no plan fits."""
+    runnable_only = question.framework is None
+    workload, found = _found(workload, question, runnable_only=runnable_only)
+    offers: tuple[SizeOffer, ...] = ()
+    if question.objective == "cost":
+        best = cheapest(
+            workload,
+            price_per_gpu_hour=question.price_per_gpu_hour,
+            num_candidates=question.num_candidates,
+            runnable_only=runnable_only,
+        )
+        workload, result, offers = best.workload, best.result, best.offers
+    else:
+        result = search(
+            workload,
+            objective=question.objective,
+            num_candidates=question.num_candidates,
+            runnable_only=runnable_only,
+            with_front=question.with_front,
+        )
+    explains = question.explains and result.second is not None
+    return Recommendation(
+        workload=workload,
+        result=result,
+        placement=_placement(workload, result),
+        framework=question.framework,
+        found=found,
+        explanation=explain(result.best, result.second) if explains and result.second else None,
+        comparison=compare_with(workload, question.earlier, result) if question.earlier else None,
+        budget=budget(workload, result.best, tokens=question.tokens, price_per_gpu_hour=question.price_per_gpu_hour)
+        if question.tokens
+        else None,
+        offers=offers,
+    )
+
+
+def _placement(workload: Workload, result: SearchResult) -> PlannedPlacement:
+    plan = result.best.plan
+    traffic = axis_traffic(plan, workload.training, workload.model)
+    placed = place(plan, workload.cluster, traffic=traffic)
+    return PlannedPlacement(local_gpus=placed.local_gpus, slowest_bytes_per_s=placed.slowest_bytes_per_s)
+
+
+def _found(workload: Workload, question: Question, *, runnable_only: bool) -> tuple[Workload, str | None]:
+    """Return the workload to plan for and what was found, in a sentence."""
+    training, cluster = workload.training, workload.cluster
+    if question.find is None:
+        return workload, None
+    if question.find == "fewest-gpus":
+        smallest = fewest_gpus(workload, runnable_only=runnable_only)
+        if smallest is None:
+            return workload, None  # the search says what is lacking
+        words = f"the fewest GPUs that fit: {smallest.num_gpus} of {cluster.num_gpus}, tried in steps of two"
+        return replace(workload, cluster=smallest), words
+    if question.find == "largest-batch":
+        size = largest_batch(workload, runnable_only=runnable_only)
+        if size is None:
+            raise NoPlanFitsError(
+                f"not even one sequence of {training.seq_length} tokens fits without gradient accumulation",
+                hint="leave out --find, or use more GPUs",
+            )
+        words = f"the largest batch in one micro-batch: {size} sequences of {training.seq_length} tokens"
+        return replace(workload, training=training.replace(global_batch_size=size)), words
+    length = longest_sequence(workload, runnable_only=runnable_only)
+    if length is None:
+        return workload, None
+    words = f"the longest sequence that fits: {length} tokens, in a batch of {training.global_batch_size}"
+    return replace(workload, training=training.replace(seq_length=length)), words
