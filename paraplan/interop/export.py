@@ -17,6 +17,7 @@ from paraplan.interop.targets.skypilot import to_skypilot
 from paraplan.interop.targets.slurm import to_slurm
 from paraplan.interop.targets.torchrun import to_torchrun
 from paraplan.interop.targets.torchtitan import to_torchtitan
+from paraplan.interop.targets.torchtitan_python import to_torchtitan_python
 
 
 class Target(NamedTuple):
@@ -34,6 +35,7 @@ TARGETS: dict[str, Target] = {
     "megatron-lm": Target(to_megatron_lm, "Megatron-LM's arguments, in a script"),
     "megatron-bridge": Target(to_megatron_bridge, "YAML overrides of a Megatron-Bridge (NeMo) recipe"),
     "torchtitan": Target(to_torchtitan, "torchtitan's TOML (up to v0.2.2)"),
+    "torchtitan-python": Target(to_torchtitan_python, "a function for later torchtitan's Python configuration"),
     "slurm": Target(to_slurm, "an sbatch script that starts paraplan launch"),
     "pytorchjob": Target(to_pytorchjob, "Kubernetes: a PyTorchJob of Kubeflow's Training Operator"),
     "trainjob": Target(to_trainjob, "Kubernetes: a TrainJob of Kubeflow Trainer 2"),

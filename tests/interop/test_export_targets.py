@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from paraplan.plan.files import PlanFile
 
 YAML_TARGETS = ("accelerate", "megatron-bridge", "pytorchjob", "trainjob", "jobset", "skypilot")
 SCRIPTS = ("torchrun", "slurm", "megatron-lm")
-COMMENTED = (*YAML_TARGETS, *SCRIPTS, "torchtitan")
+COMMENTED = (*YAML_TARGETS, *SCRIPTS, "torchtitan", "torchtitan-python")
 LAUNCHED_BY_PARAPLAN = ("torchrun", "slurm", "pytorchjob", "trainjob", "jobset", "skypilot")
 
 
@@ -170,6 +172,36 @@ def test_torchtitans_local_batch_is_a_micro_batch_without_a_pipeline_and_all_of_
     assert read("torchtitan", "zero-3")["training"]["local_batch_size"] == 2
     assert read("torchtitan", "zero-3")["training"]["global_batch_size"] == 64
     assert read("torchtitan", "interleaved")["training"]["local_batch_size"] == 8
+
+
+def test_torchtitans_python_sets_the_fields_of_a_configuration() -> None:
+    def applied(plan: str) -> Any:
+        text = export_plan(subject(plan), "torchtitan-python", partial=True).text
+        tree = ast.parse(text)
+        function = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
+        function.args.args[0].annotation = function.returns = None
+        config = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace())
+        policies = {
+            "FullAC": SimpleNamespace(Config=lambda: "full"),
+            "SelectiveAC": SimpleNamespace(Config=lambda: "some"),
+        }
+        exec(compile(ast.Module([function], []), "plan.py", "exec"), policies)  # noqa: S102 (what paraplan has written)
+        return policies["apply_plan"](config)
+
+    pipeline = applied("pipeline")
+    assert pipeline.parallelism.num_pp_microbatches == 8
+    assert pipeline.parallelism.module_fqns_per_model_part[-1][-2:] == ["norm", "lm_head"]
+    assert pipeline.training.num_tokens_per_train_step == 32 * 4096
+    assert pipeline.activation_checkpoint is None
+    assert applied("zero-2").activation_checkpoint == "full"
+    assert applied("ddp").parallelism.data_parallel_replicate_degree == 8
+
+
+def test_replicas_go_with_other_axes_in_torchtitans_python_alone() -> None:
+    made = subject({"dp": 4, "tp": 2, "sequence_parallel": True})
+    assert export_plan(made, "torchtitan-python").gaps == ()
+    with pytest.raises(UnsupportedPlanError, match="DDP beside tp=2"):
+        export_plan(made, "torchtitan")
 
 
 def test_megatron_bridge_says_what_megatron_lm_says() -> None:

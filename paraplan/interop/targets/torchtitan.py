@@ -16,8 +16,8 @@ from paraplan.interop.quoting import comment, quoted
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
 from paraplan.plan.stages import even_split, stage_bounds
 
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+SCHEDULES: dict[str, str] = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
+DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def to_torchtitan(subject: Subject) -> Exported:
@@ -25,7 +25,7 @@ def to_torchtitan(subject: Subject) -> Exported:
     gaps = _gaps(subject)
     notes = [
         "[model] name, flavor and hf_assets_path, the data set, the number of steps and the learning rate",
-        "torchtitan reads TOML up to v0.2.2; in later releases set the same fields in a Python configuration",
+        "torchtitan reads TOML up to v0.2.2; --to torchtitan-python is for later releases",
     ]
     notes += unknown_training_note(subject)
     sections = {
@@ -48,7 +48,7 @@ def to_torchtitan(subject: Subject) -> Exported:
 
 
 def _gaps(subject: Subject) -> list[Gap]:
-    plan, model = subject.plan, subject.file.model
+    plan = subject.plan
     gaps = field_gap(
         plan, "zero_stage", (0, 2, 3), "torchtitan shards with FSDP2: gradients too (2), parameters too (3)"
     )
@@ -56,8 +56,16 @@ def _gaps(subject: Subject) -> list[Gap]:
         gaps.append(Gap(part=f"DDP beside {_others(plan)}", reason="torchtitan has DDP alone, or FSDP with other axes"))
     if plan.tp > 1:
         gaps += field_gap(plan, "sequence_parallel", (True,), "torchtitan's tensor parallelism always splits norms")
-    gaps += field_gap(
-        plan, "pipeline_schedule", (None, *_SCHEDULES), "torch's zero-bubble schedules need two or more stages a rank"
+    gaps += shared_gaps(subject)
+    gaps += training_gap(subject.training, "optimizer", ("adamw",), "torchtitan has Adam and AdamW")
+    return gaps + order_gap(plan, "torchtitan", MEGATRON_RANK_ORDER)
+
+
+def shared_gaps(subject: Subject) -> list[Gap]:
+    """Return what no version of torchtitan can do of a plan."""
+    plan, model = subject.plan, subject.file.model
+    gaps = field_gap(
+        plan, "pipeline_schedule", (None, *SCHEDULES), "torch's zero-bubble schedules need two or more stages a rank"
     )
     if plan.pp > 1 and plan.stage_blocks is None and (model is None or model.num_blocks is None):
         gaps.append(Gap(part="stages", reason="the number of blocks is not in the plan file, so they cannot be named"))
@@ -65,9 +73,7 @@ def _gaps(subject: Subject) -> list[Gap]:
     gaps += field_gap(plan, "offload", ("none", "parameters"), "torchtitan offloads all of FSDP's state or nothing")
     if plan.offload == "parameters" and plan.zero_stage < 2:
         gaps += field_gap(plan, "offload", ("none",), "torchtitan offloads under FSDP, ZeRO stages 2 and 3")
-    gaps += training_gap(subject.training, "precision", tuple(_DTYPES), "torchtitan trains in bfloat16 or float32")
-    gaps += training_gap(subject.training, "optimizer", ("adamw",), "torchtitan has Adam and AdamW")
-    return gaps + order_gap(plan, "torchtitan", MEGATRON_RANK_ORDER)
+    return gaps + training_gap(subject.training, "precision", tuple(DTYPES), "torchtitan trains in bfloat16 or float32")
 
 
 def _others(plan: ParallelPlan) -> str:
@@ -84,7 +90,7 @@ def _training(subject: Subject) -> dict[str, object]:
     }
     if training is not None:
         section |= {"seq_len": training.seq_length, "dtype": "float32"}
-        section["mixed_precision_param"] = _DTYPES.get(training.precision, "bfloat16")
+        section["mixed_precision_param"] = DTYPES.get(training.precision, "bfloat16")
     return section
 
 
@@ -102,17 +108,20 @@ def _parallelism(subject: Subject) -> dict[str, object]:
     }
     if plan.pp > 1:
         section["pipeline_parallel_microbatch_size"] = plan.micro_batch_size
-        schedule = _SCHEDULES.get(plan.pipeline_schedule or "")
+        schedule = SCHEDULES.get(plan.pipeline_schedule or "")
         if schedule is not None:
             section["pipeline_parallel_schedule"] = schedule
-        parts = _model_parts(subject)
+        parts = model_parts(subject, head="output")
         if parts is not None:
             section["module_fqns_per_model_part"] = parts
     return section
 
 
-def _model_parts(subject: Subject) -> list[list[str]] | None:
-    """Return the modules of each stage, by torchtitan's names of them; None where the number of blocks is unknown."""
+def model_parts(subject: Subject, *, head: str) -> list[list[str]] | None:
+    """Return the modules of each stage, by torchtitan's names of them; None where the number of blocks is unknown.
+
+    `head` is the name of the output projection.
+    """
     plan, model = subject.plan, subject.file.model
     num_blocks = model.num_blocks if model is not None else None
     blocks = plan.stage_blocks or (even_split(num_blocks, plan.num_stages) if num_blocks is not None else None)
@@ -120,7 +129,7 @@ def _model_parts(subject: Subject) -> list[list[str]] | None:
         return None
     parts = [[f"layers.{block}" for block in range(start, end)] for start, end in stage_bounds(blocks)]
     parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", "output"]
+    parts[-1] += ["norm", head]
     return parts
 
 
