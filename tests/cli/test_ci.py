@@ -81,7 +81,9 @@ def test_a_plan_that_no_longer_fits_ends_with_1(best: Path, tmp_path: Path) -> N
 
 
 def test_a_plan_that_is_not_supported_ends_with_1(best: Path, tmp_path: Path) -> None:
-    path = changed(best, tmp_path, offload="optimizer")
+    # 1F1B needs a micro-batch for each stage.
+    few = {"dp": 1, "tp": 1, "pp": 8, "zero_stage": 0, "micro_batch_size": 16, "num_microbatches": 4}
+    path = changed(best, tmp_path, **few, pipeline_schedule="1f1b", sequence_parallel=False)
     status, stdout, _ = run(*RECOMMEND, "--check", str(path), "--tolerance", "100000")
     assert status == 1
     assert "FAIL  supported" in stdout
