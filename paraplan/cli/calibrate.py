@@ -94,7 +94,7 @@ def _measure(
     gpu = survey.machine.gpu if survey.machine is not None else None
     on_gpus = gpu is None or gpu.vendor != "cpu"
     count = len(survey.node.gpus)
-    threads = None if on_gpus else threads_per_rank(num_cores=usable_cores(), ranks_per_node=count)
+    threads = None if on_gpus else _threads(count)
     links_s = seconds * _LINKS_SHARE if count > 1 else 0.0
     request = KernelRequest(
         device="cuda" if on_gpus else "cpu",
@@ -143,6 +143,16 @@ def _cluster(survey: MachineSurvey) -> Cluster | None:
     if machine is None:
         return None
     return Cluster(name=machine.name, gpu=machine.gpu, node=survey.node, network=machine.network)
+
+
+def _threads(num_ranks: int) -> int:
+    """Return the threads of a rank: OMP_NUM_THREADS where it is set, else as the launcher shares out the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return (
+        int(given)
+        if given.isdecimal() and int(given) > 0
+        else threads_per_rank(num_cores=usable_cores(), ranks_per_node=num_ranks)
+    )
 
 
 def _source(num_ranks: int, threads: int | None) -> str:

@@ -30,13 +30,15 @@ class KernelCase(Record):
     """One thing to time.
 
     `sizes` are [m, n, k] of a matmul, of which `layout` says which operands are transposed in memory; [sequences,
-    heads, tokens, head size] of attention; [elements] of what is moved, copied or optimised.
+    heads, tokens, head size] of attention; [elements] of what is moved, copied or optimised. What `is_required` is
+    timed even when the time is over: without it there is no profile.
     """
 
     kind: KernelKind
     precision: Precision
     sizes: tuple[int, ...]
     layout: Literal["forward", "input_gradient", "weight_gradient"] = "forward"
+    is_required: bool = False
 
     @property
     def flops(self) -> float:
@@ -87,7 +89,9 @@ def kernel_cases(precisions: Sequence[Precision], *, on_gpus: bool, num_ranks: i
     elements = [size * MIB // 4 for size in ((4, 32, 128) if on_gpus else (1, 4, 16))]
     first = precisions[0]
     cases = [KernelCase(kind="moved", precision=first, sizes=(size,)) for size in elements]
-    cases += [KernelCase(kind="copy", precision=first, sizes=(size,)) for size in elements]
+    cases += [
+        KernelCase(kind="copy", precision=first, sizes=(size,), is_required=size == elements[0]) for size in elements
+    ]
     cases += [KernelCase(kind="optimizer", precision="fp32", sizes=(elements[1],))]
     cases += [KernelCase(kind="overlap", precision=first, sizes=(elements[1],))] * (num_ranks > 1)
     for precision in precisions:
@@ -96,12 +100,21 @@ def kernel_cases(precisions: Sequence[Precision], *, on_gpus: bool, num_ranks: i
             cases.append(KernelCase(kind="attention_forward", precision=precision, sizes=sizes))
             cases.append(KernelCase(kind="attention_backward", precision=precision, sizes=sizes))
         for m, (k, n) in product(rows, widths):
-            cases += [
-                KernelCase(kind="matmul", precision=precision, sizes=(m, n, k)),
-                KernelCase(kind="matmul", precision=precision, sizes=(m, k, n), layout="input_gradient"),
-                KernelCase(kind="matmul", precision=precision, sizes=(n, k, m), layout="weight_gradient"),
-            ]
+            cases += _linear_layer(precision, m, k, n, is_required=(m, k, n) == (rows[0], *widths[0]))
     return tuple(cases)
+
+
+def _linear_layer(precision: Precision, m: int, k: int, n: int, *, is_required: bool) -> list[KernelCase]:
+    """Return the three products of a layer from k to n features: forward, and the gradients of input and weight."""
+    shapes: tuple[tuple[Literal["forward", "input_gradient", "weight_gradient"], tuple[int, int, int]], ...] = (
+        ("forward", (m, n, k)),
+        ("input_gradient", (m, k, n)),
+        ("weight_gradient", (n, k, m)),
+    )
+    return [
+        KernelCase(kind="matmul", precision=precision, sizes=sizes, layout=layout, is_required=is_required)
+        for layout, sizes in shapes
+    ]
 
 
 def fit_kernels(cases: Sequence[KernelCase], events: Sequence[KernelEvent], *, source: str) -> KernelCalibration:

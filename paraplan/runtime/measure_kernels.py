@@ -39,8 +39,8 @@ def measure(request: KernelRequest, report: Callable[[KernelEvent], None]) -> No
     deadline = time.monotonic() + request.max_seconds
     for number, case in enumerate(request.cases):
         left_s = _agree(deadline - time.monotonic(), smallest=True)
-        share_s = left_s / (len(request.cases) - number)
-        if left_s <= 0:
+        share_s = max(0.0, left_s) / (len(request.cases) - number)
+        if left_s <= 0 and not case.is_required:
             event = KernelEvent(case=number, skipped="no time left")
         else:
             try:
