@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 
 from paraplan.errors import ProfileError
@@ -60,6 +61,14 @@ class Subject(Record):
             return load_machine(self.file.cluster.name).gpu
         except ProfileError:
             return None
+
+    @property
+    def gpu_order(self) -> str | None:
+        """The order of each node's GPUs as `0,2,1,3`, None where it is that of their numbers or unknown."""
+        placement = self.file.placement
+        if placement is None or placement.local_gpus == tuple(range(len(placement.local_gpus))):
+            return None
+        return ",".join(map(str, placement.local_gpus))
 
     def describe(self) -> list[str]:
         """Return the lines that head every exported file: the plan, what it trains and on what."""
@@ -131,7 +140,9 @@ def order_gap(plan: ParallelPlan, tool: str, *orders: Sequence[Axis]) -> list[Ga
 
 def runtime_gap(subject: Subject) -> list[Gap]:
     """Return the gap of a plan that paraplan's own runtime, which the target starts, does not execute."""
-    model, training = subject.file.model, subject.training
+    model, training, framework = subject.file.model, subject.training, subject.file.framework
+    if framework is not None:
+        return [Gap(part=f"framework={framework}", reason="the plan was made for it, and paraplan does not launch it")]
     reason = unsupported_reason(
         subject.plan,
         num_blocks=model.num_blocks if model is not None else None,
@@ -143,6 +154,17 @@ def runtime_gap(subject: Subject) -> list[Gap]:
     return [Gap(part=part, reason=f"paraplan.runtime does not execute it ({why})" if why else reason)]
 
 
-def unknown_training_note(subject: Subject) -> list[str]:
-    """Return the note that precision and the like are missing, where the plan file does not hold them."""
-    return [] if subject.training is not None else ["precision, optimizer and sequence length: not in the plan file"]
+def launch_words(subject: Subject, *, plan_path: str) -> str:
+    """Return the last words of `paraplan launch` for a shell: the order of GPUs, the plan and the script."""
+    order = ["--gpus", subject.gpu_order] if subject.gpu_order is not None else []
+    return shlex.join([*order, "--plan", plan_path, subject.script])
+
+
+def shared_notes(subject: Subject) -> list[str]:
+    """Return what no format of a trainer has a place for: missing precision and the like, and the order of GPUs."""
+    notes = []
+    if subject.training is None:
+        notes.append("precision, optimizer and sequence length: not in the plan file")
+    if subject.gpu_order is not None:
+        notes.append(f"CUDA_VISIBLE_DEVICES={subject.gpu_order}: in this order groups use the fastest links")
+    return notes

@@ -15,7 +15,7 @@ from exported_plans import PLANS, subject
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.interop.export import TARGETS, export_plan
-from paraplan.plan.files import PlanFile
+from paraplan.plan.files import PlanFile, PlannedPlacement
 
 YAML_TARGETS = ("accelerate", "megatron-bridge", "pytorchjob", "trainjob", "jobset", "skypilot")
 SCRIPTS = ("torchrun", "slurm", "megatron-lm")
@@ -237,6 +237,24 @@ def test_skypilot_asks_for_the_gpus_of_the_plan() -> None:
     assert task["num_nodes"] == 4
     gaps = export_plan(_on("dgx-1-p100x"), "skypilot", partial=True).gaps
     assert [gap.part for gap in gaps] == ["machines"]
+
+
+def test_the_order_of_gpus_is_followed_or_told() -> None:
+    made = subject("zero-3")
+    placement = PlannedPlacement(local_gpus=(0, 2, 1, 3, 4, 5, 6, 7), slowest_bytes_per_s={})
+    made = made.replace(file=made.file.replace(placement=placement))
+    assert "CUDA_VISIBLE_DEVICES=0,2,1,3,4,5,6,7 PARAPLAN_PLAN=plan.json torchrun" in export_plan(made, "torchrun").text
+    for target in ("slurm", "skypilot", "pytorchjob", "trainjob", "jobset"):
+        assert "--gpus 0,2,1,3,4,5,6,7 --plan" in export_plan(made, target).text
+    for target in ("accelerate", "deepspeed", "megatron-lm", "torchtitan", "hf-trainer", "megatron-bridge"):
+        assert any("0,2,1,3" in note for note in export_plan(made, target, partial=True).notes)
+
+
+def test_a_plan_for_another_framework_is_not_for_the_launcher() -> None:
+    made = subject("zero-3")
+    made = made.replace(file=made.file.replace(framework="megatron-core"))
+    assert [gap.part for gap in export_plan(made, "slurm", partial=True).gaps] == ["framework=megatron-core"]
+    assert export_plan(made, "megatron-lm").gaps == ()
 
 
 def test_a_hostile_name_breaks_no_file() -> None:

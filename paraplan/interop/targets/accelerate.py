@@ -13,7 +13,7 @@ from paraplan.interop.exported import (
     field_gap,
     order_gap,
     remarks,
-    unknown_training_note,
+    shared_notes,
 )
 from paraplan.interop.quoting import comment, to_yaml
 from paraplan.interop.targets.deepspeed import deepspeed_gaps
@@ -58,7 +58,7 @@ def to_accelerate(subject: Subject) -> Exported:
             notes.append("tensor parallelism: load the model with a tp_plan, as accelerate's nd_parallel example does")
     elif plan.recompute == "full":
         notes.append("recompute=full: in the script, model.gradient_checkpointing_enable()")
-    notes += unknown_training_note(subject)
+    notes += shared_notes(subject)
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="accelerate", text=text, gaps=tuple(gaps), notes=tuple(notes))
 

@@ -11,8 +11,8 @@ from paraplan.interop.exported import (
     field_gap,
     order_gap,
     remarks,
+    shared_notes,
     training_gap,
-    unknown_training_note,
 )
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -29,7 +29,7 @@ def to_deepspeed(subject: Subject) -> Exported:
     notes = ["the optimizer and its learning rate: pass it to deepspeed.initialize, or add an optimizer section"]
     if plan.recompute == "full":
         notes.append("recompute=full: the script checkpoints the blocks (deepspeed.checkpointing or torch.utils)")
-    notes += unknown_training_note(subject)
+    notes += shared_notes(subject)
     config: dict[str, object] = {"paraplan": remarks(subject, gaps, notes)}
     config |= batch_and_zero(subject)
     if training is not None:

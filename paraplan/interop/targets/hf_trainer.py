@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from paraplan.interop.exported import Exported, Gap, Subject, field_gap, training_gap, unknown_training_note
+from paraplan.interop.exported import Exported, Gap, Subject, field_gap, shared_notes, training_gap
 from paraplan.interop.targets.accelerate import uses_deepspeed
 from paraplan.interop.targets.deepspeed import BATCH_KEYS, batch_and_zero, deepspeed_gaps
 
@@ -28,7 +28,7 @@ def to_hf_trainer(subject: Subject) -> Exported:
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
     }
-    notes = unknown_training_note(subject)
+    notes = shared_notes(subject)
     if training is not None:
         arguments |= {"bf16": training.precision == "bf16", "fp16": training.precision == "fp16"}
         if training.optimizer in _OPTIMIZERS:

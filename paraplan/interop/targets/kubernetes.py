@@ -8,10 +8,8 @@ an environment variable, so that the image need not hold it.
 
 from __future__ import annotations
 
-import shlex
-
 from paraplan.errors import UsageError
-from paraplan.interop.exported import Exported, Subject, remarks, runtime_gap
+from paraplan.interop.exported import Exported, Subject, launch_words, remarks, runtime_gap
 from paraplan.interop.quoting import comment, to_yaml
 
 _PLAN_IN_POD = "/tmp/plan.json"  # noqa: S108 (a path of the pod's own)
@@ -111,8 +109,8 @@ def _container(subject: Subject, name: str, variables: list[dict[str, object]]) 
 
 
 def _command(subject: Subject) -> list[str]:
-    script = shlex.quote(subject.script).replace("$", "$$")  # Kubernetes replaces $(NAME), and $$ by $
-    launch = f"exec paraplan launch --plan {_PLAN_IN_POD} {script}"
+    words = launch_words(subject, plan_path=_PLAN_IN_POD).replace("$", "$$")  # Kubernetes turns $$ into $
+    launch = f"exec paraplan launch {words}"
     return ["sh", "-c", f'printf %s "$PARAPLAN_PLAN_JSON" > {_PLAN_IN_POD} && {launch}']
 
 

@@ -6,7 +6,7 @@ dist, checkpoint, mixed_precision.
 
 from __future__ import annotations
 
-from paraplan.interop.exported import Exported, Subject, remarks, unknown_training_note
+from paraplan.interop.exported import Exported, Subject, remarks, shared_notes
 from paraplan.interop.exported import order_gap as gap_of_order
 from paraplan.interop.quoting import comment, to_yaml
 from paraplan.interop.targets.megatron_lm import megatron_gaps, pipeline_layout
@@ -21,7 +21,7 @@ def to_megatron_bridge(subject: Subject) -> Exported:
     """Return the overrides; the recipe of the model supplies the rest."""
     plan, training = subject.plan, subject.training
     gaps = megatron_gaps(subject)
-    notes = ["the model: start from its recipe, and give this file as the overrides", *unknown_training_note(subject)]
+    notes = ["the model: start from its recipe, and give this file as the overrides", *shared_notes(subject)]
     config: dict[str, object] = {
         "model": _model(subject),
         "train": {"micro_batch_size": plan.micro_batch_size, "global_batch_size": plan.global_batch_size},

@@ -12,8 +12,8 @@ from paraplan.interop.exported import (
     field_gap,
     order_gap,
     remarks,
+    shared_notes,
     training_gap,
-    unknown_training_note,
 )
 from paraplan.interop.quoting import comment
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, ParallelPlan
@@ -38,7 +38,7 @@ def to_megatron_lm(subject: Subject) -> Exported:
     notes = ["the model (--num-layers, --hidden-size ...), data and learning rate: arguments of this script"]
     if subject.layout.num_nodes > 1:
         notes.append("run it on every node, with FIRST_NODE replaced by the address of one of them")
-    notes += unknown_training_note(subject)
+    notes += shared_notes(subject)
     arguments = "".join(f"  {argument}\n" for argument in megatron_arguments(subject))
     script = subject.script if subject.script != "train.py" else "pretrain_gpt.py"
     command = torchrun_command(subject.layout, script=script)

@@ -6,9 +6,7 @@ Keys and variables as in SkyPilot's documentation: `resources.accelerators`, `nu
 
 from __future__ import annotations
 
-import shlex
-
-from paraplan.interop.exported import Exported, Gap, Subject, remarks, runtime_gap
+from paraplan.interop.exported import Exported, Gap, Subject, launch_words, remarks, runtime_gap
 from paraplan.interop.quoting import comment, to_yaml
 
 # Names of `sky show-gpus`, from SkyPilot's documentation and its issue threads.
@@ -67,5 +65,5 @@ def _run(subject: Subject) -> str:
         '  --nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" \\\n'
         '  --nproc-per-node "$SKYPILOT_NUM_GPUS_PER_NODE" \\\n'
         '  --master-addr "$first_node" --master-port 29500 \\\n'
-        f"  --plan {shlex.quote(subject.path)} {shlex.quote(subject.script)}\n"
+        f"  {launch_words(subject, plan_path=subject.path)}\n"
     )

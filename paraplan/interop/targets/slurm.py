@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-
-from paraplan.interop.exported import Exported, Subject, remarks, runtime_gap
+from paraplan.interop.exported import Exported, Subject, launch_words, remarks, runtime_gap
 from paraplan.interop.quoting import comment
 
 _RENDEZVOUS = """\
@@ -30,7 +28,7 @@ def to_slurm(subject: Subject) -> Exported:
         "srun --kill-on-bad-exit=1 paraplan launch",
         f'--nnodes "$SLURM_NNODES" --nproc-per-node {layout.gpus_per_node}',
         '--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:$port"',
-        f"--plan {shlex.quote(subject.path)} {shlex.quote(subject.script)}",
+        f"{launch_words(subject, plan_path=subject.path)}",
     ]
     body = "set -euo pipefail\n" + _RENDEZVOUS + " \\\n  ".join(launch) + "\n"
     text = head + comment(remarks(subject, gaps, notes)) + body

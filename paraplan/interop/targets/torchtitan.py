@@ -9,8 +9,8 @@ from paraplan.interop.exported import (
     field_gap,
     order_gap,
     remarks,
+    shared_notes,
     training_gap,
-    unknown_training_note,
 )
 from paraplan.interop.quoting import comment, quoted
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
@@ -27,7 +27,7 @@ def to_torchtitan(subject: Subject) -> Exported:
         "[model] name, flavor and hf_assets_path, the data set, the number of steps and the learning rate",
         "torchtitan reads TOML up to v0.2.2; --to torchtitan-python is for later releases",
     ]
-    notes += unknown_training_note(subject)
+    notes += shared_notes(subject)
     sections = {
         "training": _training(subject),
         "parallelism": _parallelism(subject),

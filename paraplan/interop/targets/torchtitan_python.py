@@ -13,8 +13,8 @@ from paraplan.interop.exported import (
     field_gap,
     order_gap,
     remarks,
+    shared_notes,
     training_gap,
-    unknown_training_note,
 )
 from paraplan.interop.quoting import comment
 from paraplan.interop.targets.torchtitan import DTYPES, SCHEDULES, model_parts, shared_gaps
@@ -38,7 +38,7 @@ def to_torchtitan_python(subject: Subject) -> Exported:
         "call it in a configuration of your own: def my_run(): return apply_plan(llama3_8b())",
         "the data set, the number of steps and the learning rate are those of that configuration",
     ]
-    notes += unknown_training_note(subject)
+    notes += shared_notes(subject)
     lines = [f"    config.{name} = {value}\n" for name, value in _settings(subject).items()]
     policy = _POLICIES.get(subject.plan.recompute)
     imported = f"from torchtitan.distributed.activation_checkpoint import {policy}\n" if policy else ""
