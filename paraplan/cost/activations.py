@@ -94,20 +94,24 @@ def saved_bytes(
 def transient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, fused_kernels: bool) -> Floats:
     """Return the bytes that the backward pass of `block` holds besides what was kept.
 
-    Counted is the gradient of its largest tensor: what was kept for an operation is freed as its gradients come.
+    Counted is the gradient of its largest tensor: what was kept for an operation is freed as its gradients come. An
+    activation that is written out in products has the gradients of all that autocast promoted at once.
     A model that was traced lists sums of tensors, none of which is wider than a matmul.
     """
     widths = (matmul.rows_per_token * max(matmul.k, matmul.n) for matmul in block.matmuls)
     widest = max(widths, default=float("inf"))
     heads = float("inf") if block.attention is None else float(block.attention.num_heads)
-    largest = np.zeros_like(cuts.tp)
+    largest, promoted = np.zeros_like(cuts.tp), np.zeros_like(cuts.tp)
     for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
         one = tensor.replace(
             elements_per_token=min(tensor.elements_per_token, widest),
             elements_per_token_pair=min(tensor.elements_per_token_pair, heads),
         )
-        largest = np.maximum(largest, _tensor_bytes(block, one, training, cuts, is_first=True))
-    return largest
+        size = _tensor_bytes(block, one, training, cuts, is_first=True)
+        if tensor.element_type == "promoted" and cuts.is_autocast:
+            promoted = np.where(size >= largest, size + np.where(size == largest, promoted, 0.0), promoted)
+        largest = np.maximum(largest, size)
+    return np.maximum(largest, promoted)
 
 
 def _kept_tensors(block: BlockSpec, training: TrainingSpec, *, fused_kernels: bool) -> Iterator[SavedTensor]:

@@ -20,7 +20,7 @@ def end_of_forward(rank: RankMemory) -> StageMemory:
     each = min(each, rank.workload.habits.logit_bytes) if rank.is_mixed else each
     earlier = _loss_kept_bytes(rank) * (rank.head_in_flight - 1)
     return rank.moment(
-        parameters=rank.gathered_bytes(num_blocks=1) + rank.copied_bytes(in_forward=True),
+        parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=True),
         gradients=rank.gradient_bytes(at_end=False),
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + earlier + each * rank.num_logits,
         workspace=np.zeros(len(rank.table)),
