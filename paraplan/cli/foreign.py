@@ -159,9 +159,7 @@ def _alternatives(
         return {}, f"the configuration uses {setup.plan.world_size} of {workload.cluster.num_gpus} GPUs"
     found = {}
     try:
-        for candidate in search(
-            theirs, num_candidates=_MOST_CANDIDATES, runnable_only=False, explains_failure=False
-        ).candidates:
+        for candidate in search(theirs, num_candidates=_MOST_CANDIDATES, explains_failure=False).candidates:
             subject = Subject(file=PlanFile(plan=candidate.plan, training=workload.training))
             if not TARGETS[setup.target].write(subject).gaps:
                 best = estimate_plan(theirs, candidate.plan)
