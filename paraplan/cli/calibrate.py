@@ -61,6 +61,8 @@ def calibrate(
 
     Example: paraplan calibrate -o machine.json
     """
+    if output is not None and (output.is_dir() or not os.access(output.parent, os.W_OK)):
+        raise UsageError(f"cannot write {output}", hint="choose a file in a folder that exists and is yours")
     if runs is not None:
         if ranks is not None:
             raise UsageError("--runs fits to runs, and --ranks measures", hint="give one of them")

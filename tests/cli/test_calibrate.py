@@ -41,6 +41,13 @@ def test_real_ranks_make_a_profile_that_other_commands_predict_with(tmp_path: Pa
     assert own["compute_s"] != nominal["compute_s"]
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent" / "here.json"):
+        status, _, stderr = run("calibrate", "-o", str(path))
+        assert status == 2
+        assert f"cannot write {path}" in stderr.replace("\n", "")
+
+
 def test_runs_and_ranks_are_two_ways() -> None:
     status, _, stderr = run("calibrate", "--runs", "runs.csv", "--ranks", "2")
     assert status == 2
