@@ -39,10 +39,11 @@ class Subject(Record):
 
     @property
     def name(self) -> str:
-        """A name for jobs: the model's, in small letters, digits and hyphens, as Kubernetes and Slurm take it."""
+        """A name for jobs: the model's, in small letters, digits and hyphens from a letter on, as Kubernetes takes it."""
         model = self.file.model.name if self.file.model is not None else "training"
         cleaned = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model.lower())
-        return "-".join(part for part in cleaned.split("-") if part)[:40].strip("-") or "training"
+        joined = "-".join(part for part in cleaned.split("-") if part)[:40].strip("-") or "training"
+        return joined if joined[0].isalpha() else f"train-{joined}"
 
     @property
     def layout(self) -> ClusterReference:

@@ -250,6 +250,14 @@ def test_the_order_of_gpus_is_followed_or_told() -> None:
         assert any("0,2,1,3" in note for note in export_plan(made, target, partial=True).notes)
 
 
+@pytest.mark.parametrize(
+    ("model", "job"),
+    [("Llama 3.1/8B", "llama-3-1-8b"), ("7b_Ä", "train-7b"), ("///", "training"), ("x" * 80, "x" * 40)],
+)
+def test_jobs_get_names_that_kubernetes_takes(model: str, job: str) -> None:
+    assert subject("ddp", name=model).name == job
+
+
 def test_a_plan_for_another_framework_is_not_for_the_launcher() -> None:
     made = subject("zero-3")
     made = made.replace(file=made.file.replace(framework="megatron-core"))
