@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
+import torch.distributed.elastic.rendezvous.static_tcp_rendezvous as static_rendezvous
 import torch.distributed.launcher.api as launcher_api
 from torch.distributed.elastic.multiprocessing import PContext, Std
 from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
@@ -22,6 +23,7 @@ from torch.distributed.run import config_from_args
 
 from paraplan.launch import bootstrap
 from paraplan.launch.interfaces import address_towards, addresses_of
+from paraplan.launch.meeting import open_static_store
 from paraplan.launch.node_agent import NodeAgent, Round
 from paraplan.launch.processes import AttemptSettings, JobRecord, RankProcesses
 from paraplan.launch.request import min_max_nodes
@@ -103,7 +105,13 @@ def run_agent(
     """
     start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
     agent = functools.partial(NodeAgent, before_start=before_start)
-    with _bound(local_agent, "start_processes", start), _bound(launcher_api, "LocalElasticAgent", agent):
+    node_rank = int(config.rdzv_configs.get("rank", 0))
+    store = functools.partial(open_static_store, node_rank=node_rank)
+    with (
+        _bound(static_rendezvous, "TCPStore", store),
+        _bound(local_agent, "start_processes", start),
+        _bound(launcher_api, "LocalElasticAgent", agent),
+    ):
         return launch_agent(config, program, program_arguments)
 
 
@@ -111,8 +119,9 @@ def run_agent(
 def _bound(module: ModuleType, name: str, ours: Callable[..., Any]) -> Iterator[None]:
     """Have `module` of torch find `ours` under `name` inside this block.
 
-    torch's launcher makes its agent, and the agent starts its processes, by the name in their modules; neither has an
-    argument for it. Binding these two names keeps all else torch's own, with all that a new torch adds to it.
+    torch's launcher makes its agent, the agent starts its processes and a static meeting makes its store by names in
+    their modules; none has an argument for it. Binding these names keeps all else torch's own, with all that a new
+    torch adds to it.
     """
     names = vars(module)
     torchs = names[name]

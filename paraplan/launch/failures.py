@@ -26,8 +26,12 @@ _COMMUNICATION_ERRORS = re.compile(
 )
 """What gloo, NCCL and the store say to a rank whose peer is gone. Texts of torch 2.11 to 2.13 and NCCL 2.2x."""
 
+WATCHDOG = "Watchdog caught collective operation timeout"
+"""What NCCL's watchdog writes on a rank that waited in vain (ProcessGroupNCCL.cpp of torch 2.11 to 2.13)."""
+
 _TAIL_LINES = 4
-_TAIL_BYTES = 4096
+_MANY_LINES = 1000
+_TAIL_BYTES = 1 << 16
 
 
 class Cause(IntEnum):
@@ -167,7 +171,9 @@ def _cause(exit: RankExit, record: ErrorRecord | None, *, was_stopped: bool) -> 
 def _read_log_tail(error_file: str) -> tuple[str, ...]:
     """Return the last lines that a rank wrote, to stderr if it wrote there."""
     folder = Path(error_file).parent
-    return last_lines(folder / "stderr.log", _TAIL_LINES) or last_lines(folder / "stdout.log", _TAIL_LINES)
+    said = last_lines(folder / "stderr.log", _MANY_LINES)
+    watchdog = [line for line in said[:-_TAIL_LINES] if WATCHDOG in line]  # NCCL's, with many frames after it
+    return (*watchdog[-1:], *said[-_TAIL_LINES:]) or last_lines(folder / "stdout.log", _TAIL_LINES)
 
 
 def _read_fault(error_file: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import sys
@@ -20,13 +19,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
-from paraplan.errors import CheckFailedError, ParaplanError
+from paraplan.errors import CheckFailedError, ParaplanError, PlanError
 from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.failures import first_failure, first_node_failure
 from paraplan.launch.hang import HANG_EXIT_STATUS
+from paraplan.launch.meeting import meeting_error
 from paraplan.launch.memory_kills import count_memory_kills, new_memory_kill
-from paraplan.launch.planning import make_plan
-from paraplan.launch.ports import find_listener
+from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.preflight import Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
 from paraplan.launch.processes import JobRecord
 from paraplan.launch.report import (
@@ -37,24 +36,20 @@ from paraplan.launch.report import (
     say,
     write_report,
 )
-from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes
+from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes, planned_layout
 from paraplan.launch.run import count_gpus, drives_accelerate, run_job
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import SpawnerHandle, SpawnerLostError
+from paraplan.units import format_bytes
 
 if TYPE_CHECKING:
     from paraplan.hardware.topology import NodeTopology
     from paraplan.launch import dry_run
 
 
+_PLANNER_S = 20.0  # what a report may wait for advice
 _OTHER_NODES_S = 8.0
 """How long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take."""
-
-
-class MeetingError(ParaplanError):
-    """Nodes that do not find each other, or a port that is taken."""
-
-    exit_status = 1
 
 
 def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_threads: str | None) -> int:
@@ -110,7 +105,7 @@ def _run(
         say(f"{error}, and the ranks with it; often the system is out of memory")
         return 128 + signal.SIGKILL
     except (RendezvousError, DistError) as error:
-        raise _meeting_error(str(error)) from error
+        raise meeting_error(str(error), request.arguments, came=getattr(error, "__notes__", ())) from error
     except (ValueError, AssertionError, OSError) as error:
         if job.attempts or isinstance(error, ParaplanError):
             raise
@@ -151,21 +146,6 @@ def forks_ranks(args: Namespace) -> bool:
         or args.run_path
         or args.numa_binding
         or "PYTHON_EXEC" in os.environ
-    )
-
-
-def _meeting_error(said: str) -> MeetingError:
-    """Return what torch `said` about a failed rendezvous as one sentence with something to do."""
-    port = re.search(r"\bport: (\d+)", said)
-    if port is not None and "EADDRINUSE" in said:
-        listener = find_listener(int(port[1]))
-        return MeetingError(
-            f"port {port[1]} of this host is taken" + (f" by {listener}" if listener else ""),
-            hint="give another --master-port or --rdzv-endpoint; without them one node takes a free port by itself",
-        )
-    return MeetingError(
-        f"the nodes could not meet: {said.splitlines()[0].rstrip('.')}",
-        hint="check --rdzv-endpoint, --master-addr and --master-port, and that each node can reach that address",
     )
 
 
@@ -243,6 +223,8 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         predicted_peak_bytes=job.plan.estimate.peak_memory_bytes if job.plan and job.plan.estimate else None,
         num_nodes=min_max_nodes(request.arguments.nnodes)[1],
     )
+    if first.record is not None and first.record.exception_type == "OutOfMemoryError":
+        context = replace(context, smaller_plan=_smaller_plan(request, job))
     mine = as_node_failure(job.failures, context)
     of_all = [mine]
     if job.board is not None and job.board.num_nodes > 1:
@@ -254,6 +236,35 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
     else:
         write_report(render_failure_elsewhere(first_of_all, job.failures, context))
     return first_of_all.exit_status
+
+
+def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:
+    """Return a sentence about the plan that needs the least memory for the same training; None where none is known."""
+    file = job.plan
+    if file is None or file.model is None or file.training is None:
+        return None
+    training = file.training
+    options: dict[str, object] = {"--global-batch": training.global_batch_size, "--seq-len": training.seq_length}
+    options |= {"--precision": training.precision, "--optimizer": training.optimizer, "--objective": "memory"}
+    model = request.planner.model if request.planner is not None else file.model.source or file.model.name
+    profile = request.planner.profile if request.planner is not None else None
+    words = tuple(str(word) for pair in options.items() for word in pair)
+    nodes, ranks = planned_layout(file)
+    try:
+        text = make_plan(
+            PlannerRequest(model, words, profile=profile),
+            num_nodes=nodes,
+            ranks_per_node=ranks,
+            environment=dict(os.environ),
+            patience_s=_PLANNER_S,
+        )
+    except PlanError:
+        return None
+    other = type(file).from_json(text, source="plan")
+    before, after = (one.estimate.peak_memory_bytes if one.estimate else None for one in (file, other))
+    if after is None or (before is not None and after >= before):
+        return None
+    return f"the plan '{other.plan.describe()}' would need {format_bytes(after)}: recommend --objective memory makes it"
 
 
 def shown_path(folder: RunFolder | None) -> str:

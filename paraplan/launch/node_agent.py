@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 import paraplan
 from paraplan.errors import PlanError
@@ -79,7 +80,13 @@ class NodeAgent(LocalElasticAgent):
         handler = worker_group.spec.rdzv_handler
         if getattr(handler, "_bootstrap_store_info", None) is not None:
             vars(handler)["_bootstrap_store_info"] = None
-        super()._rendezvous(worker_group)
+        try:
+            super()._rendezvous(worker_group)
+        except RendezvousError as error:
+            state_holder = getattr(handler, "_state_holder", None)
+            for node in state_holder.state.participants if state_holder is not None else ():
+                error.add_note(str(node.addr))  # who has come, for the report
+            raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group_rank, num_nodes = worker_group.group_rank, worker_group.group_world_size

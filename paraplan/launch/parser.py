@@ -14,7 +14,7 @@ from paraplan.launch.request import TRAINING_OPTIONS
 OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),
     *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout", "--no-logs"),
-    *("--skip-preflight", "--no-cpu-binding"),
+    *("--skip-preflight", "--no-cpu-binding", "--metrics"),
 )
 _EXEC = "exec"
 

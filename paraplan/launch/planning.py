@@ -37,7 +37,14 @@ class PlannerRequest:
     profile: str | None = None
 
 
-def make_plan(request: PlannerRequest, *, num_nodes: int, ranks_per_node: int, environment: dict[str, str]) -> str:
+def make_plan(
+    request: PlannerRequest,
+    *,
+    num_nodes: int,
+    ranks_per_node: int,
+    environment: dict[str, str],
+    patience_s: float = _PATIENCE_S,
+) -> str:
     """Return the text of a plan file for `num_nodes` machines like this one with `ranks_per_node` GPUs each.
 
     Raises `PlanError` with the planner's own words and its exit status where it finds none.
@@ -57,11 +64,11 @@ def make_plan(request: PlannerRequest, *, num_nodes: int, ranks_per_node: int, e
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=_PATIENCE_S,
+                timeout=patience_s,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise PlanError(f"no plan was found within {_PATIENCE_S:.0f} s", hint="give a plan file") from None
+            raise PlanError(f"no plan was found within {patience_s:.0f} s", hint="give a plan file") from None
         if done.returncode or not path.exists():
             raise _planner_error(done.stderr, done.returncode, num_ranks=num_nodes * ranks_per_node)
         return path.read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 _LISTENING = "0A"  # the state TCP_LISTEN in /proc/net/tcp
+_NUM_READS = 5
 
 
 def find_listener(port: int, *, proc: Path = Path("/proc")) -> str | None:
@@ -13,8 +14,9 @@ def find_listener(port: int, *, proc: Path = Path("/proc")) -> str | None:
 
     Processes of other users and of other containers cannot be seen.
     """
-    sockets = _listening_sockets(port, proc)
-    if not sockets:
+    # the kernel may leave out sockets of its table while others are opened and closed
+    sockets = next(filter(None, (_listening_sockets(port, proc) for _ in range(_NUM_READS))), None)
+    if sockets is None:
         return None
     for folder in sorted(proc.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         with contextlib.suppress(OSError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paraplan.errors import ParaplanError
+from paraplan.launch.collectives import describe_timeouts
 from paraplan.launch.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.memory_kills import MemoryKillScope
 from paraplan.launch.spawning import signal_name
@@ -24,7 +26,8 @@ class ReportContext:
     `coordinates` gives a global rank's place on the axes of the plan, empty without a plan.
     `elapsed_s` counts from the start of the ranks to the first failure. `log_folder` is None where none is kept.
     `memory_kill` says where the kernel has killed a process for want of host memory since the ranks started.
-    `predicted_peak_bytes` is what the plan expects a GPU to hold at most.
+    `predicted_peak_bytes` is what the plan expects a GPU to hold at most, `smaller_plan` a sentence about another plan
+    that needs less.
     """
 
     hostname: str
@@ -34,6 +37,7 @@ class ReportContext:
     memory_kill: MemoryKillScope | None = None
     predicted_peak_bytes: int | None = None
     num_nodes: int = 1
+    smaller_plan: str | None = None
 
 
 def say(text: str) -> None:
@@ -57,13 +61,16 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     first = first_failure(failures)
     is_elsewhere = context.num_nodes > 1 and first.cause is Cause.COMMUNICATION
     verb = "lost a connection" if is_elsewhere else "failed first" if len(failures) > 1 else "failed"
+    timeouts = describe_timeouts(failures, ranks_in_words) if first.cause is not Cause.OWN_ERROR else None
     head = [f"rank {first.global_rank} {verb}: {_what_happened(first, context)}"]
+    if timeouts is not None:
+        head = [f"a collective timed out: {timeouts}"]
     if is_elsewhere:
         head.append("no rank of this node failed by itself: another node's launcher says what happened first")
     if first.record is not None and first.record.user_hint:
         head.append(f"hint: {first.record.user_hint}")
     if first.record is not None and first.record.exception_type == "OutOfMemoryError":
-        head.append(_memory_advice(context))
+        head += _memory_advice(first.record.message, context)
     head.append(_where(first, context))
     others = [failure for failure in failures if failure is not first]
     if others:
@@ -149,11 +156,26 @@ def _where(failure: RankFailure, context: ReportContext) -> str:
     return ", ".join(parts)
 
 
-def _memory_advice(context: ReportContext) -> str:
+_OUT_OF_MEMORY = re.compile(
+    r"Tried to allocate (?P<tried>[\d.]+ \w+).*?total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+)"
+    r" is free",
+    re.DOTALL,
+)
+"""The numbers of torch's OutOfMemoryError (CUDACachingAllocator.cpp)."""
+
+
+def _memory_advice(message: str, context: ReportContext) -> list[str]:
+    numbers = _OUT_OF_MEMORY.search(message)
+    lines = []
+    if numbers is not None:
+        lines.append(f"it asked for {numbers['tried']}; {numbers['free']} of {numbers['total']} were free")
+    if context.predicted_peak_bytes is not None:
+        lines.append(f"the plan expected at most {format_bytes(context.predicted_peak_bytes)} on a GPU")
+    if context.smaller_plan is not None:
+        return [*lines, f"hint: {context.smaller_plan}"]
     if context.predicted_peak_bytes is None:
-        return "hint: paraplan recommend MODEL finds plans that fit this GPU"
-    predicted = format_bytes(context.predicted_peak_bytes)
-    return f"hint: the plan expected at most {predicted} on a GPU; a smaller micro-batch or recompute full needs less"
+        return [*lines, "hint: paraplan recommend MODEL finds plans that fit this GPU"]
+    return [*lines, "hint: a smaller micro-batch or recompute full needs less"]
 
 
 def _evidence(failure: RankFailure, room: int) -> list[str]:

@@ -108,11 +108,41 @@ def test_a_kill_for_memory_is_named_only_where_the_kernel_counted_one(scope: Mem
     assert text.startswith(f"paraplan: rank 1 failed: {said}")
 
 
-def test_a_gpu_out_of_memory_is_answered_with_what_the_plan_had_expected() -> None:
-    record = ErrorRecord(**(vars(deep_error(1)) | {"exception_type": "OutOfMemoryError"}))
-    context = ReportContext(hostname="node7", predicted_peak_bytes=70 << 30)
-    assert "  hint: the plan expected at most 70.0 GiB on a GPU" in render_failures([failed(0, record=record)], context)
+def test_a_gpu_out_of_memory_is_answered_with_numbers_and_with_a_plan_that_needs_less() -> None:
+    message = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
+        "which 512.00 MiB is free. Including non-PyTorch memory, this process has 78.60 GiB memory in use."
+    )
+    record = ErrorRecord(**(vars(deep_error(1)) | {"exception_type": "OutOfMemoryError", "message": message}))
+    context = ReportContext(hostname="node7", predicted_peak_bytes=70 << 30, smaller_plan="the plan 'dp8' would do")
+    text = render_failures([failed(0, record=record)], context)
+    assert "  it asked for 2.00 GiB; 512.00 MiB of 79.15 GiB were free\n" in text
+    assert "  the plan expected at most 70.0 GiB on a GPU\n  hint: the plan 'dp8' would do\n" in text
+    assert len(text.splitlines()) <= MAX_REPORT_LINES
     assert "paraplan recommend" in render_failures([failed(0, record=record)], CONTEXT)
+
+
+GLOO = (
+    'Traceback\n  File "train.py", line 4, in <module>\n'
+    '  File "/torch/distributed/c10d_logger.py", line 83, in wrapper\n'
+    '  File "/torch/distributed/distributed_c10d.py", line 3252, in all_reduce\n    work.wait()\n'
+    "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete\n"
+)
+NCCL = (
+    "[rank0]:[E1] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, "
+    "NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+)
+
+
+def test_a_collective_that_timed_out_is_told_with_those_who_waited_and_those_who_never_came() -> None:
+    record = ErrorRecord(message=GLOO.splitlines()[-1], traceback=GLOO, time_ns=5)
+    lost = [failed(rank, cause=Cause.COMMUNICATION, record=record) for rank in (0, 2, 3)]
+    text = render_failures([*lost, failed(1, cause=Cause.STOPPED, code=-15)], CONTEXT)
+    first = text.splitlines()[0]
+    assert first == ("paraplan: a collective timed out: ranks 0, 2-3 waited 3 s in all_reduce; rank 1 never came to it")
+    aborted = [failed(rank, code=-6, cause=Cause.ABORT, log_tail=(NCCL,)) for rank in (0, 1)]
+    text = render_failures([*aborted, failed(2, cause=Cause.STOPPED, code=-15)], CONTEXT)
+    assert "ranks 0-1 waited 600 s in allreduce number 5; rank 2 never came to it" in text.splitlines()[0]
 
 
 def test_an_exit_without_a_known_signal_is_still_described() -> None:

@@ -1,0 +1,117 @@
+"""How nodes meet: in a static meeting every node says that it has come, and what is said where one has not."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
+
+from paraplan.errors import ParaplanError
+from paraplan.launch.interfaces import addresses_of, is_loopback
+from paraplan.launch.ports import find_listener
+from paraplan.launch.request import min_max_nodes
+
+_POLL_S = 0.05
+_HINT = "start the same command on every node, and let the port through their firewalls"
+
+
+class MeetingError(ParaplanError):
+    """Nodes that do not find each other, or a port that is taken."""
+
+    exit_status = 1
+
+
+def open_static_store(
+    host: str,
+    port: int,
+    num_nodes: int,
+    is_master: bool,
+    timeout: timedelta,
+    *,
+    node_rank: int,
+    **options: Any,
+) -> TCPStore:
+    """Return the store of a static meeting once all nodes have come; torch's arguments, and this node's rank.
+
+    torch waits for the number of nodes alone. Raises `MeetingError` with the nodes that are missing and those that are
+    here, and for a rank that two nodes have.
+    """
+    store = TCPStore(host, port, num_nodes, is_master, timeout, wait_for_workers=False, **options)
+    mine = f"{socket.gethostname()} {time.time_ns()}"
+    owner = store.compare_set(f"paraplan/here/{node_rank}", "", mine).decode()
+    if owner != mine:
+        raise MeetingError(
+            f"--node-rank {node_rank} is taken at {host}:{port} by {owner.rpartition(' ')[0]}",
+            hint="give each node a --node-rank of its own",
+        )
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = set(range(num_nodes))
+    while missing:
+        missing = {rank for rank in missing if not store.check([f"paraplan/here/{rank}"])}
+        if missing and time.monotonic() > deadline:
+            here = {
+                rank: store.get(f"paraplan/here/{rank}").decode().rpartition(" ")[0]
+                for rank in range(num_nodes)
+                if rank not in missing
+            }
+            raise _missing_error(f"{host}:{port}", sorted(missing), here, timeout.total_seconds())
+        if missing:
+            time.sleep(_POLL_S)
+    return store
+
+
+def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], timeout_s: float) -> MeetingError:
+    who = "node" if len(missing) == 1 else "nodes"
+    present = ", ".join(f"{rank} ({host})" for rank, host in here.items())
+    return MeetingError(
+        f"{len(missing)} of {len(missing) + len(here)} nodes did not come to {endpoint} within {timeout_s:g} s: "
+        f"missing {who} {', '.join(map(str, missing))}; here {'is' if len(here) == 1 else 'are'} {present}",
+        hint=_loopback_hint(endpoint.rpartition(":")[0]) or _HINT,
+    )
+
+
+def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) -> MeetingError:
+    """Return what torch `said` about a failed meeting as one sentence with something to do.
+
+    `came` are the nodes that have come to an elastic meeting, as far as it is known.
+    """
+    port = re.search(r"\bport: (\d+)", said)
+    if port is not None and "EADDRINUSE" in said:
+        listener = find_listener(int(port[1]))
+        return MeetingError(
+            f"port {port[1]} of this host is taken" + (f" by {listener}" if listener else ""),
+            hint="give another --master-port or --rdzv-endpoint; without them one node takes a free port by itself",
+        )
+    endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port or 29500}"
+    host = (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+    addresses = addresses_of(host)
+    if not addresses:
+        return MeetingError(f"no address of {host} is known on this node", hint="give the first node's address")
+    means = "" if addresses == [host] else f", which means {' or '.join(addresses)} on this node"
+    if "while trying to connect" in said or "has failed" in said or "refused" in said:
+        return MeetingError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
+    if came or not said or "RendezvousTimeout" in said:
+        least = min_max_nodes(arguments.nnodes)[0]
+        seen = f"; here {'is' if len(came) == 1 else 'are'} {', '.join(came)}" if came else ""
+        return MeetingError(
+            f"fewer than {least} nodes came to {endpoint}{means} in time{seen}",
+            hint=_loopback_hint(host) or f"{_HINT}; --rdzv-conf join_timeout=SECONDS waits longer",
+        )
+    return MeetingError(
+        f"the nodes could not meet at {endpoint}{means}: {said.splitlines()[0].rstrip('.')}", hint=_HINT
+    )
+
+
+def _loopback_hint(host: str) -> str | None:
+    """Return what to do where other nodes are given an address that only this one reaches; None where they are not."""
+    loopback = [address for address in addresses_of(host) if is_loopback(address)]
+    if not loopback:
+        return None
+    means = f"{host} is an address that" if host == loopback[0] else f"{host} means {loopback[0]} here, which"
+    return f"{means} no other node reaches: give the network address of the first node"

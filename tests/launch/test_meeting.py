@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import socket
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from launching import free_port
+
+from paraplan.launch.meeting import MeetingError, meeting_error, open_static_store
+
+LONG = timedelta(seconds=120)
+
+
+def come(rank: int, port: int, *, num_nodes: int, timeout: timedelta = LONG, master: bool | None = None) -> object:
+    try:
+        is_master = rank == 0 if master is None else master
+        return open_static_store("127.0.0.1", port, num_nodes, is_master, timeout, node_rank=rank, multi_tenant=True)
+    except MeetingError as error:
+        return error
+
+
+def test_all_nodes_get_the_store_once_all_have_come() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        stores = list(pool.map(lambda rank: come(rank, port, num_nodes=3), range(3)))
+    stores[1].set("key", "value")  # type: ignore[attr-defined]
+    assert stores[2].get("key") == b"value"  # type: ignore[attr-defined]
+
+
+def test_nodes_that_do_not_come_are_named_and_so_are_those_that_are_here() -> None:
+    error = come(0, free_port(), num_nodes=3, timeout=timedelta(seconds=1))
+    assert isinstance(error, MeetingError)
+    assert f"missing nodes 1, 2; here is 0 ({socket.gethostname()})" in error.message
+    assert error.hint is not None
+    assert "127.0.0.1 is an address that no other node reaches" in error.hint
+
+
+def test_a_rank_of_two_nodes_is_refused_with_the_one_that_came_first() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(come, 0, port, num_nodes=2)
+        second = pool.submit(come, 1, port, num_nodes=2)
+        store, _ = first.result(), second.result()
+        third = come(1, port, num_nodes=2, master=False)
+    assert store is not None
+    assert isinstance(third, MeetingError)
+    assert f"--node-rank 1 is taken at 127.0.0.1:{port} by {socket.gethostname()}" in third.message
+
+
+def arguments(**changes: object) -> Namespace:
+    values = {"rdzv_endpoint": "127.0.0.1:29400", "master_addr": "", "master_port": None, "nnodes": "2:4"}
+    return Namespace(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "message"),
+    [
+        ("", {}, "fewer than 2 nodes came to 127.0.0.1:29400 in time"),
+        ("The client socket has timed out while trying to connect", {}, "nothing answers at 127.0.0.1:29400"),
+        ("anything", {"rdzv_endpoint": "no-such-host.invalid:1"}, "no address of no-such-host.invalid is known"),
+        (
+            "a new text.\nframes",
+            {"rdzv_endpoint": "127.0.0.1:1"},
+            "the nodes could not meet at 127.0.0.1:1: a new text",
+        ),
+        ("EADDRINUSE port: 1", {}, "port 1 of this host is taken"),
+    ],
+)
+def test_what_torch_says_becomes_a_sentence_with_the_address_and_what_it_means(
+    said: str, changes: dict[str, object], message: str
+) -> None:
+    error = meeting_error(said, arguments(**changes))
+    assert error.message.startswith(message)
+    assert error.hint
+
+
+def test_the_nodes_that_came_to_an_elastic_meeting_are_named() -> None:
+    assert "here are gpu-a, gpu-b" in meeting_error("", arguments(nnodes="3"), came=["gpu-a", "gpu-b"]).message
