@@ -39,7 +39,7 @@ class Subject(Record):
 
     @property
     def name(self) -> str:
-        """A name for jobs: the model's, in small letters, digits and hyphens from a letter on, as Kubernetes takes it."""
+        """A name for jobs: the model's, in small letters, digits and hyphens, a letter first, for Kubernetes."""
         model = self.file.model.name if self.file.model is not None else "training"
         cleaned = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model.lower())
         joined = "-".join(part for part in cleaned.split("-") if part)[:40].strip("-") or "training"
