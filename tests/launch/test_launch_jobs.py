@@ -167,9 +167,12 @@ def test_failed_ranks_are_started_again_as_often_as_allowed(script: WriteScript,
         sys.exit(5 if attempt == "0" else 0)
         """
     )
-    done = launch("--nproc-per-node", 2, "--max-restarts", 1, train)
+    long_path = scratch / ("x" * 200)  # no socket of the launcher's has a path in it
+    long_path.mkdir()
+    done = launch("--nproc-per-node", 2, "--max-restarts", 1, train, TMPDIR=str(long_path))
     assert (done.returncode, done.stdout.count("attempt 1 of 1")) == (0, 2), done.stderr
-    assert names_in(scratch) == []
+    assert "started 2 times" in done.stderr
+    assert names_in(long_path) == []
 
 
 def test_modules_programs_and_logs_are_torchruns(tmp_path: Path, script: WriteScript, launch: Launch) -> None:

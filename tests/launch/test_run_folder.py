@@ -1,0 +1,173 @@
+"""What a run leaves in its folder, and that it needs neither the folder nor a disk with space to run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import (
+    PATIENCE_S,
+    Launch,
+    Start,
+    WriteScript,
+    is_alive,
+    launcher_command,
+    launcher_environment,
+    names_in,
+    wait_until_dead,
+)
+
+from paraplan.launch.failures import last_lines
+from paraplan.launch.run_folder import RUNS_FOLDER, open_run_folder
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+
+SPEAK = """
+    import os, sys
+    os.write(1, f"out {os.environ['RANK']} {os.isatty(1)}\\n".encode())
+    os.write(2, f"err {os.environ['RANK']}\\n".encode())
+    if os.environ["RANK"] == "1":
+        os.write(2, b"the last words\\n")
+        os._exit(9)
+    import time
+    time.sleep(600)
+"""
+
+
+@pytest.mark.ranks
+def test_a_run_keeps_its_command_versions_plan_and_what_each_rank_wrote(
+    tmp_path: Path, scratch: Path, script: WriteScript, launch: Launch
+) -> None:
+    (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
+    done = launch("--plan", "plan.json", script(SPEAK), "a b")
+    assert done.returncode == 9
+    assert sorted(done.stdout.splitlines()) == ["out 0 False", "out 1 False"]
+    (run,) = [path for path in (tmp_path / RUNS_FOLDER).iterdir() if path.is_dir()]
+    kept = json.loads((run / "run.json").read_text())
+    assert kept["command"] == f"paraplan launch --plan plan.json {tmp_path / 'train.py'} 'a b'"
+    assert (kept["exit_status"], kept["attempts"]) == (9, 1)
+    assert kept["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert PlanFile.from_json((run / "plan.json").read_text(), source="kept").plan == ParallelPlan(dp=2)
+    logs = {f"{path.parent.name}/{path.name}": path.read_text() for path in run.glob("*/attempt_0/*/std*.log")}
+    assert logs == {
+        "0/stdout.log": "out 0 False\n",
+        "0/stderr.log": "err 0\n",
+        "1/stdout.log": "out 1 False\n",
+        "1/stderr.log": "err 1\nthe last words\n",
+    }
+    assert f"  logs: {run.relative_to(tmp_path)}\n" in done.stderr
+    assert done.stderr.splitlines()[-1].strip() == "the last words"
+    assert (tmp_path / RUNS_FOLDER / ".gitignore").read_text() == "*\n"
+    assert names_in(scratch) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = shutil.which("mount")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    words = [mount or "mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(folder)]
+    if mount is None or os.geteuid() != 0 or subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk is made by mounting one, which needs root")
+    yield folder
+    subprocess.run([shutil.which("umount") or "umount", str(folder)], check=True)
+
+
+@pytest.mark.ranks
+def test_a_full_disk_loses_logs_and_nothing_else(
+    small_disk: Path, scratch: Path, script: WriteScript, launch: Launch
+) -> None:
+    train = script("import os; [os.write(1, b'x' * 99 + b'\\n') for _ in range(2000)]; raise ValueError('boom')")
+    done = launch("--log-dir", small_disk, "--nproc-per-node", 2, train)
+    assert done.returncode == 1
+    assert done.stdout == ("x" * 99 + "\n") * 4000
+    assert "cannot be written any more: No space left on device" in done.stderr
+    assert "paraplan: rank " in done.stderr
+    assert "ValueError: boom" in done.stderr
+    assert names_in(scratch) == []
+
+
+@pytest.mark.ranks
+def test_on_a_terminal_ranks_write_to_a_terminal_and_the_log_has_what_they_wrote(
+    tmp_path: Path, scratch: Path, script: WriteScript
+) -> None:
+    ours, theirs = pty.openpty()
+    train = script("import sys; print('on a terminal', sys.stdout.isatty(), sys.stderr.isatty())")
+    process = subprocess.Popen(
+        launcher_command("--nproc-per-node", 1, train),
+        cwd=tmp_path,
+        env=launcher_environment(scratch),
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            data = os.read(ours, 1 << 16)
+        except OSError:  # the last writer has closed the terminal
+            break
+        said += data
+        if not data:
+            break
+    os.close(ours)
+    assert process.wait(timeout=PATIENCE_S) == 0
+    assert b"on a terminal True True\r\n" in said
+    (log,) = (tmp_path / RUNS_FOLDER).glob("*/*/attempt_0/0/stdout.log")
+    assert log.read_text() == "on a terminal True True\n"
+
+
+@pytest.mark.ranks
+def test_a_second_ctrl_c_ends_ranks_that_would_have_had_more_time(
+    scratch: Path, script: WriteScript, start: Start
+) -> None:
+    train = script(
+        """
+        import os, signal, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(1, f"{os.getpid()} ".encode())
+        time.sleep(600)
+        """
+    )
+    with start("--nproc-per-node", 1, "--shutdown-timeout", 500, train) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        word = ""
+        while not word.endswith(" "):
+            word += process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        said = ""
+        while "death signal" not in said:  # torch's agent says that it has begun to stop the ranks
+            said += process.stderr.readline()
+        assert is_alive(int(word))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=PATIENCE_S) == 130
+    assert wait_until_dead(int(word)) == []
+    assert names_in(scratch) == []
+
+
+def test_without_logs_or_where_nothing_can_be_written_the_folder_is_elsewhere(tmp_path: Path) -> None:
+    arguments = Namespace(log_dir=None, redirects="0", tee="0", training_script="train.py")
+    folder = open_run_folder(arguments, keeps_logs=False, current_folder=tmp_path)
+    assert folder.is_temporary
+    folder.path.rmdir()
+    assert list(tmp_path.iterdir()) == []
+    folder = open_run_folder(arguments, keeps_logs=True, current_folder=tmp_path / "no" / "such")
+    assert not folder.is_temporary
+    folder.path.rmdir()
+
+
+def test_the_last_lines_of_a_log_are_what_stands_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("first\n\n10 %\r20 %\r30 %\nlast\n\n")
+    assert last_lines(tmp_path / "log", 2) == ("30 %", "last")
+    assert last_lines(tmp_path / "none", 2) == ()
