@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.errors import CheckFailedError, UsageError
 from paraplan.interop.quoting import one_line
-from paraplan.search.check import Finding
 from paraplan.units import parse_bytes
+
+if TYPE_CHECKING:  # the search, which most commands do without
+    from paraplan.search.check import Finding
 
 CI_PANEL = "Checks for continuous integration"
 
@@ -141,6 +142,8 @@ def _property(text: str) -> str:
 
 def junit_xml(findings: Sequence[Finding], *, subject: str, file: Path | None) -> str:
     """Return the checks as JUnit XML: a test suite with a test case for each."""
+    import xml.etree.ElementTree as ET  # few commands write XML
+
     failures = sum(not finding.passed for finding in findings)
     counts = {"tests": str(len(findings)), "failures": str(failures), "errors": "0", "skipped": "0"}
     suites = ET.Element("testsuites", counts)

@@ -10,7 +10,6 @@ import typer
 from paraplan.cli.ci import read_memory_limit, report_checks, require_checks
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.records import Record
-from paraplan.search.check import limit_findings
 
 
 class Limits(Record):
@@ -38,6 +37,8 @@ def check_limits(estimate: PlanEstimate, limits: Limits, *, model: str, file: Pa
     """Report the limits that are given. Raises `CheckFailedError` where one is not kept, or the plan does not fit."""
     if limits.max_memory_bytes is None and limits.min_tokens_per_s is None:
         return
+    from paraplan.search.check import limit_findings  # the search, which an estimate without limits does without
+
     findings = limit_findings(
         estimate, max_memory_bytes=limits.max_memory_bytes, min_tokens_per_s=limits.min_tokens_per_s
     )

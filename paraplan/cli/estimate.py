@@ -12,13 +12,7 @@ import typer
 from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinTokensOption
 from paraplan.cli.ci_limits import Limits, check_limits
 from paraplan.cli.estimate_report import estimate_report
-from paraplan.cli.foreign import (
-    Foreign,
-    FromAccelerateOption,
-    FromDeepspeedOption,
-    FromMegatronOption,
-    estimate_foreign,
-)
+from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOption, FromMegatronOption
 from paraplan.cli.inputs import (
     check_plan_suits_model,
     check_plan_suits_sequence,
@@ -141,8 +135,10 @@ def estimate(
     Example: paraplan estimate llama-3-8b --profile dgx-h100 --seq-len 4096 --dp 8 --zero 3 --micro-batch 2
     """
     limits = Limits.of(max_memory=max_memory, min_tokens_per_s=min_tokens_per_s, github=github, junit=junit)
-    foreign = Foreign(deepspeed=from_deepspeed, accelerate=from_accelerate, megatron=from_megatron)
-    if foreign:
+    if any(given is not None for given in (from_deepspeed, from_accelerate, from_megatron)):
+        from paraplan.cli.foreign import Foreign, estimate_foreign  # readers and the search, which others do without
+
+        foreign = Foreign(deepspeed=from_deepspeed, accelerate=from_accelerate, megatron=from_megatron)
         result = estimate_foreign(foreign, ctx.params, options_given(ctx))
         check_limits(result, limits, model=model, file=from_deepspeed or from_accelerate, as_json=as_json)
         return

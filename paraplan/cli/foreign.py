@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -33,20 +33,6 @@ from paraplan.plan.files import PlanFile
 from paraplan.search.search import search
 from paraplan.units import format_bytes, format_count, format_seconds
 
-FROM_PANEL = "What another tool is configured for"
-
-FromDeepspeedOption = Annotated[
-    Path | None,
-    typer.Option("--from-deepspeed", metavar="FILE", help="DeepSpeed's JSON.", rich_help_panel=FROM_PANEL),
-]
-FromAccelerateOption = Annotated[
-    Path | None,
-    typer.Option("--from-accelerate", metavar="FILE", help="Accelerate's YAML or JSON.", rich_help_panel=FROM_PANEL),
-]
-FromMegatronOption = Annotated[
-    str | None,
-    typer.Option("--from-megatron", metavar="ARGS", help="Megatron-LM's arguments.", rich_help_panel=FROM_PANEL),
-]
 _MOST_CANDIDATES = 50
 _WORTH_CHANGING = 1.02
 
