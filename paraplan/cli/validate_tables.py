@@ -90,8 +90,9 @@ def _row(row: RunPrediction, *, is_time: bool) -> str:
 
 def _print_sweeps(console: Console, sweeps: SweepScore) -> None:
     worst = max(sweeps.sweeps, key=lambda sweep: sweep.top1_regret)
+    count = len(sweeps.sweeps)
     console.print(
-        f"[bold]{len(sweeps.sweeps)} sweeps[/bold] of {sum(sweep.rows for sweep in sweeps.sweeps)} plans: "
+        f"[bold]{count} sweep{'s' if count != 1 else ''}[/bold] of {sum(sweep.rows for sweep in sweeps.sweeps)} plans: "
         f"rank correlation {sweeps.rank_correlation or 0:.2f}; the plan with the best prediction is "
         f"{sweeps.top1_regret or 0:.1%} slower than the best measured, {worst.top1_regret:.1%} at worst"
     )

@@ -7,6 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
+from paraplan.cost.calibration import calibrate_to_runs
+from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.hardware.profile_files import list_gpus
+from paraplan.plan.runs import MeasuredRun, read_runs
 
 HEADER = (
     "id,source,gpu,num_gpus,layers,hidden,heads,vocab,seq_len,global_batch,precision,framework,quality,"
@@ -53,3 +57,63 @@ def test_a_missing_table_is_one_clear_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["validate", str(tmp_path / "none.csv")])
     assert result.exit_code == 2
     assert "cannot read" in result.stderr
+
+
+SWEEP_HEADER = f"{HEADER},tp,micro_batch"
+SWEEP_ROWS = "".join(
+    f"row{tp},paper,A100-80GB,8,24,2048,16,50304,2048,64,bf16,Megatron-LM,A,{seconds},,,{tp},1\n"
+    for tp, seconds in ((1, 3.0), (2, 3.5), (4, 4.5), (8, 6.5))
+)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    path = tmp_path / "sweep.csv"
+    path.write_text(f"{SWEEP_HEADER}\n{SWEEP_ROWS}")
+    return path
+
+
+def test_a_sweep_has_a_rank_correlation_and_a_regret(sweep: Path) -> None:
+    answer = json.loads(CliRunner().invoke(app, ["validate", str(sweep), "--json"]).stdout)
+    step_time = answer["summary"]["step_time"]
+    assert [found["rows"] for found in step_time["sweeps"]["sweeps"]] == [4]
+    assert step_time["sweeps"]["rank_correlation"] == pytest.approx(1)
+    assert step_time["sweeps"]["top1_regret"] == 0
+    assert set(step_time["by_parallelism"]) == {"DDP", "tp, DDP", "tp"}
+    assert answer["rows"][1]["plan"].startswith("dp4 x tp2")
+
+
+def test_rows_that_are_not_scored_stand_apart_and_skipped_ones_have_their_share(runs: Path) -> None:
+    summary = json.loads(CliRunner().invoke(app, ["validate", str(runs), "--json"]).stdout)["summary"]
+    assert set(summary["step_time"]["by_source"]) == {"paper"}
+    assert set(summary["others"]["step_time"]["by_source"]) == {"blog"}
+    assert summary["skipped"]["rows"] == 2
+    assert summary["skipped"]["share"] == pytest.approx(0.5)
+
+
+def test_the_text_names_the_worst_rows_and_every_grouping(sweep: Path) -> None:
+    text = CliRunner().invoke(app, ["validate", str(sweep)]).stdout
+    for expected in ("by GPU", "by framework", "by parallelism", "Worst rows, step time", "1 sweep of 4 plans"):
+        assert expected in text
+
+
+def test_a_calibration_changes_the_predictions(sweep: Path, tmp_path: Path) -> None:
+    fitted = calibrate_to_runs(
+        [row for row in read_runs(sweep.read_text(), source="sweep") if isinstance(row, MeasuredRun)],
+        list_gpus(),
+        load_link_speeds(),
+        source="sweep",
+    )
+    path = tmp_path / "calibration.json"
+    path.write_text(fitted.to_json())
+    errors = []
+    for options in ([], ["--calibration", str(path)]):
+        answer = json.loads(CliRunner().invoke(app, ["validate", str(sweep), "--json", *options]).stdout)
+        errors.append(answer["summary"]["step_time"]["mape"])
+    assert errors[1] < errors[0]
+
+
+def test_a_file_that_is_no_calibration_is_one_clear_error(sweep: Path) -> None:
+    result = CliRunner().invoke(app, ["validate", str(sweep), "--calibration", str(sweep)])
+    assert result.exit_code == 2
+    assert "is not JSON" in result.stderr
