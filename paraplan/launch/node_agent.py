@@ -25,6 +25,7 @@ from paraplan.launch.interfaces import interface_variables
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.processes import JobRecord
 from paraplan.launch.report import say
+from paraplan.launch.status import StatusTitle
 
 _LOOK_INTERVAL_S = 1.0
 
@@ -48,9 +49,12 @@ class NodeAgent(LocalElasticAgent):
         self._before_start = before_start
         self._board: NodeBoard | None = None
         self._looks_at = 0.0
+        self._status = StatusTitle()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        ranks, num_nodes = worker_group.workers[0].world_size, worker_group.group_world_size
+        self._status.show(f"{ranks} ranks" + (f" on {num_nodes} nodes" if num_nodes and num_nodes > 1 else ""))
         if result.state == WorkerState.HEALTHY and self._has_lost_nodes(worker_group):
             say("a node has not been heard of for a while; the others meet again without it")
             self._restart_workers(worker_group)  # as torch does for a node that is new: it counts as no failure
@@ -68,6 +72,10 @@ class NodeAgent(LocalElasticAgent):
         self._looks_at = now + _LOOK_INTERVAL_S
         is_lost = len(state_holder.state.participants) < self._board.num_nodes
         return is_lost and not self._board.is_anyone_done()
+
+    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+        self._status.close()
+        super()._shutdown(*arguments, **options)
 
     def _exit_barrier(self) -> None:
         if self._board is not None:
