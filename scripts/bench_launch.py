@@ -1,6 +1,7 @@
 """Measure the start of a job: `paraplan launch` beside torchrun, in interleaved pairs, on this machine.
 
     python scripts/bench_launch.py [--ranks 2 8] [--pairs 10] [--json FILE]
+    python scripts/bench_launch.py --launches 200     # what so many launches leave behind
 
 For each script and number of ranks, the median over the pairs of: wall time from the command to the first line that the
 last rank prints, wall time of the whole command, CPU time of the command with all its ranks, and the largest sum of
@@ -50,7 +51,9 @@ def measure(launcher: list[str], script: Path, *, num_ranks: int, sample_memory:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "OMP_"))}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start_s, started = time.time(), time.perf_counter()
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=script.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     peak = _PeakMemory(process.pid) if sample_memory else None
     output, errors = process.communicate()
     wall_s = time.perf_counter() - started
@@ -119,13 +122,55 @@ def compare(script: Path, *, num_ranks: int, num_pairs: int) -> dict[str, Run]:
     return medians
 
 
+def count_leftovers(num_launches: int) -> dict[str, int]:
+    """Launch a job of 2 ranks so often; return what is there afterwards and was not before, by kind.
+
+    Other programs of this machine that start or end meanwhile count too.
+    """
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as scratch:
+        script = Path(folder) / "job.py"
+        script.write_text(SCRIPTS["gloo barrier"].split("os.write")[0] + "dist.destroy_process_group()\n")
+        command = [sys.executable, *LAUNCHERS["paraplan"], "--no-logs", "--nproc-per-node", "2", str(script)]
+        before = _resources(Path(scratch))
+        for number in range(num_launches):
+            subprocess.run(command, cwd=folder, env=os.environ | {"TMPDIR": scratch}, check=True, capture_output=True)
+            if (number + 1) % 20 == 0:
+                print(f"{number + 1} launches", flush=True)
+        after = _resources(Path(scratch))
+        return {kind: len(after[kind] - before[kind]) for kind in after}
+
+
+def _resources(scratch: Path) -> dict[str, set[str]]:
+    """Return processes of the launcher, listening ports, files of shared memory and temporary files, by kind."""
+    processes = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"paraplan" in path.read_bytes() and path.parent.name != str(os.getpid()):
+                processes.add(path.parent.name)
+    ports = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in table.read_text().splitlines()[1:]]
+            ports |= {row[1] for row in rows if row[3] == "0A"}
+    return {
+        "processes": processes,
+        "listening ports": ports,
+        "shared memory": {path.name for path in Path("/dev/shm").glob("*")},  # noqa: S108
+        "temporary files": {path.name for path in scratch.glob("*")},
+    }
+
+
 def main() -> None:
     """Measure, and print one line for each script and number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="numbers of ranks")
     parser.add_argument("--pairs", type=int, default=10, help="interleaved pairs for each line")
     parser.add_argument("--json", type=Path, help="write the medians to this file too")
+    parser.add_argument("--launches", type=int, help="measure nothing: launch so often, and count what is left behind")
     options = parser.parse_args()
+    if options.launches:
+        print(", ".join(f"{kind}: {count} left" for kind, count in count_leftovers(options.launches).items()))
+        return
     results = []
     print(f"{'script':14}{'ranks':>5}   {'last first line s':^21}{'wall s':^21}{'CPU s':^21}{'peak PSS MiB':^21}")
     print(f"{'':22}" + f"{'torchrun':>8}{'ours':>7}{'':6}" * 4)
