@@ -11,9 +11,10 @@ import numpy as np
 from paraplan.cost.blocks import BlockCosts
 from paraplan.cost.optimizers import OptimizerStates, optimizer_states
 from paraplan.cost.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
-from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable
+from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.cost.workspaces import matmul_workspace_bytes
+from paraplan.plan.sharding import padded_share, sharded_dimension
 
 _FULL = RECOMPUTES.index("full")
 _GPIPE = SCHEDULES.index("gpipe")
@@ -314,18 +315,25 @@ class RankMemory:
 
 
 def _padding(workload: Workload, table: PlanTable) -> Floats:
-    """Return how much larger than an even share FSDP's shards are: parameters are divided along their first dimension.
+    """Return how much larger than an even share FSDP's shards are; the first rank holds the rows that are left over.
 
-    The first rank holds the rows that are left over (torch.distributed.fsdp, `fully_shard`).
+    Without tp the runtime divides each parameter along `sharded_dimension`, with it along the first.
     """
     if not workload.habits.shards_with_fsdp:
         return np.ones(len(table))
     model = workload.model
-    elements: Counter[int] = Counter()
+    elements: Counter[tuple[int, ...]] = Counter()
     for block, count in ((model.embedding, 1), *((run.block, run.count) for run in model.runs), (model.head, 1)):
         for parameter in block.parameters:
-            elements[parameter.shape[0] if parameter.shape else 1] += parameter.num_elements * count
-    sizes, inverse = np.unique(np.where(table.zero_stage >= 1, table.shard_size, 1), return_inverse=True)
-    rows, weights = np.array(list(elements)), np.array(list(elements.values()), dtype=float)
-    padded = np.ceil(rows / sizes[:, None]) * sizes[:, None] / rows
-    return np.asarray((padded @ weights / weights.sum())[inverse.reshape(-1)])
+            elements[parameter.shape or (1,)] += parameter.num_elements * count
+    kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
+    ratios = [_mean_padding(elements, int(size), chooses=tp == 1) for size, tp in zip(*kinds, strict=True)]
+    return np.array(ratios)[kind]
+
+
+def _mean_padding(elements: Counter[tuple[int, ...]], num_shards: int, *, chooses: bool) -> float:
+    padded = 0.0
+    for shape, count in elements.items():
+        dim = sharded_dimension(shape, num_shards) if chooses else 0
+        padded += count * padded_share(shape[dim], num_shards)
+    return padded / elements.total()

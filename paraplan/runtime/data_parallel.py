@@ -10,15 +10,17 @@ keeps a shard of every parameter with its optimizer state, and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.sharding import sharded_dimension
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import shard_precision
@@ -102,6 +104,8 @@ def apply_data_parallelism(
     dp_mesh = mesh.axis_mesh("dp")
     frees_parameters = plan.zero_stage == 3
     options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": policy, "ignored_params": set(apart)}
+    if plan.tp == 1:  # the parts of a parameter that is split over tp are found by their rows
+        options["shard_placement_fn"] = _placement(dp_mesh.size())
     if plan.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for block in blocks:
@@ -114,6 +118,13 @@ def apply_data_parallelism(
     for buffer in module.buffers():
         buffer.data = buffer.to(device)
     return module
+
+
+def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(sharded_dimension(parameter.shape, num_shards))
+
+    return place
 
 
 def _replicate(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:
