@@ -14,6 +14,7 @@ from paraplan.cli.ci_limits import Limits, check_limits
 from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOption, FromMegatronOption
 from paraplan.cli.inputs import (
+    calibrated,
     check_plan_suits_model,
     check_plan_suits_sequence,
     check_precision,
@@ -29,6 +30,7 @@ from paraplan.cli.options import (
     TRAINING_PANEL,
     AttentionName,
     AttentionOption,
+    CalibrationOption,
     CpOption,
     DpOption,
     GpusPerNodeOption,
@@ -128,6 +130,7 @@ def estimate(
     min_tokens_per_s: MinTokensOption = None,
     github: GithubOption = False,
     junit: JunitOption = None,
+    calibration: CalibrationOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the memory and step time of one plan, part by part.
@@ -166,7 +169,7 @@ def estimate(
     check_plan_suits_model(plan, spec)
     training = read_training(spec, seq_len=seq_len, global_batch=plan.global_batch_size, **choices)
     check_plan_suits_sequence(plan, training)
-    workload = Workload.of(spec, training, cluster, load_link_speeds())
+    workload = calibrated(Workload.of(spec, training, cluster, load_link_speeds()), calibration)
     traced = _trace(model, plan, training) if trace else None
     result = _estimate_and_print(workload, plan, traced, as_json=as_json)
     check_limits(result, limits, model=spec.name, file=plan_path, as_json=as_json)

@@ -11,6 +11,7 @@ import typer
 
 from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.inputs import (
+    calibrated,
     check_plan_suits_model,
     check_precision,
     read_cluster,
@@ -94,8 +95,8 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
     training = read_training(
         spec, seq_len=options["seq_len"] or setup.seq_length, global_batch=setup.plan.global_batch_size, **choices
     )
-    ours = Workload.of(spec, training, cluster, load_link_speeds())
-    theirs = replace(ours, habits=habits)
+    plain = Workload.of(spec, training, cluster, load_link_speeds())
+    ours, theirs = (calibrated(one, options["calibration"]) for one in (plain, replace(plain, habits=habits)))
     now = estimate_plan(theirs, setup.plan)
     others, reason = _alternatives(ours, theirs, setup, now)
     if options["as_json"]:

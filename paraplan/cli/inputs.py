@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 from pydantic import ValidationError
 
+from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError, UsageError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile
@@ -47,6 +48,23 @@ def read_cluster_for_plan(
         f"{num_nodes} x {cluster.name} has {cluster.num_gpus} GPUs",
         hint=f"use --nodes {needed}, or a plan of at most {cluster.num_gpus} ranks",
     )
+
+
+def calibrated(workload: Workload, path: Path | None) -> Workload:
+    """Return a workload with the constants of a calibration file, as it is without one; raise `PlanError` for no file.
+
+    Raises `PlanError` also for a file that holds no calibration.
+    """
+    if path is None:
+        return workload
+    from paraplan.cost.calibration import read_calibration  # readers of runs, which most calls do without
+
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise PlanError(f"cannot read {path}: {reason}", hint="write one with paraplan calibrate --runs -o") from None
+    return read_calibration(text, source=str(path)).applied_to(workload)
 
 
 def options_given(ctx: typer.Context) -> frozenset[str]:

@@ -141,6 +141,15 @@ AttentionOption = Annotated[
     AttentionName,
     typer.Option("--attention", help="The attention kernel; eager keeps all scores.", rich_help_panel=TRAINING_PANEL),
 ]
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Predict with constants that paraplan calibrate --runs fitted.",
+        rich_help_panel=HARDWARE_PANEL,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 

@@ -13,6 +13,7 @@ import typer
 from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
 from paraplan.cli.ci_plan import check_plan_file
 from paraplan.cli.inputs import (
+    calibrated,
     check_precision,
     read_cluster,
     read_plan_file,
@@ -23,6 +24,7 @@ from paraplan.cli.options import (
     TRAINING_PANEL,
     AttentionName,
     AttentionOption,
+    CalibrationOption,
     FindName,
     FrameworkName,
     GpusPerNodeOption,
@@ -128,6 +130,7 @@ def recommend(
     tolerance: ToleranceOption = "5%",
     github: GithubOption = False,
     junit: JunitOption = None,
+    calibration: CalibrationOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose how to train MODEL on these GPUs: memory by parts, the decision tree, and ranked plans.
@@ -145,11 +148,13 @@ def recommend(
     earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
     if check is not None:
-        check_plan_file(workload, check, tolerance=tolerance, github=github, junit=junit, as_json=as_json)
+        check_plan_file(
+            calibrated(workload, calibration), check, tolerance=tolerance, github=github, junit=junit, as_json=as_json
+        )
         return
     is_own = framework is FrameworkName.paraplan
     answer = recommendation(
-        workload if is_own else replace(workload, habits=habits_of(framework.value)),
+        calibrated(workload if is_own else replace(workload, habits=habits_of(framework.value)), calibration),
         Question(
             objective=objective.value,
             find=find.value if find else None,

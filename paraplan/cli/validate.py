@@ -11,7 +11,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from paraplan.cli.options import JsonOption
+from paraplan.cli.options import CalibrationOption, JsonOption
 from paraplan.cli.validate_tables import print_fits, print_scores, print_skipped
 from paraplan.cost.calibration import Calibration, read_calibration
 from paraplan.cost.described_run import workload_of_run
@@ -34,9 +34,7 @@ def validate(
     everything: Annotated[
         bool, typer.Option("--all", help="Score also rows of low quality or with nonstandard features.")
     ] = False,
-    calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Predict with what `paraplan calibrate --runs` fitted.")
-    ] = None,
+    calibration: CalibrationOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict measured runs from their configuration alone, and print what the predictions are worth.

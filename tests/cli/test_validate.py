@@ -117,3 +117,18 @@ def test_a_file_that_is_no_calibration_is_one_clear_error(sweep: Path) -> None:
     result = CliRunner().invoke(app, ["validate", str(sweep), "--calibration", str(sweep)])
     assert result.exit_code == 2
     assert "is not JSON" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["estimate", "recommend"])
+def test_estimates_and_recommendations_take_a_calibration(command: str, sweep: Path, tmp_path: Path) -> None:
+    runs = [row for row in read_runs(sweep.read_text(), source="sweep") if isinstance(row, MeasuredRun)]
+    path = tmp_path / "calibration.json"
+    path.write_text(calibrate_to_runs(runs, list_gpus(), load_link_speeds(), source="sweep").to_json())
+    options = [command, "gpt2", "--profile", "dgx-a100", "--seq-len", "1024", "--global-batch", "64", "--json"]
+    times = []
+    for extra in ([], ["--calibration", str(path)]):
+        result = CliRunner().invoke(app, [*options, *extra])
+        assert result.exit_code == 0, result.output
+        answer = json.loads(result.stdout)
+        times.append((answer.get("estimate") or answer)["step"]["step_time_s"])
+    assert times[0] != times[1]
