@@ -15,7 +15,9 @@ from paraplan.model.spec import BlockSpec
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.records import Record
 
-MOST_SEQUENCES, MOST_REPLICAS = 4096, 16384
+MOST_SEQUENCES = 4096
+# Replicas are asked about one by one, since memory does not always fall as they grow: shards are rounded up to rows.
+_NUMBERS_OF_REPLICAS = np.array([*range(1, 128), *range(128, 1024, 8), *range(1024, 16385, 64)])
 _WAYS = 16  # parts into which each round of a search divides what is open
 
 
@@ -60,26 +62,22 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
         table = replace(table, zero_stage=sharded, recompute=recompute_of[kind], micro_batch_size=micro_batch, dp=dp)
         return fits(workload, peak_memory(workload, table))
 
-    def answer(question: Ints, number: Ints) -> Mask:
-        # The fewest replicas are searched for from the end: memory does not grow with them.
-        asks_size = question < count
-        size = np.where(asks_size, number, 1)
-        dp = np.where(asks_size, replicas, MOST_REPLICAS + 1 - number)
-        return holds(question % count, size, dp)
-
-    found = _last_true(np.repeat([MOST_SEQUENCES, MOST_REPLICAS], count), answer)
-    ones = np.ones(count, dtype=np.int64)
-    alone = holds(np.arange(count), ones, ones)  # one replica has no buckets, and may hold where two do not
-    fewest = np.where(alone, 1, MOST_REPLICAS + 1 - found[count:])
+    sizes = _last_true(
+        np.full(count, MOST_SEQUENCES), lambda kind, size: holds(kind, size, np.full(len(kind), replicas))
+    )
+    numbers = np.tile(_NUMBERS_OF_REPLICAS, count)
+    kind = np.repeat(np.arange(count), len(_NUMBERS_OF_REPLICAS))
+    held = holds(kind, np.ones_like(kind), numbers).reshape(count, -1)
+    fewest = _NUMBERS_OF_REPLICAS[np.argmax(held, axis=1)]
     return tuple(
         FitRow(
             zero_stage=stage,
             recompute=recompute,
             num_gpus=replicas * fixed,
             largest_micro_batch=int(size) or None,
-            fewest_gpus=int(dp) * fixed if dp <= MOST_REPLICAS else None,
+            fewest_gpus=int(dp) * fixed if any_held else None,
         )
-        for (stage, recompute), size, dp in zip(kinds, found[:count], fewest, strict=True)
+        for (stage, recompute), size, dp, any_held in zip(kinds, sizes, fewest, held.any(axis=1).tolist(), strict=True)
     )
 
 
