@@ -151,6 +151,7 @@ def plain_step(case: Case, model: nn.Module) -> Step:
         from torch.nn.parallel import DistributedDataParallel
 
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped: Any = model
     optimizer = adamw(model.parameters())
     inputs, targets = batch_of(case, dist.get_rank() if dist.is_initialized() else 0)
     pieces = list(zip(inputs.chunk(plan.num_microbatches), targets.chunk(plan.num_microbatches), strict=True))
@@ -162,12 +163,12 @@ def plain_step(case: Case, model: nn.Module) -> Step:
             is_last = index == len(pieces) - 1
             with ExitStack() as stack:
                 if plan.zero_stage:
-                    model.set_is_last_backward(is_last)  # type: ignore[operator]
+                    wrapped.set_is_last_backward(is_last)
                     if plan.zero_stage < 3:
-                        model.set_reshard_after_backward(is_last)  # type: ignore[operator]
+                        wrapped.set_reshard_after_backward(is_last)
                 elif plan.dp > 1 and not is_last:
-                    stack.enter_context(model.no_sync())  # type: ignore[operator]
-                loss = loss_fn(model(piece), target) / len(pieces)
+                    stack.enter_context(wrapped.no_sync())
+                loss = loss_fn(wrapped(piece), target) / len(pieces)
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         optimizer.step()
@@ -178,12 +179,12 @@ def plain_step(case: Case, model: nn.Module) -> Step:
     return step
 
 
-def _shard_by_hand(model: nn.Module, *, frees: bool) -> None:
+def _shard_by_hand(model: Any, *, frees: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=frees)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
@@ -192,11 +193,11 @@ class _Copy(torch.autograd.Function):
     """The input of a column layer: gradients of the ranks are summed."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.contiguous()
         dist.all_reduce(gradient)
         return gradient
@@ -206,13 +207,13 @@ class _Sum(torch.autograd.Function):
     """The output of a row layer: what the ranks have computed is summed."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
         dist.all_reduce(tensor)
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -223,7 +224,7 @@ class _Column(nn.Module):
         self.bias = nn.Parameter(linear.bias.detach()[rows].clone())
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return F.linear(_Copy.apply(given), self.weight, self.bias)
+        return F.linear(_Copy.apply(given), self.weight, self.bias)  # type: ignore[no-untyped-call]
 
 
 class _Row(nn.Module):
@@ -233,13 +234,14 @@ class _Row(nn.Module):
         self.bias = nn.Parameter(linear.bias.detach().clone())
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return _Sum.apply(F.linear(given, self.weight)) + self.bias
+        summed: torch.Tensor = _Sum.apply(F.linear(given, self.weight))  # type: ignore[no-untyped-call]
+        return summed + self.bias
 
 
-def _split_by_hand(model: nn.Module, size: int) -> None:
+def _split_by_hand(model: Any, size: int) -> None:
     """Split attention by heads and the MLP by its inner units, as Megatron-LM does."""
     rank = dist.get_rank()
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         heads = torch.arange(HIDDEN).chunk(size)[rank]
         inner = torch.arange(4 * HIDDEN).chunk(size)[rank]
         block.qkv = _Column(block.qkv, torch.cat([heads + part * HIDDEN for part in range(3)]))
@@ -273,7 +275,8 @@ class _Stage(nn.Module):
         self.position_embedding = model.position_embedding if start == 0 else None
         self.blocks = model.blocks[start:end]
         is_last = end == LAYERS
-        self.norm, self.head = (model.norm, model.head) if is_last else (None, None)
+        self.norm: Any = model.norm if is_last else None
+        self.head: Any = model.head if is_last else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.byte_embedding is not None and self.position_embedding is not None:
@@ -302,7 +305,8 @@ def _plain_pipeline(case: Case, model: nn.Module) -> Step:
         optimizer.zero_grad(set_to_none=True)
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if rank == 0 else ()
-        schedule.step(*arguments, **({"target": targets, "losses": losses} if is_last else {}), return_outputs=False)
+        last: dict[str, Any] = {"target": targets, "losses": losses} if is_last else {}
+        schedule.step(*arguments, return_outputs=False, **last)
         optimizer.step()
         total = torch.stack(losses).mean().detach() if is_last else torch.zeros(())
         dist.all_reduce(total)
