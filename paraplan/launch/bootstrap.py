@@ -104,9 +104,23 @@ def _details(error: BaseException, traceback: TracebackType | None) -> dict[str,
     if _is_user_error(error):
         details["user_message"] = str(getattr(error, "message", error))
         details["user_hint"] = str(getattr(error, "hint", None) or "")
+    step = _step_of(traceback)
+    if step is not None:
+        details["step"] = str(step)
     if isinstance(error, SystemExit):
         details["exit_message"] = "" if isinstance(error.code, int) else str(error.code)
     return details
+
+
+def _step_of(traceback: TracebackType | None) -> int | None:
+    """Return the step in which an engine of paraplan.runtime was; None where the traceback meets none."""
+    engines = sys.modules.get("paraplan.runtime.engine")
+    while engines is not None and traceback is not None:
+        for value in list(traceback.tb_frame.f_locals.values()):
+            if isinstance(value, engines.Engine):
+                return int(value.num_steps) + 1
+        traceback = traceback.tb_next
+    return None
 
 
 def _is_user_error(error: BaseException) -> bool:

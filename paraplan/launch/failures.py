@@ -45,7 +45,10 @@ class Cause(IntEnum):
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a rank wrote about its failure. Times count from the epoch; `exit_code` is None where only @record wrote."""
+    """What a rank wrote about its failure. Times count from the epoch; `exit_code` is None where only @record wrote.
+
+    `step` is that of the engine of paraplan.runtime, counted from 1; None where the error was outside of one.
+    """
 
     message: str
     traceback: str
@@ -55,6 +58,7 @@ class ErrorRecord:
     user_message: str | None = None
     user_hint: str | None = None
     exit_message: str | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ def read_error_record(path: str) -> ErrorRecord | None:
             user_message=extra.get("user_message"),
             user_hint=extra.get("user_hint") or None,
             exit_message=extra.get("exit_message"),
+            step=int(extra["step"]) if "step" in extra else None,
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

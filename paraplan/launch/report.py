@@ -151,6 +151,8 @@ def _where(failure: RankFailure, context: ReportContext) -> str:
         parts.append(describe_exit(failure.exit.code).partition(" (")[0])
     if context.coordinates:
         parts.append(" ".join(f"{axis} {position}" for axis, position in context.coordinates.items()))
+    if failure.record is not None and failure.record.step is not None:
+        parts.append(f"step {failure.record.step}")
     if context.elapsed_s is not None:
         parts.append(f"{context.elapsed_s:.1f} s after start")
     return ", ".join(parts)

@@ -87,7 +87,8 @@ def open_run_folder(arguments: Namespace, *, keeps_logs: bool, current_folder: P
         return RunFolder(Path(tempfile.mkdtemp(prefix="paraplan_")), is_temporary=not has_logs)
     runs = current_folder / RUNS_FOLDER
     stem = re.sub(r"[^\w.-]", "_", Path(arguments.training_script).stem)[:40] or "run"
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{os.getpid()}"
+    host = f"-{socket.gethostname()}" if arguments.nnodes not in ("1", "1:1") else ""  # nodes may share the disk
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}{host}-{os.getpid()}"
     try:
         if not runs.exists():
             runs.mkdir()

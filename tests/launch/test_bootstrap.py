@@ -182,3 +182,21 @@ def test_a_crash_leaves_the_stack_of_python_beside_the_error_file(tmp_path: Path
     done = run_bootstrap(tmp_path, "train.py", error_file=tmp_path / "error.json")
     assert done.returncode == -signal.SIGSEGV
     assert "line 3 in native" in (tmp_path / bootstrap.FAULT_FILE).read_text()
+
+
+def test_an_error_inside_a_training_step_is_recorded_with_the_number_of_the_step(tmp_path: Path) -> None:
+    body = """
+        import sys, types
+
+        class Engine:
+            num_steps = 6
+            def step(self):
+                raise ValueError("boom")
+
+        engines = sys.modules["paraplan.runtime.engine"] = types.ModuleType("paraplan.runtime.engine")
+        engines.Engine = Engine
+        Engine().step()
+    """
+    write(tmp_path, "train.py", body)
+    run_bootstrap(tmp_path, "train.py", error_file=tmp_path / "error.json")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["step"] == "7"

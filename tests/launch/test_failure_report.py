@@ -41,8 +41,9 @@ def test_a_report_has_at_most_ten_lines_and_ends_with_the_error(frames: int) -> 
 
 
 def test_a_report_says_where_on_the_axes_of_the_plan_the_rank_stood() -> None:
-    text = render_failures([failed(3, record=deep_error(1))], CONTEXT)
-    assert "host node7, local rank 3, pid 4003, exit code 1, pp 1 dp 0, 12.3 s after start" in text
+    record = ErrorRecord(**(vars(deep_error(1)) | {"step": 7}))
+    text = render_failures([failed(3, record=record)], CONTEXT)
+    assert "host node7, local rank 3, pid 4003, exit code 1, pp 1 dp 0, step 7, 12.3 s after start" in text
 
 
 def test_a_report_of_many_ranks_says_why_the_others_ended() -> None:

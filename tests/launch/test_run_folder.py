@@ -157,7 +157,7 @@ def test_a_second_ctrl_c_ends_ranks_that_would_have_had_more_time(
 
 
 def test_without_logs_or_where_nothing_can_be_written_the_folder_is_elsewhere(tmp_path: Path) -> None:
-    arguments = Namespace(log_dir=None, redirects="0", tee="0", training_script="train.py")
+    arguments = Namespace(log_dir=None, redirects="0", tee="0", training_script="train.py", nnodes="1:1")
     folder = open_run_folder(arguments, keeps_logs=False, current_folder=tmp_path)
     assert folder.is_temporary
     folder.path.rmdir()
