@@ -12,6 +12,7 @@ from paraplan.cost.table import SCHEDULES, Floats, Ints, Mask, PlanTable, distin
 
 _GPIPE = SCHEDULES.index("gpipe")
 _INTERLEAVED = SCHEDULES.index("interleaved_1f1b")
+_ZERO_BUBBLE = SCHEDULES.index("zero_bubble")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +105,10 @@ def _uniform_stage(table: PlanTable, num_blocks: int, rank: Ints) -> StageBlocks
 def in_flight(table: PlanTable, stage: StageBlocks) -> Floats:
     """Return how many micro-batches a rank of `stage` keeps activations of, counted in whole stages.
 
-    GPipe keeps all. 1F1B keeps at most `pp - i` (Narayanan et al. 2021, section 2.2.1), and so do zero-bubble schedules
-    of 1F1B's memory (Qi et al. 2024, ZB-H1, section 2.2). Interleaved, rank i starts `2 (pp - i - 1) + (v - 1) pp + 1`
-    chunks of 1/v stage before its first backward pass (section 2.2.2; on the first rank this is `pp + (pp - 1) / v`
-    stages, as in Korthikanti et al. 2022, section 4.2.3).
+    GPipe keeps all. 1F1B keeps at most `pp - i` (Narayanan et al. 2021, section 2.2.1). Zero bubble keeps `pp` on every
+    rank: rank i puts off the weight gradients of i micro-batches (Qi et al. 2024, ZB-H1, section 2.2). Interleaved,
+    rank i starts `2 (pp - i - 1) + (v - 1) pp + 1` chunks of 1/v stage before its first backward pass (section 2.2.2;
+    on the first rank this is `pp + (pp - 1) / v` stages, as in Korthikanti et al. 2022, section 4.2.3).
     """
     return mean_in_flight(table, chunk_in_flight(table, stage))
 
@@ -149,5 +150,6 @@ def _started(table: PlanTable, stage: StageBlocks) -> Ints:
 
 def _whole_in_flight(table: PlanTable, stage: StageBlocks) -> Ints:
     """Return how many micro-batches a rank without chunks keeps."""
-    depth = np.minimum(table.num_microbatches, table.pp - stage.rank)
+    ahead = np.where(table.schedule == _ZERO_BUBBLE, table.pp, table.pp - stage.rank)
+    depth = np.minimum(table.num_microbatches, ahead)
     return np.where(table.pp == 1, 1, np.where(table.schedule == _GPIPE, table.num_microbatches, depth))

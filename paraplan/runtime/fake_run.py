@@ -6,8 +6,8 @@ choose differently from the CPU (attention kernels, autocast's lists, foreach op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -21,6 +21,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.training import OptimizerName, TrainingSpec
 from paraplan.records import Record
+from paraplan.runtime import recompute
 from paraplan.runtime.assembly import assemble_part
 from paraplan.runtime.blocks import find_blocks
 from paraplan.runtime.engine import Engine, Equipment, RankPart
@@ -114,6 +115,7 @@ def trace_peak(
         setting = Setting(plan=plan, mesh=mesh, precision=training.precision, loss_fn=loss_fn or token_loss)
         tracked = _TrackedRank(model, setting, training, world)
         stack.enter_context(tracked.tracker.following_resizes())
+        stack.enter_context(_attention_again_on_gpu())
         stack.enter_context(GpuOperators())
         try:
             peak = tracked.run(inputs)
@@ -202,6 +204,26 @@ def _keep_operators(block: nn.Module) -> None:
     A method, which a copy of the block has as its own.
     """
     block.forward = MethodType(_forward_on_gpu, block)
+
+
+@contextmanager
+def _attention_again_on_gpu() -> Iterator[None]:
+    """Let an attention core that is run again in the backward pass use a GPU's operators there too."""
+    module: Any = recompute
+    plain = module.checkpoint
+
+    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def on_gpu(*inner: Any) -> Any:
+            with nullcontext() if torch._C._len_torch_function_stack() > 0 else GpuOperators():
+                return function(*inner)
+
+        return plain(on_gpu, *args, **kwargs)
+
+    module.checkpoint = checkpoint
+    try:
+        yield
+    finally:
+        module.checkpoint = plain
 
 
 def _forward_on_gpu(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -83,6 +83,10 @@ def _transformers_as_if_with_values() -> Iterator[None]:
         module.is_fake_tensor = plain
 
 
+# Who reads a number that any value serves: the pipeline's vote, and the seed of a rank's own random numbers.
+_READS, _READERS = (torch.Tensor.item, torch.Tensor.__int__), ("distributed/pipelining", "runtime/rank_randomness")
+
+
 class _SmallNumbers(TorchFunctionMode):
     """Keeps the numbers of micro-batches real: a pipeline's schedule cuts a range of them, and its stage reads one.
 
@@ -93,7 +97,7 @@ class _SmallNumbers(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.arange and len(args) == 1 and not kwargs:
             return self._really(func, args, kwargs)
-        if func is torch.Tensor.item and isinstance(args[0], FakeTensor) and _is_called_by("distributed/pipelining"):
+        if func in _READS and isinstance(args[0], FakeTensor) and _is_called_by(*_READERS):
             return 1
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         is_real = tensors and not any(isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in tensors)
@@ -106,12 +110,13 @@ class _SmallNumbers(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _is_called_by(folder: str) -> bool:
-    """Whether the nearest caller outside of torch's machinery of modes is code in `folder`."""
+def _is_called_by(*places: str) -> bool:
+    """Whether the nearest caller outside of torch's machinery of modes is code in one of `places`, parts of paths."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return frame is not None and folder in frame.f_code.co_filename.replace("\\", "/")
+    path = "" if frame is None else frame.f_code.co_filename.replace("\\", "/")
+    return any(place in path for place in places)
 
 
 @contextmanager

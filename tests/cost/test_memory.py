@@ -62,8 +62,10 @@ def test_1f1b_keeps_fewer_micro_batches_towards_the_end_and_gpipe_all() -> None:
         table = PlanTable.of_plans([plan])
         return [float(in_flight(table, even_stage(table, 12, np.array([rank])))[0]) for rank in range(4)]
 
-    assert kept("1f1b") == kept("zero_bubble") == [4, 3, 2, 1]
+    assert kept("1f1b") == [4, 3, 2, 1]
     assert kept("gpipe") == [64] * 4
+    # Rank i puts off the weight gradients of i micro-batches.
+    assert kept("zero_bubble") == [4] * 4
 
 
 def test_gpipe_keeps_the_activations_of_every_micro_batch(workload: MakeWorkload) -> None:
