@@ -69,6 +69,7 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
     kind = np.repeat(np.arange(count), len(_NUMBERS_OF_REPLICAS))
     held = holds(kind, np.ones_like(kind), numbers).reshape(count, -1)
     fewest = _NUMBERS_OF_REPLICAS[np.argmax(held, axis=1)]
+    found: list[bool] = np.asarray(held.any(axis=1)).tolist()
     return tuple(
         FitRow(
             zero_stage=stage,
@@ -77,7 +78,7 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
             largest_micro_batch=int(size) or None,
             fewest_gpus=int(dp) * fixed if any_held else None,
         )
-        for (stage, recompute), size, dp, any_held in zip(kinds, sizes, fewest, held.any(axis=1).tolist(), strict=True)
+        for (stage, recompute), size, dp, any_held in zip(kinds, sizes, fewest, found, strict=True)
     )
 
 
