@@ -149,6 +149,16 @@ def test_megatrons_interleaved_stages_and_full_recompute() -> None:
     assert arguments["recompute-method"] == "uniform"
 
 
+@pytest.mark.parametrize(("micro_batches", "group"), [(8, None), (12, None), (10, "5"), (7, "7")])
+def test_megatrons_interleaved_rounds_are_equal(micro_batches: int, group: str | None) -> None:
+    made = subject(PLANS["interleaved"] | {"num_microbatches": micro_batches})
+    text = export_plan(made, "megatron-lm").text
+    found = re.findall(r"--microbatch-group-size-per-virtual-pipeline-stage (\d+)", text)
+    assert found == ([group] if group else [])
+    model = yaml.safe_load(export_plan(made, "megatron-bridge").text)["model"]
+    assert model.get("microbatch_group_size_per_vp_stage") == (int(group) if group else None)
+
+
 def test_megatron_shards_parameters_with_its_own_fsdp() -> None:
     assert megatron("zero-3")["data-parallel-sharding-strategy"] == "optim_grads_params"
     assert "bf16" not in megatron("zero-3", precision="fp32")

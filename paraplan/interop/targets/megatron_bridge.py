@@ -9,7 +9,7 @@ from __future__ import annotations
 from paraplan.interop.exported import Exported, Subject, remarks, shared_notes
 from paraplan.interop.exported import order_gap as gap_of_order
 from paraplan.interop.quoting import comment, to_yaml
-from paraplan.interop.targets.megatron_lm import megatron_gaps, pipeline_layout
+from paraplan.interop.targets.megatron_lm import interleaved_group, megatron_gaps, pipeline_layout
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.stages import even_split
 
@@ -59,6 +59,9 @@ def _model(subject: Subject) -> dict[str, object]:
         model["pipeline_model_parallel_layout"] = pipeline_layout(plan, sum(blocks))
     elif plan.virtual_pipeline_size > 1:
         model["virtual_pipeline_model_parallel_size"] = plan.virtual_pipeline_size
+    group = interleaved_group(plan)
+    if group is not None:
+        model["microbatch_group_size_per_vp_stage"] = group
     if plan.recompute == "selective":
         model["recompute_granularity"] = "selective"
     elif plan.recompute == "full":

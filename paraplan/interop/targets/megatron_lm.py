@@ -83,6 +83,9 @@ def megatron_gaps(subject: Subject) -> list[Gap]:
         "Megatron-Core runs 1F1B, plain or interleaved; 1f1b takes gpipe's time with fewer activations",
     )
     gaps += field_gap(plan, "offload", ("none", "optimizer"), "Megatron-Core keeps parameters on the GPU")
+    if plan.virtual_pipeline_size > 1 and plan.num_microbatches < plan.pp:
+        part = f"num_microbatches={plan.num_microbatches}"
+        gaps.append(Gap(part=part, reason=f"interleaving takes one for each of {plan.pp} stages or more"))
     if plan.virtual_pipeline_size > 1 and plan.stage_blocks is None and (model is None or model.num_blocks is None):
         gaps.append(Gap(part="stages", reason="the number of blocks is not in the plan file, so they cannot be cut"))
     gaps += training_gap(
@@ -107,11 +110,23 @@ def _pipeline(subject: Subject) -> list[str]:
         return []
     num_blocks = model.num_blocks if model is not None else None
     blocks = plan.stage_blocks or (even_split(num_blocks, plan.num_stages) if num_blocks is not None else None)
+    group = interleaved_group(plan)
+    rounds = [f"--microbatch-group-size-per-virtual-pipeline-stage {group}"] if group is not None else []
     if blocks is not None and len(set(blocks)) > 1:
-        return [f"--pipeline-model-parallel-layout {shlex.quote(pipeline_layout(plan, sum(blocks)))}"]
+        return [f"--pipeline-model-parallel-layout {shlex.quote(pipeline_layout(plan, sum(blocks)))}", *rounds]
     if plan.virtual_pipeline_size > 1:
-        return [f"--num-virtual-stages-per-pipeline-rank {plan.virtual_pipeline_size}"]
+        return [f"--num-virtual-stages-per-pipeline-rank {plan.virtual_pipeline_size}", *rounds]
     return []
+
+
+def interleaved_group(plan: ParallelPlan) -> int | None:
+    """Return the micro-batches that go through the chunks together, None where Megatron-Core's default of pp does.
+
+    Its rounds are equal or end with one of pp micro-batches at least (core/pipeline_parallel/schedules.py).
+    """
+    if plan.virtual_pipeline_size == 1 or plan.num_microbatches % plan.pp == 0:
+        return None
+    return next((size for size in range(plan.pp, plan.num_microbatches + 1) if plan.num_microbatches % size == 0), None)
 
 
 def _sharding(plan: ParallelPlan) -> list[str]:
