@@ -157,9 +157,10 @@ def _data_parallel(
 ) -> tuple[Floats, Floats]:
     """Return seconds on the wire and seconds exposed of gradient reduction and of ZeRO's gathers.
 
-    DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice and reduces
-    once in every micro-batch, each block's transfer behind its neighbour's compute; ZeRO-1 reduces and gathers around
-    the optimizer step, where nothing hides it. Overlap slows both sides by `overlap_slowdown` (Galvatron, section 4).
+    DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice or more and
+    reduces once in every micro-batch, each block's transfer behind its neighbour's compute; ZeRO-1 reduces and gathers
+    around the optimizer step, where nothing hides it. Overlap slows both sides by `overlap_slowdown` (Galvatron,
+    section 4).
     """
     constants, habits = workload.constants, workload.habits
     links = group_links(workload, table, "dp")
@@ -174,17 +175,21 @@ def _data_parallel(
     units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
     reduce_s = units * links.reduce_scatter_s(parameters * gradient_bytes / units)
     gather_s = units * links.all_gather_s(parameters * unit_bytes / units)
+    block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
+    # A weight whose backward pass is further from its recomputed forward pass than what may stay is gathered again
+    # (DeepSpeed, stage3_max_reuse_distance).
+    is_full = table.recompute == RECOMPUTES.index("full")
+    lost = np.maximum(0.0, 1 - habits.live_elements / (2 * block)) if habits.live_elements else 0.0
+    gathers = 2.0 + is_full * lost
     wire = np.select(
         [is_zero_3, is_zero_2, is_zero_1],
-        [microbatches * (2 * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],
+        [microbatches * (gathers * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],
         links.all_reduce_s(parameters * gradient_bytes),
     )
     hidden = [microbatches * compute_s, compute_s * (1.0 if habits.overlaps_zero_1 else 0.0)]
     behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if habits.overlaps_gradients else 0.0))
-    block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
-    waited = (
-        2 * gather_s * microbatches * np.where(is_zero_3, np.maximum(0.0, 1 - habits.prefetch_elements / block), 0.0)
-    )
+    ahead = np.where(is_zero_3, np.maximum(0.0, 1 - habits.prefetch_elements / block), 0.0)
+    waited = gathers * gather_s * microbatches * ahead
     first_and_last = wire / np.maximum(num_blocks, 1) / np.where(is_zero_3, microbatches, 1)
     overlapped = overlap_s(wire - waited, behind, slowdown=constants.overlap_slowdown)
     return wire, waited + np.maximum(overlapped, np.minimum(first_and_last, wire - waited))
