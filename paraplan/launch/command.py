@@ -52,7 +52,7 @@ def _launch(arguments: Sequence[str]) -> int:
     if args.dry_run:
         return show_dry_run(args)
     traits = ScriptTraits() if args.module else read_traits(Path(args.training_script))
-    fork = forks_ranks(args) and not traits.early_variables
+    fork = forks_ranks(args) and not traits.early_variables and not traits.is_self_contained
     spawner = _fork(preload_runtime=fork and bool(traits.uses_runtime or args.plan))
     if isinstance(spawner, RankStart):
         _run_rank(spawner)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import ast
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 _READ_AT_IMPORT = ("ATEN_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH")
 """Starts of the names of environment variables that torch, NumPy and their libraries read while they are imported."""
 
+_IMPORTERS = frozenset({"imp", "importlib", "multiprocessing", "pickle", "pkgutil", "runpy", "subprocess", "zipimport"})
+"""Modules of the standard library that import others by name, or start programs that do."""
+
 
 @dataclass(frozen=True)
 class ScriptTraits:
     """`uses_runtime`: it probably imports paraplan. `early_variables`: what it sets for libraries to read at import.
 
-    A script that sets such variables must import torch itself, after it has set them.
+    A script that sets such variables must import torch itself, after it has set them. One that `is_self_contained`
+    imports the standard library alone: to fork it from a process with torch would only cost memory.
     """
 
     uses_runtime: bool = False
+    is_self_contained: bool = False
     early_variables: tuple[str, ...] = ()
 
 
@@ -34,8 +40,18 @@ def read_traits(path: Path) -> ScriptTraits:
     names = {name for node in ast.walk(tree) for name in _variables_set(node)}
     return ScriptTraits(
         uses_runtime=b"paraplan" in source,
+        is_self_contained=not any(_imports_more(node) for node in ast.walk(tree)),
         early_variables=tuple(sorted(name for name in names if name.startswith(_READ_AT_IMPORT))),
     )
+
+
+def _imports_more(node: ast.AST) -> bool:
+    """Whether a node imports something beside the standard library, or may do so by a name that is made at run time."""
+    if isinstance(node, ast.Import):
+        return any(alias.name.partition(".")[0] not in sys.stdlib_module_names - _IMPORTERS for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return bool(node.level) or (node.module or "").partition(".")[0] not in sys.stdlib_module_names - _IMPORTERS
+    return isinstance(node, ast.Name) and node.id in ("__import__", "exec", "eval")
 
 
 def _variables_set(node: ast.AST) -> list[str]:

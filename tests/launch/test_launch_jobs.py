@@ -30,6 +30,7 @@ from paraplan.plan.parallel import ParallelPlan
 pytestmark = pytest.mark.ranks
 
 SHOW_RANK = """
+    import typing_extensions  # scripts with the standard library alone are not forked
     import json, os, sys
     import __main__
     json.dump({
@@ -197,6 +198,7 @@ def read_words(stream: IO[str], number: int) -> list[str]:
 
 STUBBORN = """
     import os, signal, sys, time
+    import typing_extensions  # as above
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = os.fork()
@@ -323,6 +325,7 @@ def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
     train = script(
         """
         import os, threading, time
+        import typing_extensions  # as above
         def wait_for_others():
             threading.Event().wait()
         def load_data():
@@ -336,7 +339,7 @@ def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
     done = launch("--nproc-per-node=3", "--hang-timeout=3", f"--start-method={start_method}", train)
     assert done.returncode == 124, done.stderr
     lines = done.stderr.splitlines()
-    assert lines[-1] == "  rank 1 in load_data (train.py:6)"
+    assert lines[-1] == "  rank 1 in load_data (train.py:7)"
     assert lines[-2].startswith("  ranks 0, 2 in wait (threading.py:")
-    assert lines[-2].endswith("called from wait_for_others (train.py:4)")
+    assert lines[-2].endswith("called from wait_for_others (train.py:5)")
     assert names_in(scratch) == []

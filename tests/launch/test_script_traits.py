@@ -40,6 +40,26 @@ def test_a_script_for_our_runtime_is_recognised(tmp_path: Path, text: str, uses:
     assert read_traits(tmp_path / "train.py").uses_runtime is uses
 
 
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        ("import os, json\nfrom pathlib import Path", True),
+        ("print(1)", True),
+        ("import torch", False),
+        ("def main():\n    from train import loop", False),
+        ("from . import loop", False),
+        ("import importlib\nimportlib.import_module('torch')", False),
+        ("__import__('torch')", False),
+        ("import subprocess", False),
+    ],
+)
+def test_a_script_that_needs_nothing_but_the_standard_library_is_recognised(
+    tmp_path: Path, text: str, alone: bool
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert read_traits(tmp_path / "train.py").is_self_contained is alone
+
+
 @pytest.mark.parametrize("data", [b"\x00\xff", b"1 +", b"# -*- coding: nonsense -*-\n"])
 def test_what_is_no_python_has_no_traits(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "train.py").write_bytes(data)
