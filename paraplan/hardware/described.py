@@ -7,7 +7,7 @@ from itertools import combinations
 
 from paraplan.errors import ProfileError, near_names
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.profile_files import list_gpus
+from paraplan.hardware.profile_files import cluster_from_profile, list_gpus
 from paraplan.hardware.profiles import GpuProfile, NetworkProfile
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, NodeTopology
 from paraplan.records import Record
@@ -53,9 +53,10 @@ def described_cluster(machines: DescribedMachines, gpus: list[GpuProfile] | None
     """Return the cluster of a description.
 
     A node is what NVLink connects: of GB200 and GB300 up to a rack of 72. Assumed where the description is silent:
-    8 GPUs a node; NVLink between all GPUs of a node where the GPU has NVLink
-    and the link is not said to be PCIe; between nodes one NIC for each GPU, of 400 Gb/s for Hopper and later, 200 Gb/s
-    for Ampere, 12.5 Gb/s before (one 100 Gb/s port for eight).
+    8 GPUs a node; NVLink between all GPUs of a node where the GPU has NVLink and the link is not said to be PCIe. V100
+    and P100 divide their links over their peers where no NVSwitch is named: eight stand as in the DGX-1, fewer give a
+    third of their links to each of up to 3 peers. Between nodes one NIC for each GPU, of 400 Gb/s for Hopper and later,
+    200 Gb/s for Ampere, 12.5 Gb/s before (one 100 Gb/s port for eight).
     """
     gpu = gpu_by_label(machines.gpu, gpus)
     per_node = min(machines.gpus_per_node or 8, machines.num_gpus)
@@ -87,17 +88,23 @@ def _node(gpu: GpuProfile, count: int, link: str) -> NodeTopology:
     words = link.lower()
     has_nvlink = bool(gpu.nvlink_count) and ("pcie" not in words or "nvlink" in words)
     pairs_only = "pair" in words or "bridge" in words
+    shares = 1
+    if has_nvlink and not pairs_only and (gpu.nvlink_generation or 3) <= 2 and "switch" not in words:
+        if count == 8:
+            cube = cluster_from_profile("dgx-1-v100" if gpu.nvlink_count == 6 else "dgx-1-p100").node
+            return cube.replace(source="description")
+        shares = 3 if count <= 4 else 1
     links = []
     for first, second in combinations(range(count), 2):
         joined = has_nvlink and (not pairs_only or first // 2 == second // 2)
-        payload = (gpu.nvlink_count or 0) * (gpu.nvlink_bandwidth_bytes_per_s or 0)
+        number = max(1, (gpu.nvlink_count or 0) // shares)
         links.append(
             GpuLink(
                 gpu_a=first,
                 gpu_b=second,
                 link_type=LinkType.NV if joined else LinkType.NODE,
-                nvlink_count=gpu.nvlink_count if joined else None,
-                bandwidth_bytes_per_s=payload if joined else None,
+                nvlink_count=number if joined else None,
+                bandwidth_bytes_per_s=number * (gpu.nvlink_bandwidth_bytes_per_s or 0) if joined else None,
             )
         )
     gpus = tuple(Gpu(index=index, memory_total_bytes=gpu.memory_bytes) for index in range(count))

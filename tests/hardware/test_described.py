@@ -61,3 +61,16 @@ def test_a_rack_of_gb200_is_one_nvlink_domain() -> None:
 def test_gpus_that_fill_no_whole_nodes_are_an_error() -> None:
     with pytest.raises(ProfileError, match="12 GPUs are no whole number of nodes of 8"):
         described_cluster(DescribedMachines(gpu="A100-80GB", num_gpus=12))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "link", "links_of_neighbours"),
+    [(4, "NVLink2 (4-GPU V100 node)", 2), (8, "NVLink2 300GB/s", 1), (16, "NVSwitch (DGX-2)", 6)],
+)
+def test_v100s_divide_their_nvlinks_over_their_peers_unless_a_switch_is_named(
+    num_gpus: int, link: str, links_of_neighbours: int
+) -> None:
+    machines = DescribedMachines(gpu="V100-32GB", num_gpus=num_gpus, gpus_per_node=num_gpus, link=link)
+    joined = described_cluster(machines).node.link(0, 1)
+    assert joined is not None
+    assert joined.nvlink_count == links_of_neighbours
