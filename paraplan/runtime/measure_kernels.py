@@ -29,6 +29,7 @@ _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 _START_TIMEOUT_S = 120.0
 
 Work = Callable[[], object]
+Clock = Callable[[], float]
 
 
 def measure(request: KernelRequest, report: Callable[[KernelEvent], None]) -> None:
@@ -54,7 +55,7 @@ def _times(case: KernelCase, device: torch.device, share_s: float) -> tuple[floa
     """Return the seconds of the case; of the overlap case those of compute, of communication, and of both."""
     with _settings(case):
         works = _works(case, device)
-        return tuple(_time(work, device, _TIMED_SHARE * share_s / len(works)) for work in works)
+        return tuple(_time(work, device, _clock(case, device), _TIMED_SHARE * share_s / len(works)) for work in works)
 
 
 @contextlib.contextmanager
@@ -158,8 +159,8 @@ def _overlap(case: KernelCase, device: torch.device) -> tuple[Work, Work, Work]:
     edge = 4096 if device.type == "cuda" else 512
     left, right = (torch.randn(edge, edge, device=device).to(_DTYPES[case.precision]) for _ in range(2))
     message = torch.zeros(case.sizes[0], device=device)
-    product_s = _time(lambda: left @ right, device, 1.0)
-    reduce_s = _time(lambda: dist.all_reduce(message), device, 1.0)
+    product_s = _time(lambda: left @ right, device, time.perf_counter, 1.0)
+    reduce_s = _time(lambda: dist.all_reduce(message), device, time.perf_counter, 1.0)
     products = max(1, round(reduce_s / product_s))
 
     def compute() -> None:
@@ -175,28 +176,38 @@ def _overlap(case: KernelCase, device: torch.device) -> tuple[Work, Work, Work]:
     return compute, lambda: dist.all_reduce(message), both
 
 
-def _time(work: Work, device: torch.device, share_s: float) -> float:
+def _time(work: Work, device: torch.device, clock: Clock, share_s: float) -> float:
     """Return the seconds of one call: the lower quartile of several runs on the slowest rank, as time allows.
 
-    A fast run, because other load on the machine only ever makes runs longer; not the fastest, which luck may decide.
+    A fast run, because other load on the machine only makes runs longer; not the fastest, which luck may decide.
     """
-    _run(work, device, 1)  # fills caches, chooses kernels
-    first_s = _run(work, device, 1)
+    _run(work, device, clock, 1)  # fills caches, chooses kernels
+    first_s = _run(work, device, clock, 1)
     wanted = min(_MOST_REPEATS, max(1.0, share_s / (_RUNS * max(first_s, 1e-7))))
     repeats = int(_agree(wanted, smallest=True))
     runs = int(_agree(float(_RUNS if first_s * _RUNS <= max(share_s, 1e-3) else 1), smallest=True))
-    times = sorted(_run(work, device, repeats) for _ in range(runs))
+    times = sorted(_run(work, device, clock, repeats) for _ in range(runs))
     return _agree(times[runs // 4], smallest=False)
 
 
-def _run(work: Work, device: torch.device, repeats: int) -> float:
+def _run(work: Work, device: torch.device, clock: Clock, repeats: int) -> float:
     _meet()
-    started = time.perf_counter()
+    started = clock()
     for _ in range(repeats):
         work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - started) / repeats
+    return (clock() - started) / repeats
+
+
+def _clock(case: KernelCase, device: torch.device) -> Clock:
+    """Return the clock for a case: that of the process where one thread does all the work.
+
+    Other load on a machine makes a CPU process wait, which says nothing of the machine. Of several threads, of GPUs and
+    of communication only the wall clock tells how long they take.
+    """
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and case.kind != "overlap"
+    return time.process_time if alone else time.perf_counter
 
 
 def _meet() -> None:
