@@ -22,13 +22,17 @@ _PREFIX = "paraplan"
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What should be the same on every node of a job, and its name. `script` is a digest of the script's text."""
+    """What should be the same on every node of a job, and its name.
+
+    `script` is a digest of the script's text, `address` what this node has towards the first one; "" for unknown.
+    """
 
     host: str
     torch: str
     paraplan: str
     python: str
     script: str
+    address: str = ""
 
 
 class NodeBoard:

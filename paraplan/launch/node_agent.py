@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import paraplan
 from paraplan.errors import PlanError
 from paraplan.launch.accelerate import accelerate_variables
 from paraplan.launch.board import NodeBoard, NodeFacts, RemoteError, differences
-from paraplan.launch.interfaces import interface_variables
+from paraplan.launch.interfaces import address_towards, interface_towards, interface_variables
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.processes import JobRecord
 from paraplan.launch.report import say
@@ -142,16 +142,17 @@ class RoundPreparation:
         """Prepare one start. Raises `PlanError` where no plan can be made for the nodes that have met."""
         self.job.board = meeting.board
         if meeting.board.num_nodes > 1:
-            facts = meeting.board.exchange_facts(node_facts(self.script))
+            facts = meeting.board.exchange_facts(node_facts(self.script, first_node=meeting.master_addr))
             for sentence in differences(facts) if meeting.board.node == 0 else []:
                 say(f"the nodes differ: {sentence}")
-            chosen = interface_variables(meeting.master_addr, os.environ, has_gpus=torch.cuda.is_available())
+            # the first node may know itself by a loopback address, but not the others
+            hosts = [meeting.master_addr, *(fact.address for fact in facts if fact.address)]
+            host = next((host for host in hosts if interface_towards(host) is not None), meeting.master_addr)
+            chosen = interface_variables(host, os.environ, has_gpus=torch.cuda.is_available())
             is_new = not chosen.items() <= self.environment.items()
             self.environment.update(chosen)
             if is_new:
-                say(
-                    f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: the way to {meeting.master_addr}"
-                )
+                say(f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: the way to {host}")
         self.num_rounds += 1
         if self.planner is not None:
             self._plan(meeting, self.planner)
@@ -193,9 +194,10 @@ class RoundPreparation:
             say(f"plan: {self.job.plan.plan.describe()}{again}")
 
 
-def node_facts(script: str, *, versions: Mapping[str, str] | None = None) -> NodeFacts:
+def node_facts(script: str, *, first_node: str) -> NodeFacts:
     """Return the facts of this node; the digest of a script that is no file is its name."""
     known = {"torch": str(torch.__version__), "paraplan": paraplan.__version__, "python": platform.python_version()}
     path = Path(script)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script
-    return NodeFacts(host=socket.gethostname(), script=digest, **(known | dict(versions or {})))
+    address = address_towards(first_node) or ""
+    return NodeFacts(host=socket.gethostname(), script=digest, address=address, **known)
