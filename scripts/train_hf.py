@@ -111,6 +111,7 @@ def train(arguments: argparse.Namespace) -> None:
     if job.is_main:
         print(f"{type(model).__name__}, {num_parameters:,} parameters, plan: {job.plan.describe()}", flush=True)
     progress = Progress(arguments.steps, arguments.log_every, is_shown=job.is_main)
+    engine.expect(engine.num_steps + arguments.steps)
     for step, (inputs, targets) in enumerate(islice(batches, arguments.steps), start=1):
         loss = engine.step(inputs, targets)
         if progress.wants(step):

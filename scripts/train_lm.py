@@ -148,33 +148,22 @@ def _is_source(path: Path, folder: Path) -> bool:
 
 
 class Progress:
-    """What rank 0 shows of the steps: a bar on a terminal, a line every `every` steps in a pipe."""
+    """What rank 0 prints of the steps: a line every `every` of them. On a terminal the engine draws a bar instead."""
 
     def __init__(self, num_steps: int, every: int, *, is_shown: bool) -> None:
         self._num_steps = num_steps
         self._every = every
-        self._is_shown = is_shown
-        self._is_terminal = sys.stdout.isatty()
+        self._is_shown = is_shown and not sys.stderr.isatty()
         self._start_s = time.monotonic()
 
     def wants(self, step: int) -> bool:
         """Whether to read the loss of `step`, which waits for the step to end."""
-        return step % self._every == 0 or step in (1, self._num_steps) or (self._is_terminal and step % 5 == 0)
+        return self._is_shown and (step % self._every == 0 or step in (1, self._num_steps))
 
     def show(self, step: int, loss: float) -> None:
         """Show the loss of `step`, counted from 1."""
-        if not self._is_shown:
-            return
         speed = step / (time.monotonic() - self._start_s)
-        if self._is_terminal:
-            filled = 30 * step // self._num_steps
-            bar = "#" * filled + "." * (30 - filled)
-            end = "\n" if step == self._num_steps else ""
-            print(
-                f"\r[{bar}] step {step}/{self._num_steps}  loss {loss:.3f}  {speed:.1f} steps/s ", end=end, flush=True
-            )
-        else:
-            print(f"step {step}/{self._num_steps}  loss {loss:.3f}  {speed:.1f} steps/s", flush=True)
+        print(f"step {step}/{self._num_steps}  loss {loss:.3f}  {speed:.1f} steps/s", flush=True)
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -219,11 +208,13 @@ def train(arguments: argparse.Namespace) -> None:
     if job.is_main:
         print(f"validation loss {before:.3f} nats per byte after {engine.num_steps} steps", flush=True)
     progress = Progress(arguments.steps, arguments.log_every, is_shown=job.is_main)
+    engine.expect(engine.num_steps + arguments.steps)
     steps: Iterator[tuple[torch.Tensor, torch.Tensor]] = islice(batches, arguments.steps)
     for step, (inputs, targets) in enumerate(steps, start=1):
         loss = engine.step(inputs, targets)
         if progress.wants(step):
             progress.show(step, loss.item())
+    engine.finish()  # the bar, and how the steps compare with the plan
     after = validate()
     if job.is_main:
         print(f"validation loss {after:.3f} nats per byte after {engine.num_steps} steps", flush=True)

@@ -160,7 +160,7 @@ class Engine:
         watch, scale = self._equipment.watch, self._equipment.loss_scale
         if watch is not None:
             watch.begin()
-        self._losses.check()
+        self._losses.check(keep=1)
         micro_batches = self._divided("step", inputs, targets)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._guarded(lambda: self._part.execution.train(micro_batches))
@@ -234,6 +234,11 @@ class Engine:
             export_weights(passing, path)
             shutil.rmtree(passing)
         self._meet("save")
+
+    def expect(self, num_steps: int) -> None:
+        """Say how many steps there will be, those of a loaded checkpoint included: the bar shows its share of them."""
+        if self._equipment.watch is not None:
+            self._equipment.watch.total_steps = num_steps
 
     def finish(self) -> None:
         """Wait for what `save` still writes, and end the progress bar. `job.close` does it too."""

@@ -25,29 +25,33 @@ class _Step:
 
 
 class LossWatch:
-    """The loss of the last step, looked at before weights made with it are used or kept.
+    """The losses of the last steps, looked at before weights made with it are used or kept.
 
-    On a CPU that is at once. On a GPU it is in the next call of the engine, when the step is done or nearly so: looking
-    earlier would make every step wait for its end. No checkpoint is written in between.
+    On a CPU that is at once. On a GPU it is two steps later, when that step is done: looking earlier would make the GPU
+    wait for the host. No checkpoint is written and nothing is evaluated before all losses were looked at.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._waiting: _Step | None = None
+        self._waiting: list[_Step] = []
 
     def add(self, *, step: int, mean: torch.Tensor, own: torch.Tensor, is_read: bool) -> None:
         """Watch the loss of `step`: `mean` over all ranks, `own` of this rank. Without `is_read` it has no value."""
         if not is_read:
             return
-        self._waiting = _Step(step=step, mean=mean, own=own)
+        self._waiting.append(_Step(step=step, mean=mean, own=own))
         if self._world.device.type == "cpu":
             self.check()
 
-    def check(self) -> None:
-        """Raise `DivergedError` on every rank where the watched loss is infinite or no number."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is None or bool(waiting.mean.isfinite()):
-            return
+    def check(self, *, keep: int = 0) -> None:
+        """Raise `DivergedError` on every rank where a loss, but the last `keep`, is infinite or no number."""
+        while len(self._waiting) > keep:
+            waiting = self._waiting.pop(0)
+            if not bool(waiting.mean.isfinite()):
+                self._waiting.clear()
+                self._fail(waiting)
+
+    def _fail(self, waiting: _Step) -> None:
         own = waiting.own.detach().reshape(1)
         gathered = [own]
         if self._world.is_distributed:

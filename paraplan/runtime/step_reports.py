@@ -122,7 +122,7 @@ class RunWatch:
         tokens: int,
     ) -> None:
         """Take note of the end of a step of `tokens` over all ranks, and report it where that is due."""
-        is_due = self.metrics is not None or self._is_bar_due()
+        is_due = self.metrics is not None or self._is_bar_due(step)
         value = loss.item() if is_due or self.device.type == "cpu" else None  # waits for the device
         step_time_s = time.perf_counter() - self._started_s
         self.step_times_s.append(step_time_s)
@@ -174,8 +174,10 @@ class RunWatch:
             )
         return "; ".join(parts) or None
 
-    def _is_bar_due(self) -> bool:
-        return self.terminal is not None and time.perf_counter() - self._shown_s > _SECONDS_BETWEEN_LINES
+    def _is_bar_due(self, step: int) -> bool:
+        if self.terminal is None:
+            return False
+        return step == self.total_steps or time.perf_counter() - self._shown_s > _SECONDS_BETWEEN_LINES
 
     def _draw(self, report: StepReport) -> None:
         assert self.terminal is not None

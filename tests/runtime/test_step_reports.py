@@ -1,0 +1,67 @@
+"""What is measured of a run, as numbers and as one line."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from paraplan.errors import UsageError
+from paraplan.plan.files import PlannedEstimate
+from paraplan.runtime.step_reports import RunWatch, StepReport, Yardstick, bar_text, count_tokens
+
+CPU = torch.device("cpu")
+
+
+def test_mfu_is_the_models_flops_over_the_peak_of_all_devices() -> None:
+    estimate = PlannedEstimate(model_flops_per_step=4e12)
+    assert Yardstick(num_ranks=2, peak_flops_per_s=1e12, estimate=estimate).mfu(step_time_s=4.0, tokens=1) == 0.5
+    by_parameters = Yardstick(num_ranks=1, peak_flops_per_s=6e12, num_parameters=10**9)
+    assert by_parameters.mfu(step_time_s=1.0, tokens=100) == pytest.approx(0.1)
+    assert Yardstick(num_ranks=1, num_parameters=10**9).mfu(step_time_s=1.0, tokens=100) is None
+
+
+def test_tokens_are_ids_and_other_inputs_count_as_sequences() -> None:
+    ids = torch.zeros(4, 7, dtype=torch.long)
+    assert count_tokens(ids) == 28
+    assert count_tokens({"mask": torch.ones(4, 7, dtype=torch.bool), "input_ids": ids}) == 28
+    assert count_tokens(torch.rand(4, 3, 8, 8)) == 4
+
+
+def test_the_bar_shows_the_share_of_the_steps() -> None:
+    report = StepReport(
+        step=5,
+        loss=2.5,
+        grad_norm=None,
+        learning_rate=1e-3,
+        step_time_s=0.5,
+        tokens_per_s=2000.0,
+        mfu=0.413,
+        peak_memory_bytes=2**30,
+    )
+    assert bar_text(report, None) == "step 5  loss 2.500  2.00 k tokens/s  MFU 41.3%  1.00 GiB"
+    assert bar_text(report, 10).startswith("[############............] step 5/10  loss")
+
+
+def test_the_last_step_is_drawn_and_the_line_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = io.StringIO()
+    estimate = PlannedEstimate(step_time_s=1e-9)
+    watch = RunWatch(device=CPU, yardstick=Yardstick(num_ranks=1, estimate=estimate), terminal=terminal, total_steps=3)
+    for step in (1, 2, 3):
+        watch.begin()
+        watch.end(step=step, loss=torch.tensor(1.0), grad_norm=None, learning_rate=0.1, tokens=8)
+    watch.finish()
+    assert "step 3/3" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\n")
+    assert "(median of 2), predicted 1 ns (-100%)" in capsys.readouterr().err
+    watch.finish()
+    assert capsys.readouterr().err == ""
+
+
+def test_metrics_that_cannot_be_written_are_a_users_error(tmp_path: Path) -> None:
+    watch = RunWatch(device=CPU, yardstick=Yardstick(num_ranks=1), metrics=tmp_path)
+    watch.begin()
+    with pytest.raises(UsageError, match="cannot write metrics"):
+        watch.end(step=1, loss=torch.tensor(1.0), grad_norm=None, learning_rate=0.1, tokens=8)
