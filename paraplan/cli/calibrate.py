@@ -69,6 +69,11 @@ def calibrate(
         _fit_to_runs(runs, output, as_json=as_json)
         return
     machine, links, events = _measure(ranks, seconds, name=output.stem if output else platform.node() or "this-machine")
+    if output is not None:  # before anything is printed, which a pipe may cut off
+        save_machine(machine, output)
+        typer.echo(f"saved: {output}; use it with --profile {output}", err=True)
+    else:
+        typer.echo("nothing was saved: give -o FILE, and --profile FILE predicts with it", err=True)
     if as_json:
         content: dict[str, Any] = {
             "machine": machine_content(machine),
@@ -76,16 +81,11 @@ def calibrate(
             "links": links.model_dump(mode="json") if links else None,
         }
         typer.echo(json.dumps(content, indent=2))
-    else:
-        print_calibration(machine)
-        if links is not None:
-            typer.echo("")
-            print_links(links, Console(highlight=False))
-    if output is not None:
-        save_machine(machine, output)
-        typer.echo(f"saved: {output}; use it with --profile {output}", err=True)
-    else:
-        typer.echo("nothing was saved: give -o FILE, and --profile FILE predicts with it", err=True)
+        return
+    print_calibration(machine)
+    if links is not None:
+        typer.echo("")
+        print_links(links, Console(highlight=False))
 
 
 def _measure(
