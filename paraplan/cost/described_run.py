@@ -11,6 +11,7 @@ from paraplan.hardware.described import DescribedMachines, described_cluster
 from paraplan.hardware.link_speed import LinkSpeedTable
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
+from paraplan.model.spec import BlockSpec
 from paraplan.plan.runs import MeasuredRun
 
 DEFAULT_VOCABULARY = 50304
@@ -19,7 +20,8 @@ DEFAULT_VOCABULARY = 50304
 def workload_of_run(run: MeasuredRun, gpus: list[GpuProfile], links: LinkSpeedTable) -> Workload:
     """Return what is priced for a run.
 
-    Blank cells: a GELU, a vocabulary of 50304, and what `described_cluster` assumes.
+    Blank cells: a GELU, a vocabulary of 50304, and what `described_cluster` assumes. Notes may say that there is no LM
+    head.
     Raises `ParaplanError` for a GPU that no profile describes and for shapes that do not divide.
     """
     machines = DescribedMachines(
@@ -30,8 +32,12 @@ def workload_of_run(run: MeasuredRun, gpus: list[GpuProfile], links: LinkSpeedTa
         network_bits_per_s_per_gpu=run.inter_node_gbps_per_gpu and run.inter_node_gbps_per_gpu * 1e9,
     )
     habits = habits_of_run(run)
+    model = model_from_shapes(_shapes(run, habits))
+    if "no lm head" in run.notes.lower():
+        # A classifier: the vocabulary stays in the embedding alone.
+        model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
     return Workload(
-        model=model_from_shapes(_shapes(run, habits)),
+        model=model,
         training=training_of_run(run, habits),
         cluster=described_cluster(machines, gpus),
         links=links,
