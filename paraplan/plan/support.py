@@ -16,14 +16,14 @@ def unsupported_reason(
 ) -> str | None:
     """Return why the runtime cannot execute `plan`, or None where it can.
 
-    Runnable are one process; DDP and ZeRO-1, 2 and 3 over `dp`; a pipeline under GPipe, 1F1B, 1F1B of interleaved
-    stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and without sequence
-    parallelism, alone or beside any of these but zero bubble; each with the numbers of micro-batches that the schedule
-    takes, and with recompute of none of the blocks, of their attention core or of
-    all. The optimizer may be offloaded under each of these, parameters under ZeRO-3. `num_blocks` is the
-    number of repeated blocks of the model and `precision` that of the training; what is None is not looked at. Splits
-    alone decide: whether the plan fits in memory is another question, and whether a model's heads divide over `tp` is
-    seen when it is prepared.
+    Runnable are one process; DDP and ZeRO-1, 2 and 3 over `dp`, and over `dp` and `cp` together; a pipeline under
+    GPipe, 1F1B, 1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor
+    parallelism with and without sequence parallelism, alone or beside any of these but `cp` and zero bubble; each with
+    the numbers of micro-batches that the schedule takes, and with recompute of none of the blocks, of their attention
+    core or of all (zero bubble: none). The optimizer may be offloaded under each of these, parameters under ZeRO-3.
+    `num_blocks` is the number of repeated blocks of the model and `precision` that of the training; what is None is not
+    looked at. Splits alone decide: whether the plan fits in memory is another question, and whether a model's heads
+    divide over `tp` or `cp` is seen when it is prepared.
     """
     reasons = (
         _axes_reason(plan),
@@ -52,8 +52,9 @@ def rule_of(reason: str) -> str:
 
 
 def _axes_reason(plan: ParallelPlan) -> str | None:
-    if plan.cp > 1:
-        return f"cp={plan.cp}: context parallelism is not executed yet"
+    for axis, size in (("tp", plan.tp), ("pp", plan.pp)):
+        if plan.cp > 1 and size > 1:
+            return f"cp={plan.cp}, {axis}={size}: context parallelism is executed beside dp alone"
     return None
 
 

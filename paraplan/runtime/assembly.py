@@ -17,6 +17,7 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.blocks import BlockStack, find_blocks
+from paraplan.runtime.context_parallel import check_context, context_group
 from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync
 from paraplan.runtime.engine import RankPart
 from paraplan.runtime.execution import WholeModelExecution
@@ -57,6 +58,10 @@ def assemble_part(
     if setting.plan.tp > 1:
         split = _tensor_split(model, stack, setting, example_inputs)
         cuts = apply_tensor_split(model, split, split.names, tensor_group(setting.mesh))
+    context = None
+    if setting.plan.cp > 1:
+        check_context(model, size=setting.plan.cp, example_inputs=example_inputs)
+        context = context_group(setting.mesh)
     blocks = [] if stack is None else stack.modules(model)
     called = _wrap(model, blocks, setting)
     execution = WholeModelExecution(
@@ -65,6 +70,7 @@ def assemble_part(
         loss_fn=setting.loss_fn,
         precision=setting.precision,
         device=setting.mesh.world.device,
+        context=context,
     )
     return RankPart(
         module=model,

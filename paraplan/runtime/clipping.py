@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paraplan.plan.parallel import Axis
 from paraplan.runtime.mesh import Mesh
 
 
@@ -30,15 +29,17 @@ def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Col
         ]
         return _squared_norm(chosen, device)
 
-    def summed(square: torch.Tensor, axis: Axis) -> torch.Tensor:
-        if mesh.group(axis) is not None:
-            dist.all_reduce(square, group=mesh.group(axis))
+    def summed(square: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        if group is not None:
+            dist.all_reduce(square, group=group)
         return square
 
-    # Both squares travel together: over dp those of shards, and over tp those of parts.
-    sharded = summed(torch.stack([square_of(is_split=part, is_sharded=True) for part in (False, True)]), "dp")
+    # Both squares travel together: over dp and cp those of shards, and over tp those of parts.
+    sharded = summed(
+        torch.stack([square_of(is_split=part, is_sharded=True) for part in (False, True)]), mesh.replica_group
+    )
     whole, part = sharded + torch.stack([square_of(is_split=part, is_sharded=False) for part in (False, True)])
-    return summed(whole + summed(part.clone(), "tp"), "pp").sqrt()
+    return summed(whole + summed(part.clone(), mesh.group("tp")), mesh.group("pp")).sqrt()
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], *, norm: torch.Tensor, max_norm: float) -> None:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.sharding import sharded_dimension
 from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.context_parallel import show_hooks_plain
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import shard_precision
 
@@ -97,20 +98,22 @@ def apply_data_parallelism(
     device = mesh.world.device
     if plan.zero_stage == 0:
         module.to(device)
-        if plan.dp == 1 or not replicates:
+        if mesh.replica_mesh is None or not replicates:
             return module
         return _replicate(module, mesh)
     policy = shard_precision(precision)
-    dp_mesh = mesh.axis_mesh("dp")
     frees_parameters = plan.zero_stage == 3
-    options: dict[str, Any] = {"mesh": dp_mesh, "mp_policy": policy, "ignored_params": set(apart)}
+    assert mesh.replica_mesh is not None
+    options: dict[str, Any] = {"mesh": mesh.replica_mesh, "mp_policy": policy, "ignored_params": set(apart)}
     if plan.tp == 1:  # the parts of a parameter that is split over tp are found by their rows
-        options["shard_placement_fn"] = _placement(dp_mesh.size())
+        options["shard_placement_fn"] = _placement(mesh.replica_mesh.size())
     if plan.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for block in blocks:
         if any(True for _ in block.parameters()):
             fully_shard(block, reshard_after_forward=frees_parameters, **options)
+            if plan.cp > 1:
+                show_hooks_plain(block)
     # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
     fully_shard(module, reshard_after_forward=False, **options)
     if plan.offload != "parameters":
@@ -128,13 +131,13 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
 
 
 def _replicate(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:
-    """Wrap `module` in DDP over `dp`. Buffers are equal from the start and are not sent again in every forward pass."""
+    """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes."""
     # torch 2.13 renamed the option and warns about the old name.
     options = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers: dict[str, Any] = {
         "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False
     }
-    return DistributedDataParallel(module, process_group=mesh.group("dp"), gradient_as_bucket_view=True, **buffers)
+    return DistributedDataParallel(module, process_group=mesh.replica_group, gradient_as_bucket_view=True, **buffers)
 
 
 def gradient_sync(module: nn.Module, *, zero_stage: int) -> GradientSync:

@@ -11,8 +11,11 @@ from torch import nn
 from paraplan.errors import UsageError
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.batches import MicroBatch, call_model
+from paraplan.runtime.context_parallel import context_error, split_tokens
 from paraplan.runtime.data_parallel import GradientSync
 from paraplan.runtime.precision import compute_context
+from paraplan.runtime.split_tensor import SplitError
+from paraplan.runtime.tensor_group import TensorGroup
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -30,7 +33,10 @@ class Execution(Protocol):
 
 
 class WholeModelExecution:
-    """One micro-batch after another through the whole model: one process, DDP, ZeRO."""
+    """One micro-batch after another through the whole model: one process, DDP, ZeRO.
+
+    `context` is the `cp` group, where each rank has some of the tokens.
+    """
 
     def __init__(
         self,
@@ -40,8 +46,11 @@ class WholeModelExecution:
         loss_fn: LossFunction,
         precision: TrainingPrecision,
         device: torch.device,
+        context: TensorGroup | None = None,
     ) -> None:
         self._module = module
+        self._context = context
+        self._copies = 1 if context is None else context.size  # of the loss, which all ranks of `cp` have
         self._sync = sync
         self._loss_fn = loss_fn
         self._precision = precision
@@ -53,8 +62,9 @@ class WholeModelExecution:
         for index, micro_batch in enumerate(micro_batches):
             with self._sync.micro_batch(is_last=index == len(micro_batches) - 1):
                 loss = self._loss(micro_batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+                # Ranks of `cp` have parts of one gradient, and data parallelism takes the mean over them too.
+                (loss * self._copies).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() / self._copies
         return total
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -62,13 +72,21 @@ class WholeModelExecution:
         total = torch.zeros((), device=self._device)
         with torch.no_grad():
             for micro_batch in micro_batches:
-                total += self._loss(micro_batch)
+                total += self._loss(micro_batch) / self._copies
         return total
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
-        with compute_context(self._precision, self._device):
-            outputs = call_model(self._module, micro_batch.inputs)
-            return weighted_loss(self._loss_fn(outputs, micro_batch.targets), micro_batch)
+        inputs = micro_batch.inputs
+        if self._context is not None:
+            inputs = split_tokens(inputs, self._context)
+        try:
+            with compute_context(self._precision, self._device):
+                outputs = call_model(self._module, inputs)
+                return weighted_loss(self._loss_fn(outputs, micro_batch.targets), micro_batch)
+        except SplitError as error:
+            if self._context is None:
+                raise
+            raise context_error(error, self._context) from error
 
 
 def scalar_loss(loss: Any) -> torch.Tensor:

@@ -15,11 +15,15 @@ from paraplan.runtime.world import World
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands on the axes of its plan. `device_mesh` has the axes longer than 1, None without any."""
+    """Where this rank stands on the axes of its plan. `device_mesh` has the axes longer than 1, None without any.
+
+    `replica_mesh` has the ranks of `dp` and `cp` in one axis: those that hold the same parameters. None for one rank.
+    """
 
     grid: RankGrid
     world: World
     device_mesh: DeviceMesh | None
+    replica_mesh: DeviceMesh | None = None
 
     def size(self, axis: Axis) -> int:
         """Return the number of ranks along `axis`."""
@@ -41,6 +45,11 @@ class Mesh:
         return self.device_mesh[axis]
 
     @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that hold the same parameters, None for one rank."""
+        return None if self.replica_mesh is None else self.replica_mesh.get_group()
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the start of the model."""
         return self.coordinate("pp") == 0
@@ -59,4 +68,13 @@ def build_mesh(plan: ParallelPlan, world: World) -> Mesh:
         return Mesh(grid=grid, world=world, device_mesh=None)
     ranks = torch.arange(grid.world_size).reshape([grid.size(axis) for axis in axes])
     device_mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(axes))
-    return Mesh(grid=grid, world=world, device_mesh=device_mesh)
+    return Mesh(grid, world, device_mesh, _replica_mesh(grid, device_mesh, world))
+
+
+def _replica_mesh(grid: RankGrid, device_mesh: DeviceMesh, world: World) -> DeviceMesh | None:
+    shared: list[Axis] = [axis for axis in ("dp", "cp") if grid.size(axis) > 1]
+    if len(shared) < 2:
+        return device_mesh[shared[0]] if shared else None
+    firsts = [rank for rank in range(grid.world_size) if not any(grid.coordinates(rank)[axis] for axis in shared)]
+    groups = [[copy for start in grid.group("dp", first) for copy in grid.group("cp", start)] for first in firsts]
+    return DeviceMesh(world.device.type, torch.tensor(groups), mesh_dim_names=("rest", "replicas"))["replicas"]

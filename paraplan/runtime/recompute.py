@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from paraplan.errors import UnsupportedPlanError
@@ -84,4 +85,19 @@ class _KeepsInputs(TorchFunctionMode):
         self._calls.count += 1
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
-        return checkpoint(partial(func, **(kwargs or {})), *args, use_reentrant=False)
+        # Modes around this one are no longer there when the backward pass runs the core again.
+        around = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        return checkpoint(
+            partial(func, **(kwargs or {})),
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), _entered(around)),
+        )
+
+
+@contextmanager
+def _entered(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from paraplan.runtime.context_rules import split_attention, split_loss
 from paraplan.runtime.rank_randomness import own_random_numbers
 from paraplan.runtime.split_sizes import SIZE_RULES, Rule
-from paraplan.runtime.split_tensor import VOCABULARY, SplitError, SplitTensor, split_operands
+from paraplan.runtime.split_tensor import CONTEXT, VOCABULARY, SplitError, SplitTensor, split_operands
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup, copy_to_ranks, join_parts
 from paraplan.runtime.vocabulary_loss import split_cross_entropy
@@ -91,7 +92,12 @@ _OF_THE_PART = frozenset(
 )
 
 
-_RULES: dict[str, Rule] = SIZE_RULES | {"cross_entropy": split_cross_entropy}
+_RULES: dict[str, Rule] = SIZE_RULES | {
+    "cross_entropy": split_cross_entropy,
+    "scaled_dot_product_attention": split_attention,
+    "mean": split_loss,
+    "sum": split_loss,
+}
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -180,7 +186,7 @@ def _local(tree: Any, first: SplitTensor, *, aligned: bool) -> Any:
             return leaf.local
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if leaf.requires_grad and torch.is_grad_enabled():
+        if leaf.requires_grad and torch.is_grad_enabled() and first.source != CONTEXT:  # whose gradients stay partial
             leaf = copy_to_ranks(leaf, first.group)
         return _narrowed(leaf, first) if aligned else leaf
 

@@ -18,6 +18,7 @@ from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup
 
 VOCABULARY = "the vocabulary"  # the source of logits split by class
+CONTEXT = "the sequence"  # the source of tensors split by context parallelism, from the inputs on
 
 
 class SplitError(Exception):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paraplan.runtime.split_tensor import SplitTensor
+from paraplan.runtime.context_rules import split_row_losses
+from paraplan.runtime.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.tensor_group import TensorGroup
 
 _NAMES = (
@@ -37,6 +38,9 @@ def split_cross_entropy(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     logits, target = given["input"], given["target"]
     if not isinstance(logits, SplitTensor) or isinstance(target, SplitTensor):
         return None
+    if logits.source == CONTEXT and given["size_average"] is None and given["reduce"] is None:
+        options = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
+        return split_row_losses(logits, target, given["weight"], options)
     classes = 1 if logits.local.ndim > 1 else 0
     is_plain = len(logits.cut.segments) == 1 and logits.cut.repeats == 1
     if logits.cut.dim != classes or not is_plain or target.is_floating_point():

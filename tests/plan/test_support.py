@@ -25,6 +25,7 @@ from paraplan.plan.training import TrainingPrecision
         ParallelPlan(pp=4, pipeline_schedule="zero_bubble", num_microbatches=8, dp=2),
         ParallelPlan(dp=2, recompute="selective", offload="optimizer"),
         ParallelPlan(dp=2, zero_stage=3, offload="parameters"),
+        ParallelPlan(dp=2, cp=4, zero_stage=3, recompute="full"),
     ],
     ids=ParallelPlan.describe,
 )
@@ -36,7 +37,7 @@ def test_data_parallelism_zero_pipelines_and_split_layers_are_executed(plan: Par
 @pytest.mark.parametrize(
     ("plan", "word"),
     [
-        (ParallelPlan(cp=2), "cp=2"),
+        (ParallelPlan(cp=2, tp=2), "cp=2, tp=2: context parallelism"),
         (ParallelPlan(dp=2, zero_stage=2, offload="parameters"), "offload=parameters, zero_stage=2"),
         (ParallelPlan(pp=2, tp=2, pipeline_schedule="zero_bubble", num_microbatches=2), "tp=2: zero_bubble"),
         (ParallelPlan(pp=2, recompute="full", pipeline_schedule="zero_bubble"), "recompute=full: zero_bubble"),

@@ -273,6 +273,20 @@ def test_sequences_may_have_another_length_in_every_step(ranks: RankHarness) -> 
             assert losses == pytest.approx(expected, rel=1e-5), plan.describe()
 
 
+def test_ranks_with_some_tokens_of_each_sequence_train_as_one_process(ranks: RankHarness, one_process) -> None:
+    two = [
+        plan_of(cp=2, zero_stage=zero_stage, num_microbatches=count, recompute=recompute)
+        for zero_stage, count, recompute in (
+            *((0, 3, "none"), (1, 1, "selective"), (2, 3, "full"), (3, 3, "none"), (0, 1, "full")),
+            (3, 1, "selective"),
+        )
+    ]
+    four = [plan_of(dp=2, cp=2, zero_stage=zero_stage, num_microbatches=3) for zero_stage in range(4)]
+    four.append(plan_of(dp=2, cp=2, zero_stage=3, num_microbatches=3, rank_order=("pp", "cp", "dp", "tp")))
+    assert_each_trains_the_same(two, "attention", ranks, one_process)
+    assert_each_trains_the_same(four, "attention", ranks, one_process)
+
+
 def test_attention_is_run_again_under_every_kind_of_plan(ranks: RankHarness, one_process) -> None:
     options = {"num_microbatches": 3, "recompute": "selective"}
     two = [

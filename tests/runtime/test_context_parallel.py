@@ -1,0 +1,154 @@
+"""Sequences split over ranks: training as in one process, masks and dropout, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from rank_harness import RankHarness
+from tiny_transformers import VOCABULARY, build
+from torch import nn
+from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, GroupedLayer, Transformer, loss_fn
+
+from paraplan import runtime
+from paraplan.errors import ParaplanError
+from paraplan.plan.parallel import ParallelPlan
+
+pytestmark = pytest.mark.ranks
+
+TWO_PARTS = ParallelPlan(cp=2, micro_batch_size=4)
+
+
+class Positions(Transformer):
+    """Learned positions, found by the number of tokens, and a mask of its own for each head."""
+
+    def __init__(self) -> None:
+        super().__init__(Masked)
+        self.positions = nn.Embedding(TOKENS, HIDDEN)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Masked(AttentionLayer):
+    """Attention with a penalty by distance (as ALiBi) of another strength in each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Buffer(torch.tensor([0.5, 1.0, 1.5, 2.0]))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = hidden.shape
+        heads = self.qkv(self.attention_norm(hidden)).view(batch, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        places = torch.arange(tokens)
+        distance = (places[:, None] - places[None]).abs().float()
+        mask = -(self.slopes[:, None, None] * distance)[None]
+        attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask)
+        hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
+
+
+def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return ((outputs - F.one_hot(targets, outputs.shape[-1])) ** 2).mean()
+
+
+def errors(model: nn.Module, loss: Any, inputs: Any, targets: torch.Tensor) -> dict[str, float]:
+    """Return the relative errors of the loss and of every gradient against one process."""
+    expected_loss = loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
+    expected_loss.backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
+    model.zero_grad()
+    engine = runtime.init(TWO_PARTS).prepare(
+        model, loss_fn=loss, optimizer=lambda held: torch.optim.SGD(held, lr=0.0), example_inputs=inputs
+    )
+    found = {"loss": abs(float(engine.step(inputs, targets) / expected_loss.detach() - 1))}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, parameter in engine.parameters.items():
+        difference = (parameter.grad - expected[name]).abs().max()
+        found[name] = float(difference / max(float(expected[name].abs().max()), 1e-3 * largest))
+    return found
+
+
+def _compared() -> list[dict[str, float]]:
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(24, (2, 4, TOKENS))
+    positions, regression = Positions(), Positions()
+    llama = build("llama")
+    ids, labels = torch.randint(1, VOCABULARY, (2, 4, 8))
+    mask = torch.ones(4, 8, dtype=torch.long)
+    mask[1, :3] = mask[2, :5] = 0
+    labels[mask == 0] = -100
+
+    def own_loss(outputs: Any, _: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+    padded = {"input_ids": ids, "attention_mask": mask}
+    return [
+        errors(positions, loss_fn, tokens, targets),
+        errors(regression, squared, tokens, targets),
+        errors(llama, own_loss, padded, labels),
+    ]
+
+
+def test_positions_masks_and_losses_are_those_of_whole_sequences(ranks: RankHarness) -> None:
+    for cases in ranks.run(_compared, size=2):
+        for found in cases:
+            assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-5)
+
+
+def _refusals() -> list[str]:
+    tokens = torch.zeros(4, TOKENS, dtype=torch.long)
+    cases: list[tuple[nn.Module, Any]] = [
+        (Decoder(2), tokens),
+        (Transformer(GroupedLayer), tokens),
+        (Transformer(), torch.zeros(4, 5, dtype=torch.long)),
+    ]
+    said = []
+    for model, inputs in cases:
+        with pytest.raises(ParaplanError) as refusal:
+            runtime.init(TWO_PARTS).prepare(
+                model, loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held), example_inputs=inputs
+            ).step(inputs, inputs)
+        said.append(str(refusal.value))
+    return said
+
+
+def test_what_does_not_work_on_some_tokens_says_why(ranks: RankHarness) -> None:
+    for cumsum, written_out, odd in ranks.run(_refusals, size=2):
+        assert "cumsum works along the output of the sequence" in cumsum
+        assert "cp=2: the model does not work on some tokens of a sequence alone: matmul" in written_out
+        assert "scaled_dot_product_attention" in written_out
+        assert "inputs of shape (4, 5) do not divide along their tokens over cp=2 ranks" in odd
+
+
+class Dropping(AttentionLayer):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + F.dropout(self.up(hidden), 0.5, self.training)[..., :HIDDEN]
+
+
+def _dropped_out() -> torch.Tensor:
+    tokens = torch.zeros(4, 64, dtype=torch.long)  # the same token everywhere: what differs was drawn
+    torch.manual_seed(0)
+    outputs = []
+
+    def loss(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        outputs.append(logits.local.detach())
+        return logits.mean()
+
+    model = Transformer(Dropping, num_layers=2)
+    for layer in model.layers:
+        del layer.qkv, layer.out, layer.attention_norm, layer.mlp_norm, layer.down
+    engine = runtime.init(TWO_PARTS).prepare(model, loss_fn=loss, optimizer=lambda held: torch.optim.SGD(held, lr=0.0))
+    engine.step(tokens, tokens)
+    return outputs[0]
+
+
+def test_ranks_drop_out_of_their_own_tokens_differently(ranks: RankHarness) -> None:
+    first, second = ranks.run(_dropped_out, size=2)
+    assert first.shape == second.shape == (4, 32, 24)
+    assert not torch.equal(first, second)
