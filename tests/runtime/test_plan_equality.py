@@ -160,6 +160,11 @@ def test_models_of_every_build_train_as_in_one_process(ranks: RankHarness, one_p
     assert_cases_train_the_same([*itertools.product(models, plans)], ranks, one_process)
 
 
+def test_stacked_experts_are_sharded_over_more_ranks_than_there_are_experts(ranks: RankHarness, one_process) -> None:
+    plans = [plan_of(dp=4, zero_stage=zero_stage, num_microbatches=3) for zero_stage in (1, 2, 3)]
+    assert_each_trains_the_same(plans, "experts", ranks, one_process)
+
+
 def test_parameters_on_several_stages_stay_equal(ranks: RankHarness, one_process) -> None:
     """Those of other ranks, and of the same one: interleaved stages that read one table."""
     plans = [

@@ -119,6 +119,22 @@ class GroupedLayer(nn.Module):
         return hidden + self.down(F.silu(gate) * up)
 
 
+class ExpertsLayer(Layer):
+    """Two experts, their weights stacked as transformers does it: fewer rows than there are shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, 2)
+        self.experts_up = nn.Parameter(torch.randn(2, 2 * HIDDEN, HIDDEN) * 0.1)
+        self.experts_down = nn.Parameter(torch.randn(2, HIDDEN, 2 * HIDDEN) * 0.1)
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = super().forward(hidden, scale)
+        shares = self.router(hidden).softmax(dim=-1)
+        inner = F.gelu(torch.einsum("bth,efh->ebtf", hidden, self.experts_up))
+        return hidden + torch.einsum("ebtf,ehf,bte->bth", inner, self.experts_down, shares)
+
+
 class Transformer(nn.Module):
     """A decoder of layers of one class, with an embedding and a head of its own."""
 
@@ -150,6 +166,7 @@ MODELS = {
     "keyword": KeywordDecoder,
     "attention": lambda: Transformer(num_layers=4),
     "grouped": lambda: Transformer(GroupedLayer),
+    "experts": lambda: Transformer(ExpertsLayer),
 }
 
 
