@@ -194,6 +194,9 @@ def _fit(precision: Precision, timed: Sequence[tuple[KernelCase, KernelEvent]]) 
 
 
 def _slowdown(times_s: Sequence[float]) -> float:
-    """Return the slowdown s for which both at once take `(s - 1) min + max` (Galvatron, section 3.4), at least 1."""
+    """Return the slowdown s for which both at once take `(s - 1) min + max` (Galvatron, section 3.4).
+
+    At least 1, and at most 2: both at once take no longer than one after the other, or other load was measured.
+    """
     compute_s, transfer_s, both_s = times_s
-    return max(1.0, 1.0 + (both_s - max(compute_s, transfer_s)) / min(compute_s, transfer_s))
+    return min(2.0, max(1.0, 1.0 + (both_s - max(compute_s, transfer_s)) / min(compute_s, transfer_s)))

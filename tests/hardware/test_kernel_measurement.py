@@ -68,6 +68,14 @@ def test_attention_counts_half_the_scores_and_makes_them_again_backward() -> Non
     assert backward.flops == 2.5 * forward.flops
 
 
+@pytest.mark.parametrize(("both_s", "slowdown"), [(0.009, 1.0), (0.010, 1.0), (0.014, 2.0), (0.050, 2.0)])
+def test_overlap_costs_nothing_at_best_and_hides_nothing_at_worst(both_s: float, slowdown: float) -> None:
+    cases, events = measured()
+    overlap = next(number for number, case in enumerate(cases) if case.kind == "overlap")
+    events[overlap] = KernelEvent(case=overlap, times_s=(0.010, 0.004, both_s))
+    assert fit_kernels(cases, events, source="test").overlap_slowdown == pytest.approx(slowdown)
+
+
 def test_what_was_left_out_is_unknown_and_no_matmul_is_an_error() -> None:
     cases, events = measured()
     required = [one for one in events if cases[one.case].is_required]
