@@ -65,7 +65,7 @@ class Size:
         return trace_module(build, seq_length=self.seq_length, dtype=torch.float32, source="train_lm")
 
 
-SIZES = (Size(4, 128, 4, 128), Size(4, 256, 4, 256), Size(6, 384, 6, 128))
+SIZES = (Size(4, 128, 4, 128), Size(4, 256, 4, 128), Size(6, 384, 6, 128))
 
 
 def calibrate(num_ranks: int, seconds: float, folder: Path) -> Path:
