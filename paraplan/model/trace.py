@@ -80,36 +80,53 @@ def trace_module(
     return _assemble(module, blocks, whole, half, source, micro_batch_size=micro_batch_size, seq_length=seq_length)
 
 
+def stack_names(container: nn.Module) -> list[str]:
+    """Return the names of the children of `container` that are repeated blocks, in order; none where it is no stack.
+
+    A stack is an `nn.ModuleList` or `nn.ModuleDict` of two or more modules of one class, or in an `nn.Sequential` the
+    longest run of modules of one class that have parameters.
+    """
+    children = list(container.named_children())
+    if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
+        same_class = len({type(child) for _, child in children}) == 1
+        return [name for name, _ in children] if same_class and len(children) > 1 else []
+    if isinstance(container, nn.Sequential):
+        runs = [list(run) for _, run in groupby(children, key=lambda child: type(child[1]))]
+        runs = [run for run in runs if len(run) > 1 and any(True for _ in run[0][1].parameters())]
+        return [name for name, _ in max(runs, key=len)] if runs else []
+    return []
+
+
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of `module` by name, in order.
 
-    They are the children of the largest list of equal-class children, and of further lists at least a tenth as large
-    (an encoder beside a decoder). A list of one counts where no list has more; a model without any is one block.
+    They are those of the largest stack, and of further stacks at least a tenth as large (an encoder beside a decoder).
+    A list of one block counts where there is no stack; a model without any is one block.
     """
-    stacks = _stacks(module, fewest=2) or _stacks(module, fewest=1)
+    stacks = _stacks(module, stack_names) or _stacks(module, _only_child)
     largest = max((size for size, _ in stacks), default=0)
     if largest == 0:
         return {"": module}
     return {name: block for size, children in stacks if 10 * size >= largest for name, block in children.items()}
 
 
-def _stacks(module: nn.Module, *, fewest: int) -> list[tuple[int, dict[str, nn.Module]]]:
-    """Return the outermost lists of equal-class children by name, each with the number of its parameters."""
-    stacks: dict[str, tuple[int, dict[str, nn.Module]]] = {}
-    for name, candidate in module.named_modules():
-        if any(name.startswith(f"{stack}.") or not stack for stack in stacks):
-            continue
-        children = dict(candidate.named_children())
-        kinds = nn.ModuleList | nn.Sequential if fewest > 1 else nn.ModuleList
-        if (
-            isinstance(candidate, kinds)
-            and len(children) >= fewest
-            and len({type(one) for one in children.values()}) == 1
-        ):
-            size = sum(parameter.numel() for parameter in candidate.parameters())
-            prefix = f"{name}." if name else ""
-            stacks[name] = size, {f"{prefix}{key}": child for key, child in children.items()}
-    return list(stacks.values())
+def _only_child(container: nn.Module) -> list[str]:
+    names = [name for name, _ in container.named_children()]
+    return names if isinstance(container, nn.ModuleList) and len(names) == 1 else []
+
+
+def _stacks(module: nn.Module, names_in: Callable[[nn.Module], list[str]]) -> list[tuple[int, dict[str, nn.Module]]]:
+    """Return the blocks of the outermost stacks by name, each stack with the number of its parameters."""
+    stacks: list[tuple[int, dict[str, nn.Module]]] = []
+    inside: tuple[str, ...] = ()
+    for path, container in module.named_modules():
+        names = [] if f"{path}.".startswith(inside) else names_in(container)
+        if names:
+            blocks = {f"{path}.{name}" if path else name: container.get_submodule(name) for name in names}
+            inside += tuple(f"{name}." for name in blocks)
+            size = sum(parameter.numel() for block in blocks.values() for parameter in block.parameters())
+            stacks.append((size, blocks))
+    return stacks
 
 
 def _measure(

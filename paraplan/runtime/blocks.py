@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 
 from torch import nn
 
 from paraplan.errors import PlanError, UnsupportedPlanError
+from paraplan.model.trace import stack_names
 from paraplan.plan.parallel import ParallelPlan
 
 
@@ -28,13 +28,12 @@ class BlockStack:
 def find_blocks(model: nn.Module) -> BlockStack | None:
     """Return the block stack with the most parameters, the outermost of equals; None where the model has none.
 
-    A stack is an `nn.ModuleList` or `nn.ModuleDict` of two or more modules of one class, or in an `nn.Sequential` the
-    longest run of modules of one class that have parameters. The children of an `nn.Sequential` without such a run are
-    its blocks themselves where the model is nothing else.
+    `paraplan.model.trace.stack_names` says what a stack is. The children of an `nn.Sequential` without one are its
+    blocks themselves where the model is nothing else.
     """
     best: tuple[int, tuple[str, ...]] = (0, ())
     for path, container in model.named_modules():
-        names = _stack_names(container)
+        names = stack_names(container)
         size = sum(parameter.numel() for name in names for parameter in container.get_submodule(name).parameters())
         if names and size > best[0]:
             best = (size, tuple(f"{path}.{name}" if path else name for name in names))
@@ -64,15 +63,3 @@ def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, 
         )
     for block in stack.modules(model):
         block.compile(backend=backend)
-
-
-def _stack_names(container: nn.Module) -> list[str]:
-    children = list(container.named_children())
-    if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
-        same_class = len({type(child) for _, child in children}) == 1
-        return [name for name, _ in children] if same_class and len(children) > 1 else []
-    if isinstance(container, nn.Sequential):
-        runs = [list(run) for _, run in groupby(children, key=lambda child: type(child[1]))]
-        runs = [run for run in runs if len(run) > 1 and any(True for _ in run[0][1].parameters())]
-        return [name for name, _ in max(runs, key=len)] if runs else []
-    return []
