@@ -130,6 +130,7 @@ class Job:
             ),
         )
         self._peers.append(peers)
+        atexit.register(peers.leave)  # runs before the group is left
         self._engines.append(engine)
         return engine
 

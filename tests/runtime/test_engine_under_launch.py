@@ -1,0 +1,61 @@
+"""Faults of one rank, as a user of `paraplan launch` sees them: one error, and the end of all ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import math
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paraplan import runtime
+
+fault = sys.argv[1]
+job = runtime.init()
+factor = math.nan if fault == "nan" and job.world.rank else 1
+width = 9 if fault == "model" and job.world.rank else 8
+model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 4))
+engine = job.prepare(
+    model,
+    loss_fn=lambda outputs, targets: F.mse_loss(outputs, targets) * factor,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+)
+for step in range(2 if fault == "data" and job.world.rank else 3):
+    engine.step(torch.ones(2, 8), torch.ones(2, 4))
+"""
+
+EXPECTED = {
+    "nan": (1, "the loss is nan in step 1 on rank 1"),
+    "model": (2, "ranks [1] have built another model than rank 0 (121 parameters against 108"),
+    "data": (1, "rank 1 has ended after 2 steps, and rank 0 goes on with step after 2"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_a_fault_of_one_rank_is_one_error_and_the_end_of_the_job(fault: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ended = subprocess.run(
+        [sys.executable, "-m", "paraplan", "launch", "--nproc-per-node", "2", "--no-logs", str(script), fault],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    status, words = EXPECTED[fault]
+    assert ended.returncode == status, ended.stderr
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("hint:") == 1
