@@ -6,7 +6,8 @@
 Trained is the byte-level model of `scripts/train_lm.py` in fp32, in one process and in two. The machine is calibrated
 once for each number of ranks (`paraplan calibrate --ranks`); nothing is fitted to the steps. Without --keep-machine the
 profiles are deleted. Other load makes steps longer than any prediction: compare on an idle machine, or look at
-the fastest step. There is no limit of error here: ends with status 1 only where a run fails.
+the CPU time of a step, which leaves out what a rank waits for: other load, but also other ranks. There is no limit of
+error here: ends with status 1 only where a run fails.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -84,16 +86,36 @@ def predict(size: Size, plan: ParallelPlan, profile: Path) -> float:
     return estimate_plan(workload, plan).step.step_time_s
 
 
-def measure(size: Size, plan: ParallelPlan, steps: int, folder: Path) -> tuple[float, float]:
-    """Return the median and the fastest seconds of a step, of the steps after the first ones."""
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a step: the median and the fastest by the wall clock, and the CPU time of one rank."""
+
+    median_s: float
+    fastest_s: float
+    cpu_s: float
+
+
+def measure(size: Size, plan: ParallelPlan, steps: int, folder: Path) -> Measured:
+    """Return what a step took, the first ones left out."""
     plan_path, metrics = folder / "plan.json", folder / "metrics.jsonl"
     training = TrainingSpec(global_batch_size=plan.global_batch_size, seq_length=size.seq_length, precision="fp32")
     plan_path.write_text(PlanFile(plan=plan, training=training).to_json(), encoding="utf-8")
+    few_s = run(size, plan, plan_path, metrics, WARM_STEPS, folder)
     metrics.unlink(missing_ok=True)
+    many_s = run(size, plan, plan_path, metrics, steps, folder)
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    times = [line["step_time_s"] for line in lines if "step_time_s" in line and line["step"] > WARM_STEPS]
+    cpu_s = (many_s - few_s) / (steps - WARM_STEPS) / plan.world_size
+    return Measured(statistics.median(times), min(times), cpu_s)
+
+
+def run(size: Size, plan: ParallelPlan, plan_path: Path, metrics: Path, steps: int, folder: Path) -> float:
+    """Train for `steps` steps and return the CPU seconds of the whole job."""
     script = str(Path(__file__).parent / "train_lm.py")
     shape = ["--layers", size.layers, "--hidden", size.hidden, "--heads", size.heads]
     command = [sys.executable, "-m", "paraplan", "launch", "--nproc-per-node", plan.world_size, "--plan", plan_path]
     options = [*shape, "--steps", steps, "--eval-batches", 1, "--log-every", steps]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [str(word) for word in (*command, script, *options)],
         check=True,
@@ -101,9 +123,8 @@ def measure(size: Size, plan: ParallelPlan, steps: int, folder: Path) -> tuple[f
         cwd=folder,
         capture_output=True,
     )
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    times = [line["step_time_s"] for line in lines if "step_time_s" in line and line["step"] > WARM_STEPS]
-    return statistics.median(times), min(times)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> int:
@@ -119,26 +140,25 @@ def main() -> int:
         folder = Path(temporary)
         kept = arguments.keep_machine or folder
         kept.mkdir(parents=True, exist_ok=True)
-        profiles: dict[int, Path] = {}
-        print(f"{'model':<28}{'plan':<48}{'predicted':>11}{'median':>11}{'error':>8}{'fastest':>11}{'error':>8}")
+        print(
+            f"{'model':<24}{'plan':<42}{'predicted':>10}{'median':>10}{'':>7}{'fastest':>10}{'':>7}{'CPU':>10}{'':>7}"
+        )
         for name in arguments.plan or PLANS:
             plan = ParallelPlan.model_validate(PLANS[name])
             profile = kept / f"machine-{plan.world_size}.json"
-            if plan.world_size not in profiles:
-                profiles[plan.world_size] = (
-                    profile if profile.exists() else calibrate(plan.world_size, arguments.seconds, kept)
-                )
+            if not profile.exists():
+                calibrate(plan.world_size, arguments.seconds, kept)
             for size in SIZES:
-                predicted = predict(size, plan, profiles[plan.world_size])
-                measured, fastest = measure(size, plan, arguments.steps, folder)
-                errors.append(predicted / measured - 1)
+                predicted, measured = predict(size, plan, profile), measure(size, plan, arguments.steps, folder)
+                errors.append(predicted / measured.median_s - 1)
                 shape = f"{size.layers} x {size.hidden}, {size.seq_length} tokens"
-                print(
-                    f"{shape:<28}{plan.describe():<48}{format_seconds(predicted):>11}{format_seconds(measured):>11}"
-                    f"{errors[-1]:>+8.0%}{format_seconds(fastest):>11}{predicted / fastest - 1:>+8.0%}",
-                    flush=True,
-                )
-    print(f"mean error {statistics.mean(map(abs, errors)):.0%}, bias {statistics.mean(errors):+.0%}")
+                row = f"{shape:<24}{plan.describe():<42}{format_seconds(predicted):>10}"
+                for seconds in (measured.median_s, measured.fastest_s, measured.cpu_s):
+                    row += f"{format_seconds(seconds):>10}{predicted / seconds - 1:>+7.0%}"
+                print(row, flush=True)
+    print(
+        f"against the median: mean error {statistics.mean(map(abs, errors)):.0%}, bias {statistics.mean(errors):+.0%}"
+    )
     return 0
 
 
