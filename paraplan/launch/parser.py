@@ -127,6 +127,11 @@ def _add_own_options(parser: LaunchParser) -> None:
         help="Keep no run folder. Without --log-dir it is a new one in ./paraplan-runs: the command, versions, plan, "
         "what each rank wrote, and how the run ended.",
     )
+    _add_start_options(ours)
+
+
+def _add_start_options(ours: argparse._ArgumentGroup) -> None:
+    """Add what is looked at, bound or shown before ranks start."""
     ours.add_argument(
         "--skip-preflight",
         action="store_true",
