@@ -11,5 +11,6 @@ The same script runs in one process, under torchrun, and under `paraplan launch`
 
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.job import Job, init
+from paraplan.runtime.weightless import without_weights
 
-__all__ = ["Engine", "Job", "init"]
+__all__ = ["Engine", "Job", "init", "without_weights"]

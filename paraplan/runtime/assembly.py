@@ -32,10 +32,15 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def check_model(
-    model: nn.Module, *, plan: ParallelPlan, file: PlanFile | None, precision: TrainingPrecision
+    model: nn.Module,
+    *,
+    plan: ParallelPlan,
+    file: PlanFile | None,
+    precision: TrainingPrecision,
+    reads_weights: bool = False,
 ) -> BlockStack | None:
     """Return the block stack of `model` once it is known that the plan can be executed on it; see `Job.prepare`."""
-    check_materialised(model)
+    check_materialised(model, reads_weights=reads_weights)
     stack = find_blocks(model)
     if file is not None and file.model is not None:
         _check_reference(file.model, model, stack, plan)

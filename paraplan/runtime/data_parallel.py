@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
@@ -25,6 +26,7 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.context_parallel import show_hooks_plain
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import shard_precision
+from paraplan.runtime.weightless import give_storage
 
 
 class GradientSync(Protocol):
@@ -97,6 +99,7 @@ def apply_data_parallelism(
     """
     device = mesh.world.device
     if plan.zero_stage == 0:
+        give_storage(module, device)
         module.to(device)
         if mesh.replica_mesh is None or not replicates:
             return module
@@ -116,6 +119,7 @@ def apply_data_parallelism(
                 show_hooks_plain(block)
     # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
     fully_shard(module, reshard_after_forward=False, **options)
+    give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
     if plan.offload != "parameters":
         return module.to(device)
     for buffer in module.buffers():

@@ -34,6 +34,7 @@ from paraplan.runtime.peers import Peers
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.step_division import StepShape
 from paraplan.runtime.step_reports import RunWatch, Yardstick, peak_flops_per_s
+from paraplan.runtime.weight_files import names_of_ties, read_weights
 from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, read_world
 
@@ -86,6 +87,7 @@ class Job:
         count_targets: TargetCount = counted_targets,
         compile_backend: str | None = None,
         example_inputs: Any = None,
+        weights: str | Path | None = None,
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
 
@@ -96,18 +98,24 @@ class Job:
         gradient. `compile_backend` ("inductor") has torch.compile compile each of the repeated blocks.
         Every rank starts from the weights of rank 0. Ranks of a `dp` group draw different random numbers afterwards
         (dropout). `example_inputs` is a small batch to find the model's structure by, for a pipeline over a model whose
-        inputs are not token ids.
+        inputs are not token ids. `weights` is a safetensors file, or a folder of them, from which every rank reads its
+        own part; `model` may then be built in `runtime.without_weights()`, for one that no rank can hold whole.
 
         Raises `PlanError` for a model that the plan was not made for, `UnsupportedPlanError` for a plan that the
         runtime cannot execute on it, and `ModelError` for a model without values, or another one on another rank.
         """
-        stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision)
+        stack = check_model(
+            model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=weights is not None
+        )
         share_weights(model, self.world)
+        names = names_of_ties(model)
         watch = self._watch(count_parameters(model))
         if compile_backend is not None:
             compile_blocks(model, stack, compile_backend, plan=self.plan)
         setting = Setting(plan=self.plan, mesh=self.mesh, precision=self.precision, loss_fn=loss_fn)
         part = assemble_part(model, stack, setting, example_inputs=example_inputs)
+        if weights is not None:
+            read_weights(Path(weights), part, self.mesh, names=names)
         self._separate_random_numbers()
         made = optimizer(list(part.parameters.values()))
         if self.plan.offload == "optimizer":

@@ -26,6 +26,7 @@ from paraplan.runtime.tensor_group import TensorGroup
 from paraplan.runtime.tensor_layers import SequenceEnds, is_linear, run_block, split_linear, sum_gradients_in_backward
 from paraplan.runtime.tensor_search import BlockSplit, find_split
 from paraplan.runtime.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
+from paraplan.runtime.weightless import give_random_values
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,9 @@ def _checked(
 ) -> BlockSplit:
     """Return `split`, or the same with plain parts where the block's code computes the same with them."""
     group = tensor_group(mesh)
-    whole = copy.deepcopy(block).to(mesh.world.device, torch.float32).eval()
+    whole = copy.deepcopy(block)
+    give_random_values(whole)
+    whole = whole.to(mesh.world.device, torch.float32).eval()
     if ends is None and not split.draws:
         # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
         direct = replace(split, is_direct=True)

@@ -27,7 +27,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Box:
+class Box:
     """A box of the whole tensor at `offsets`, with its values, which are those of the rank's own tensor."""
 
     offsets: tuple[int, ...]
@@ -41,7 +41,7 @@ class SplitPieces(torch.Tensor):
     whole tensor's shape and is a tensor in no other way: the protocol looks for boxes in tensors alone.
     """
 
-    _boxes: list[_Box]
+    _boxes: list[Box]
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, place: Place) -> SplitPieces:
@@ -49,7 +49,7 @@ class SplitPieces(torch.Tensor):
         pieces: SplitPieces = torch.Tensor._make_wrapper_subclass(
             cls, place.cut.whole_shape(tensor.shape), dtype=tensor.dtype, device=tensor.device
         )
-        pieces._boxes = _boxes(tensor.detach(), place)
+        pieces._boxes = boxes_of(tensor.detach(), place)
         return pieces
 
     @classmethod
@@ -57,18 +57,18 @@ class SplitPieces(torch.Tensor):
         """Return this rank's box of a tensor that is sharded as torch does it, over any mesh."""
         _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local = tensor.to_local().detach()
-        boxes = [_Box(offsets=tuple(offsets), values=local)] if local.numel() else []
+        boxes = [Box(offsets=tuple(offsets), values=local)] if local.numel() else []
         return cls._of_boxes(tensor.shape, tensor.dtype, boxes)
 
     @classmethod
-    def _of_boxes(cls, shape: torch.Size, dtype: torch.dtype, boxes: list[_Box]) -> SplitPieces:
+    def _of_boxes(cls, shape: torch.Size, dtype: torch.dtype, boxes: list[Box]) -> SplitPieces:
         pieces: SplitPieces = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         pieces._boxes = boxes
         return pieces
 
     def copied(self) -> SplitPieces:
         """Return the same boxes with a copy of their values in the host's memory."""
-        boxes = [_Box(offsets=box.offsets, values=box.values.to("cpu", copy=True)) for box in self._boxes]
+        boxes = [Box(offsets=box.offsets, values=box.values.to("cpu", copy=True)) for box in self._boxes]
         return SplitPieces._of_boxes(self.shape, self.dtype, boxes)
 
     def __init__(self, *_: Any) -> None:
@@ -106,7 +106,8 @@ class SplitPieces(torch.Tensor):
         return next(box.values for box in self._boxes if torch.Size(box.offsets) == index.offset)
 
 
-def _boxes(tensor: torch.Tensor, place: Place) -> list[_Box]:
+def boxes_of(tensor: torch.Tensor, place: Place) -> list[Box]:
+    """Return what `tensor`, a rank's part or a shard of its rows over `dp`, holds of the whole; values are views."""
     first_row, local = 0, tensor
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
@@ -128,5 +129,5 @@ def _boxes(tensor: torch.Tensor, place: Place) -> list[_Box]:
                 continue
             offsets[0], offsets[cut.dim] = first_row, whole_start
             values = local.narrow(cut.dim, part_start, length)
-        found.append(_Box(offsets=tuple(offsets), values=values))
+        found.append(Box(offsets=tuple(offsets), values=values))
     return found

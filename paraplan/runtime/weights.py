@@ -21,12 +21,13 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_materialised(model: nn.Module) -> None:
-    """Raise `ModelError` where a parameter has no values yet, or is split over ranks already."""
+def check_materialised(model: nn.Module, *, reads_weights: bool = False) -> None:
+    """Raise `ModelError` where a parameter has no values and gets none, or is split over ranks already."""
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta and not reads_weights:
             raise ModelError(
-                f"parameter {name} is on the meta device and has no values", hint="build the model on the CPU"
+                f"parameter {name} is on the meta device and has no values",
+                hint="build the model on the CPU, or give job.prepare its weights=",
             )
         if isinstance(parameter, DTensor):
             raise ModelError(
@@ -77,6 +78,8 @@ def _check_same_model(model: nn.Module, world: World) -> None:
 def _buckets(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_meta:
+            continue  # its values come from a file
         by_type.setdefault(tensor.dtype, []).append(tensor)
     for tensors in by_type.values():
         bucket: list[torch.Tensor] = []
