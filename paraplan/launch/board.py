@@ -17,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-ex
 from paraplan.launch.failures import Cause, NodeFailure
 
 _POLL_S = 0.05
+_PATIENCE_S = 900.0  # longer than a planner may take
 _PREFIX = "paraplan"
 
 
@@ -55,9 +56,9 @@ class NodeBoard:
         self._is_lost = False
 
     def exchange_facts(self, mine: NodeFacts) -> list[NodeFacts]:
-        """Return the facts of all nodes, in their order; waits for every node, as long as the store does."""
+        """Return the facts of all nodes, in their order; waits for every node."""
         self._set(f"facts/{self.node}", asdict(mine))
-        return [NodeFacts(**self._get(f"facts/{node}")) for node in range(self.num_nodes)]
+        return [NodeFacts(**self._await(f"facts/{node}")) for node in range(self.num_nodes)]
 
     def share_text(self, name: str, make: Callable[[], str]) -> str:
         """Return what `make` returns on node 0; the others wait for it. An error of `make` is raised on every node.
@@ -79,7 +80,7 @@ class NodeBoard:
                 raise
             self._set(name, {"text": text})
             return text
-        answer = self._get(name)
+        answer = self._await(name)
         if "error" in answer:
             raise RemoteError(**answer)
         return str(answer["text"])
@@ -135,6 +136,20 @@ class NodeBoard:
 
     def _set(self, name: str, value: object) -> None:
         self._store.set(f"{_PREFIX}/{name}", json.dumps(value))
+
+    def _await(self, name: str) -> Any:
+        """Return what another node is about to write. The store itself waits a minute at most, a planner may not.
+
+        Raises `RemoteError` where nothing comes.
+        """
+        self._wait(lambda: self._has(name), _PATIENCE_S)
+        if not self._has(name):
+            raise RemoteError(
+                error=f"another node has said nothing about {name.partition('/')[0]} for {_PATIENCE_S:.0f} s",
+                hint="its own messages say why",
+                exit_status=1,
+            )
+        return self._get(name)
 
     def _get(self, name: str) -> Any:
         return json.loads(self._store.get(f"{_PREFIX}/{name}"))

@@ -105,7 +105,9 @@ def _run(
         say(f"{error}, and the ranks with it; often the system is out of memory")
         return 128 + signal.SIGKILL
     except (RendezvousError, DistError) as error:
-        raise meeting_error(str(error), request.arguments, came=getattr(error, "__notes__", ())) from error
+        raise meeting_error(
+            f"{type(error).__name__}: {error}", request.arguments, came=getattr(error, "__notes__", ())
+        ) from error
     except (ValueError, AssertionError, OSError) as error:
         if job.attempts or isinstance(error, ParaplanError):
             raise

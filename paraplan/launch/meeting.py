@@ -94,9 +94,13 @@ def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) 
     if not addresses:
         return MeetingError(f"no address of {host} is known on this node", hint="give the first node's address")
     means = "" if addresses == [host] else f", which means {' or '.join(addresses)} on this node"
+    if "RendezvousClosed" in said:
+        return MeetingError(
+            f"the job at {endpoint} has ended: another node has closed the meeting", hint="its own messages say why"
+        )
     if "while trying to connect" in said or "has failed" in said or "refused" in said:
         return MeetingError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
-    if came or not said or "RendezvousTimeout" in said:
+    if came or "RendezvousTimeout" in said:
         least = min_max_nodes(arguments.nnodes)[0]
         seen = f"; here {'is' if len(came) == 1 else 'are'} {', '.join(came)}" if came else ""
         return MeetingError(

@@ -140,6 +140,14 @@ class RoundPreparation:
 
     def __call__(self, meeting: Round) -> None:
         """Prepare one start. Raises `PlanError` where no plan can be made for the nodes that have met."""
+        try:
+            self._prepare(meeting)
+        except RemoteError as error:
+            failure = PlanError(error.message, hint=error.hint)
+            failure.exit_status = error.exit_status
+            raise failure from None
+
+    def _prepare(self, meeting: Round) -> None:
         self.job.board = meeting.board
         if meeting.board.num_nodes > 1:
             facts = meeting.board.exchange_facts(node_facts(self.script, first_node=meeting.master_addr))
@@ -175,12 +183,7 @@ class RoundPreparation:
             ranks = meeting.ranks_per_node
             return make_plan(planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
 
-        try:
-            text = meeting.board.share_text(f"plan/{meeting.world_size}", make)
-        except RemoteError as error:
-            failure = PlanError(error.message, hint=error.hint)
-            failure.exit_status = error.exit_status
-            raise failure from None
+        text = meeting.board.share_text(f"plan/{meeting.world_size}", make)
         self._text = text
         if fits:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 _LISTENING = "0A"  # the state TCP_LISTEN in /proc/net/tcp
@@ -19,11 +20,18 @@ def find_listener(port: int, *, proc: Path = Path("/proc")) -> str | None:
     if sockets is None:
         return None
     for folder in sorted(proc.glob("[0-9]*"), key=lambda folder: int(folder.name)):
-        with contextlib.suppress(OSError):
-            for descriptor in (folder / "fd").iterdir():
-                if descriptor.readlink().name in sockets:
-                    return f"{(folder / 'comm').read_text().strip()} (pid {folder.name})"
+        if any(name in sockets for name in _open_files(folder / "fd")):
+            with contextlib.suppress(OSError):
+                return f"{(folder / 'comm').read_text().strip()} (pid {folder.name})"
     return None
+
+
+def _open_files(folder: Path) -> Iterator[str]:
+    """Yield what the descriptors of a process are open on; some, such as the one that lists them, are closed by then."""
+    with contextlib.suppress(OSError):
+        for descriptor in list(folder.iterdir()):
+            with contextlib.suppress(OSError):
+                yield descriptor.readlink().name
 
 
 def _listening_sockets(port: int, proc: Path) -> set[str]:

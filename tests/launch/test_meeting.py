@@ -57,7 +57,8 @@ def arguments(**changes: object) -> Namespace:
 @pytest.mark.parametrize(
     ("said", "changes", "message"),
     [
-        ("", {}, "fewer than 2 nodes came to 127.0.0.1:29400 in time"),
+        ("RendezvousClosedError: ", {}, "the job at 127.0.0.1:29400 has ended: another node"),
+        ("RendezvousTimeoutError: ", {}, "fewer than 2 nodes came to 127.0.0.1:29400 in time"),
         ("The client socket has timed out while trying to connect", {}, "nothing answers at 127.0.0.1:29400"),
         ("anything", {"rdzv_endpoint": "no-such-host.invalid:1"}, "no address of no-such-host.invalid is known"),
         (
@@ -77,4 +78,7 @@ def test_what_torch_says_becomes_a_sentence_with_the_address_and_what_it_means(
 
 
 def test_the_nodes_that_came_to_an_elastic_meeting_are_named() -> None:
-    assert "here are gpu-a, gpu-b" in meeting_error("", arguments(nnodes="3"), came=["gpu-a", "gpu-b"]).message
+    assert (
+        "here are gpu-a, gpu-b"
+        in meeting_error("RendezvousTimeoutError: ", arguments(nnodes="3"), came=["gpu-a", "gpu-b"]).message
+    )
