@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
-from paraplan.cost.fitting import FitRow, largest_layer, what_fits
+from paraplan.cost.fitting import MOST_SEQUENCES, FitRow, largest_layer, what_fits
 from paraplan.cost.workload import Workload
 from paraplan.plan.support import unsupported_reason
 from paraplan.units import format_bytes, format_count, format_flops, format_seconds
@@ -103,7 +103,7 @@ def print_traced(memory: Sequence[MemoryEstimate], traced: Sequence[TracedMemory
     table.add_column("total", justify="right", style="bold")
     for found in traced:
         predicted = memory[found.pipeline_stage]
-        for title, row in (("predicted", predicted), (f"traced, {found.phase}", found)):
+        for title, row in (("predicted", predicted), ("traced", found)):
             cells = [format_bytes(getattr(row, name)) for name, _, _ in PARTS]
             table.add_row(str(found.pipeline_stage), title, *cells, format_bytes(row.total_bytes))
         # A part's error is told against the peak, so that the parts' errors sum to that of the total.
@@ -111,8 +111,10 @@ def print_traced(memory: Sequence[MemoryEstimate], traced: Sequence[TracedMemory
             f"{(getattr(predicted, name) - getattr(found, name)) / found.total_bytes:+.1%}"
             for name in (*(name for name, _, _ in PARTS), "total_bytes")
         ]
-        table.add_row("", "error of the peak", *errors)
+        table.add_row("", "error", *errors)
     console.print(table)
+    phases = ", ".join(f"stage {found.pipeline_stage} in {found.phase}" for found in traced)
+    console.print(f"[dim]errors in parts of the peak; traced peaks: {phases}[/dim]")
     console.print("[dim]without what cuBLAS keeps for itself on a GPU, which no trace sees[/dim]")
 
 
@@ -152,6 +154,8 @@ def _fit_cell(row: FitRow) -> str:
     if row.largest_micro_batch is None and row.fewest_gpus is None:
         return "never"
     size = "none" if row.largest_micro_batch is None else str(row.largest_micro_batch)
+    if row.largest_micro_batch == MOST_SEQUENCES:
+        size += "+"
     return f"{size} ({'never' if row.fewest_gpus is None else row.fewest_gpus})"
 
 
