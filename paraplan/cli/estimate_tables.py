@@ -29,6 +29,7 @@ STEP_PARTS = (
     ("compute_s", "forward and backward"),
     ("recompute_s", "recompute"),
     ("tensor_parallel_s", "tensor-parallel all-reduce"),
+    ("context_parallel_s", "context-parallel all-to-all"),
     ("pipeline_bubble_s", "pipeline bubble"),
     ("pipeline_send_s", "pipeline send"),
     ("data_parallel_s", "data-parallel, not hidden"),

@@ -45,6 +45,7 @@ class StepEstimate(Record):
     compute_s: float
     recompute_s: float
     tensor_parallel_s: float
+    context_parallel_s: float
     pipeline_bubble_s: float
     pipeline_send_s: float
     data_parallel_s: float
@@ -96,9 +97,11 @@ def peak_memory(workload: Workload, table: PlanTable) -> Floats:
 
 
 def step_times(workload: Workload, table: PlanTable) -> StepTime:
-    """Return the step time of each plan by parts."""
-    ranks = (np.zeros_like(table.pp), np.minimum(1, table.pp - 1), table.pp - 1)
-    stages = [even_stage(table, workload.model.num_blocks, rank) for rank in ranks]
+    """Return the step time of each plan by parts, from the first two and the last two pipeline ranks."""
+    last = table.pp - 1
+    ranks = (np.zeros_like(last), np.minimum(1, last), np.maximum(last - 1, 0), last)
+    model = workload.model
+    stages = [even_stage(table, model.num_blocks, rank, are_alike=len(model.runs) == 1) for rank in ranks]
     costs = block_costs(workload, table)
     return step_time(workload, table, costs, stages)
 
@@ -174,6 +177,7 @@ def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime) -> Step
         compute_s=float(time.compute_s[0]),
         recompute_s=float(time.recompute_s[0]),
         tensor_parallel_s=float(time.tensor_parallel_s[0]),
+        context_parallel_s=float(time.context_parallel_s[0]),
         pipeline_bubble_s=float(time.pipeline_bubble_s[0]),
         pipeline_send_s=float(time.pipeline_send_s[0]),
         data_parallel_s=float(time.data_parallel_s[0]),

@@ -93,11 +93,11 @@ def _followed_s(schedule: int, part: Pipelines) -> Floats:
     name = SCHEDULES[schedule]
     assert name is not None
     seconds = np.zeros(len(part))
-    shapes, shape_of = np.unique(np.stack([part.pp, part.virtual, part.num_microbatches]), axis=1, return_inverse=True)
-    for number, (pp, virtual, num_microbatches) in enumerate(shapes.T):
+    shapes, shape_of = np.unique(np.stack([part.pp, part.virtual]), axis=1, return_inverse=True)
+    for number, (pp, virtual) in enumerate(shapes.T):
         rows = np.flatnonzero(shape_of.reshape(-1) == number)
         columns = part.stages.select(rows).by_stage(int(pp * virtual))
-        seconds[rows] = recurrence_s(name, columns, num_ranks=int(pp), num_microbatches=int(num_microbatches))
+        seconds[rows] = recurrence_s(name, columns, num_ranks=int(pp), num_microbatches=part.num_microbatches[rows])
     return seconds
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
+from paraplan.cost.bubble import RankSeconds, bubble_s
 from paraplan.cost.collectives import GroupLinks, group_links
+from paraplan.cost.context import context_parallel_s
 from paraplan.cost.offload import offload_gather_s, offload_step_s
 from paraplan.cost.stages import StageBlocks
 from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
@@ -22,6 +24,7 @@ class StepTime:
     compute_s: Floats
     recompute_s: Floats
     tensor_parallel_s: Floats
+    context_parallel_s: Floats
     pipeline_bubble_s: Floats
     pipeline_send_s: Floats
     data_parallel_s: Floats
@@ -37,24 +40,33 @@ class StepTime:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """Seconds that one micro-batch spends on one pipeline rank."""
+    """Seconds that one micro-batch spends on one pipeline rank: `forward_s` of the total, `end_s` of the compute."""
 
+    forward_s: Floats
+    weight_s: Floats
+    end_s: Floats
     compute_s: Floats
     recompute_s: Floats
     tensor_parallel_s: Floats
+    context_parallel_s: Floats
     send_s: Floats
 
     @property
     def total_s(self) -> Floats:
-        return np.asarray(self.compute_s + self.recompute_s + self.tensor_parallel_s + self.send_s)
+        sends = self.tensor_parallel_s + self.context_parallel_s + self.send_s
+        return np.asarray(self.compute_s + self.recompute_s + sends)
+
+    @property
+    def of_rank(self) -> RankSeconds:
+        return RankSeconds(self.forward_s, self.total_s - self.forward_s, self.weight_s, self.end_s)
 
 
 def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> StepTime:
     """Return the time of one step under each plan.
 
-    `T = sum_i t_i + (m - 1) max_i t_i` over stages of unequal length (Alpa, Zheng et al. 2022, eq. 2); virtual
-    stages divide the bubble by v (Narayanan et al. 2021, section 2.2.2). `stages` are the ranks that may be the
-    slowest. The sum over all stages does not depend on where the blocks are cut.
+    The slowest rank works through its micro-batches and waits in the bubble of its schedule (`bubble`). `stages` are
+    the first two and the last two ranks of each plan, or all ranks of a single one. The sum over all stages does not
+    depend on where the blocks are cut.
     """
     cluster, constants, habits = workload.cluster, workload.constants, workload.habits
     axes: tuple[Axis, ...] = ("tp", "pp")
@@ -68,8 +80,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
 
     microbatches = table.num_microbatches
     whole = _slot(workload, table, costs, _all_blocks(table, costs), links)
-    everything = whole.total_s + whole.send_s * (table.pp - 1)
-    bubble = np.where(table.pp > 1, np.maximum(everything - of_slowest("total_s"), 0.0) / table.virtual, 0.0)
+    bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
     wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
     parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
     sharded = parameters / np.where(table.zero_stage >= 1, table.shard_size, 1)
@@ -78,6 +89,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         compute_s=microbatches * of_slowest("compute_s"),
         recompute_s=microbatches * of_slowest("recompute_s"),
         tensor_parallel_s=microbatches * of_slowest("tensor_parallel_s"),
+        context_parallel_s=microbatches * of_slowest("context_parallel_s"),
         pipeline_bubble_s=bubble,
         pipeline_send_s=microbatches * of_slowest("send_s"),
         data_parallel_s=exposed + offload_gather_s(workload, table, sharded),
@@ -123,11 +135,18 @@ def _slot(
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
     gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
+    sends = transfers * (habits.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
+    exchanges, backward_exchanges = (each * stage.num_blocks for each in context_parallel_s(workload, table))
+    # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
     return _Slot(
+        forward_s=forward + forward_sends + exchanges + sends / 2 + ends / 3,
+        weight_s=backward / 2 + ends / 3,
+        end_s=ends,
         compute_s=forward + backward + ends,
         recompute_s=recompute,
         tensor_parallel_s=forward_sends * (1 + is_full) + backward_sends,
-        send_s=transfers * (habits.boundary_transfers * pp.send_s(sent) + 2.0 * gathered),
+        context_parallel_s=exchanges + backward_exchanges,
+        send_s=sends,
     )
 
 
@@ -163,7 +182,7 @@ def _data_parallel(
     section 4).
     """
     constants, habits = workload.constants, workload.habits
-    links = group_links(workload, table, "dp")
+    links = group_links(workload, table.joined_data_axes(), "dp")
     parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
     num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
     unit_bytes = float(workload.training.activation_bytes)

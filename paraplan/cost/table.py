@@ -107,6 +107,10 @@ class PlanTable:
         """Return the same plans with another order of ranks."""
         return replace(self, rank_order=rank_order)
 
+    def joined_data_axes(self) -> Self:
+        """Return the same plans with context-parallel ranks counted as data-parallel ones: both average gradients."""
+        return replace(self, dp=self.dp * self.cp, cp=np.ones_like(self.cp))
+
     def with_splits(self, splits: Ints) -> Self:
         """Return the same plans with more rows of `splits`."""
         return replace(self, splits=splits)

@@ -107,6 +107,8 @@ class PlanSpace:
             return f"tensor parallelism across nodes of {self.workload.cluster.gpus_per_node} GPUs"
         if any(limit % degrees.tp for limit in self._tp_limits):
             return "tp does not divide the model's attention and key-value heads"
+        if self.runnable_only and any(limit % (degrees.tp * degrees.cp) for limit in self._tp_limits):
+            return "cp, which exchanges tokens for heads, does not divide the model's heads"
         if self.runnable_only and any(limit % degrees.cp for limit in self._tp_limits):
             return "cp does not divide the model's attention and key-value heads"
         if degrees.pp > model.num_blocks:

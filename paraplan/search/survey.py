@@ -24,7 +24,8 @@ from paraplan.units import format_bytes
 SLACK = 1.02
 """Plans up to this factor slower than the best ones are priced too: among equals the simplest is recommended."""
 
-_FIRST_ROWS, _MORE_ROWS = 1_000, 16_000
+_MOST_ROWS = 16_000
+"""Plans whose time is priced at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +216,11 @@ class TimeSurvey:
         named = np.array([self.is_in_tree(plans.table(np.array([row])).plan(0)) for row in firsts])
         best = np.full(len(firsts), np.inf)
         waiting = np.argsort(plans.peak_bytes if self.smallest_first else plans.least_s, kind="stable")
-        size = _FIRST_ROWS
+        # The most promising plans of each kind come first: they say what the others have to beat.
+        is_first = np.zeros(len(waiting), dtype=bool)
+        is_first[first_rows(kind[waiting])[0]] = True
+        waiting = np.concatenate([waiting[is_first], waiting[~is_first]])
+        size = int(is_first.sum())
         while len(waiting):
             batch, waiting = waiting[:size], waiting[size:]
             priced, rows = self._price(plans, batch)
@@ -223,7 +228,7 @@ class TimeSurvey:
             self.found.append(priced)
             self.num_priced += len(priced)
             waiting = waiting[self._may_matter(plans, waiting, kind, named, best)]
-            size = _MORE_ROWS
+            size = min(4 * size, _MOST_ROWS)
         table = PlanTable.concatenate([each.table for each in self.found])
         return Priced(
             table,
