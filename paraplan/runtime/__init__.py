@@ -11,6 +11,7 @@ The same script runs in one process, under torchrun, and under `paraplan launch`
 
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.job import Job, init
+from paraplan.runtime.sharded_table import ShardedEmbedding
 from paraplan.runtime.weightless import without_weights
 
-__all__ = ["Engine", "Job", "init", "without_weights"]
+__all__ = ["Engine", "Job", "ShardedEmbedding", "init", "without_weights"]

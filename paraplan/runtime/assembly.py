@@ -23,6 +23,7 @@ from paraplan.runtime.engine import RankPart
 from paraplan.runtime.execution import WholeModelExecution
 from paraplan.runtime.recompute import recompute_blocks
 from paraplan.runtime.setting import Setting
+from paraplan.runtime.sharded_table import shard_tables
 from paraplan.runtime.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
 from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
 
@@ -57,6 +58,7 @@ def assemble_part(
     model: nn.Module, stack: BlockStack | None, setting: Setting, *, example_inputs: Any = None
 ) -> RankPart:
     """Return this rank's part of `model`, which is changed in place."""
+    shard_tables(model, setting.plan, setting.mesh)
     if setting.plan.pp > 1:
         return _assemble_stages(model, stack, setting, example_inputs)
     cuts = {}

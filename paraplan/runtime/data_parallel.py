@@ -26,6 +26,7 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.context_parallel import show_hooks_plain
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import shard_precision
+from paraplan.runtime.sharded_table import sharded_names
 from paraplan.runtime.weightless import give_storage
 
 
@@ -136,6 +137,8 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
 
 def _replicate(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes."""
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, sharded_names(module))
     # torch 2.13 renamed the option and warns about the old name.
     options = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers: dict[str, Any] = {
