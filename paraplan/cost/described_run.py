@@ -62,4 +62,5 @@ def _shapes(run: MeasuredRun, habits: Habits) -> TransformerShapes:
         activation=activation,
         tied_embeddings=bool(run.tied_embeddings),
         dropout=habits.dropout,
+        writes_out_gelu=habits.writes_out_gelu,
     )

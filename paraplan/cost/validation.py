@@ -13,7 +13,7 @@ from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.runs import MeasuredRun
 from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
 from paraplan.records import Record
-from paraplan.units import GIB
+from paraplan.units import GIB, MIB
 
 # Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
 # (core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors.
@@ -57,6 +57,9 @@ def habits_of_run(run: MeasuredRun) -> Habits:
         habits = habits.replace(is_deterministic=True)
     if "cross-entropy-loss-fusion" in run.notes:
         habits = habits.replace(logit_bytes=LOSS_FUSION_BYTES)
+    context = re.search(r"includes (?:the )?(\d+) (MB|MiB) CUDA context", run.memory_metric)
+    if context:
+        habits = habits.replace(context_bytes=int(context[1]) * (MIB if context[2] == "MiB" else 10**6))
     stated = re.search(r"dropout attention [\d.]+ hidden ([\d.]+\d)", run.notes)
     if stated:
         habits = habits.replace(dropout=float(stated[1]))

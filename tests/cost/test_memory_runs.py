@@ -13,7 +13,7 @@ from paraplan.cost.validation import RunPrediction, habits_of_run, plan_of_run, 
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.runs import MeasuredRun
-from paraplan.units import GIB
+from paraplan.units import GIB, MIB
 
 MakeWorkload = Callable[..., Workload]
 
@@ -63,6 +63,8 @@ def test_flags_in_the_notes_change_the_habits() -> None:
     stated = habits_of_run(run(framework=framework, notes="biases=1; dropout attention 0.0 hidden 0.0; rope"))
     assert stated.dropout == 0
     assert habits_of_run(run(framework=framework)) == MEGATRON_CORE
+    shown = run(memory_metric="nvidia-smi (GB as printed, includes 1113 MiB CUDA context)")
+    assert habits_of_run(shown).context_bytes == 1113 * MIB
 
 
 def test_a_batch_smaller_than_one_micro_batch_a_rank_is_a_contradiction() -> None:
