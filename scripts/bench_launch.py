@@ -125,7 +125,7 @@ def compare(script: Path, *, num_ranks: int, num_pairs: int) -> dict[str, Run]:
 def count_leftovers(num_launches: int) -> dict[str, int]:
     """Launch a job of 2 ranks so often; return what is there afterwards and was not before, by kind.
 
-    Other programs of this machine that start or end meanwhile count too.
+    A process with a port or a file counts as long as it lives; shared memory of other programs counts too.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as scratch:
         script = Path(folder) / "job.py"
@@ -141,20 +141,14 @@ def count_leftovers(num_launches: int) -> dict[str, int]:
 
 
 def _resources(scratch: Path) -> dict[str, set[str]]:
-    """Return processes of the launcher, listening ports, files of shared memory and temporary files, by kind."""
+    """Return processes that have `scratch` in their environment, shared memory and temporary files, by kind."""
     processes = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if b"paraplan" in path.read_bytes() and path.parent.name != str(os.getpid()):
+            if f"TMPDIR={scratch}".encode() in path.read_bytes():
                 processes.add(path.parent.name)
-    ports = set()
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        with contextlib.suppress(OSError):
-            rows = [line.split() for line in table.read_text().splitlines()[1:]]
-            ports |= {row[1] for row in rows if row[3] == "0A"}
     return {
         "processes": processes,
-        "listening ports": ports,
         "shared memory": {path.name for path in Path("/dev/shm").glob("*")},  # noqa: S108
         "temporary files": {path.name for path in scratch.glob("*")},
     }

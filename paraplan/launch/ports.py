@@ -27,7 +27,7 @@ def find_listener(port: int, *, proc: Path = Path("/proc")) -> str | None:
 
 
 def _open_files(folder: Path) -> Iterator[str]:
-    """Yield what the descriptors of a process are open on; some, such as the one that lists them, are closed by then."""
+    """Yield what the descriptors of a process are open on; some, such as the one that lists them, are gone by then."""
     with contextlib.suppress(OSError):
         for descriptor in list(folder.iterdir()):
             with contextlib.suppress(OSError):
