@@ -261,13 +261,13 @@ HF_TRAINER = Habits(
     copy_bytes=2,
     is_autocast=True,
     frees_gradients=True,
-    optimizer_step="foreach",
+    optimizer_step="for_loop",
     fused_kernels=False,
     host_s_per_block=0.6e-3,
     default_attention="eager",
     logit_bytes=12,
     source="transformers.Trainer: fp32 parameters under autocast; loss: fp32 logits, shifted ones in a copy, their "
-    "log-probabilities",
+    "log-probabilities; AdamW of transformers before 4.30, one parameter after the other",
 )
 
 NVIDIA_EXAMPLES = HF_TRAINER.replace(
