@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paraplan.cli.timeline import print_timeline
+from paraplan.cost.course import pipeline_course
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
 from paraplan.cost.fitting import MOST_SEQUENCES, FitRow, largest_layer, what_fits
 from paraplan.cost.workload import Workload
@@ -90,6 +92,9 @@ def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:
         )
     _print_fitting(console, workload, estimate)
     _print_step(console, estimate)
+    course = pipeline_course(workload, estimate.plan)
+    if course is not None:
+        print_timeline(console, course)
 
 
 def print_traced(memory: Sequence[MemoryEstimate], traced: Sequence[TracedMemory]) -> None:

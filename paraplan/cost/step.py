@@ -69,8 +69,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     depend on where the blocks are cut.
     """
     cluster, constants, habits = workload.cluster, workload.constants, workload.habits
-    axes: tuple[Axis, ...] = ("tp", "pp")
-    links = {axis: group_links(workload, table, axis) for axis in axes}
+    links = _links(workload, table)
     slots = [_slot(workload, table, costs, stage, links) for stage in stages]
     slowest = np.argmax(np.stack([slot.total_s for slot in slots]), axis=0)
     rows = np.arange(len(table))
@@ -100,6 +99,19 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         ),
         data_parallel_wire_s=wire,
     )
+
+
+def rank_seconds(
+    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]
+) -> list[RankSeconds]:
+    """Return the seconds of one micro-batch on each of `stages`, as `step_time` counts them."""
+    links = _links(workload, table)
+    return [_slot(workload, table, costs, stage, links).of_rank for stage in stages]
+
+
+def _links(workload: Workload, table: PlanTable) -> dict[Axis, GroupLinks]:
+    axes: tuple[Axis, ...] = ("tp", "pp")
+    return {axis: group_links(workload, table, axis) for axis in axes}
 
 
 def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:

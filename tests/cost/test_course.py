@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paraplan.cost.course import pipeline_course
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+
+MakeWorkload = Callable[..., Workload]
+
+
+def plan(**fields: Any) -> ParallelPlan:
+    values: dict[str, Any] = {"dp": 2, "pp": 4, "num_microbatches": 8, "pipeline_schedule": "1f1b"}
+    return ParallelPlan.model_validate(values | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"pipeline_schedule": "gpipe"},
+        {"pipeline_schedule": "zero_bubble"},
+        {"recompute": "full"},
+        {"stage_blocks": (2, 4, 4, 2)},
+        {"dp": 1, "tp": 2, "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_a_course_takes_as_long_as_the_estimate_says(fields: dict[str, Any], workload: MakeWorkload) -> None:
+    made = plan(**fields)
+    load = workload("gpt2", global_batch_size=made.global_batch_size)
+    course = pipeline_course(load, made)
+    step = estimate_plan(load, made).step
+    assert course is not None
+    assert course.end_s == pytest.approx(step.step_time_s - step.data_parallel_s - step.optimizer_s, rel=1e-6)
+
+
+def test_chunks_of_a_rank_take_as_long_as_its_blocks(workload: MakeWorkload) -> None:
+    load = workload("gpt2", global_batch_size=16)
+    whole, halves = (
+        pipeline_course(load, plan(pipeline_schedule=schedule, virtual_pipeline_size=chunks))
+        for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 3))
+    )
+    assert whole is not None
+    assert halves is not None
+    assert halves.end_s < whole.end_s
+    for rank in range(4):  # three times as many boundaries are sent
+        assert halves.busy_s(rank) == pytest.approx(whole.busy_s(rank), rel=0.1)
+
+
+def test_without_a_pipeline_there_is_no_course(workload: MakeWorkload) -> None:
+    assert pipeline_course(workload(), ParallelPlan(dp=8, num_microbatches=8)) is None
