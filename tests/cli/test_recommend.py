@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
+from paraplan.errors import UnsupportedPlanError
+from paraplan.launch.request import read_plan_file
 from paraplan.plan.files import PlanFile
 
 LLAMA = ["llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096"]
@@ -159,6 +161,76 @@ def test_planning_a_known_model_never_imports_torch(arguments: list[str]) -> Non
     )
     finished = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_explain_sets_the_parts_of_the_best_and_the_second_side_by_side() -> None:
+    status, stdout, _ = run(*RECOMMEND, "--explain", "--json")
+    found = json.loads(stdout)["explanation"]
+    assert status == 0
+    assert sum(part["best_s"] for part in found["parts"]) == pytest.approx(found["best_step_s"])
+    assert sum(part["second_s"] for part in found["parts"]) == pytest.approx(found["second_step_s"])
+    assert "Why the best beats the second" in run(*RECOMMEND, "--explain")[1]
+
+
+def test_the_front_of_memory_and_speed_trades_one_for_the_other() -> None:
+    front = json.loads(run(*RECOMMEND, "--pareto", "--json")[1])["front"]
+    seconds, peaks = ([one[name] for one in front] for name in ("step_time_s", "peak_memory_bytes"))
+    assert len(front) > 2
+    assert seconds == sorted(seconds)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_an_earlier_plan_is_compared_after_gpus_were_lost(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    run(*RECOMMEND, "-o", str(path))
+    fewer = json.loads(run(*RECOMMEND, "--gpus-per-node", "4", "--like", str(path), "--json")[1])["comparison"]
+    assert any("4 lost" in sentence for sentence in fewer["because"])
+    assert fewer["changes"]
+    assert fewer["here_step_s"] is None
+    assert fewer["then_step_s"] > 0
+    same = json.loads(run(*RECOMMEND, "--like", str(path), "--json")[1])["comparison"]
+    assert same["changes"] == []
+    assert same["here_step_s"] == pytest.approx(same["then_step_s"])
+
+
+def test_tokens_and_a_price_give_time_and_cost() -> None:
+    found = json.loads(run(*RECOMMEND, "--tokens", "1e9", "--price", "2", "--json")[1])
+    budget, step_s = found["budget"], found["estimate"]["step"]["step_time_s"]
+    assert budget["seconds"] == pytest.approx(1e9 / (64 * 4096) * step_s)
+    assert budget["cost"] == pytest.approx(2 * 8 * budget["seconds"] / 3600)
+
+
+def test_the_cheapest_number_of_gpus_is_among_the_offers() -> None:
+    found = json.loads(run(*RECOMMEND, "--objective", "cost", "--price", "2", "--json")[1])
+    costs = {offer["num_gpus"]: offer["cost_per_billion_tokens"] for offer in found["offers"]}
+    plan = found["plan"]
+    assert costs[plan["dp"] * plan["tp"] * plan["pp"] * plan["cp"]] == min(costs.values())
+
+
+def test_a_plan_for_another_framework_says_so_and_is_not_launched(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    status, stdout, _ = run(*RECOMMEND, "--framework", "megatron-core", "-o", str(path))
+    assert status == 0
+    assert "does not launch this plan" in " ".join(stdout.split())
+    assert "paraplan export" in stdout
+    with pytest.raises(UnsupportedPlanError, match="made for megatron-core"):
+        read_plan_file(path)
+
+
+def test_the_plan_file_names_the_gpus_of_the_local_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    run("recommend", "gpt2-xl", "--profile", "rtx-3090-x4-crossed", "--global-batch", "64", "-o", str(path))
+    placement = PlanFile.from_json(path.read_text(), source=str(path)).placement
+    assert placement is not None
+    assert sorted(placement.local_gpus) == [0, 1, 2, 3]
+
+
+def test_the_fewest_gpus_are_found_and_planned_for() -> None:
+    found = json.loads(run(*RECOMMEND, "--find", "fewest-gpus", "--json")[1])
+    plan = found["plan"]
+    gpus = plan["dp"] * plan["tp"] * plan["pp"] * plan["cp"]
+    assert gpus < 8
+    assert f"{gpus} of 8" in found["found"]
 
 
 def test_the_module_and_the_script_are_the_same_command() -> None:
