@@ -58,7 +58,8 @@ def read_host_file(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"the host file {path} cannot be read: {error}", hint="one host name a line") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ArgumentError(f"the host file {path} cannot be read: {reason}", hint="one host name a line") from None
     hosts = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
