@@ -26,6 +26,8 @@ class Habits(Record):
     `boundary_transfers` is how many sends a middle stage waits for in each micro-batch: Megatron-LM exchanges both
     directions with a neighbour at once, DeepSpeed's schedule sends and receives one after the other.
     `overlaps_tensor_backward`: what tensor parallelism sends in backward passes runs beside the gradients of weights.
+    `rings_context`: context parallelism passes keys and values around a ring beside the attention core, as Transformer
+    Engine does; else it exchanges tokens for heads.
     `overlaps_zero_1`: the distributed optimizer's reduce-scatter and all-gather hide behind compute.
     `flash_generation` is that of the FlashAttention kernels.
     `logit_bytes` is what the loss holds for each logit under mixed precision at its peak: torch's cross-entropy the
@@ -72,6 +74,7 @@ class Habits(Record):
     host_s_per_block: float
     overlaps_gradients: bool = True
     overlaps_tensor_backward: bool = False
+    rings_context: bool = False
     overlaps_zero_1: bool = False
     splits_pipeline_sends: bool = False
     boundary_transfers: int = 2
@@ -143,6 +146,7 @@ MEGATRON_CORE = Habits(
     fused_kernels=True,
     host_s_per_block=2.0e-3,
     overlaps_tensor_backward=True,
+    rings_context=True,
     overlaps_zero_1=True,
     splits_pipeline_sends=True,
     flash_generation=3,
