@@ -10,10 +10,11 @@ from paraplan.cost.workload import Workload
 from paraplan.model.spec import Attention
 
 
-def _width(attention: Attention) -> float:
-    """Return the elements of queries, keys, values and outputs of one token."""
+def _width(attention: Attention, *, keys_alone: bool) -> float:
+    """Return the elements of queries, keys, values and outputs of one token, or of keys and values alone."""
     query, value = attention.num_heads * attention.qk_head_dim, attention.num_heads * attention.v_head_dim
-    return query + value + attention.num_kv_heads * (attention.qk_head_dim + attention.v_head_dim)
+    around = attention.num_kv_heads * (attention.qk_head_dim + attention.v_head_dim)
+    return around if keys_alone else query + value + around
 
 
 def context_parallel_s(workload: Workload, table: PlanTable) -> tuple[Floats, Floats]:
@@ -21,15 +22,19 @@ def context_parallel_s(workload: Workload, table: PlanTable) -> tuple[Floats, Fl
 
     Queries, keys, values and outputs cross once in each pass, all-to-all (DeepSpeed-Ulysses, Jacobs et al. 2023,
     section 3.1); recomputation repeats the forward pass's. Nothing hides them. Frameworks that pass keys and values
-    around a ring send as much or more, partly beside compute: for them this is an upper bound.
+    around a ring do so beside the attention core, which they slow down.
     """
     zeros = np.zeros(len(table))
     if not (table.cp > 1).any():
         return zeros, zeros
     training, model = workload.training, workload.model
-    widths = [_width(run.block.attention) * run.count for run in model.runs if run.block.attention is not None]
+    rings = workload.habits.rings_context
+    attentions = [(run.block.attention, run.count) for run in model.runs]
+    widths = [_width(attention, keys_alone=rings) * count for attention, count in attentions if attention is not None]
     width = sum(widths) / model.num_blocks
     tokens = table.micro_batch_size * training.seq_length / table.cp
     num_bytes = tokens * width * training.activation_bytes / table.tp
     once = np.where(table.cp > 1, group_links(workload, table, "cp").all_gather_s(num_bytes), 0.0)
+    if rings:
+        once = once * (workload.constants.overlap_slowdown - 1)
     return once, once * (1 + (table.recompute == RECOMPUTES.index("full")))
