@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
 
@@ -108,10 +109,19 @@ def _download_config(repository: str) -> Path:
             f"there is no file or folder {repository!r}, and huggingface_hub is not installed to look on the hub",
             hint="pip install huggingface_hub, or give the path of a config.json",
         )
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
+        with contextlib.suppress(LocalEntryNotFoundError):  # downloaded before
+            return Path(hf_hub_download(repository, "config.json", local_files_only=True))
+        host = urlsplit(constants.ENDPOINT).hostname
+        if not getproxies():  # else the proxy looks names up
+            socket.getaddrinfo(host, 443)  # fails at once without a network, which the library tries for half a minute
         return Path(hf_hub_download(repository, "config.json"))
     except (HfHubHTTPError, OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
