@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import typer
@@ -10,7 +11,18 @@ import typer
 from paraplan.cli.ci import read_tolerance, report_checks
 from paraplan.cli.inputs import read_plan_file
 from paraplan.cost.workload import Workload
+from paraplan.errors import UsageError
 from paraplan.search.check import check_plan
+
+
+def refuse_beside_check(options: Mapping[str, object]) -> None:
+    """Raise `UsageError` for an option, by its name, that has a value and asks for more than a check answers."""
+    beside = [name for name, value in options.items() if value is not None]
+    if beside:
+        raise UsageError(
+            f"{' and '.join(beside)} beside --check, which only checks a plan for paraplan's runtime",
+            hint="leave one of them out",
+        )
 
 
 def check_plan_file(

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
-from paraplan.cli.ci_plan import check_plan_file
+from paraplan.cli.ci_plan import check_plan_file, refuse_beside_check
 from paraplan.cli.inputs import (
     calibrated,
     check_precision,
@@ -148,6 +148,8 @@ def recommend(
     earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
     if check is not None:
+        others = {"-o": output, "--find": find, "--like": like}
+        refuse_beside_check(others | {"--framework": None if framework is FrameworkName.paraplan else framework})
         check_plan_file(
             calibrated(workload, calibration), check, tolerance=tolerance, github=github, junit=junit, as_json=as_json
         )

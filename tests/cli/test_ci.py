@@ -164,6 +164,8 @@ def test_estimate_holds_memory_and_rate_against_limits() -> None:
         (["--github"], "add --check PLAN"),
         (["--check", "{plan}", "--junit", "/no/such/folder/junit.xml"], "cannot write"),
         (["--check", "/no/such/plan.json"], "/no/such/plan.json"),
+        (["--check", "{plan}", "-o", "plan.json"], "-o beside --check"),
+        (["--check", "{plan}", "--framework", "megatron-core"], "--framework beside --check"),
     ],
 )
 def test_bad_input_is_one_clear_message(arguments: list[str], message: str, best: Path) -> None:
