@@ -49,7 +49,7 @@ def row(pair: dict[str, Any], number: int) -> str:
         f"{pair['model']}, {machine} ({cluster.num_gpus} GPUs), {pair['global_batch']} x {pair['seq_len']}",
         words,
         format_seconds(best.step.step_time_s),
-        format_count(best.step.tokens_per_s_per_gpu),
+        format_count(round(best.step.tokens_per_s_per_gpu)),
         format_bytes(best.peak_memory_bytes),
         f"{pair['published']} [{number}]",
         "" if measured is None else format_count(measured),
