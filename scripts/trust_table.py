@@ -12,40 +12,43 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+from paraplan.cost.scoring import ErrorSummary, Score, score
+from paraplan.cost.validation import RunPrediction
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 
 
-def validate(files: list[str], *options: str) -> dict[str, Any]:
-    """Return the summary of `paraplan validate --json`."""
-    command = [sys.executable, "-m", "paraplan", "validate", *files, "--json", *options]
+def validate(files: list[str]) -> tuple[Score, Score]:
+    """Return the score of step times over the rows that `paraplan validate` scores, and of memory over all rows."""
+    command = [sys.executable, "-m", "paraplan", "validate", *files, "--json"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         sys.exit(finished.stderr)
-    summary: dict[str, Any] = json.loads(finished.stdout)["summary"]
-    return summary
+    rows = [(row.pop("scored"), RunPrediction.model_validate(row)) for row in json.loads(finished.stdout)["rows"]]
+    step_time = score((row for scored, row in rows if scored), "step_time_error")
+    return step_time, score((row for _, row in rows), "memory_error")
 
 
-def table(title: str, summary: dict[str, Any]) -> str:
+def table(title: str, figures: Score) -> str:
     """Return one row a source, then all rows and the mean of the sources."""
-    rows = [f"| {source} | {cells(row)} |" for source, row in summary["by_source"].items()]
+    rows = [f"| {source} | {cells(row)} |" for source, row in figures.by_source.items()]
     return "\n".join(
         [
             f"| {title}: source | rows | mean error | median | worst | bias |",
             "| --- | --: | --: | --: | --: | --: |",
             *rows,
-            f"| **all rows** | {cells(summary)} |",
-            f"| **mean of the sources** | {len(rows)} | {summary['mean_of_sources']:.1%} | | | |\n",
+            f"| **all rows** | {cells(figures.all_rows)} |",
+            f"| **mean of the sources** | {len(rows)} | {figures.mean_of_sources or 0:.1%} | | | |\n",
         ]
     )
 
 
-def cells(row: dict[str, Any]) -> str:
+def cells(row: ErrorSummary) -> str:
     """Return the figures of one row as Markdown cells."""
-    shares = " | ".join(f"{row[name]:.1%}" for name in ("mape", "median_ape", "max_ape"))
-    return f"{row['rows']} | {shares} | {row['bias']:+.1%}"
+    shares = " | ".join(f"{share or 0:.1%}" for share in (row.mape, row.median_ape, row.max_ape))
+    return f"{row.rows} | {shares} | {row.bias or 0:+.1%}"
 
 
 def main() -> None:
@@ -53,10 +56,8 @@ def main() -> None:
     files = sys.argv[1:]
     if not files:
         sys.exit(__doc__)
-    tables = [
-        table("step time", validate(files)["step_time"]),
-        table("peak memory", validate(files, "--all")["memory"]),
-    ]
+    step_time, memory = validate(files)
+    tables = [table("step time", step_time), table("peak memory", memory)]
     before, _, rest = README.read_text().partition(START)
     _, _, after = rest.partition(END)
     README.write_text(before + START + "\n" + "\n".join(tables) + "\n" + END + after)
