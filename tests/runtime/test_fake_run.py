@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 
 from paraplan.errors import ModelError, PlanError
@@ -87,9 +88,10 @@ def test_more_sequences_keep_more_activations_in_proportion() -> None:
     assert large == pytest.approx(2 * small, rel=0.01)
 
 
-def test_a_rank_of_a_thousand_holds_one_row_of_each_parameter() -> None:
+def test_a_rank_of_a_thousand_holds_one_row_or_column_of_each_parameter() -> None:
     memory = trace(dp=1024, zero_stage=3, micro_batch_size=512)
-    elements = NUM_BLOCKS * (HIDDEN + 4 * HIDDEN) + HIDDEN
+    # Of a block's second matrix a column: a row would be four times an even share (`plan.sharding`).
+    elements = NUM_BLOCKS * (HIDDEN + HIDDEN) + HIDDEN
     num_steps = 2 * NUM_BLOCKS + 1  # AdamW counts the steps of each parameter, and the allocator gives 512 bytes for it
     assert memory.optimizer_state_bytes == 8 * elements + 512 * num_steps
 
@@ -134,3 +136,34 @@ def test_a_model_that_reads_values_fails_with_its_own_line() -> None:
 def test_an_optimizer_that_torch_lacks_is_refused() -> None:
     with pytest.raises(PlanError, match="adamw_8bit"):
         trace(optimizer="adamw_8bit")
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = hidden.shape
+        query, key, value = self.qkv(hidden).view(batch, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        change: torch.Tensor = self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return hidden + change
+
+
+class AttentionModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(NUM_BLOCKS))
+
+
+def test_selective_recompute_frees_the_statistics_of_the_attention_core() -> None:
+    def kept(recompute: str) -> int:
+        plan = ParallelPlan.model_validate({"micro_batch_size": 256, "recompute": recompute})
+        training = TrainingSpec(global_batch_size=256, seq_length=TOKENS, precision="fp32")
+        return trace_memory(AttentionModel, plan=plan, training=training).activation_bytes
+
+    # One fp32 number for each of four heads and token, of each block but the last, which may be run again at the peak.
+    statistics = 4 * 4 * 256 * TOKENS
+    assert kept("selective") <= kept("none") - (NUM_BLOCKS - 1) * statistics
