@@ -14,11 +14,13 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-from paraplan.errors import ModelError, ParaplanError
-from paraplan.model.reader import read_config
+from paraplan.errors import ParaplanError
+from paraplan.model.config_file import load_config
+from paraplan.model.factory import call_user_code
+from paraplan.model.reader import read_model
 from paraplan.model.spec import ParameterCount
+from paraplan.model.transformers_model import library_factory
 
 EMBEDDING_NAMES = re.compile(r"embed|wte|wpe|shared\.weight|project_in")
 
@@ -39,22 +41,14 @@ def expected_totals(folder: Path) -> dict[str, int]:
 
 
 def count_with_transformers(path: Path) -> ParameterCount:
-    """Return the parameters of the class that the config names, built by transformers on the meta device."""
+    """Return the parameters of the class that the config names, or of its family's first, built on the meta device."""
     import torch
-    import transformers
 
     from paraplan.model.trace import find_blocks
 
-    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    architectures = fields.get("architectures")
-    if not architectures:
-        raise ModelError(f"{path}: architectures names no class for transformers to build")
-    model_class = getattr(transformers, str(architectures[0]), None)
-    if model_class is None:
-        raise ModelError(f"{path}: transformers has no class {architectures[0]!r}")
+    build = library_factory(load_config(path))
     with torch.device("meta"):
-        module = model_class(config)
+        module = call_user_code(str(path), "transformers built it", build)
     blocks = tuple(f"{name}." for name in find_blocks(module))
     counts = {"embedding": 0, "blocks": 0, "head": 0}
     for name, parameter in module.named_parameters():
@@ -66,7 +60,7 @@ def count_with_transformers(path: Path) -> ParameterCount:
 def check(name: str, path: Path, *, with_transformers: bool, expected: int | None) -> bool:
     """Print one row of the table and return whether all counts agree."""
     try:
-        ours = read_config(path).parameters
+        ours = read_model(str(path)).parameters
         theirs = count_with_transformers(path) if with_transformers else None
     except ParaplanError as error:
         print(f"{name:<24} not compared: {error}")
