@@ -91,17 +91,10 @@ def run_job(
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, visible_before)
         config, program, program_arguments = _configure(arguments, threads_given)
         extra_environment = _extra_environment(request)
-        prepare = RoundPreparation(
-            job=job,
-            planner=request.planner,
-            script=str(arguments.training_script),
-            folder=Path(arguments.log_dir),
-            plan_variable=PLAN_VARIABLE,
-            environment=extra_environment,
-            drives_accelerate=drives_accelerate(request),
-        )
+        prepare = _preparation(request, job, folder=folder, environment=extra_environment)
+        grace_s = getattr(arguments, "shutdown_timeout", None)  # torch 2.11 has no such option
         settings = AttemptSettings(
-            grace_s=_DEFAULT_GRACE_S if arguments.shutdown_timeout is None else float(arguments.shutdown_timeout),
+            grace_s=_DEFAULT_GRACE_S if grace_s is None else float(grace_s),
             fork=fork,
             num_threads=_threads_to_set(imported_threads) if fork else None,
             extra_environment=extra_environment,
@@ -111,11 +104,7 @@ def run_job(
             cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
         )
         if keeps_logs:
-            folder.note_start(["paraplan", "launch", *sys.argv[1:]], environment=dict(extra_environment))
-            if request.file is not None:
-                folder.note_plan(request.file.to_json())
-            if node is not None:
-                folder.note_topology(node.to_json())
+            _note_start(folder, request, node, environment=extra_environment)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare)
         return run_with(config, program, program_arguments) or {}
@@ -131,6 +120,31 @@ def run_job(
             _restore(_DEVICES_VARIABLE, visible_before)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _preparation(
+    request: LaunchRequest, job: JobRecord, *, folder: RunFolder, environment: dict[str, str]
+) -> RoundPreparation:
+    """Return what is done before each start of the ranks; it writes the plan into their `environment`."""
+    return RoundPreparation(
+        job=job,
+        planner=request.planner,
+        script=str(request.arguments.training_script),
+        folder=folder.path,
+        plan_variable=PLAN_VARIABLE,
+        environment=environment,
+        drives_accelerate=drives_accelerate(request),
+    )
+
+
+def _note_start(
+    folder: RunFolder, request: LaunchRequest, node: NodeTopology | None, *, environment: dict[str, str]
+) -> None:
+    folder.note_start(["paraplan", "launch", *sys.argv[1:]], environment=dict(environment))
+    if request.file is not None:
+        folder.note_plan(request.file.to_json())
+    if node is not None:
+        folder.note_topology(node.to_json())
 
 
 def _cpus_of_ranks(request: LaunchRequest, node: NodeTopology | None, num_ranks: int) -> dict[int, tuple[int, ...]]:
