@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from train_lm import build_model
 
@@ -81,6 +81,7 @@ class Case:
     plan: dict[str, Any] = field(default_factory=dict)
     precision: TrainingPrecision = "bf16"
     stages: tuple[int, ...] = (0,)
+    attention: Literal["sdpa", "eager"] = "sdpa"
 
 
 def pipeline(pp: int, microbatches: int, schedule: str = "1f1b", **plan: Any) -> dict[str, Any]:
@@ -100,6 +101,12 @@ CASES = (
     Case("gpt2", 1024, {"dp": 8, "zero_stage": 3, "micro_batch_size": 4, "recompute": "full"}),
     Case("gpt2", 1024, pipeline(4, 8), stages=(0, 1, 3)),
     Case("gpt2", 1024, pipeline(4, 8, "gpipe"), stages=(0, 1, 3)),
+    Case("gpt2", 1024, pipeline(2, 8, "interleaved_1f1b", virtual_pipeline_size=2), stages=(0, 1)),
+    Case("gpt2", 1024, pipeline(2, 8, "zero_bubble"), stages=(0, 1)),
+    Case("gpt2", 1024, {"micro_batch_size": 4, "num_microbatches": 2, "recompute": "selective"}),
+    Case("gpt2", 1024, {"micro_batch_size": 2}, attention="eager"),
+    Case("gpt2", 1024, {"tp": 2, "dp": 2, "micro_batch_size": 2}),
+    Case("gpt2", 1024, {"tp": 2, "dp": 2, "micro_batch_size": 2, "sequence_parallel": True}),
     Case("qwen2.5-0.5b", 2048, {"dp": 8, "micro_batch_size": 2}),
     Case("qwen2.5-0.5b", 2048, {"dp": 8, "zero_stage": 1, "micro_batch_size": 2}),
     Case("qwen2.5-0.5b", 2048, {"micro_batch_size": 2, "num_microbatches": 2, "recompute": "full"}),
@@ -144,7 +151,7 @@ def spec_and_factory(case: Case) -> tuple[ModelSpec, Callable[[], Any]]:
 
     def build() -> Any:
         config = transformers.AutoConfig.for_model(kind, **fields)
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = case.attention
         if "use_cache" in config.to_dict():
             config.use_cache = False
         return model_class(config)
@@ -156,7 +163,10 @@ def compare(case: Case, stage: int) -> tuple[MemoryEstimate, TracedMemory]:
     """Return the predicted and the traced memory of one stage."""
     plan = ParallelPlan.model_validate(case.plan)
     training = TrainingSpec(
-        global_batch_size=plan.global_batch_size, seq_length=case.seq_length, precision=case.precision
+        global_batch_size=plan.global_batch_size,
+        seq_length=case.seq_length,
+        precision=case.precision,
+        attention=case.attention,
     )
     spec, factory = spec_and_factory(case)
     cluster = cluster_from_profile("dgx-h100", num_nodes=max(1, plan.world_size // 8))
