@@ -45,10 +45,9 @@ def print_scores(
 def print_fits(console: Console, fits: FitScore) -> None:
     """Print for how many runs it was predicted whether they run or run out of memory; nothing without such runs."""
     if fits.out_of_memory:
-        console.print(
-            f"Fits or not: {fits.ran_predicted} of {fits.ran} runs that ran, and {fits.out_of_memory_predicted} of "
-            f"{fits.out_of_memory} that ran out of memory, were predicted to\n"
-        )
+        failed = f"{fits.out_of_memory_predicted} of {fits.out_of_memory} runs that ran out of memory"
+        ran = f", and {fits.ran_predicted} of {fits.ran} that ran" if fits.ran else ""
+        console.print(f"Fits or not: {failed}{ran}, were predicted to\n")
 
 
 def print_skipped(console: Console, skipped: Sequence[RunPrediction], *, scored: int, total: int) -> None:
