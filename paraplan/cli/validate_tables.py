@@ -47,7 +47,7 @@ def print_fits(console: Console, fits: FitScore) -> None:
     if fits.out_of_memory:
         failed = f"{fits.out_of_memory_predicted} of {fits.out_of_memory} runs that ran out of memory"
         ran = f", and {fits.ran_predicted} of {fits.ran} that ran" if fits.ran else ""
-        console.print(f"Fits or not: {failed}{ran}, were predicted to\n")
+        console.print(f"Fits or not: {failed} were predicted to{ran}\n")
 
 
 def print_skipped(console: Console, skipped: Sequence[RunPrediction], *, scored: int, total: int) -> None:
