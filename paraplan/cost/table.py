@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from paraplan.errors import PlanError
 from paraplan.plan.parallel import Axis, Offload, ParallelPlan, Recompute, ScheduleName
 
 Ints = NDArray[np.int64]
@@ -47,8 +48,17 @@ class PlanTable:
 
     @classmethod
     def of_plans(cls, plans: Iterable[ParallelPlan]) -> Self:
-        """Return the table of `plans`, which must share one rank order."""
+        """Return the table of `plans`, which must share one rank order.
+
+        Raises `PlanError` for hybrid sharding, which is executed and not priced.
+        """
         rows = list(plans)
+        hybrid = next((plan for plan in rows if plan.zero_shards is not None), None)
+        if hybrid is not None:
+            raise PlanError(
+                f"zero_shards={hybrid.zero_shards}: what hybrid sharding costs is not estimated",
+                hint="estimate the plan without zero_shards, or let --trace count its memory",
+            )
         orders = {plan.rank_order for plan in rows}
         assert len(orders) == 1, f"one table holds one rank order, not {orders}"
 

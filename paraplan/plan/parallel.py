@@ -22,6 +22,8 @@ class ParallelPlan(Record):
 
     `rank_order` lists the axes from outermost to innermost: consecutive ranks differ in the last axis first.
     `stage_blocks` gives the number of blocks of each pipeline stage, None for an even split.
+    `zero_shards` is the number of neighbours along `dp` that ZeRO shards over, with replicas of these groups between
+    them (hybrid sharding: shard inside a node, replicate between nodes); None for all ranks of `dp` and `cp`.
     `global_batch = micro_batch_size * num_microbatches * dp`.
     """
 
@@ -30,6 +32,7 @@ class ParallelPlan(Record):
     pp: int = Field(default=1, gt=0)
     cp: int = Field(default=1, gt=0)
     zero_stage: Literal[0, 1, 2, 3] = 0
+    zero_shards: int | None = Field(default=None, gt=1)
     sequence_parallel: bool = False
     micro_batch_size: int = Field(default=1, gt=0)
     num_microbatches: int = Field(default=1, gt=0)
@@ -59,6 +62,11 @@ class ParallelPlan(Record):
             raise ValueError("sequence_parallel=True needs tp > 1")
         if self.zero_stage >= 1 and self.dp * self.cp == 1:
             raise ValueError(f"zero_stage={self.zero_stage} has nothing to shard over with dp=1")
+        if self.zero_shards is not None and (not self.zero_stage or self.dp % self.zero_shards):
+            raise ValueError(
+                f"zero_shards={self.zero_shards} with zero_stage={self.zero_stage}, dp={self.dp}: "
+                "it goes with ZeRO alone, and must divide dp"
+            )
         if self.pp > 1 and self.zero_stage >= 2:
             raise ValueError(f"zero_stage={self.zero_stage} with pp={self.pp}: beside a pipeline only stages 0 and 1")
         return self
@@ -85,7 +93,7 @@ class ParallelPlan(Record):
         )
         parts = [axes or "one process"]
         if self.zero_stage:
-            parts.append(f"ZeRO-{self.zero_stage}")
+            parts.append(f"ZeRO-{self.zero_stage}" + (f" in groups of {self.zero_shards}" if self.zero_shards else ""))
         elif self.dp > 1:
             parts.append("DDP")
         if self.pipeline_schedule:

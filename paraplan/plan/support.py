@@ -16,7 +16,8 @@ def unsupported_reason(
 ) -> str | None:
     """Return why the runtime cannot execute `plan`, or None where it can.
 
-    Runnable are one process; DDP and ZeRO-1, 2 and 3 over `dp`, and over `dp` and `cp` together; a pipeline under
+    Runnable are one process; DDP and ZeRO-1, 2 and 3 over `dp`, and over `dp` and `cp` together; ZeRO over
+    groups of `dp` with replicas between them (hybrid sharding); a pipeline under
     GPipe, 1F1B, 1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor
     parallelism with and without sequence parallelism, alone or beside any of these but `cp` and zero bubble; each with
     the numbers of micro-batches that the schedule takes, and with recompute of none of the blocks, of their attention
@@ -55,6 +56,8 @@ def _axes_reason(plan: ParallelPlan) -> str | None:
     for axis, size in (("tp", plan.tp), ("pp", plan.pp)):
         if plan.cp > 1 and size > 1:
             return f"cp={plan.cp}, {axis}={size}: context parallelism is executed beside dp alone"
+    if plan.zero_shards is not None and plan.dp < plan.world_size:
+        return f"zero_shards={plan.zero_shards}: hybrid sharding is executed over dp alone"
     return None
 
 

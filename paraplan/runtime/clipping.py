@@ -36,7 +36,7 @@ def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Col
 
     # Both squares travel together: over dp and cp those of shards, and over tp those of parts.
     sharded = summed(
-        torch.stack([square_of(is_split=part, is_sharded=True) for part in (False, True)]), mesh.replica_group
+        torch.stack([square_of(is_split=part, is_sharded=True) for part in (False, True)]), mesh.shard_group
     )
     whole, part = sharded + torch.stack([square_of(is_split=part, is_sharded=False) for part in (False, True)])
     return summed(whole + summed(part.clone(), mesh.group("tp")), mesh.group("pp")).sqrt()

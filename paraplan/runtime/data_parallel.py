@@ -107,10 +107,10 @@ def apply_data_parallelism(
         return _replicate(module, mesh)
     policy = shard_precision(precision)
     frees_parameters = plan.zero_stage == 3
-    assert mesh.replica_mesh is not None
-    options: dict[str, Any] = {"mesh": mesh.replica_mesh, "mp_policy": policy, "ignored_params": set(apart)}
+    assert mesh.shard_mesh is not None
+    options: dict[str, Any] = {"mesh": mesh.shard_mesh, "mp_policy": policy, "ignored_params": set(apart)}
     if plan.tp == 1:  # the parts of a parameter that is split over tp are found by their rows
-        options["shard_placement_fn"] = _placement(mesh.replica_mesh.size())
+        options["shard_placement_fn"] = _placement(mesh.shard_mesh.size(-1))
     if plan.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for block in blocks:

@@ -18,12 +18,14 @@ class Mesh:
     """Where this rank stands on the axes of its plan. `device_mesh` has the axes longer than 1, None without any.
 
     `replica_mesh` has the ranks of `dp` and `cp` in one axis: those that hold the same parameters. None for one rank.
+    `hybrid_mesh` has the ranks of `dp` in two axes, replicas and shards, for hybrid sharding.
     """
 
     grid: RankGrid
     world: World
     device_mesh: DeviceMesh | None
     replica_mesh: DeviceMesh | None = None
+    hybrid_mesh: DeviceMesh | None = None
 
     def size(self, axis: Axis) -> int:
         """Return the number of ranks along `axis`."""
@@ -59,6 +61,16 @@ class Mesh:
         """Whether this rank holds the end of the model and its loss."""
         return self.coordinate("pp") == self.size("pp") - 1
 
+    @property
+    def shard_mesh(self) -> DeviceMesh | None:
+        """The mesh that ZeRO shards over, with an axis of replicas before it under hybrid sharding."""
+        return self.replica_mesh if self.hybrid_mesh is None else self.hybrid_mesh
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that hold the shards of one copy of the parameters, None for one rank."""
+        return self.replica_group if self.hybrid_mesh is None else self.hybrid_mesh.get_group("shard")
+
 
 def build_mesh(plan: ParallelPlan, world: World) -> Mesh:
     """Return the mesh of `plan`, which has as many ranks as `world`. Makes the groups of every axis on every rank."""
@@ -68,7 +80,11 @@ def build_mesh(plan: ParallelPlan, world: World) -> Mesh:
         return Mesh(grid=grid, world=world, device_mesh=None)
     ranks = torch.arange(grid.world_size).reshape([grid.size(axis) for axis in axes])
     device_mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(axes))
-    return Mesh(grid, world, device_mesh, _replica_mesh(grid, device_mesh, world))
+    hybrid_mesh = None
+    if plan.zero_shards is not None:
+        copies = torch.tensor(grid.group("dp", 0)).reshape(-1, plan.zero_shards)
+        hybrid_mesh = DeviceMesh(world.device.type, copies, mesh_dim_names=("replicas", "shard"))
+    return Mesh(grid, world, device_mesh, _replica_mesh(grid, device_mesh, world), hybrid_mesh)
 
 
 def _replica_mesh(grid: RankGrid, device_mesh: DeviceMesh, world: World) -> DeviceMesh | None:

@@ -26,6 +26,7 @@ from paraplan.plan.training import TrainingPrecision
         ParallelPlan(dp=2, recompute="selective", offload="optimizer"),
         ParallelPlan(dp=2, zero_stage=3, offload="parameters"),
         ParallelPlan(dp=2, cp=4, zero_stage=3, recompute="full"),
+        ParallelPlan(dp=8, zero_stage=3, zero_shards=4),
     ],
     ids=ParallelPlan.describe,
 )
@@ -38,6 +39,7 @@ def test_data_parallelism_zero_pipelines_and_split_layers_are_executed(plan: Par
     ("plan", "word"),
     [
         (ParallelPlan(cp=2, tp=2), "cp=2, tp=2: context parallelism"),
+        (ParallelPlan(dp=4, tp=2, zero_stage=3, zero_shards=2), "zero_shards=2: hybrid sharding"),
         (ParallelPlan(dp=2, zero_stage=2, offload="parameters"), "offload=parameters, zero_stage=2"),
         (ParallelPlan(pp=2, tp=2, pipeline_schedule="zero_bubble", num_microbatches=2), "tp=2: zero_bubble"),
         (ParallelPlan(pp=2, recompute="full", pipeline_schedule="zero_bubble"), "recompute=full: zero_bubble"),

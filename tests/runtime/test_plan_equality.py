@@ -292,6 +292,11 @@ def test_ranks_with_some_tokens_of_each_sequence_train_as_one_process(ranks: Ran
     assert_each_trains_the_same(four, "attention", ranks, one_process)
 
 
+def test_hybrid_sharding_trains_as_one_process(ranks: RankHarness, one_process) -> None:
+    plans = [plan_of(dp=4, zero_shards=2, zero_stage=stage, num_microbatches=3) for stage in (1, 2, 3)]
+    assert_each_trains_the_same(plans, "decoder", ranks, one_process)
+
+
 def test_attention_is_run_again_under_every_kind_of_plan(ranks: RankHarness, one_process) -> None:
     options = {"num_microbatches": 3, "recompute": "selective"}
     two = [
