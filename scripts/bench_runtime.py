@@ -78,6 +78,7 @@ class Result:
     time_ratio: float
     time_ratio_low: float
     time_ratio_high: float
+    cpu_ratio: float
     memory_ratio: float | None
     engine_mib: float | None
     rival_mib: float | None
@@ -353,22 +354,22 @@ def accelerate_step(case: Case, model: nn.Module) -> Step:
 RIVALS: dict[str, Side] = {"plain": plain_step, "accelerate": accelerate_step}
 
 
-def time_in_turns(case: Case, pairs: int, steps: int) -> tuple[list[float], list[float]]:
-    """Return seconds a step of the engine and of its rival, pair by pair, on this rank."""
+def time_in_turns(case: Case, pairs: int, steps: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return seconds a step of the engine and of its rival, pair by pair: on the clock, and of this CPU."""
     engine, rival = engine_step(case, build()), RIVALS[case.rival](case, build())
     for step in (engine, rival):
         step()
         step()
 
-    def seconds(step: Step) -> float:
+    def seconds(step: Step) -> tuple[float, float]:
         if dist.is_initialized():
             dist.barrier()
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         for _ in range(steps):
             step()
-        return (time.perf_counter() - started) / steps
+        return (time.perf_counter() - started) / steps, (time.process_time() - busy) / steps
 
-    times: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for pair in range(pairs):
         order = ((0, engine), (1, rival)) if pair % 2 == 0 else ((1, rival), (0, engine))
         for side, step in order:
@@ -435,11 +436,14 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def compare(case: Case, ranks: int, *, pairs: int, steps: int, with_memory: bool) -> Result:
-    """Return how the engine compares with the rival of `case`. Time is that of the slowest rank in each pair."""
+    """Return how the engine compares with the rival of `case`.
+
+    Time is that of the slowest rank in each pair; CPU time, which other programs disturb less, is that of all ranks.
+    """
     by_rank = on_ranks(ranks, time_in_turns, case, pairs, steps)
-    engine, rival = (
-        [max(times) for times in zip(*(answer[side] for answer in by_rank), strict=True)] for side in (0, 1)
-    )
+    turns = [list(zip(*(answer[side] for answer in by_rank), strict=True)) for side in (0, 1)]
+    engine, rival = ([max(wall for wall, _ in rank_times) for rank_times in side] for side in turns)
+    busy, rival_busy = (statistics.median(sum(cpu for _, cpu in rank_times) for rank_times in side) for side in turns)
     ratios = sorted(ours / theirs for ours, theirs in zip(engine, rival, strict=True))
     peaks: list[float | None] = [None, None]
     if with_memory:
@@ -454,6 +458,7 @@ def compare(case: Case, ranks: int, *, pairs: int, steps: int, with_memory: bool
         time_ratio=statistics.median(ratios),
         time_ratio_low=ratios[len(ratios) // 4],
         time_ratio_high=ratios[-1 - len(ratios) // 4],
+        cpu_ratio=busy / rival_busy,
         memory_ratio=None if peaks[0] is None or not peaks[1] else peaks[0] / peaks[1],
         engine_mib=peaks[0],
         rival_mib=peaks[1],
@@ -481,7 +486,9 @@ def main() -> None:
             print(f"skipped: {name} is not installed")
         elif name == "deepspeed":
             print("skipped: deepspeed, whose ZeRO needs an accelerator or a CPU backend that it builds itself")
-    print(f"{'case':<12} {'against':<10} ranks  engine ms  rival ms   time ratio (quartiles)   memory MiB, ratio")
+    print(
+        f"{'case':<12} {'against':<10} ranks  engine ms  rival ms   time ratio (quartiles)  CPU ratio  memory MiB, ratio"
+    )
     results = []
     for ranks in arguments.ranks:
         for case in cases(ranks):
@@ -498,7 +505,8 @@ def main() -> None:
                 memory = f"{result.engine_mib:.0f} / {result.rival_mib:.0f}, {result.memory_ratio:.3f}"
             print(
                 f"{result.case:<12} {result.rival:<10} {ranks:>5}  {result.engine_ms:>9.1f} {result.rival_ms:>9.1f}   "
-                f"{result.time_ratio:.3f} ({result.time_ratio_low:.3f}-{result.time_ratio_high:.3f})      {memory}",
+                f"{result.time_ratio:.3f} ({result.time_ratio_low:.3f}-{result.time_ratio_high:.3f})      "
+                f"{result.cpu_ratio:.3f}       {memory}",
                 flush=True,
             )
     if arguments.json is not None:

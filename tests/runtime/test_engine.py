@@ -67,7 +67,7 @@ def train_masked(plans: list[ParallelPlan], counts: list[int]) -> list[tuple[lis
     for plan in plans:
         for count in counts:
             torch.manual_seed(0)
-            job, engine = prepared(plan, Transformer())
+            job, engine = prepared(plan, Transformer(num_layers=4))
             batches = job.shard(MaskedPairs(count), batch_size=BATCH, epochs=2, drop_last=False)
             losses = []
             for inputs, targets in batches:
@@ -79,7 +79,7 @@ def train_masked(plans: list[ParallelPlan], counts: list[int]) -> list[tuple[lis
 def train_plainly(count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the same of plain torch: every global batch in one piece."""
     torch.manual_seed(0)
-    model, data = Transformer(), MaskedPairs(count)
+    model, data = Transformer(num_layers=4), MaskedPairs(count)
     optimizer = adamw(list(model.parameters()))
     losses = []
     for epoch in range(2):
@@ -95,7 +95,7 @@ def train_plainly(count: int) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def plan_of(**fields: object) -> ParallelPlan:
-    plan = ParallelPlan.model_validate(fields | {"num_microbatches": 3})
+    plan = ParallelPlan.model_validate({"num_microbatches": 3} | fields)
     return plan.replace(micro_batch_size=BATCH // (plan.dp * plan.num_microbatches))
 
 
@@ -116,7 +116,10 @@ SHORT_COUNTS = [19, 13]  # a last batch of 7, and one of 1, of which a rank has 
             plan_of(dp=2, zero_stage=3, recompute="full"),
             plan_of(pp=2, pipeline_schedule="1f1b"),
             plan_of(pp=2, pipeline_schedule="gpipe"),
+            plan_of(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, num_microbatches=6),
+            plan_of(pp=2, pipeline_schedule="zero_bubble", num_microbatches=6),
             plan_of(tp=2),
+            plan_of(cp=2),
         ],
         [
             plan_of(dp=2, pp=2, pipeline_schedule="1f1b", zero_stage=1),
