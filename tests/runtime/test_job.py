@@ -46,8 +46,8 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers() -> None:
 
 
 def test_a_plan_that_cannot_be_executed_is_refused_at_the_start() -> None:
-    with pytest.raises(UnsupportedPlanError, match="recompute=selective"):
-        runtime.init(ParallelPlan(recompute="selective"))
+    with pytest.raises(UnsupportedPlanError, match="offload=parameters, zero_stage=0"):
+        runtime.init(ParallelPlan(offload="parameters"))
 
 
 def test_the_precision_is_that_of_the_plan_file() -> None:
