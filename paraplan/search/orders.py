@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import permutations
-from math import factorial, prod
+from math import prod
 
 import numpy as np
 
@@ -14,9 +14,12 @@ from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis
 
 ORDERS: tuple[tuple[Axis, ...], ...] = tuple(
-    sorted(permutations(MEGATRON_RANK_ORDER), key=lambda order: order != MEGATRON_RANK_ORDER)
+    sorted(
+        (order for order in permutations(MEGATRON_RANK_ORDER) if abs(order.index("dp") - order.index("cp")) == 1),
+        key=lambda order: order != MEGATRON_RANK_ORDER,
+    )
 )
-"""All orders of the axes, Megatron-LM's first."""
+"""The orders of the axes, Megatron-LM's first. dp and cp stand side by side: their ranks average gradients together."""
 
 _SIZES = np.array([1e3, 1e5, 1e6, 1e7, 1e8, 1e9, 1e11])
 
@@ -30,7 +33,7 @@ class RankOrders:
 
     def count(self, sizes: dict[Axis, int]) -> int:
         """Return how many orders differ: those of the axes that are divided."""
-        return factorial(sum(size > 1 for size in sizes.values()))
+        return len({tuple(axis for axis in order if sizes[axis] > 1) for order in ORDERS})
 
     def worth_pricing(self, sizes: dict[Axis, int]) -> list[int]:
         """Return numbers of ORDERS that no other one beats or equals on all axes, Megatron-LM's before equal ones.
@@ -45,7 +48,8 @@ class RankOrders:
             if divided in seen:
                 continue
             seen.add(divided)
-            seconds = np.concatenate([np.zeros(0), *(self._of_group(axis, divided, sizes) for axis in sorted(divided))])
+            groups = [self._of_group(axis, divided, sizes) for axis in sorted(divided)]
+            seconds = np.concatenate([np.zeros(0), *groups, self._of_data_axes(order, sizes)])
             if any(bool((other <= seconds).all()) for _, other in kept):
                 continue
             kept = [(each, other) for each, other in kept if not bool((seconds <= other).all())]
@@ -58,6 +62,11 @@ class RankOrders:
         if key not in self._seconds:
             self._seconds[key] = self._measure(axis, sizes[axis], stride)
         return self._seconds[key]
+
+    def _of_data_axes(self, order: tuple[Axis, ...], sizes: dict[Axis, int]) -> Floats:
+        """Return the seconds of the ranks of dp and cp together."""
+        joined = sizes | {"dp": sizes["dp"] * sizes["cp"], "cp": 1}
+        return self._of_group("dp", order, joined) if joined["dp"] > 1 else np.zeros(0)
 
     def _measure(self, axis: Axis, size: int, stride: int) -> Floats:
         """Return the seconds of the collectives of an axis whose members stand `stride` ranks apart, by size."""
