@@ -487,7 +487,7 @@ def main() -> None:
         elif name == "deepspeed":
             print("skipped: deepspeed, whose ZeRO needs an accelerator or a CPU backend that it builds itself")
     print(
-        f"{'case':<12} {'against':<10} ranks  engine ms  rival ms   time ratio (quartiles)  CPU ratio  memory MiB, ratio"
+        f"{'case':<12} {'against':<10} ranks  engine ms  rival ms   time ratio (quartiles)  CPU ratio  memory MiB"
     )
     results = []
     for ranks in arguments.ranks:
