@@ -79,10 +79,14 @@ class JobRecord:
 
 
 class _HeldSignals:
-    """torch's signal handlers raise wherever they strike; inside `held` they wait, so that no message is torn."""
+    """torch's signal handlers raise wherever they strike; inside `held` they wait, so that no message is torn.
+
+    `count` is the number of signals so far.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
+        self.count = 0
         self._pending: list[tuple[Callable[[int, FrameType | None], Any], int]] = []
 
     def wrap_handlers(self, names: Sequence[str]) -> None:
@@ -97,6 +101,7 @@ class _HeldSignals:
 
     def _holding(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], Any]:
         def handle(number: int, frame: FrameType | None) -> None:
+            self.count += 1
             if self._depth:
                 self._pending.append((handler, number))
             else:
@@ -296,7 +301,7 @@ class RankProcesses(PContext):
             self._spawner.clear(everything=was_running or self._failed(), grace_s=1.0)
 
     def _stop(self, death_sig: signal.Signals) -> None:
-        if self._is_running():
+        if self._is_running() and self._signals.count < 2:  # a second may strike before torch comes to stop the ranks
             with self._signals.held():
                 self._spawner.signal(death_sig)
             self._wait_for_exits(self._settings.grace_s)
