@@ -59,7 +59,7 @@ class Question(NamedTuple):
 
 QUESTIONS = (
     Question("GPT-3 175B, 1,024 A100", "gpt3-175b", "dgx-a100", 128, 1536, 2048),
-    Question("the same, every plan of Megatron-Core", "gpt3-175b", "dgx-a100", 128, 1536, 2048, "megatron-core", 30.0),
+    Question("the same, every plan of Megatron-Core", "gpt3-175b", "dgx-a100", 128, 1536, 2048, "megatron-core"),
     Question("Llama-3-405B, 16,384 H100", "llama-3-405b", "dgx-h100", 2048, 2048, 8192),
 )
 COMMAND = ("recommend", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "8192", "--global-batch", "64")
