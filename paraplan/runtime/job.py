@@ -24,7 +24,7 @@ from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_mod
 from paraplan.runtime.batches import TargetCount, counted_targets
 from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.data import ShardedBatches, SizedDataset, shard_dataset
-from paraplan.runtime.engine import Engine, Equipment
+from paraplan.runtime.engine import Engine, Equipment, RankPart
 from paraplan.runtime.execution import LossFunction
 from paraplan.runtime.loss_scale import LossScale
 from paraplan.runtime.mesh import Mesh, build_mesh
@@ -104,18 +104,9 @@ class Job:
         Raises `PlanError` for a model that the plan was not made for, `UnsupportedPlanError` for a plan that the
         runtime cannot execute on it, and `ModelError` for a model without values, or another one on another rank.
         """
-        stack = check_model(
-            model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=weights is not None
-        )
-        share_weights(model, self.world)
-        names = names_of_ties(model)
         watch = self._watch(count_parameters(model))
-        if compile_backend is not None:
-            compile_blocks(model, stack, compile_backend, plan=self.plan)
         setting = Setting(plan=self.plan, mesh=self.mesh, precision=self.precision, loss_fn=loss_fn)
-        part = assemble_part(model, stack, setting, example_inputs=example_inputs)
-        if weights is not None:
-            read_weights(Path(weights), part, self.mesh, names=names)
+        part = self._part_of(model, setting, example_inputs, compile_backend=compile_backend, weights=weights)
         self._separate_random_numbers()
         made = optimizer(list(part.parameters.values()))
         if self.plan.offload == "optimizer":
@@ -141,6 +132,27 @@ class Job:
         atexit.register(peers.leave)  # runs before the group is left
         self._engines.append(engine)
         return engine
+
+    def _part_of(
+        self,
+        model: nn.Module,
+        setting: Setting,
+        example_inputs: Any,
+        *,
+        compile_backend: str | None,
+        weights: str | Path | None,
+    ) -> RankPart:
+        """Return this rank's part of `model`, with the weights of rank 0 or those of a file."""
+        reads = weights is not None
+        stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=reads)
+        share_weights(model, self.world)
+        names = names_of_ties(model)
+        if compile_backend is not None:
+            compile_blocks(model, stack, compile_backend, plan=self.plan)
+        part = assemble_part(model, stack, setting, example_inputs=example_inputs)
+        if weights is not None:
+            read_weights(Path(weights), part, self.mesh, names=names)
+        return part
 
     def shard(
         self,
