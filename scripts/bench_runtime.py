@@ -486,9 +486,7 @@ def main() -> None:
             print(f"skipped: {name} is not installed")
         elif name == "deepspeed":
             print("skipped: deepspeed, whose ZeRO needs an accelerator or a CPU backend that it builds itself")
-    print(
-        f"{'case':<12} {'against':<10} ranks  engine ms  rival ms   time ratio (quartiles)  CPU ratio  memory MiB"
-    )
+    print(f"{'case':<12} {'against':<10} ranks  engine ms  rival ms   time ratio (quartiles)  CPU ratio  memory MiB")
     results = []
     for ranks in arguments.ranks:
         for case in cases(ranks):
