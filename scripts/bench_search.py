@@ -2,7 +2,8 @@
 
     python scripts/bench_search.py [--sizes] [--plot FILE.svg] [--json]
 
-Each question is asked in a process of its own, of which the CPU time and the peak memory are read. `--sizes` searches
+Each question is asked in a process of its own, of which the CPU time and the peak memory are read. Python may keep
+its bytecode, as it does for an installed package, in a folder that is gone afterwards. `--sizes` searches
 GPT-3 175B on 8 to 131,072 A100s as well; `--plot` draws that. Ends with 1 where a limit is exceeded.
 """
 
@@ -14,7 +15,9 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,19 +62,29 @@ class Question(NamedTuple):
 
 QUESTIONS = (
     Question("GPT-3 175B, 1,024 A100", "gpt3-175b", "dgx-a100", 128, 1536, 2048),
-    Question("the same, every plan of Megatron-Core", "gpt3-175b", "dgx-a100", 128, 1536, 2048, "megatron-core"),
+    Question("batch 3,840, every plan of Megatron-Core", "gpt3-175b", "dgx-a100", 128, 3840, 2048, "megatron-core"),
     Question("Llama-3-405B, 16,384 H100", "llama-3-405b", "dgx-h100", 2048, 2048, 8192),
 )
 COMMAND = ("recommend", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "8192", "--global-batch", "64")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of what is measured: one core, and bytecode that is kept from run to run."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": _bytecode().name}
+
+
+@cache
+def _bytecode() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="paraplan-bench-")
 
 
 def ask(question: Question) -> dict[str, float | str]:
     """Return what a search took and found, in a process of its own on one core."""
     words = [question.model, question.profile, str(question.nodes), str(question.batch), str(question.length)]
     words.append(question.framework)
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     finished = subprocess.run(
-        [sys.executable, "-c", ONE_SEARCH, *words], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", ONE_SEARCH, *words], capture_output=True, text=True, check=True, env=environment()
     )
     found: dict[str, float | str] = json.loads(finished.stdout)
     return found
@@ -83,7 +96,7 @@ def time_command() -> float:
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        subprocess.run(words, check=True, capture_output=True)
+        subprocess.run(words, check=True, capture_output=True, env=environment())
         seconds.append(time.perf_counter() - started)
     return min(seconds)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from paraplan.cost.activations import Cuts, saved_bytes, transient_bytes
 from paraplan.cost.kernels import KernelTimes
-from paraplan.cost.table import RECOMPUTES, Floats, Ints, PlanTable
+from paraplan.cost.table import RECOMPUTES, Floats, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec
 from paraplan.plan.training import TrainingSpec
@@ -51,6 +51,10 @@ class BlockCosts:
     head_s: Floats
     boundary_bytes: Floats
     score_bytes: Floats
+
+    def select(self, rows: Mask | Ints) -> BlockCosts:
+        """Return the costs for some of the plans."""
+        return replace(self, key=self.key[rows])
 
 
 def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:

@@ -55,8 +55,15 @@ def _is_complete(table: PlanTable, ranks: list[RankSeconds]) -> bool:
 
 
 def _one_by_one(ranks: list[RankSeconds]) -> StageRuns:
-    forward, backward, weight = _stacked(ranks)
-    return StageRuns(np.ones(forward.shape, dtype=np.int64), forward, backward, weight, np.zeros(forward.shape[1]))
+    columns = _stacked(ranks)
+    # Neighbours that are alike in all plans make one run.
+    alike = [np.isclose(each[1:], each[:-1], rtol=1e-9, atol=0.0).all(axis=1) for each in columns]
+    firsts = np.flatnonzero(np.concatenate([[True], ~np.all(alike, axis=0)]))
+    counts = np.diff(firsts, append=len(ranks))
+    forward, backward, weight = (each[firsts] for each in columns)
+    return StageRuns(
+        np.repeat(counts[:, None], forward.shape[1], axis=1), forward, backward, weight, np.zeros(forward.shape[1])
+    )
 
 
 def _stacked(ranks: Sequence[RankSeconds]) -> tuple[Floats, Floats, Floats]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.table import Floats, Ints, PlanTable, distinct_rows
+from paraplan.cost.table import RANK_ORDERS, Floats, Ints, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.hardware.bus_bandwidth import GroupSpeed, RankGroup, bus_bandwidth, bus_factor
 from paraplan.hardware.profiles import Collective
@@ -23,6 +23,10 @@ class GroupLinks:
     size: Ints
     key: Ints
     speeds: dict[Collective, tuple[GroupSpeed, ...]]
+
+    def select(self, rows: Ints) -> GroupLinks:
+        """Return those of some of the plans."""
+        return GroupLinks(self.size[rows], self.key[rows], self.speeds)
 
     def all_reduce_s(self, num_bytes: Floats) -> Floats:
         """Return the seconds of an all-reduce of `num_bytes` on every rank."""
@@ -70,23 +74,48 @@ def group_links(workload: Workload, table: PlanTable, axis: Axis) -> GroupLinks:
     """
     sizes: dict[Axis, Ints] = {"pp": table.pp, "dp": table.dp, "cp": table.cp, "tp": table.tp}
     stride = np.ones_like(table.dp)
-    for inner in table.rank_order[table.rank_order.index(axis) + 1 :]:
-        stride = stride * sizes[inner]
+    for inner in sizes:
+        is_inside = np.array([order.index(inner) > order.index(axis) for order in RANK_ORDERS])
+        stride = stride * np.where(is_inside[table.order], sizes[inner], 1)
     keys, key = distinct_rows(sizes[axis], stride)
-    groups = [_groups(workload, int(size), int(step)) for size, step in zip(*keys, strict=True)]
     collectives: tuple[Collective, ...] = (
         ("send_recv",) if axis == "pp" else ("all_reduce", "all_gather", "reduce_scatter")
     )
     speeds = {
-        collective: tuple(_slowest(workload, candidates, collective) for candidates in groups)
+        collective: tuple(_speed(workload, int(size), int(step), collective) for size, step in zip(*keys, strict=True))
         for collective in collectives
     }
     return GroupLinks(size=sizes[axis], key=key, speeds=speeds)
 
 
-def _slowest(workload: Workload, groups: list[RankGroup], collective: Collective) -> GroupSpeed:
-    speeds = [bus_bandwidth(workload.cluster, group, collective, workload.links) for group in groups]
-    return min(speeds, key=lambda speed: speed.bus_bandwidth_bytes_per_s)
+def fastest_all_reduce_s(workload: Workload, table: PlanTable, num_bytes: Floats) -> Floats:
+    """Return the seconds that an all-reduce of tensor-parallel ranks takes at least, however ranks are ordered."""
+    sizes, size_of = np.unique(table.tp, return_inverse=True)
+    fastest = []
+    for size in sizes.tolist():
+        # Members that stand further apart than a node has GPUs are on nodes of their own.
+        apart = range(1, workload.cluster.gpus_per_node + 1 if size < workload.cluster.num_gpus else 2)
+        speeds = [_speed(workload, size, step, "all_reduce") for step in apart]
+        bus = max(speed.bus_bandwidth_bytes_per_s for speed in speeds)
+        fastest.append(
+            speeds[0].replace(
+                bus_bandwidth_bytes_per_s=bus,
+                latency_s=min(speed.latency_s for speed in speeds),
+                ramp_bytes=min(speed.ramp_bytes for speed in speeds),
+            )
+        )
+    links = GroupLinks(size=table.tp, key=size_of.reshape(-1), speeds={"all_reduce": tuple(fastest)})
+    return links.all_reduce_s(num_bytes)
+
+
+def _speed(workload: Workload, size: int, stride: int, collective: Collective) -> GroupSpeed:
+    """Return what a collective reaches on the slowest group, computed once for a workload."""
+    known, key = workload.group_speeds, (size, stride, collective)
+    if key not in known:
+        groups = _groups(workload, size, stride)
+        speeds = [bus_bandwidth(workload.cluster, group, collective, workload.links) for group in groups]
+        known[key] = min(speeds, key=lambda speed: speed.bus_bandwidth_bytes_per_s)
+    return known[key]
 
 
 def _groups(workload: Workload, size: int, stride: int) -> list[RankGroup]:

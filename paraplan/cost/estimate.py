@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.blocks import block_costs
+from paraplan.cost.blocks import BlockCosts, block_costs
 from paraplan.cost.kernels import effective_peak
 from paraplan.cost.memory import StageMemory, cached_bytes, host_bytes, stage_memory
 from paraplan.cost.stages import even_stage
@@ -86,9 +86,12 @@ class PlanEstimate(Record):
         return self.host_memory_bytes is None or self.host_bytes_per_node <= self.host_memory_bytes
 
 
-def peak_memory(workload: Workload, table: PlanTable) -> Floats:
-    """Return the peak bytes of each plan: the fuller of the first and the last stage, or the second where pp > 2."""
-    costs = block_costs(workload, table)
+def peak_memory(workload: Workload, table: PlanTable, costs: BlockCosts | None = None) -> Floats:
+    """Return the peak bytes of each plan: the fuller of the first and the last stage, or the second where pp > 2.
+
+    `costs` are the plans' `block_costs`, where they are known.
+    """
+    costs = costs or block_costs(workload, table)
     ranks = (np.zeros_like(table.pp), np.minimum(1, table.pp - 1), table.pp - 1)
     model = workload.model
     stages = (even_stage(table, model.num_blocks, rank, are_alike=len(model.runs) == 1) for rank in ranks)
@@ -117,16 +120,7 @@ def estimate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
     costs = block_costs(workload, table)
     bounds = _bounds(plan)
     stages = [even_stage(table, workload.model.num_blocks, np.array([rank]), bounds) for rank in range(plan.pp)]
-    memory = [
-        _memory_record(
-            workload,
-            rank,
-            stage_memory(workload, table, costs, stage),
-            cached=float(cached_bytes(workload, table, costs, stage)[0]),
-            on_host=float(host_bytes(workload, table, costs, stage)[0]),
-        )
-        for rank, stage in enumerate(stages)
-    ]
+    memory = _memory_records(workload, table, costs, bounds)
     time = step_time(workload, table, costs, stages)
     ranks_of_node = min(plan.world_size, workload.cluster.gpus_per_node)
     return PlanEstimate(
@@ -145,11 +139,28 @@ def _bounds(plan: ParallelPlan) -> Ints | None:
     return np.concatenate([[0], np.cumsum(plan.stage_blocks)]).astype(np.int64)
 
 
+def _memory_records(
+    workload: Workload, table: PlanTable, costs: BlockCosts, bounds: Ints | None
+) -> list[MemoryEstimate]:
+    """Return the memory of each pipeline rank of the one plan of `table`: all in one table, a row each."""
+    ranks = np.arange(int(table.pp[0]))
+    rows = np.zeros_like(ranks)
+    by_rank, costs = table.select(rows), costs.select(rows)
+    stage = even_stage(by_rank, workload.model.num_blocks, ranks, bounds)
+    memory = stage_memory(workload, by_rank, costs, stage)
+    cached = cached_bytes(workload, by_rank, costs, stage)
+    on_host = host_bytes(workload, by_rank, costs, stage)
+    return [
+        _memory_record(workload, rank, memory, cached=float(cached[rank]), on_host=float(on_host[rank]))
+        for rank in ranks.tolist()
+    ]
+
+
 def _memory_record(
     workload: Workload, stage: int, memory: StageMemory, *, cached: float, on_host: float
 ) -> MemoryEstimate:
     parts = {
-        name: round(float(getattr(memory, name)[0]))
+        name: round(float(getattr(memory, name)[stage]))
         for name in (
             "parameter_bytes",
             "gradient_bytes",

@@ -7,6 +7,7 @@ are put into levels, each of which depends on earlier ones alone; a level is one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -81,17 +82,23 @@ def recurrence_s(schedule: ScheduleName, stages: StageColumns, *, num_ranks: int
 def _exact_s(
     schedule: ScheduleName, stages: StageColumns, num_ranks: int, virtual: int, num_microbatches: int, group: int
 ) -> Floats:
-    if schedule == "interleaved_1f1b" and group == num_ranks and virtual > 1:
-        levels, count = _interleaved_levels(num_ranks, virtual, num_microbatches)
-    elif schedule == "zero_bubble" and virtual == 1:
-        levels, count = _zero_bubble_levels(num_ranks, num_microbatches)
-    else:
-        levels, count = _levels(schedule, num_ranks, virtual, num_microbatches, group)
+    levels, count = _course(schedule, num_ranks, virtual, num_microbatches, group)
     parts = [
         _follow(levels, count, stages.columns(slice(first, first + _ROWS_AT_A_TIME)), num_ranks, schedule)
         for first in range(0, len(stages.send_s), _ROWS_AT_A_TIME)
     ]
     return np.concatenate([np.zeros(0), *parts])
+
+
+@lru_cache(maxsize=32)
+def _course(
+    schedule: ScheduleName, num_ranks: int, virtual: int, num_microbatches: int, group: int
+) -> tuple[list[_Level], int]:
+    if schedule == "interleaved_1f1b" and group == num_ranks and virtual > 1:
+        return _interleaved_levels(num_ranks, virtual, num_microbatches)
+    if schedule == "zero_bubble" and virtual == 1:
+        return _zero_bubble_levels(num_ranks, num_microbatches)
+    return _levels(schedule, num_ranks, virtual, num_microbatches, group)
 
 
 def _follow(levels: list[_Level], count: int, stages: StageColumns, num_ranks: int, schedule: ScheduleName) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -58,6 +59,18 @@ class StageBlocks:
             shape = np.zeros_like(self.rank) if self.shape is None else self.shape
             self._found[id(costs.key)] = first_rows(costs.key, shape)
         return self._found[id(costs.key)]
+
+
+def joined_ranks(stages: Sequence[StageBlocks]) -> StageBlocks:
+    """Return the ranks of one plan as if each were a plan of its own."""
+    return StageBlocks(
+        rank=np.concatenate([stage.rank for stage in stages]),
+        low=np.concatenate([stage.low for stage in stages], axis=1),
+        high=np.concatenate([stage.high for stage in stages], axis=1),
+        is_first=np.concatenate([stage.is_first for stage in stages]),
+        is_last=np.concatenate([stage.is_last for stage in stages]),
+        shape=np.arange(len(stages)),
+    )
 
 
 def even_stage(

@@ -11,7 +11,7 @@ from paraplan.cost.bubble import RankSeconds, bubble_s
 from paraplan.cost.collectives import GroupLinks, group_links
 from paraplan.cost.context import context_parallel_s
 from paraplan.cost.offload import offload_gather_s, offload_step_s
-from paraplan.cost.stages import StageBlocks
+from paraplan.cost.stages import StageBlocks, joined_ranks
 from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis
@@ -70,7 +70,8 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     """
     cluster, constants, habits = workload.cluster, workload.constants, workload.habits
     links = _links(workload, table)
-    slots = [_slot(workload, table, costs, stage, links) for stage in stages]
+    exchanges = context_parallel_s(workload, table)
+    slots = _slots(workload, table, costs, stages, links, exchanges)
     slowest = np.argmax(np.stack([slot.total_s for slot in slots]), axis=0)
     rows = np.arange(len(table))
 
@@ -78,7 +79,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         return np.asarray(np.stack([getattr(slot, name) for slot in slots])[slowest, rows])
 
     microbatches = table.num_microbatches
-    whole = _slot(workload, table, costs, _all_blocks(table, costs), links)
+    whole = _slot(workload, table, costs, _all_blocks(table, costs), links, exchanges)
     bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
     wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
     parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
@@ -105,8 +106,8 @@ def rank_seconds(
     workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]
 ) -> list[RankSeconds]:
     """Return the seconds of one micro-batch on each of `stages`, as `step_time` counts them."""
-    links = _links(workload, table)
-    return [_slot(workload, table, costs, stage, links).of_rank for stage in stages]
+    links, exchanges = _links(workload, table), context_parallel_s(workload, table)
+    return [slot.of_rank for slot in _slots(workload, table, costs, stages, links, exchanges)]
 
 
 def _links(workload: Workload, table: PlanTable) -> dict[Axis, GroupLinks]:
@@ -121,9 +122,33 @@ def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:
     return StageBlocks(rank=zeros[0], low=zeros, high=zeros + count, is_first=ones, is_last=ones)
 
 
+def _slots(
+    workload: Workload,
+    table: PlanTable,
+    costs: BlockCosts,
+    stages: list[StageBlocks],
+    links: dict[Axis, GroupLinks],
+    exchanges: tuple[Floats, Floats],
+) -> list[_Slot]:
+    """Return the slot of each of `stages`; those of a single plan are computed side by side."""
+    if len(table) != 1:
+        return [_slot(workload, table, costs, stage, links, exchanges) for stage in stages]
+    rows = np.zeros(len(stages), dtype=np.int64)
+    of_ranks = {axis: group.select(rows) for axis, group in links.items()}
+    of_blocks = exchanges[0][rows], exchanges[1][rows]
+    slot = _slot(workload, table.select(rows), costs.select(rows), joined_ranks(stages), of_ranks, of_blocks)
+    return [_Slot(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot))) for rank in range(len(stages))]
+
+
 def _slot(
-    workload: Workload, table: PlanTable, costs: BlockCosts, stage: StageBlocks, links: dict[Axis, GroupLinks]
+    workload: Workload,
+    table: PlanTable,
+    costs: BlockCosts,
+    stage: StageBlocks,
+    links: dict[Axis, GroupLinks],
+    of_block: tuple[Floats, Floats],
 ) -> _Slot:
+    """Return the seconds of one micro-batch on a rank; `of_block` are the exchanges of context parallelism."""
     key, habits, tp, pp = costs.key, workload.habits, links["tp"], links["pp"]
     is_full = table.recompute == RECOMPUTES.index("full")
     forward, backward = stage.sum(costs, costs.forward_s), stage.sum(costs, costs.backward_s)
@@ -148,7 +173,7 @@ def _slot(
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
     gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
     sends = transfers * (habits.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
-    exchanges, backward_exchanges = (each * stage.num_blocks for each in context_parallel_s(workload, table))
+    exchanges, backward_exchanges = (each * stage.num_blocks for each in of_block)
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
     return _Slot(
         forward_s=forward + forward_sends + exchanges + sends / 2 + ends / 3,

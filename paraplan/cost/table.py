@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import permutations
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paraplan.errors import PlanError
-from paraplan.plan.parallel import Axis, Offload, ParallelPlan, Recompute, ScheduleName
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, Offload, ParallelPlan, Recompute, ScheduleName
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -19,15 +20,18 @@ Mask = NDArray[np.bool_]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 SCHEDULES: tuple[ScheduleName | None, ...] = (None, "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+RANK_ORDERS: tuple[tuple[Axis, ...], ...] = tuple(
+    sorted(permutations(MEGATRON_RANK_ORDER), key=lambda order: order != MEGATRON_RANK_ORDER)
+)
 
 
 @dataclass(frozen=True, eq=False)
 class PlanTable:
     """Plans in rows, one integer column a field of `ParallelPlan`.
 
-    `recompute`, `offload` and `schedule` are indices into RECOMPUTES, OFFLOADS and SCHEDULES. All rows share
-    `rank_order`. `split` 0 is an even split of the blocks (the first stages take the rest); any other is a row of
-    `splits`, which holds the first block of each stage and then the number of blocks.
+    `recompute`, `offload`, `schedule` and `order` are indices into RECOMPUTES, OFFLOADS, SCHEDULES and RANK_ORDERS.
+    `split` 0 is an even split of the blocks (the first stages take the rest); any other is a row of `splits`, which
+    holds the first block of each stage and then the number of blocks.
     """
 
     dp: Ints
@@ -43,12 +47,12 @@ class PlanTable:
     recompute: Ints
     offload: Ints
     split: Ints
-    rank_order: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+    order: Ints
     splits: Ints = field(default_factory=lambda: np.zeros((1, 1), dtype=np.int64))
 
     @classmethod
     def of_plans(cls, plans: Iterable[ParallelPlan]) -> Self:
-        """Return the table of `plans`, which must share one rank order.
+        """Return the table of `plans`.
 
         Raises `PlanError` for hybrid sharding, which is executed and not priced.
         """
@@ -59,9 +63,6 @@ class PlanTable:
                 f"zero_shards={hybrid.zero_shards}: what hybrid sharding costs is not estimated",
                 hint="estimate the plan without zero_shards, or let --trace count its memory",
             )
-        orders = {plan.rank_order for plan in rows}
-        assert len(orders) == 1, f"one table holds one rank order, not {orders}"
-
         splits, split_of = _splits([plan.stage_blocks for plan in rows])
 
         def column(values: Iterable[int]) -> Ints:
@@ -81,7 +82,7 @@ class PlanTable:
             recompute=column(RECOMPUTES.index(plan.recompute) for plan in rows),
             offload=column(OFFLOADS.index(plan.offload) for plan in rows),
             split=column(split_of),
-            rank_order=orders.pop(),
+            order=column(RANK_ORDERS.index(plan.rank_order) for plan in rows),
             splits=splits,
         )
 
@@ -93,12 +94,12 @@ class PlanTable:
 
     @classmethod
     def concatenate(cls, tables: Sequence[Self]) -> Self:
-        """Return the rows of `tables`, which share order and splits; without any, a table without rows."""
+        """Return the rows of `tables`, which share splits; without any, a table without rows."""
         nothing = np.zeros(0, dtype=np.int64)
         joined = cls.of_columns(
             np.concatenate([nothing, *(getattr(table, name) for table in tables)]) for name in COLUMNS
         )
-        return replace(joined, rank_order=tables[0].rank_order, splits=tables[0].splits) if tables else joined
+        return joined.with_splits(tables[0].splits) if tables else joined
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -111,11 +112,15 @@ class PlanTable:
     def select(self, rows: Mask | Ints) -> Self:
         """Return the table of some rows."""
         columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in COLUMNS}
-        return type(self)(**columns, rank_order=self.rank_order, splits=self.splits)
+        return type(self)(**columns, splits=self.splits)
 
     def ordered(self, rank_order: tuple[Axis, ...]) -> Self:
         """Return the same plans with another order of ranks."""
-        return replace(self, rank_order=rank_order)
+        return self.with_orders(np.full_like(self.order, RANK_ORDERS.index(rank_order)))
+
+    def with_orders(self, order: Ints) -> Self:
+        """Return the same plans with an order of ranks for each, an index into RANK_ORDERS."""
+        return replace(self, order=order)
 
     def joined_data_axes(self) -> Self:
         """Return the same plans with context-parallel ranks counted as data-parallel ones: both average gradients."""
@@ -141,7 +146,7 @@ class PlanTable:
             recompute=RECOMPUTES[self.recompute[row]],
             offload=OFFLOADS[self.offload[row]],
             stage_blocks=self._stage_blocks(row),
-            rank_order=self.rank_order,
+            rank_order=RANK_ORDERS[self.order[row]],
         )
 
     def _stage_blocks(self, row: int) -> tuple[int, ...] | None:
@@ -166,7 +171,7 @@ def split_rows(cuts: Sequence[tuple[int, ...]]) -> Ints:
     return rows
 
 
-COLUMNS = tuple(each.name for each in fields(PlanTable) if each.name not in ("rank_order", "splits"))
+COLUMNS = tuple(each.name for each in fields(PlanTable) if each.name != "splits")
 """The names of a table's columns in their order."""
 
 

@@ -8,8 +8,10 @@ from typing import Self
 from paraplan.cost.calibrated import calibrated_constants
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.habits import PARAPLAN, Habits
+from paraplan.hardware.bus_bandwidth import GroupSpeed
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable
+from paraplan.hardware.profiles import Collective
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.training import TrainingSpec
 
@@ -24,6 +26,8 @@ class Workload:
     links: LinkSpeedTable
     constants: CostConstants = field(default_factory=CostConstants)
     habits: Habits = PARAPLAN
+    group_speeds: dict[tuple[int, int, Collective], GroupSpeed] = field(default_factory=dict, init=False, repr=False)
+    """What groups of ranks reach, by size, distance and collective, as far as it was asked for."""
 
     @classmethod
     def of(cls, model: ModelSpec, training: TrainingSpec, cluster: Cluster, links: LinkSpeedTable) -> Self:

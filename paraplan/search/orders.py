@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import permutations
 from math import prod
 
 import numpy as np
 
 from paraplan.cost.collectives import group_links
-from paraplan.cost.table import Floats, Ints, PlanTable
+from paraplan.cost.table import RANK_ORDERS, Floats, Ints, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis
 
 ORDERS: tuple[tuple[Axis, ...], ...] = tuple(
-    sorted(
-        (order for order in permutations(MEGATRON_RANK_ORDER) if abs(order.index("dp") - order.index("cp")) == 1),
-        key=lambda order: order != MEGATRON_RANK_ORDER,
-    )
+    order for order in RANK_ORDERS if abs(order.index("dp") - order.index("cp")) == 1
 )
 """The orders of the axes, Megatron-LM's first. dp and cp stand side by side: their ranks average gradients together."""
 
@@ -36,14 +32,14 @@ class RankOrders:
         return len({tuple(axis for axis in order if sizes[axis] > 1) for order in ORDERS})
 
     def worth_pricing(self, sizes: dict[Axis, int]) -> list[int]:
-        """Return numbers of ORDERS that no other one beats or equals on all axes, Megatron-LM's before equal ones.
+        """Return indices into RANK_ORDERS of orders that none beats or equals on all axes, Megatron-LM's before equals.
 
         An order is left out only where another has every collective of every axis, at every size from a kilobyte to a
         hundred gigabytes, at least as fast.
         """
         kept: list[tuple[int, Floats]] = []
         seen: set[tuple[Axis, ...]] = set()
-        for number, order in enumerate(ORDERS):
+        for order in ORDERS:
             divided = tuple(axis for axis in order if sizes[axis] > 1)
             if divided in seen:
                 continue
@@ -53,7 +49,7 @@ class RankOrders:
             if any(bool((other <= seconds).all()) for _, other in kept):
                 continue
             kept = [(each, other) for each, other in kept if not bool((seconds <= other).all())]
-            kept.append((number, seconds))
+            kept.append((RANK_ORDERS.index(order), seconds))
         return [number for number, _ in kept]
 
     def _of_group(self, axis: Axis, divided: tuple[Axis, ...], sizes: dict[Axis, int]) -> Floats:
@@ -85,8 +81,8 @@ def _table(sizes: dict[Axis, int], rank_order: tuple[Axis, ...]) -> PlanTable:
     def column(value: int) -> Ints:
         return np.full(1, value, dtype=np.int64)
 
-    names = ("zero_stage", "sequence_parallel", "schedule", "recompute", "offload", "split")
+    names = ("zero_stage", "sequence_parallel", "schedule", "recompute", "offload", "split", "order")
     zeros = {name: column(0) for name in names}
     ones = {name: column(1) for name in ("micro_batch_size", "num_microbatches", "virtual")}
     axes = {axis: column(sizes.get(axis, 1)) for axis in MEGATRON_RANK_ORDER}
-    return PlanTable(**axes, **zeros, **ones, rank_order=rank_order)
+    return PlanTable(**axes, **zeros, **ones).ordered(rank_order)

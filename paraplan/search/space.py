@@ -183,6 +183,7 @@ class PlanSpace:
             recompute=recompute,
             offload=offload,
             split=split,
+            order=constant(0),
         )
 
     def _alike(self, table: PlanTable) -> Iterator[tuple[tuple[bool, int], PlanTable]]:
@@ -220,6 +221,7 @@ class PlanSpace:
             table.recompute,
             table.offload,
             np.zeros_like(table.split),
+            np.zeros_like(table.order),
         )
         examples = PlanTable.of_columns(kinds)
         reasons = [self._reason(examples, row) for row in range(len(examples))]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from paraplan.cost.blocks import block_costs
+from paraplan.cost.blocks import BlockCosts, block_costs
 from paraplan.cost.estimate import fits, peak_memory, step_times
 from paraplan.cost.memory import host_bytes
 from paraplan.cost.stages import even_stage
@@ -16,7 +16,6 @@ from paraplan.cost.table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.search.bound import least_step_s
-from paraplan.search.orders import ORDERS
 from paraplan.search.results import Rejection
 from paraplan.search.space import PlanSpace
 from paraplan.units import format_bytes
@@ -30,10 +29,9 @@ _MOST_ROWS = 16_000
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """Plans with their prices: a table each order of ranks would be, so the order is a column here."""
+    """Plans with their prices."""
 
     table: PlanTable
-    order: Ints
     seconds: Floats
     peak_bytes: Floats
 
@@ -42,11 +40,11 @@ class Priced:
 
     def select(self, rows: Ints) -> Priced:
         """Return some of the plans."""
-        return Priced(self.table.select(rows), self.order[rows], self.seconds[rows], self.peak_bytes[rows])
+        return Priced(self.table.select(rows), self.seconds[rows], self.peak_bytes[rows])
 
     def plan(self, row: int) -> ParallelPlan:
         """Return one plan as a record."""
-        return self.table.ordered(ORDERS[self.order[row]]).plan(row)
+        return self.table.plan(row)
 
 
 @dataclass
@@ -148,17 +146,20 @@ class MemorySurvey:
         for chunk in space.chunks():
             table, weights = chunk.table, np.array(space.variants)[chunk.degrees]
             survey.num_priced += int(weights.sum())
-            peak = peak_memory(workload, table)
+            costs = block_costs(workload, table)
+            peak = peak_memory(workload, table, costs)
             fitting = fits(workload, peak)
             survey.too_large.add(table.select(~fitting), peak[~fitting], weights[~fitting])
-            on_host = fitting & exceeds_host(workload, table)
+            on_host = np.zeros_like(fitting)
+            on_host[fitting] = exceeds_host(workload, table.select(fitting), costs.select(fitting))
             if on_host.any():
                 total = format_bytes(workload.cluster.host_memory_bytes)
                 survey.rejected[f"offload needs more than the {total} of a node"] += int(weights[on_host].sum())
                 fitting &= ~on_host
             if fitting.any():
                 left = table.select(fitting)
-                survey.fitting.add(left, peak[fitting], least_step_s(workload, left), chunk.degrees[fitting])
+                least_s = least_step_s(workload, left, costs.select(fitting))
+                survey.fitting.add(left, peak[fitting], least_s, chunk.degrees[fitting])
         survey.rejected.update(space.rejected)
         if survey.too_large.count:
             survey.rejected[survey.too_large.describe(workload.usable_memory_bytes)] += survey.too_large.count
@@ -170,18 +171,18 @@ class MemorySurvey:
         return tuple(Rejection(reason=reason, count=count) for reason, count in self.rejected.most_common())
 
 
-def exceeds_host(workload: Workload, table: PlanTable) -> Mask:
+def exceeds_host(workload: Workload, table: PlanTable, costs: BlockCosts | None = None) -> Mask:
     """Return which plans offload more than a node's memory holds."""
     offloads = np.flatnonzero(table.offload != OFFLOADS.index("none"))
     exceeds = np.zeros(len(table), dtype=bool)
     limit = workload.cluster.host_memory_bytes
     if limit is None or not len(offloads):
         return exceeds
-    part = table.select(offloads)
-    costs = block_costs(workload, part)
+    part, model = table.select(offloads), workload.model
+    costs = costs.select(offloads) if costs else block_costs(workload, part)
     ranks = np.minimum(workload.cluster.num_gpus, workload.cluster.gpus_per_node)
     for rank in (np.zeros_like(part.pp), part.pp - 1):
-        stage = even_stage(part, workload.model.num_blocks, rank)
+        stage = even_stage(part, model.num_blocks, rank, are_alike=len(model.runs) == 1)
         exceeds[offloads] |= ranks * host_bytes(workload, part, costs, stage) > limit
     return exceeds
 
@@ -232,10 +233,8 @@ class TimeSurvey:
         table = PlanTable.concatenate([each.table for each in self.found])
         return Priced(
             table,
-            *(
-                np.concatenate([getattr(each, name) for each in self.found])
-                for name in ("order", "seconds", "peak_bytes")
-            ),
+            np.concatenate([each.seconds for each in self.found]),
+            np.concatenate([each.peak_bytes for each in self.found]),
         )
 
     def _may_matter(self, plans: _Together, rows: Ints, kind: Ints, named: Mask, best: Floats) -> Mask:
@@ -259,22 +258,8 @@ class TimeSurvey:
 
     def _price(self, plans: _Together, rows: Ints) -> tuple[Priced, Ints]:
         """Return the prices of some plans under each order of ranks that is worth it, and the row of each."""
-        parts, origins = [], []
-        for number, chosen in self._by_order(plans.degrees[rows]):
-            table = plans.table(rows[chosen]).ordered(ORDERS[number])
-            seconds = step_times(self.workload, table).step_time_s
-            order = np.full(len(table), number)
-            parts.append(Priced(table.ordered(ORDERS[0]), order, seconds, plans.peak_bytes[rows[chosen]]))
-            origins.append(rows[chosen])
-        table = PlanTable.concatenate([part.table for part in parts])
-        columns = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("order", "seconds", "peak_bytes")
-        )
-        return Priced(table, *columns), np.concatenate(origins)
-
-    def _by_order(self, degrees: Ints) -> Iterator[tuple[int, Ints]]:
-        for number in range(len(ORDERS)):
-            has = np.array([number in orders for orders in self.orders])
-            chosen = np.flatnonzero(has[degrees])
-            if len(chosen):
-                yield number, chosen
+        orders = [self.orders[number] for number in plans.degrees[rows]]
+        rows = np.repeat(rows, [len(each) for each in orders])
+        table = plans.table(rows).with_orders(np.array([number for each in orders for number in each]))
+        seconds = step_times(self.workload, table).step_time_s
+        return Priced(table, seconds, plans.peak_bytes[rows]), rows
