@@ -107,9 +107,13 @@ def _follow(levels: list[_Level], count: int, stages: StageColumns, num_ranks: i
     # The last row stands for what has no input.
     ends = np.zeros((count + 1, len(stages.send_s)))
     free = np.zeros((num_ranks, len(stages.send_s)))
+    sends = bool(stages.send_s.any())
     for level in levels:
-        ready = ends[level.inputs] + level.crosses * stages.send_s
-        done = np.maximum(free[level.ranks], ready) + seconds[level.durations]
+        ready = ends[level.inputs]
+        if sends:
+            ready += level.crosses * stages.send_s
+        done = np.maximum(free[level.ranks], ready, out=ready)
+        done += seconds[level.durations]
         free[level.ranks] = done
         ends[level.first : level.first + len(done)] = done
     return np.asarray(free.max(axis=0))

@@ -12,7 +12,7 @@ from paraplan.cost.step import overlap_s
 from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
 
 MakeWorkload = Callable[..., Workload]
 EXPOSED = (
@@ -38,6 +38,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         zero_stage=draw(st.sampled_from(stages)),
         num_microbatches=64 // dp,
         pipeline_schedule="1f1b" if pp > 1 else None,
+        rank_order=draw(st.sampled_from([MEGATRON_RANK_ORDER, ("dp", "pp", "cp", "tp"), ("tp", "pp", "dp", "cp")])),
         recompute=draw(st.sampled_from(["none", "full"])),
     )
 
