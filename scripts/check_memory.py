@@ -117,6 +117,8 @@ CASES = (
     Case("llama-3-8b", 4096, {"dp": 64, "zero_stage": 3, "num_microbatches": 2, "recompute": "full"}),
     Case("llama-3-8b", 4096, {"dp": 64, "zero_stage": 2, "num_microbatches": 2}),
     Case("llama-3-8b", 4096, pipeline(4, 8, dp=8), stages=(0, 1, 3)),
+    Case("llama-3-8b", 4096, pipeline(4, 8, "zero_bubble", dp=8), stages=(0, 1, 3)),
+    Case("llama-3-8b", 4096, pipeline(2, 8, "interleaved_1f1b", dp=4, virtual_pipeline_size=2), stages=(0, 1)),
     Case("llama-3-8b", 4096, {"tp": 4, "dp": 2}),
     Case("llama-3-8b", 4096, {"tp": 4, "dp": 2, "sequence_parallel": True}),
     Case("llama-3-8b", 4096, pipeline(2, 4, tp=4), stages=(0, 1)),

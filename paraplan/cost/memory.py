@@ -31,6 +31,7 @@ def stage_memory(workload: Workload, table: PlanTable, costs: BlockCosts, stage:
         moments.end_of_forward(rank),
         moments.loss_backward(rank),
         moments.block_backward(rank),
+        moments.end_of_first_half(rank),
         moments.block_reduction(rank),
         moments.end_of_backward(rank),
         moments.optimizer_step(rank),

@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 
 from paraplan.cost.rank_memory import FP32, HALF, RankMemory, StageMemory
-from paraplan.cost.table import OFFLOADS, Floats
+from paraplan.cost.table import OFFLOADS, Floats, Mask
 
 
 def end_of_forward(rank: RankMemory) -> StageMemory:
@@ -18,13 +18,18 @@ def end_of_forward(rank: RankMemory) -> StageMemory:
     """
     each = FP32 + 2 * HALF if rank.is_mixed else 2 * FP32
     each = min(each, rank.workload.habits.logit_bytes) if rank.is_mixed else each
-    earlier = _loss_kept_bytes(rank) * (rank.head_in_flight - 1)
+    earlier = _loss_kept_bytes(rank) * (_losses_in_flight(rank) - 1)
     return rank.moment(
         parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=True),
         gradients=rank.gradient_bytes(at_end=False),
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + earlier + each * rank.num_logits,
         workspace=np.zeros(len(rank.table)),
     )
+
+
+def _losses_in_flight(rank: RankMemory) -> Floats:
+    """Return of how many micro-batches the loss's tensors are kept: taken in halves, the first half frees them."""
+    return np.where(rank.is_zero_bubble, np.minimum(rank.head_in_flight, 1.0), rank.head_in_flight)
 
 
 def _loss_kept_bytes(rank: RankMemory) -> Floats:
@@ -39,7 +44,7 @@ def loss_backward(rank: RankMemory) -> StageMemory:
     return rank.moment(
         parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=False),
         gradients=rank.gradient_bytes(at_end=False),
-        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept * rank.head_in_flight,
+        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept * _losses_in_flight(rank),
         workspace=np.maximum(0.0, rank.loss_bytes * rank.num_logits - kept),
     )
 
@@ -52,10 +57,33 @@ def block_backward(rank: RankMemory) -> StageMemory:
     return rank.moment(
         parameters=rank.gathered_bytes(num_blocks=2) + rank.copied_bytes(in_forward=False),
         gradients=rank.gradient_bytes(at_end=False) + fresh,
-        activations=rank.kept_bytes + rank.passed_bytes + _loss_kept_bytes(rank) * (rank.head_in_flight - 1),
-        workspace=rank.costs.working_bytes[key]
-        + rank.costs.boundary_bytes[key]
-        + rank.costs.largest_weight_parameters[key] * rank.compute_bytes,
+        activations=rank.kept_bytes + rank.passed_bytes + _loss_kept_bytes(rank) * (_losses_in_flight(rank) - 1),
+        workspace=_working_bytes(rank),
+    )
+
+
+def _working_bytes(rank: RankMemory) -> Floats:
+    """Return what the backward pass of a block has beside what was kept for it."""
+    costs, key = rank.costs, rank.costs.key
+    weight = costs.largest_weight_parameters[key] * rank.compute_bytes
+    return np.asarray(costs.working_bytes[key] + costs.boundary_bytes[key] + weight)
+
+
+def end_of_first_half(rank: RankMemory) -> StageMemory:
+    """Return the moment, under zero bubble, when the backward pass of the activations ends; it frees nothing before."""
+    moment = rank.moment(
+        parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=False),
+        gradients=rank.gradient_bytes(at_end=False),
+        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + _loss_kept_bytes(rank),
+        workspace=rank.halves_bytes + _working_bytes(rank),
+    )
+    return _where(rank.is_zero_bubble, moment)
+
+
+def _where(happens: Mask, moment: StageMemory) -> StageMemory:
+    """Return `moment` where it happens, and nothing elsewhere."""
+    return StageMemory(
+        **{field.name: np.where(happens, getattr(moment, field.name), 0.0) for field in fields(StageMemory)}
     )
 
 
@@ -70,12 +98,8 @@ def block_reduction(rank: RankMemory) -> StageMemory:
         activations=rank.kept_bytes * (1 - 1 / blocks) + rank.passed_bytes,
         workspace=rank.costs.boundary_bytes[key],
     )
-    nothing = np.zeros(len(rank.table))
     # Stage 1 reduces after the last micro-batch only, when a pipeline holds no other.
-    reduces = rank.is_fsdp & ((rank.table.zero_stage > 1) | ~rank.accumulates)
-    return StageMemory(
-        **{field.name: np.where(reduces, getattr(moment, field.name), nothing) for field in fields(StageMemory)}
-    )
+    return _where(rank.is_fsdp & ((rank.table.zero_stage > 1) | ~rank.accumulates), moment)
 
 
 def end_of_backward(rank: RankMemory) -> StageMemory:
@@ -92,11 +116,12 @@ def end_of_backward(rank: RankMemory) -> StageMemory:
 
 
 def optimizer_step(rank: RankMemory) -> StageMemory:
-    """Return the moment of the step: activations are gone, and it makes copies of all parameters or of one."""
+    """Return the moment of the step or just before: activations are gone, and copies of all parameters or one made."""
     is_here = rank.table.offload == OFFLOADS.index("none")
+    copies = np.where(is_here, rank.step_copies_bytes, 0.0)
     return rank.moment(
         parameters=np.zeros(len(rank.table)),
         gradients=rank.gradient_bytes(at_end=True),
         activations=rank.passed_bytes,
-        workspace=np.where(is_here, rank.step_copies_bytes, 0.0),
+        workspace=np.maximum(copies, rank.flat_average_bytes),
     )

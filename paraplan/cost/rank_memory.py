@@ -17,7 +17,7 @@ from paraplan.cost.workspaces import matmul_workspace_bytes
 from paraplan.plan.sharding import padded_share, sharded_dimension
 
 _FULL = RECOMPUTES.index("full")
-_GPIPE = SCHEDULES.index("gpipe")
+_ZERO_BUBBLE, _INTERLEAVED = SCHEDULES.index("zero_bubble"), SCHEDULES.index("interleaved_1f1b")
 FP32, HALF = 4.0, 2.0
 
 
@@ -115,8 +115,9 @@ class RankMemory:
 
     @cached_property
     def has_earlier_gradients(self) -> Mask:
-        """Plans that keep most activations when gradients are there already; GPipe keeps all before its first."""
-        return np.asarray(self.accumulates & ((self.table.schedule != _GPIPE) | (self.table.pp == 1)))
+        """Plans with gradients when they keep most activations; others keep all before their first backward pass."""
+        keeps_all = (self.table.schedule != _INTERLEAVED) & (self.table.num_microbatches <= self.in_flight)
+        return np.asarray(self.accumulates & ((self.table.pp == 1) | ~keeps_all))
 
     @cached_property
     def block_parameters(self) -> Floats:
@@ -234,7 +235,7 @@ class RankMemory:
             each += HALF
         whole = self.parameters * each
         before = self.has_earlier_gradients & (not at_end)
-        is_ddp = (self.table.dp * self.table.cp > 1) & (self.table.zero_stage == 0) & habits.frees_gradients
+        is_ddp = self.is_replica & habits.frees_gradients & ~self.averages_flat_copies
         stands = before | at_end | (not habits.frees_gradients)
         replicated = whole * (stands | is_ddp) + np.where(is_ddp & before, whole, 0.0)
         shard = whole * self.padding / self.shards
@@ -244,6 +245,45 @@ class RankMemory:
         # On their way to the host the shards of one unit at a time are here, which the reduction has anyway.
         sharded = np.where(self.offloads_parameters, 0.0, np.where(self.is_fsdp, fsdp, other))
         return np.where(self.table.zero_stage == 0, replicated, sharded)
+
+    @cached_property
+    def is_zero_bubble(self) -> Mask:
+        """Plans whose backward passes are taken in halves."""
+        return np.asarray((self.table.schedule == _ZERO_BUBBLE) & (self.table.pp > 1))
+
+    @cached_property
+    def is_replica(self) -> Mask:
+        """Plans of which several ranks hold the same whole gradients."""
+        return np.asarray((self.table.dp * self.table.cp > 1) & (self.table.zero_stage == 0))
+
+    @cached_property
+    def averages_flat_copies(self) -> Mask:
+        """Plans whose replicas the runtime averages itself: DDP's hooks know no chunks and no halves of a pass."""
+        return np.asarray(self.is_zero_bubble | ((self.table.schedule == _INTERLEAVED) & (self.table.pp > 1)))
+
+    @cached_property
+    def flat_average_bytes(self) -> Floats:
+        """Flat copies of all gradients, in which the runtime averages those of replicas before a step."""
+        copies = self.is_replica & self.averages_flat_copies & self.workload.habits.frees_gradients
+        return np.where(copies, self.parameters * FP32, 0.0)
+
+    @cached_property
+    def halves_bytes(self) -> Floats:
+        """Zero bubble: what micro-batches keep for the second half of their backward passes, that of the weights.
+
+        That is the gradient of what each matmul and norm gave, of the micro-batch that is at the end of its first half
+        and of as many before it as the rank's place in the pipeline (ZB-H1, Qi et al. 2024, figure 3). Norms give fp32.
+        """
+        model = self.workload.model
+        outputs = sum(
+            run.count * sum(matmul.n * matmul.rows_per_token for matmul in run.block.matmuls) for run in model.runs
+        )
+        each = outputs * self.compute_bytes / model.num_blocks + 2 * model.hidden_size * FP32
+        tokens = self.table.micro_batch_size * self.workload.training.seq_length / self.table.cp
+        head = self.num_logits * self.compute_bytes
+        halves = self.is_zero_bubble & (self.stage.rank > 0)
+        waiting = np.minimum(self.stage.rank + 1, self.table.num_microbatches)
+        return np.where(halves, waiting * (tokens * each * self.stage.num_blocks + head), 0.0)
 
     @cached_property
     def makes_gradients(self) -> Mask:
