@@ -28,7 +28,7 @@ from paraplan.runtime.engine import Engine, Equipment, RankPart
 from paraplan.runtime.execution import LossFunction
 from paraplan.runtime.fake_split import splits_without_values
 from paraplan.runtime.fake_world import fake_world, without_values
-from paraplan.runtime.gpu_operators import GpuOperators
+from paraplan.runtime.gpu_operators import GpuOperators, GroupedProducts
 from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.noise import silence_known_noise
 from paraplan.runtime.setting import Setting
@@ -111,6 +111,7 @@ def trace_peak(
         mesh = build_mesh(plan, world)
         stack.enter_context(splits_without_values(model, mesh, sequence_parallel=plan.sequence_parallel))
         stack.enter_context(without_values())
+        stack.enter_context(GroupedProducts())
         materialise(model, world.device)
         setting = Setting(plan=plan, mesh=mesh, precision=training.precision, loss_fn=loss_fn or token_loss)
         tracked = _TrackedRank(model, setting, training, world)

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraplan.model.trace import CHECKS, AsOnGpu
 from paraplan.runtime.split_rules import run_on_parts
-from paraplan.runtime.split_tensor import split_operands
+from paraplan.runtime.split_tensor import SplitTensor, split_operands
 
 # Functions that autocast runs in fp32 on CUDA and in whatever type comes on the CPU (ATen/autocast_mode.h, the lists
 # AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE, in torch 2.13); those without a use in transformers are left out.
@@ -59,6 +61,29 @@ class GpuOperators(AsOnGpu):
         if func in CHECKS and len(args) == 1 and not kwargs and isinstance(args[0], FakeTensor):
             return torch.tensor(CHECKS[func])
         return super().__torch_function__(func, types, args, kwargs)
+
+
+class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Answers grouped products in fp32, which GPUs compute and torch's shape functions refuse.
+
+    Autocast does not know them, so experts whose weights are in fp32 are run in fp32 (ATen/native/GroupedMMUtils.h
+    takes fp32; the autocast lists of ATen/autocast_mode.h do not name the operator, in torch 2.13).
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, (DTensor, SplitTensor)) for kind in types):
+            return NotImplemented
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return _grouped_product(*args[:2], groups=args[2] if len(args) > 2 else (kwargs or {}).get("offs"))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, groups: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor of the product's shape; rows or columns of a matrix, or its inner dimension, are in groups."""
+    if left.dim() == right.dim():
+        first = left.shape[0] if groups is None else groups.shape[0]
+        return left.new_empty(first, left.shape[-2], right.shape[-1])
+    return left.new_empty(left.shape[-2], right.shape[-1])
 
 
 def _is_plain_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
