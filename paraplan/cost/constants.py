@@ -106,10 +106,10 @@ class CostConstants(Record):
     allocated_per_reserved: float = 0.94
     counts_matmul_workspaces: bool = True
 
-    def flash_speed(self, *, generation: int, compute_capability: str | None) -> FlashSpeed:
+    def flash_speed(self, *, generation: int, cuda_capability: float | None) -> FlashSpeed:
         """Return what FlashAttention of a generation reaches on a GPU; GPUs that are not NVIDIA's count as Ampere."""
-        major = int(float(compute_capability or 8))
-        rows = [row for row in self.flash_attention if row.generation == generation and row.capability <= major]
+        capability = cuda_capability or 8.0
+        rows = [row for row in self.flash_attention if row.generation == generation and row.capability <= capability]
         return max(rows, key=lambda row: row.capability)
 
     def optimizer_traffic(self, how: str) -> float:

@@ -123,7 +123,7 @@ class KernelTimes:
         lines = [_divides(64, size) for size in dimensions]
         if self.training.precision == "fp32":
             return np.ones_like(self.cuts.tp)
-        reads_lines = float(self.gpu.compute_capability or 0) >= 8
+        reads_lines = (self.gpu.cuda_capability or 0) >= 8
         slower = np.where(np.all(lines, axis=0) | (not reads_lines), 1.0, self.constants.unaligned_line_slowdown)
         return np.asarray(np.where(np.all(whole, axis=0), slower, self.constants.unaligned_slowdown))
 
@@ -146,7 +146,7 @@ class KernelTimes:
             efficiency, computed = constants.eager_attention_efficiency / slower, 1.0
         else:
             speed = constants.flash_speed(
-                generation=self.habits.flash_generation, compute_capability=self.gpu.compute_capability
+                generation=self.habits.flash_generation, cuda_capability=self.gpu.cuda_capability
             )
             # The papers count the scores that the backward pass makes again (Dao 2023, section 4.1).
             flops = flops * (2.5 if backward else 1.0)

@@ -19,7 +19,7 @@ def matmul_workspace_bytes(workload: Workload) -> int:
     gpu, kind = workload.cluster.gpu, workload.habits.matmul_workspaces
     if gpu.vendor != "nvidia" or kind == "none" or not workload.constants.counts_matmul_workspaces:
         return 0
-    is_hopper = int(float(gpu.compute_capability or 0)) >= _HOPPER
+    is_hopper = (gpu.cuda_capability or 0) >= _HOPPER
     is_large = is_hopper or workload.habits.is_deterministic
     total = _THREADS * (_TORCH_HOPPER_BYTES if is_large else _TORCH_BYTES)
     if kind == "transformer_engine":

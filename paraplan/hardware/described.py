@@ -112,7 +112,7 @@ def _node(gpu: GpuProfile, count: int, link: str) -> NodeTopology:
 
 
 def _usual_network(gpu: GpuProfile) -> float:
-    capability = float(gpu.compute_capability or 0)
+    capability = gpu.cuda_capability or 0.0
     return 400e9 if capability >= 9 else 200e9 if capability >= 8 else 12.5e9
 
 

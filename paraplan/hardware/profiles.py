@@ -85,6 +85,11 @@ class GpuProfile(Record):
     calibration: KernelCalibration | None = None
     source: str
 
+    @property
+    def cuda_capability(self) -> float | None:
+        """The CUDA compute capability as a number, None for other makers' GPUs and where nobody said."""
+        return float(self.compute_capability) if self.vendor == "nvidia" and self.compute_capability else None
+
     def peak(self, precision: Precision) -> float | None:
         """Return the dense matmul peak in FLOP/s, None where the GPU has no such arithmetic."""
         return self.peak_flops_per_s.get(precision)

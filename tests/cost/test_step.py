@@ -12,6 +12,7 @@ from paraplan.cost.step import overlap_s
 from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
+from paraplan.hardware.profile_files import cluster_from_profile, list_machines
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
 
 MakeWorkload = Callable[..., Workload]
@@ -105,3 +106,12 @@ def test_several_nodes_without_a_network_are_an_error(workload: MakeWorkload) ->
     lonely = Workload.of(made.model, made.training, made.cluster.replace(network=None), made.links)
     with pytest.raises(ProfileError, match="names no network, and several nodes need one"):
         estimate_plan(lonely, ParallelPlan(dp=16))
+
+
+def test_the_step_of_every_machine_that_comes_with_paraplan_is_estimated(workload: MakeWorkload) -> None:
+    made = workload("gpt2", precision="fp32")
+    for machine in list_machines():
+        cluster = cluster_from_profile(machine.name, num_nodes=1)
+        there = Workload.of(made.model, made.training, cluster, made.links)
+        plan = ParallelPlan(dp=cluster.num_gpus, num_microbatches=4)
+        assert estimate_plan(there, plan).step.step_time_s > 0, machine.name
