@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paraplan.launch import bootstrap
-from paraplan.launch.report import ranks_in_words
+from paraplan.units import ranks_in_words
 
 HANG_EXIT_STATUS = 124
 """Exit status of a job that was ended because it hung: that of timeout(1)."""

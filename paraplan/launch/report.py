@@ -13,7 +13,7 @@ from paraplan.launch.collectives import describe_timeouts
 from paraplan.launch.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.memory_kills import MemoryKillScope
 from paraplan.launch.spawning import signal_name
-from paraplan.units import format_bytes
+from paraplan.units import format_bytes, ranks_in_words
 
 MAX_REPORT_LINES = 10
 _MAX_LINE = 200
@@ -215,18 +215,6 @@ def _consequence(others: Sequence[RankFailure]) -> str:
         }[failure.cause]
         by_cause.setdefault(became, []).append(failure.global_rank)
     return "then ended: " + "; ".join(f"{ranks_in_words(ranks)} {became}" for became, ranks in by_cause.items())
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, `ranks 0-2, 5`: neighbours joined."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
 def _shortened(line: str) -> str:

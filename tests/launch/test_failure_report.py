@@ -6,8 +6,9 @@ import pytest
 
 from paraplan.launch.failures import Cause, ErrorRecord, RankFailure
 from paraplan.launch.memory_kills import MemoryKillScope
-from paraplan.launch.report import MAX_REPORT_LINES, ReportContext, describe_exit, ranks_in_words, render_failures
+from paraplan.launch.report import MAX_REPORT_LINES, ReportContext, describe_exit, render_failures
 from paraplan.launch.spawning import RankExit
+from paraplan.units import ranks_in_words
 
 CONTEXT = ReportContext(hostname="node7", elapsed_s=12.34, coordinates={"pp": 1, "dp": 0})
 
