@@ -29,7 +29,7 @@ def topo(*arguments: str, given: str | None = None, columns: int = 80) -> subpro
         env=environment | {"COLUMNS": str(columns)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -153,5 +153,5 @@ def test_neither_torch_nor_the_driver_is_touched_for_a_capture(table: Path) -> N
         f"try:\n    app(['topo', '--from', {str(table)!r}, '--json'])\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'pynvml', 'numpy') if name in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert done.stderr.strip() == "[]"

@@ -23,7 +23,7 @@ def topo(machine: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[s
         env=os.environ | {"LD_LIBRARY_PATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -116,7 +116,7 @@ def test_the_table_shows_the_cuda_index_beside_that_of_nvml(tmp_path: Path) -> N
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]

@@ -10,6 +10,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import secrets
 import socket
 import tempfile
 import time
@@ -143,7 +144,9 @@ def _results(answers: list[tuple[str, Any] | None], folder: Path, exit_codes: li
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that nobody listens on, below those that the kernel gives to connections by itself."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

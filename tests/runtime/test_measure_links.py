@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -42,12 +41,10 @@ def test_each_group_reports_each_collective_and_message_once_by_its_first_rank(
 
 def test_what_there_is_no_time_for_is_said_and_left_out(ranks: RankHarness, tmp_path: Path) -> None:
     request = MeasureRequest(device="cpu", groups=((0, 1),), message_bytes=SIZES, max_seconds=1e-4)
-    started = time.monotonic()
     events = ranks.run(measured_by_rank, str(tmp_path / "store"), request, 2, size=2)[0]
     assert len(events) == request.num_timings
     assert all(event.time_s is None for event in events)
     assert {event.skipped for event in events} == {"some messages: no time left"}
-    assert time.monotonic() - started < 30
 
 
 def test_a_torch_that_sees_too_few_gpus_is_named_before_ranks_wait_for_each_other(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_user_error_ends_the_script_with_one_line_and_status_2(tmp_path: Path)
         env=os.environ | {"PARAPLAN_PLAN": str(path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 2
