@@ -39,8 +39,12 @@ class StepTime:
 
 
 @dataclass(frozen=True, eq=False)
-class _Slot:
-    """Seconds that one micro-batch spends on one pipeline rank: `forward_s` of the total, `end_s` of the compute."""
+class RankSlot:
+    """Seconds that one micro-batch spends on one pipeline rank: `forward_s` of the total, `end_s` of the compute.
+
+    `forward_tensor_parallel_s` and `forward_context_parallel_s` are the forward pass's part of what is sent; of the
+    sends between stages it has half.
+    """
 
     forward_s: Floats
     weight_s: Floats
@@ -50,14 +54,18 @@ class _Slot:
     tensor_parallel_s: Floats
     context_parallel_s: Floats
     send_s: Floats
+    forward_tensor_parallel_s: Floats
+    forward_context_parallel_s: Floats
 
     @property
     def total_s(self) -> Floats:
+        """Forward and backward."""
         sends = self.tensor_parallel_s + self.context_parallel_s + self.send_s
         return np.asarray(self.compute_s + self.recompute_s + sends)
 
     @property
     def of_rank(self) -> RankSeconds:
+        """The seconds that a schedule looks at."""
         return RankSeconds(self.forward_s, self.total_s - self.forward_s, self.weight_s, self.end_s)
 
 
@@ -102,12 +110,10 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     )
 
 
-def rank_seconds(
-    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]
-) -> list[RankSeconds]:
+def rank_slots(workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> list[RankSlot]:
     """Return the seconds of one micro-batch on each of `stages`, as `step_time` counts them."""
     links, exchanges = _links(workload, table), context_parallel_s(workload, table)
-    return [slot.of_rank for slot in _slots(workload, table, costs, stages, links, exchanges)]
+    return _slots(workload, table, costs, stages, links, exchanges)
 
 
 def _links(workload: Workload, table: PlanTable) -> dict[Axis, GroupLinks]:
@@ -129,7 +135,7 @@ def _slots(
     stages: list[StageBlocks],
     links: dict[Axis, GroupLinks],
     exchanges: tuple[Floats, Floats],
-) -> list[_Slot]:
+) -> list[RankSlot]:
     """Return the slot of each of `stages`; those of a single plan are computed side by side."""
     if len(table) != 1:
         return [_slot(workload, table, costs, stage, links, exchanges) for stage in stages]
@@ -137,7 +143,9 @@ def _slots(
     of_ranks = {axis: group.select(rows) for axis, group in links.items()}
     of_blocks = exchanges[0][rows], exchanges[1][rows]
     slot = _slot(workload, table.select(rows), costs.select(rows), joined_ranks(stages), of_ranks, of_blocks)
-    return [_Slot(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot))) for rank in range(len(stages))]
+    return [
+        RankSlot(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot))) for rank in range(len(stages))
+    ]
 
 
 def _slot(
@@ -147,7 +155,7 @@ def _slot(
     stage: StageBlocks,
     links: dict[Axis, GroupLinks],
     of_block: tuple[Floats, Floats],
-) -> _Slot:
+) -> RankSlot:
     """Return the seconds of one micro-batch on a rank; `of_block` are the exchanges of context parallelism."""
     key, habits, tp, pp = costs.key, workload.habits, links["tp"], links["pp"]
     is_full = table.recompute == RECOMPUTES.index("full")
@@ -175,7 +183,7 @@ def _slot(
     sends = transfers * (habits.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
     exchanges, backward_exchanges = (each * stage.num_blocks for each in of_block)
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
-    return _Slot(
+    return RankSlot(
         forward_s=forward + forward_sends + exchanges + sends / 2 + ends / 3,
         weight_s=backward / 2 + ends / 3,
         end_s=ends,
@@ -184,6 +192,8 @@ def _slot(
         tensor_parallel_s=forward_sends * (1 + is_full) + backward_sends,
         context_parallel_s=exchanges + backward_exchanges,
         send_s=sends,
+        forward_tensor_parallel_s=forward_sends,
+        forward_context_parallel_s=exchanges,
     )
 
 

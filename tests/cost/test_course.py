@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paraplan.cost.course import pipeline_course
+from paraplan.cost.course import pipeline_course, step_course
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -54,3 +54,42 @@ def test_chunks_of_a_rank_take_as_long_as_its_blocks(workload: MakeWorkload) -> 
 
 def test_without_a_pipeline_there_is_no_course(workload: MakeWorkload) -> None:
     assert pipeline_course(workload(), ParallelPlan(dp=8, num_microbatches=8)) is None
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        ParallelPlan(dp=8, num_microbatches=8),
+        ParallelPlan(dp=4, tp=2, zero_stage=1, sequence_parallel=True, num_microbatches=4),
+        ParallelPlan(dp=4, cp=2, zero_stage=3, num_microbatches=4),
+        plan(zero_stage=1),
+        plan(pipeline_schedule="zero_bubble"),
+        plan(dp=1, tp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=3),
+        plan(recompute="full", dp=1, tp=2),
+    ],
+    ids=ParallelPlan.describe,
+)
+def test_the_parts_of_a_course_are_those_of_the_estimate(made: ParallelPlan, workload: MakeWorkload) -> None:
+    load = workload("gpt2", global_batch_size=made.global_batch_size)
+    estimate = estimate_plan(load, made)
+    course = step_course(load, estimate)
+    waited = sum(each.end_s - each.start_s for each in course.reduction)
+    assert waited == pytest.approx(estimate.step.data_parallel_s)
+    assert course.operations_end_s + waited + course.optimizer_s == pytest.approx(course.step_time_s)
+    sent = max(course.sending_s(rank) for rank in range(made.pp))
+    step = estimate.step
+    assert sent == pytest.approx(step.tensor_parallel_s + step.context_parallel_s + step.pipeline_send_s, rel=1e-6)
+    for rank in course.ranks:
+        for operation in rank:
+            edges = [operation.start_s, *(edge for each in operation.transfers for edge in each[2:]), operation.end_s]
+            assert all(later > earlier - 1e-9 for earlier, later in zip(edges, edges[1:], strict=False))
+
+
+def test_what_replicas_exchange_is_named_by_the_zero_stage(workload: MakeWorkload) -> None:
+    def kinds(**fields: Any) -> set[str]:
+        load = workload("gpt2", global_batch_size=8)
+        course = step_course(load, estimate_plan(load, ParallelPlan(dp=8, **fields)))
+        return {each.collective for each in (*course.reduction, *course.hidden)}
+
+    assert kinds() == {"all_reduce"}
+    assert kinds(zero_stage=1) == kinds(zero_stage=3) == {"reduce_scatter", "all_gather"}
