@@ -56,6 +56,18 @@ def budget(workload: Workload, estimate: PlanEstimate, *, tokens: float, price_p
     return Budget(tokens=tokens, steps=steps, seconds=seconds, gpu_hours=gpu_hours, cost=cost)
 
 
+def size_offer(workload: Workload, estimate: PlanEstimate, *, price_per_gpu_hour: float | None) -> SizeOffer:
+    """Return what one plan takes for a billion tokens."""
+    billion = budget(workload, estimate, tokens=1e9, price_per_gpu_hour=price_per_gpu_hour)
+    return SizeOffer(
+        num_gpus=workload.cluster.num_gpus,
+        plan=estimate.plan.describe(),
+        step_time_s=estimate.step.step_time_s,
+        gpu_hours_per_billion_tokens=billion.gpu_hours,
+        cost_per_billion_tokens=billion.cost,
+    )
+
+
 def cheapest(
     workload: Workload, *, price_per_gpu_hour: float | None, num_candidates: int = 10, runnable_only: bool = True
 ) -> Cheapest:
@@ -72,18 +84,10 @@ def cheapest(
             result = search(part, num_candidates=num_candidates, runnable_only=runnable_only, explains_failure=False)
         except NoPlanFitsError:
             continue
-        billion = budget(part, result.best, tokens=1e9, price_per_gpu_hour=price_per_gpu_hour)
-        offers.append(
-            SizeOffer(
-                num_gpus=cluster.num_gpus,
-                plan=result.best.plan.describe(),
-                step_time_s=result.best.step.step_time_s,
-                gpu_hours_per_billion_tokens=billion.gpu_hours,
-                cost_per_billion_tokens=billion.cost,
-            )
-        )
-        if best is None or billion.gpu_hours < best[0]:
-            best = (billion.gpu_hours, part, result)
+        offer = size_offer(part, result.best, price_per_gpu_hour=price_per_gpu_hour)
+        offers.append(offer)
+        if best is None or offer.gpu_hours_per_billion_tokens < best[0]:
+            best = (offer.gpu_hours_per_billion_tokens, part, result)
     if best is None:
         search(workload, runnable_only=runnable_only)  # says what is lacking
         raise AssertionError("a workload that fits is among its own parts")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.search.space import PlanSpace
 from paraplan.search.survey import TooLarge
 from paraplan.search.what_fits import fewest_nodes, longest_sequence
 from paraplan.units import format_bytes
+
+
+class NothingFitsError(NoPlanFitsError):
+    """No plan of the space fits; `nearest` is what the plan that comes nearest would need."""
+
+    def __init__(self, message: str, *, hint: str | None, nearest: PlanEstimate) -> None:
+        super().__init__(message, hint=hint)
+        self.nearest = nearest
 
 
 def nothing_fits(
@@ -26,10 +34,11 @@ def nothing_fits(
     fullest = max(nearest.memory, key=lambda stage: stage.total_bytes)
     lacking = format_bytes(fullest.total_bytes - usable)
     where = f" on stage {fullest.pipeline_stage}" if nearest.plan.pp > 1 else ""
-    return NoPlanFitsError(
+    return NothingFitsError(
         f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs with {format_bytes(usable)} usable each; the "
         f"nearest, {nearest.plan.describe()}, needs {format_bytes(fullest.total_bytes)}, {lacking} too much{where}",
         hint=", or ".join(_ways_out(workload, runnable_only=space.runnable_only)) if with_ways_out else None,
+        nearest=nearest,
     )
 
 

@@ -38,7 +38,8 @@ class SearchResult(Record):
 
     `fastest` stands beside it where a plan outside the tree's families is faster by over 2 %. `candidates` are the
     best plan of each choice of axes and ZeRO stage, fastest first; `front` the plans that no other one beats in both
-    time and memory, where they were asked for. `remark` says why a plan that is not the fastest is recommended.
+    time and memory, and `cloud` some of all that were priced, where they were asked for. `remark` says why a plan that
+    is not the fastest is recommended.
     `plans_considered` counts the whole space, `plans_priced` those whose memory was computed, `times_priced` those
     whose time was: the others cannot be among the best. `is_runnable` is False for plans that were made for another
     framework, which paraplan does not launch.
@@ -55,5 +56,6 @@ class SearchResult(Record):
     times_priced: int = 0
     second: PlanEstimate | None = None
     front: tuple[Candidate, ...] = ()
+    cloud: tuple[Candidate, ...] = ()
     remark: str | None = None
     is_runnable: bool = True

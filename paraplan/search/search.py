@@ -11,7 +11,7 @@ from paraplan.cost.kernels import effective_peak
 from paraplan.cost.table import Ints
 from paraplan.cost.workload import Workload
 from paraplan.search.facts import tree_facts
-from paraplan.search.front import pareto_front
+from paraplan.search.front import pareto_front, spread
 from paraplan.search.nothing_fits import nothing_fits
 from paraplan.search.objective import Objective, rank, simplest_of_the_best
 from paraplan.search.results import Candidate, SearchResult
@@ -65,6 +65,7 @@ def search(
         plans_priced=memory.num_priced,
         times_priced=times.num_priced,
         front=tuple(plans.candidate(row) for row in pareto_front(priced)) if with_front else (),
+        cloud=tuple(plans.candidate(row) for row in spread(priced)) if with_front else (),
         remark=chosen.remark,
         is_runnable=runnable_only,
     )
