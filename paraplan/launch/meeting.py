@@ -18,6 +18,7 @@ from paraplan.launch.ports import find_listener
 from paraplan.launch.request import min_max_nodes
 
 _POLL_S = 0.05
+_OWN_STORE = timedelta(seconds=60)  # for the store of this very node, which a busy machine may delay
 _HINT = "start the same command on every node, and let the port through their firewalls"
 
 
@@ -42,7 +43,8 @@ def open_static_store(
     torch waits for the number of nodes alone. Raises `MeetingError` with the nodes that are missing and those that are
     here, and for a rank that two nodes have.
     """
-    store = TCPStore(host, port, num_nodes, is_master, timeout, wait_for_workers=False, **options)
+    patience = max(timeout, _OWN_STORE) if is_master else timeout
+    store = TCPStore(host, port, num_nodes, is_master, patience, wait_for_workers=False, **options)
     mine = f"{socket.gethostname()} {time.time_ns()}"
     owner = store.compare_set(f"paraplan/here/{node_rank}", "", mine).decode()
     if owner != mine:

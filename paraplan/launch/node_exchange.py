@@ -19,7 +19,8 @@ DEFAULT_PORT = 29400
 
 _POLL_S = 0.1
 _FAREWELL_S = 10.0
-_PARTING_S = 1.0  # long enough for the others to read why they wait in vain
+_PARTING_S = 1.0  # for nodes that come after a failure, to read why they wait in vain
+_STORE_S = 60.0  # for one answer of the store, which a busy host may delay; how long nodes wait is their own affair
 
 
 class NodesMissingError(ParaplanError):
@@ -84,25 +85,26 @@ def exchange_texts(
     if listener is None:
         _await_host(endpoint, deadline, timeout_s)
     hosts, address = listener is not None, "" if listener is None else str(listener.getsockname()[0])
-    store = TCPStore(
-        endpoint.host,
-        endpoint.port,
-        is_master=hosts,
-        timeout=timedelta(seconds=max(1.0, timeout_s)),
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    meeting = _Meeting(store, endpoint=endpoint, num_nodes=num_nodes, hosts=hosts, hint=_hint(endpoint, address))
     try:
-        rank = meeting.enter(mine)
-        return rank, meeting.wait_for_all(deadline, timeout_s)
+        store = TCPStore(
+            endpoint.host,
+            endpoint.port,
+            is_master=hosts,
+            timeout=timedelta(seconds=max(_STORE_S, timeout_s)),
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+        meeting = _Meeting(store, endpoint=endpoint, num_nodes=num_nodes, hosts=hosts, hint=_hint(endpoint, address))
+        try:
+            rank = meeting.enter(mine)
+            return rank, meeting.wait_for_all(deadline, timeout_s)
+        finally:
+            meeting.leave()
     except RuntimeError as error:  # torch's errors of a broken connection
         raise NodesMissingError(
             f"the node that hosts {endpoint} ended before all {num_nodes} nodes had met",
             hint="its own message says why; start all nodes again",
         ) from error
-    finally:
-        meeting.leave()
 
 
 class _Meeting:
@@ -118,6 +120,7 @@ class _Meeting:
 
     def enter(self, mine: NodeText) -> int:
         """Write this node's text under its rank, or under the next free one. Returns the rank."""
+        self._store.add("came", 1)
         agreed = int(self._store.compare_set("num_nodes", "", str(self._num_nodes)))
         if agreed != self._num_nodes:
             message = (
@@ -164,14 +167,19 @@ class _Meeting:
         self._store.set("ended", message)
 
     def leave(self) -> None:
-        """Say that this node has read all; the host stays until every node has, or a short while after a failure."""
+        """Say that this node has read all; the host stays until every node that came has, and for latecomers."""
         with contextlib.suppress(RuntimeError):
             self._store.add("left", 1)
             if not self._hosts:
                 return
-            deadline = time.monotonic() + (_PARTING_S if self._failed else _FAREWELL_S)
-            while int(self._store.add("left", 0)) < self._num_nodes and time.monotonic() < deadline:
+            started = time.monotonic()
+            is_early = self._failed
+            while is_early or int(self._store.add("left", 0)) < int(self._store.add("came", 0)):
                 time.sleep(_POLL_S / 2)
+                elapsed_s = time.monotonic() - started
+                is_early = self._failed and elapsed_s < _PARTING_S
+                if elapsed_s > _FAREWELL_S:
+                    break
 
     def _error(self, missing: set[int], timeout_s: float) -> NodesMissingError:
         came = [

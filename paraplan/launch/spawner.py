@@ -138,6 +138,7 @@ class Spawner:
                 ]
                 if message["fork"]:
                     parent = os.getpid()
+                    signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # one for the rank waits until it can end by it
                     pid = os.fork()
                     if pid == 0:
                         self._become_rank(parent, streams, others=[copy.source for copy in copies])
@@ -152,7 +153,8 @@ class Spawner:
                 self._kill_all()
                 self._send(event="start_failed", rank=rank["rank"], error=str(error))
                 return None
-            finally:
+            finally:  # in the rank, too
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
                 self._close(stream for stream in streams if stream is not None)
             pids[rank["rank"]] = pid
             self._ranks.running[pid] = rank["rank"]
@@ -245,11 +247,10 @@ class Spawner:
     def _signal(self, message: dict[str, Any]) -> None:
         only = message["only_leaders_of"]
         for pid, rank in self._ranks.running.items():  # not reaped yet, so their ids name no other process
-            with contextlib.suppress(ProcessLookupError):
-                if only is None:
-                    os.killpg(pid, message["signal"])
-                elif rank in only:
-                    os.kill(pid, message["signal"])
+            if only is None:
+                _signal_group(pid, message["signal"])
+            elif rank in only:
+                os.kill(pid, message["signal"])
 
     def _clear(self, message: dict[str, Any]) -> None:
         """End what ranks that are gone have left behind: all of it, or only what stayed in their sessions."""
@@ -273,8 +274,7 @@ class Spawner:
 
     def _kill_all(self) -> None:
         for pid in self._ranks.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            _signal_group(pid, signal.SIGKILL)
         for _ in range(100):  # each killed process may hand its own children up to this one
             left = _leftovers({self._ranks.copier or 0: -1}, None)
             if not left:
@@ -302,6 +302,14 @@ class Spawner:
 
 def _do_nothing(number: int, frame: object) -> None:
     """Handle a signal that is the launcher's to act on."""
+
+
+def _signal_group(pid: int, number: int) -> None:
+    """Signal the group of a rank that is not reaped yet, or the rank alone, which may not have made its group yet."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        os.kill(pid, number)
 
 
 def _leftovers(running: dict[int, int], sessions: set[int] | None) -> list[int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
+import secrets
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -47,10 +48,20 @@ def wait_until_dead(*pids: int) -> list[int]:
     return [pid for pid in pids if is_alive(pid)]
 
 
+def read_until(stream: IO[str], is_enough: Callable[[str], bool]) -> str:
+    """Return what a process writes up to the point where it `is_enough`; the stream must not end before."""
+    text = ""
+    while not is_enough(text):
+        character = stream.read(1)
+        assert character, f"the process has ended after {text!r}"
+        text += character
+    return text
+
+
 def free_port() -> int:
     """Return a port that nobody listens on, below those that the kernel gives to connections by itself."""
     while True:
-        port = random.randrange(20_000, 32_000)  # noqa: S311 (no secret)
+        port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import pytest
 from launching import PATIENCE_S, free_port
@@ -67,15 +67,19 @@ def test_a_host_that_does_not_listen_is_named_by_its_address() -> None:
 
 
 def test_a_rank_that_two_nodes_claim_is_refused() -> None:
-    # A third node is expected and never comes, so that the meeting lasts until both claims are made.
-    answers = meet(
-        [NodeText(rank=0, name="a", text=""), *(NodeText(rank=1, name=name, text="") for name in "bc")],
-        num_nodes=[3, 3, 3],
-        timeout_s=8.0,
-    )
-    refused = [answer for answer in answers if isinstance(answer, UsageError)]
-    assert len(refused) == 1
-    assert "--node-rank 1 is taken" in str(refused[0])
+    endpoint = free_endpoint()
+
+    def come(rank: int, name: str) -> tuple[int, list[str]]:
+        text = NodeText(rank=rank, name=name, text=name)
+        return exchange_texts(text, endpoint=endpoint, num_nodes=3, timeout_s=PATIENCE_S)
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *claims = [pool.submit(come, rank, name) for rank, name in ((0, "a"), (1, "b"), (1, "c"))]
+        refused, _ = wait(claims, return_when=FIRST_COMPLETED)  # the meeting lasts until node 2 comes, at the very end
+        with pytest.raises(UsageError, match="--node-rank 1 is taken"):
+            refused.pop().result()
+        last = pool.submit(come, 2, "d")
+        assert [len(node.result()[1]) for node in (first, last)] == [3, 3]
 
 
 def test_nodes_that_expect_other_numbers_of_nodes_are_refused() -> None:

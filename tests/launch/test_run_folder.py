@@ -23,6 +23,7 @@ from launching import (
     launcher_command,
     launcher_environment,
     names_in,
+    read_until,
     wait_until_dead,
 )
 
@@ -32,14 +33,16 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 
 SPEAK = """
-    import os, sys
+    import os, sys, time
     os.write(1, f"out {os.environ['RANK']} {os.isatty(1)}\\n".encode())
     os.write(2, f"err {os.environ['RANK']}\\n".encode())
-    if os.environ["RANK"] == "1":
-        os.write(2, b"the last words\\n")
-        os._exit(9)
-    import time
-    time.sleep(600)
+    if os.environ["RANK"] == "0":
+        open("written", "w").close()
+        time.sleep(600)
+    while not os.path.exists("written"):
+        time.sleep(0.01)
+    os.write(2, b"the last words\\n")
+    os._exit(9)
 """
 
 
@@ -86,7 +89,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_loses_logs_and_nothing_else(
     small_disk: Path, scratch: Path, script: WriteScript, launch: Launch
 ) -> None:
-    train = script("import os; [os.write(1, b'x' * 99 + b'\\n') for _ in range(2000)]; raise ValueError('boom')")
+    train = script(
+        """
+        import os, time
+        for _ in range(2000):
+            os.write(1, b"x" * 99 + b"\\n")
+        open(f"written{os.environ['RANK']}", "w").close()
+        while not (os.path.exists("written0") and os.path.exists("written1")):
+            time.sleep(0.01)
+        raise ValueError("boom")
+        """
+    )
     done = launch("--log-dir", small_disk, "--nproc-per-node", 2, train)
     assert done.returncode == 1
     assert done.stdout == ("x" * 99 + "\n") * 4000
@@ -101,7 +114,7 @@ def test_on_a_terminal_ranks_write_to_a_terminal_and_the_log_has_what_they_wrote
     tmp_path: Path, scratch: Path, script: WriteScript
 ) -> None:
     ours, theirs = pty.openpty()
-    train = script("import sys; print('on a terminal', sys.stdout.isatty(), sys.stderr.isatty())")
+    train = script("import os; os.write(1, f'on a terminal {os.isatty(1)} {os.isatty(2)}\\n'.encode())")
     process = subprocess.Popen(
         launcher_command("--nproc-per-node", 1, train),
         cwd=tmp_path,
@@ -142,13 +155,9 @@ def test_a_second_ctrl_c_ends_ranks_that_would_have_had_more_time(
     with start("--nproc-per-node", 1, "--shutdown-timeout", 500, train) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        word = ""
-        while not word.endswith(" "):
-            word += process.stdout.read(1)
+        word = read_until(process.stdout, lambda text: text.endswith(" "))
         process.send_signal(signal.SIGINT)
-        said = ""
-        while "death signal" not in said:  # torch's agent says that it has begun to stop the ranks
-            said += process.stderr.readline()
+        read_until(process.stderr, lambda text: "death signal" in text)  # torch's agent has begun to stop the ranks
         assert is_alive(int(word))
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=PATIENCE_S) == 130

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,12 @@ from launching import (
     launcher_command,
     launcher_environment,
     names_in,
+    read_until,
     wait_until_dead,
 )
 from nodes import Hosts, hosts, missing_for_hosts
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # meetings of nodes, each of them patient
 
 MEETING_S = 3 * PATIENCE_S
 """Nodes start, meet, plan and train for some steps within this time, however busy the machine."""
@@ -47,6 +48,11 @@ class Node:
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
 
+    def stop(self) -> None:
+        """End a launcher that still runs, and with it its ranks."""
+        self.process.kill()
+        self.process.wait()
+
     def end(self) -> tuple[int, str]:
         """Return the exit status and all that was written."""
         status = self.process.wait(timeout=MEETING_S)
@@ -60,8 +66,24 @@ class Node:
             time.sleep(0.05)
 
 
+StartNode = Callable[[int, list[object], dict[str, str]], Node]
+
+
+@pytest.fixture
+def start_node(two_hosts: Hosts, tmp_path: Path) -> Iterator[StartNode]:
+    nodes: list[Node] = []
+
+    def start(index: int, words: list[object], environment: dict[str, str]) -> Node:
+        nodes.append(Node(two_hosts, index, tmp_path, words, environment))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.stop()
+
+
 def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed_first(
-    tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts
+    scratch: Path, script: WriteScript, start_node: StartNode
 ) -> None:
     train = script(
         """
@@ -71,6 +93,7 @@ def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed
         total = torch.ones(1)
         dist.all_reduce(total)
         os.write(1, f"rank {dist.get_rank()} saw {int(total)} by {os.environ['GLOO_SOCKET_IFNAME']}\\n".encode())
+        dist.barrier()  # all have written before one fails
         if dist.get_rank() == 3:
             raise ValueError("the real bug")
         if dist.get_rank() == 0:
@@ -80,10 +103,8 @@ def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed
     )
     slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "10.231.7.[1-2]"}
     nodes = [
-        Node(
-            two_hosts,
+        start_node(
             index,
-            tmp_path,
             ["--nproc-per-node", 2, train],
             launcher_environment(scratch, SLURM_NODEID=str(index), SLURM_JOB_ID="7", **slurm),
         )
@@ -115,9 +136,10 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
     train = script(
         """
         import os, sys, time
-        os.write(1, f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}|".encode())
-        with open(f"pid{os.environ['RANK']}", "w") as file:
+        with open(f"new{os.environ['RANK']}", "w") as file:
             file.write(str(os.getpid()))
+        os.rename(f"new{os.environ['RANK']}", f"pid{os.environ['RANK']}")
+        os.write(1, f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}|".encode())
         time.sleep(600)
         """
     )
@@ -135,11 +157,9 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
         text=True,
     )
     assert process.stdout is not None
-    said = ""
-    while said.count("|") < 2:
-        said += process.stdout.read(1)
+    said = read_until(process.stdout, lambda text: text.count("|") == 2)
     assert sorted(said.strip("|").split("|")) == [f"{rank} of 2 {words}" for rank in (0, 1)]
-    pids = [int((tmp_path / f"pid{rank}").read_text() or 0) for rank in (0, 1)]
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
     assert all(map(is_alive, pids))
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=PATIENCE_S) == 143
@@ -193,7 +213,8 @@ def main(folder, num_steps=None):
     for inputs, targets in job.shard(data, batch_size=8, skip=engine.num_steps):
         loss = float(engine.step(inputs, targets))
         if job.is_main:
-            print(f"step {engine.num_steps} of {job.world.size} ranks: {loss:.4f}", flush=True)
+            sys.stdout.write(f"step {engine.num_steps} of {job.world.size} ranks: {loss:.4f}\n")  # in one piece
+            sys.stdout.flush()
         time.sleep(0.1)
         if engine.num_steps % 10 == 0 and (folder / "stop").exists() or engine.num_steps == num_steps:
             break
@@ -205,9 +226,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(1800)  # several meetings of nodes, one after the other, each of them patient
 def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_back(
-    tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts
+    tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts, start_node: StartNode
 ) -> None:
     train = script(ELASTIC)
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts.addresses[0]}:{free_port()}"]
@@ -215,16 +235,15 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
     model = ["--model", f"{train}:Net", "--global-batch", 8, "--seq-len", 8, "--precision", "fp32"]
     words = ["--nnodes", "1:2", *meeting, *patience, "--plan", "auto", *model, train, tmp_path]
     environment = launcher_environment(scratch)
-    stays = Node(two_hosts, 0, tmp_path, words, environment)
-    leaves = Node(two_hosts, 1, tmp_path, words, environment)
+    stays = start_node(0, words, environment)
+    leaves = start_node(1, words, environment)
     stays.wait_for("of 2 ranks")
     two_hosts.set_link(1, "down")
     stays.wait_for("of 1 ranks")
-    leaves.process.kill()
-    leaves.process.wait()
+    leaves.stop()
     two_hosts.set_link(1, "up")
     position = len(stays.output.read_text())
-    comes_back = Node(two_hosts, 1, tmp_path, words, environment)
+    comes_back = start_node(1, words, environment)
     deadline = time.monotonic() + MEETING_S
     while "of 2 ranks" not in stays.output.read_text()[position:]:
         assert time.monotonic() < deadline, stays.output.read_text() + comes_back.output.read_text()

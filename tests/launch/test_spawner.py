@@ -68,8 +68,13 @@ def test_exits_come_with_their_codes_and_the_order_in_which_they_happened(
     before_ns = time.time_ns()
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
-    killed = f"import os; os.open({fifo!r}, os.O_WRONLY); os.kill(os.getpid(), 9)"
-    start(spawner, killed, f"open({fifo!r}).read(); raise SystemExit(7)", "")  # a pipe ends with its writer
+    killed = f"import os; os.write(os.open({fifo!r}, os.O_WRONLY), b'%d' % os.getpid()); os.kill(os.getpid(), 9)"
+    after = (
+        f"import os, time; path = '/proc/' + open({fifo!r}).read()\n"
+        "while os.path.exists(path): time.sleep(0.01)\n"  # until the spawner has taken note of its end
+        "raise SystemExit(7)"
+    )
+    start(spawner, killed, after, "")
     ends = wait_for_exits(spawner, 3)
     assert {rank: end.code for rank, end in ends.items()} == {0: -9, 1: 7, 2: 0}
     assert before_ns < ends[0].time_ns < ends[1].time_ns < time.time_ns()
@@ -88,6 +93,29 @@ def test_a_signal_reaches_all_ranks_that_still_run(spawner: SpawnerHandle) -> No
     assert wait_for_exits(spawner, 1)[0].code == 0
     spawner.signal(signal.SIGTERM)
     assert {end.code for end in wait_for_exits(spawner, 2).values()} == {-signal.SIGTERM}
+
+
+SIGNALLED_AT_ONCE = """
+import signal, time
+from paraplan.launch.spawner import RankStart
+from paraplan.launch.spawning import RankCommand, fork_spawner
+handle = fork_spawner()
+if isinstance(handle, RankStart):
+    time.sleep(600)
+ranks = [RankCommand(local_rank=rank, command=[], environment={}) for rank in range(4)]
+for _ in range(20):
+    handle.start(ranks, environment={}, fork=True, num_threads=None)
+    handle.signal(signal.SIGTERM)
+    codes = []
+    while len(codes) < 4:
+        codes += [end.code for end in handle.exits(timeout_s=1.0)]
+    assert codes == [-signal.SIGTERM] * 4
+handle.close()
+"""
+
+
+def test_a_signal_reaches_forked_ranks_that_have_only_just_begun() -> None:
+    subprocess.run([sys.executable, "-c", SIGNALLED_AT_ONCE], check=True, timeout=240)
 
 
 def test_ranks_start_with_the_default_answers_to_signals(spawner: SpawnerHandle, tmp_path: Path) -> None:
