@@ -1,4 +1,4 @@
-"""Seconds of a step of many pipelines at once: GPipe and 1F1B in closed form, the other schedules by recurrence.
+"""Seconds of a step of many pipelines at once: GPipe, and 1F1B without sends, in closed form; others by recurrence.
 
 Exact courses of single plans are in `schedule_simulation`; the forms here are held against them by tests.
 """
@@ -49,17 +49,18 @@ def pipeline_s(pipelines: Pipelines) -> Floats:
     schedule = np.where(one_each.pp == 1, 0, one_each.schedule)
     # Chunks of a rank make 1F1B interleaved.
     schedule = np.where((schedule == _ONE_FORWARD) & (one_each.virtual > 1), _INTERLEAVED, schedule)
-    for name in np.unique(schedule):
-        rows = np.flatnonzero(schedule == name)
+    has_sends = one_each.stages.send_s > 0
+    for name, sends in sorted(set(zip(schedule.tolist(), has_sends.tolist(), strict=True))):
+        rows = np.flatnonzero((schedule == name) & (has_sends == sends))
         part = one_each.select(rows)
         if name == 0:
             seconds[rows] = part.num_microbatches * part.stages.total_s
         elif name == _GPIPE:
             seconds[rows] = _gpipe_s(part)
-        elif name == _ONE_FORWARD:
+        elif name == _ONE_FORWARD and not sends:
             seconds[rows] = one_forward_one_backward_s(part.stages, part.num_microbatches)
         else:
-            seconds[rows] = _followed_s(int(name), part)
+            seconds[rows] = _followed_s(name, part)
     return np.asarray(seconds[inverse])
 
 

@@ -7,12 +7,12 @@ and by one from a stage's forward operation to the next stage's. All paths have 
 stage i where they end the steady phase. So the longest path
 
 - fills: forward through stages 0..j, with the p - j - 1 waits on the slowest of them;
-- turns n times around stage k, or around the stages a..k, where sends make a detour longer than its share of stages
-  (`sum t + 2 (k - a) s` for k - a + 1 steps of u; one stage alone takes t for each);
+- turns n times around stage k;
 - drains: backward through stages i..0, with the p - i - 1 waits on the slowest of them.
 
-The form takes the largest over few j, k, a and i: ends of runs of equal stages. `T = sum t + (m - 1) max t` (Alpa,
-Zheng et al. 2022, eq. 2) is the case without sends in which the slowest stage is slowest in both directions.
+The form takes the largest over few j, k and i: ends of runs of equal stages. `T = sum t + (m - 1) max t` (Alpa,
+Zheng et al. 2022, eq. 2) is the case in which the slowest stage is slowest in both directions. Sends are no part of it:
+with them, turns around several stages can be longest.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ _ROWS_AT_A_TIME = 2048
 
 
 def one_forward_one_backward_s(stages: StageRuns, num_microbatches: Ints) -> Floats:
-    """Return the seconds of each pipeline of one chunk a rank under 1F1B, for two ranks and more.
-
-    Never longer than the simulation. Within 1 % of it while a send takes no more than half of a forward pass; with
-    slower sends and a handful of micro-batches it may be 5 % short.
-    """
+    """Return the seconds of each pipeline of one chunk a rank under 1F1B, for two ranks and more, without sends."""
     starts = range(0, len(num_microbatches), _ROWS_AT_A_TIME)
     blocks = [np.arange(first, min(first + _ROWS_AT_A_TIME, len(num_microbatches))) for first in starts]
     return np.concatenate([np.zeros(0), *(_longest(stages.select(rows), num_microbatches[rows]) for rows in blocks)])
@@ -100,16 +96,6 @@ class _Points:
     slowest_forward_s: Floats
     slowest_backward_s: Floats
 
-    @property
-    def before_s(self) -> Floats:
-        """Forward and backward of one micro-batch on all stages before."""
-        return self.forward_before_s + self.backward_before_s
-
-    @property
-    def through_s(self) -> Floats:
-        """Forward and backward of one micro-batch on all stages up to this one."""
-        return self.before_s + self.forward_s + self.backward_s
-
     def along(self, axis: int) -> _Points:
         """Return the points with axis 0 moved among three, `[J, K, I, N]`."""
         shape = [1, 1, 1, self.stage.shape[1]]
@@ -126,77 +112,28 @@ def _longest(stages: StageRuns, count: Ints) -> Floats:
     ends = np.stack([np.zeros_like(depth), depth - 1, few])
     inner = np.stack([np.maximum(depth - 2, 0), *lasts[1:-1]])
     turns = np.concatenate([starts[1:], lasts, few[None]])
-    seconds = _longest_of(sums, count, ends=np.concatenate([ends, inner]), turns=turns)
-    detours = [_longest_of(sums, count, ends=ends[:2], turns=lasts, first=first) for first in (0, 1)]
-    return np.max([seconds, *detours], axis=0) if stages.send_s.any() else seconds
+    return _longest_of(sums, count, ends=np.concatenate([ends, inner]), turns=turns)
 
 
-def _longest_of(sums: _Sums, count: Ints, *, ends: Ints, turns: Ints, first: int | None = None) -> Floats:
-    """Return the longest of the paths that fill and drain at `ends` and turn at `turns`, `[C, N]` each.
-
-    They turn around one stage alone, or around those from `first` on.
-    """
-    stages, depth = sums.stages, sums.stages.counts.sum(axis=0)
+def _longest_of(sums: _Sums, count: Ints, *, ends: Ints, turns: Ints) -> Floats:
+    """Return the longest of the paths that fill and drain at `ends` and turn at `turns`, `[C, N]` each."""
+    depth = sums.stages.counts.sum(axis=0)
     fill, drain, turn = sums.at(ends).along(0), sums.at(ends).along(2), sums.at(turns).along(1)
-    send, number = stages.send_s, count
-    held_fill, held_drain = (np.minimum(depth - point.stage, number) for point in (fill, drain))
+    held_fill, held_drain = (np.minimum(depth - point.stage, count) for point in (fill, drain))
     goes_on, comes_back = fill.stage <= turn.stage, drain.stage <= turn.stage
-    filled = fill.forward_before_s + fill.forward_s + fill.stage * send + (held_fill - 1) * fill.slowest_forward_s
-    onward = (
-        turn.forward_before_s
-        + turn.forward_s
-        - fill.forward_before_s
-        - fill.forward_s
-        + (turn.stage - fill.stage) * send
-        + turn.backward_s
-    )
-    back = fill.backward_before_s + fill.backward_s - turn.backward_before_s + (fill.stage - turn.stage) * send
+    filled = fill.forward_before_s + fill.forward_s + (held_fill - 1) * fill.slowest_forward_s
+    onward = turn.forward_before_s + turn.forward_s - fill.forward_before_s - fill.forward_s + turn.backward_s
+    back = fill.backward_before_s + fill.backward_s - turn.backward_before_s
     until = filled + np.where(goes_on, onward, back)
-    drained = drain.backward_before_s + drain.stage * send + (held_drain - 1) * drain.slowest_backward_s
-    homeward = turn.backward_before_s - drain.backward_before_s + (turn.stage - drain.stage) * send
-    away = (
-        drain.forward_before_s
-        + drain.forward_s
-        - turn.forward_before_s
-        + (drain.stage - turn.stage) * send
-        + drain.backward_s
-    )
+    drained = drain.backward_before_s + (held_drain - 1) * drain.slowest_backward_s
+    homeward = turn.backward_before_s - drain.backward_before_s
+    away = drain.forward_before_s + drain.forward_s - turn.forward_before_s + drain.backward_s
     after = drained + np.where(comes_back, homeward, away)
     steps = (
-        np.maximum(number - depth + drain.stage, 0)
+        np.maximum(count - depth + drain.stage, 0)
         - np.where(goes_on, turn.stage - fill.stage, 0)
         - np.where(comes_back, 0, 1 + drain.stage - turn.stage)
     )
-    alone = steps * (turn.forward_s + turn.backward_s)
-    turning = alone if first is None else _detours(sums, first, turn, steps, send)
+    turning = steps * (turn.forward_s + turn.backward_s)
     paths = np.where(steps >= 0, until + after + turning, 0.0)
     return np.asarray(paths.max(axis=(0, 1, 2)))
-
-
-def _detours(sums: _Sums, first: int, turn: _Points, steps: Ints, send: Floats) -> Floats:
-    """Return the seconds of `steps` steps of u around the stages first..k, and around some of them for the rest."""
-    length = turn.stage - first + 1
-    is_one = (length > 1) & (send > 0)
-    length = np.where(is_one, length, 1)
-    start = np.minimum(np.full_like(turn.stage, first), turn.stage)
-    at_start = sums.at(start[0, :, 0, :]).along(1)
-    turns, rest = np.divmod(np.maximum(steps, 0), length)
-    around = turn.through_s - at_start.before_s + 2 * (length - 1) * send
-    at_the_end, at_the_start = _rest_s(sums, turn, start, rest, send)
-    # A path that never turns does not come by the first of the stages.
-    rest_s = np.where(turns > 0, np.maximum(at_the_end, at_the_start), at_the_end)
-    return np.where(is_one, turns * around + np.where(rest > 0, rest_s, 0.0), 0.0)
-
-
-def _rest_s(sums: _Sums, turn: _Points, start: Ints, rest: Ints, send: Floats) -> tuple[Floats, Floats]:
-    """Return the seconds of `rest` steps around the last stages of a detour, and the longest around its first ones."""
-    shape = np.broadcast_shapes(rest.shape, start.shape)
-    flat = (-1, shape[-1])
-    low = np.clip(np.broadcast_to(turn.stage + 1 - rest, shape), 0, None).reshape(flat)
-    high = np.broadcast_to(start + np.maximum(rest, 1) - 1, shape).reshape(flat)
-    at_low, at_high = sums.at(low), sums.at(high)
-    sends = 2 * np.maximum(rest - 1, 0) * send
-    first = sums.at(start[0, :, 0, :]).along(1)
-    to_the_end = turn.through_s - at_low.before_s.reshape(shape) + sends
-    from_the_start = at_high.through_s.reshape(shape) - first.before_s + sends
-    return to_the_end, np.maximum(from_the_start, rest * (first.through_s - first.before_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
@@ -26,6 +27,9 @@ stroke-linecap:round}.switch{fill:var(--switch);stroke:var(--switch-edge)}.nic{f
 """.strip()
 
 TITLE_HEIGHT = 62
+_NOT_XML = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
+"""What XML 1.0 (section 2.2) has no place for, escaped or not."""
+
 _CHARACTER = 6.2
 """Width of a character of 11 px on average, to decide what fits; a browser's own fonts differ by a tenth."""
 
@@ -58,8 +62,7 @@ def render_svg(node: NodeTopology) -> str:
 
 
 def _text(text: str) -> str:
-    # Control characters are no XML, escaped or not.
-    return escape("".join(character for character in text if character >= " "))
+    return escape(_NOT_XML.sub("", text))
 
 
 def _heading(node: NodeTopology) -> str:

@@ -128,6 +128,10 @@ def nodes(draw: st.DrawFn) -> NodeTopology:
     )
 
 
+def test_characters_that_are_no_xml_are_left_out() -> None:
+    assert "one two" in texts(NodeTopology(source="\x00one\ufffe t\ud800wo\uffff\x1b"))
+
+
 @given(nodes())
 @settings(max_examples=80, deadline=None)
 def test_any_machine_is_drawn_as_well_formed_xml(node: NodeTopology) -> None:
