@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from paraplan.runtime.step_division import StepDivider, StepShape
 from paraplan.runtime.step_reports import RunWatch, StepReport, count_tokens
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_pieces import Place
+from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.whole_tensors import whole_tensor
 
 
@@ -73,6 +75,7 @@ class Equipment:
     count_targets: TargetCount = counted_targets
     loss_scale: LossScale | None = None
     peers: Peers | None = None
+    timeouts: TimeoutWatch | None = None
     watch: RunWatch | None = None
     file: PlanFile | None = None
     has_values: bool = True
@@ -155,8 +158,13 @@ class Engine:
         keyword arguments, a tuple positional ones. The mean is that over all targets of the global batch, also where
         some are masked or the batch is not full. The loss is a scalar tensor on the device; reading it waits for the
         step. Raises `UsageError` where the share has another size than the plan says or does not divide, or ranks make
-        other calls; `DivergedError` where the loss is no number; `RankMemoryError` where the memory is too small.
+        other calls; `DivergedError` where the loss is no number; `RankMemoryError` where the memory is too small;
+        `CollectiveTimeoutError` where a rank did not come.
         """
+        with self._explained("step"):
+            return self._step(inputs, targets)
+
+    def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
         watch, scale = self._equipment.watch, self._equipment.loss_scale
         if watch is not None:
             watch.begin()
@@ -192,13 +200,14 @@ class Engine:
         Every rank calls it. Dropout is off.
         """
         self._losses.check()
-        micro_batches = self._divided("eval_step", inputs, targets)
         was_training = self._part.module.training
-        self._part.module.eval()
-        try:
-            return self._global_mean(self._guarded(lambda: self._part.execution.evaluate(micro_batches)))
-        finally:
-            self._part.module.train(was_training)
+        with self._explained("eval_step"):
+            micro_batches = self._divided("eval_step", inputs, targets)
+            self._part.module.eval()
+            try:
+                return self._global_mean(self._guarded(lambda: self._part.execution.evaluate(micro_batches)))
+            finally:
+                self._part.module.train(was_training)
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write the state of the training to `folder`, which any plan can load.
@@ -209,8 +218,9 @@ class Engine:
         `job.close` waits for it. Raises `DivergedError` before anything is written where the last loss is no number.
         """
         self._losses.check()
-        self._meet("save")
-        self._writer.write(Path(folder), self._source(), wait=wait)
+        with self._explained("save"):
+            self._meet("save")
+            self._writer.write(Path(folder), self._source(), wait=wait)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote to `folder`, under this plan or another one. Every rank calls it.
@@ -218,9 +228,10 @@ class Engine:
         Under the same plan dropout goes on with the random numbers of the checkpoint, under another one with new ones.
         Raises `CheckpointError` where `folder` holds no checkpoint of this model.
         """
-        self._meet("load")
-        self._writer.finish()
-        self._peers.num_steps = load_checkpoint(Path(folder), self._source())
+        with self._explained("load"):
+            self._meet("load")
+            self._writer.finish()
+            self._peers.num_steps = load_checkpoint(Path(folder), self._source())
 
     def export(self, path: str | Path) -> None:
         """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.
@@ -259,6 +270,12 @@ class Engine:
             num_steps=self.num_steps,
             mesh=self._mesh,
         )
+
+    def _explained(self, call: Call) -> AbstractContextManager[None]:
+        """Have a timeout in this context say what rank did not come to what."""
+        if self._equipment.timeouts is None:
+            return nullcontext()
+        return self._equipment.timeouts.explained(lambda: f"engine.{call} after {self.num_steps} steps")
 
     def _meet(self, call: Call, size: int = 0) -> list[int]:
         return self._peers.meet(call, size) if self._equipment.has_values else [size] * self._mesh.world.size

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from paraplan.runtime.peers import Peers
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.step_division import StepShape
 from paraplan.runtime.step_reports import RunWatch, Yardstick, peak_flops_per_s
+from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.weight_files import names_of_ties, read_weights
 from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, read_world
@@ -58,6 +60,7 @@ class Job:
     mesh: Mesh
     metrics: Path | None = None
     shows_progress: bool = False
+    _timeouts: TimeoutWatch | None = field(default=None, repr=False)
     _peers: list[Peers] = field(default_factory=list, repr=False)
     _engines: list[Engine] = field(default_factory=list, repr=False)
 
@@ -106,7 +109,8 @@ class Job:
         """
         watch = self._watch(count_parameters(model))
         setting = Setting(plan=self.plan, mesh=self.mesh, precision=self.precision, loss_fn=loss_fn)
-        part = self._part_of(model, setting, example_inputs, compile_backend=compile_backend, weights=weights)
+        with nullcontext() if self._timeouts is None else self._timeouts.explained(lambda: "job.prepare"):
+            part = self._part_of(model, setting, example_inputs, compile_backend=compile_backend, weights=weights)
         self._separate_random_numbers()
         made = optimizer(list(part.parameters.values()))
         if self.plan.offload == "optimizer":
@@ -124,6 +128,7 @@ class Job:
                 count_targets=count_targets,
                 loss_scale=LossScale() if self.precision == "fp16" else None,
                 peers=peers,
+                timeouts=self._timeouts,
                 watch=watch,
                 file=self.file,
             ),
@@ -209,6 +214,8 @@ class Job:
             peers.leave()
         self._engines.clear()
         self._peers.clear()
+        if self._timeouts is not None:
+            self._timeouts.stop()
         _leave_group()
 
     def _watch(self, num_parameters: int) -> RunWatch:
@@ -263,9 +270,12 @@ def init(
         )
     precision = _agreed_precision(precision, file)
     check_supported(chosen, precision=precision)
-    if world.is_distributed and not dist.is_initialized():
-        join_world(world, os.environ, timeout_s=timeout_s)
-        atexit.register(_leave_group)
+    timeouts = None
+    if world.is_distributed:
+        if not dist.is_initialized():
+            join_world(world, os.environ, timeout_s=timeout_s)
+            atexit.register(_leave_group)
+        timeouts = TimeoutWatch(world.rank)
     return Job(
         plan=chosen,
         file=file,
@@ -273,6 +283,7 @@ def init(
         mesh=build_mesh(chosen, world),
         metrics=_metrics_file(metrics),
         shows_progress=sys.stderr.isatty() if shows_progress is None else shows_progress,
+        _timeouts=timeouts,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.ranks import RankGrid
+from paraplan.runtime.timeouts import default_timeout
 from paraplan.runtime.world import World
 
 
@@ -79,11 +81,11 @@ def build_mesh(plan: ParallelPlan, world: World) -> Mesh:
     if not axes:
         return Mesh(grid=grid, world=world, device_mesh=None)
     ranks = torch.arange(grid.world_size).reshape([grid.size(axis) for axis in axes])
-    device_mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=tuple(axes))
+    device_mesh = _made(world, ranks, tuple(axes))
     hybrid_mesh = None
     if plan.zero_shards is not None:
         copies = torch.tensor(grid.group("dp", 0)).reshape(-1, plan.zero_shards)
-        hybrid_mesh = DeviceMesh(world.device.type, copies, mesh_dim_names=("replicas", "shard"))
+        hybrid_mesh = _made(world, copies, ("replicas", "shard"))
     return Mesh(grid, world, device_mesh, _replica_mesh(grid, device_mesh, world), hybrid_mesh)
 
 
@@ -93,4 +95,16 @@ def _replica_mesh(grid: RankGrid, device_mesh: DeviceMesh, world: World) -> Devi
         return device_mesh[shared[0]] if shared else None
     firsts = [rank for rank in range(grid.world_size) if not any(grid.coordinates(rank)[axis] for axis in shared)]
     groups = [[copy for start in grid.group("dp", first) for copy in grid.group("cp", start)] for first in firsts]
-    return DeviceMesh(world.device.type, torch.tensor(groups), mesh_dim_names=("rest", "replicas"))["replicas"]
+    return _made(world, torch.tensor(groups), ("rest", "replicas"))["replicas"]
+
+
+def _made(world: World, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the mesh of `ranks`. Its groups have the timeout of the default group, which torch gives to that alone."""
+    options: list[Any] = [(None, None)] * ranks.ndim
+    timeout = default_timeout() if world.device.type == "cpu" else None
+    for axis, size in enumerate(ranks.shape):
+        if timeout is not None and size < world.size:  # an axis of all ranks is the default group
+            gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations lack it
+            gloo._timeout = timeout
+            options[axis] = ("gloo", gloo)
+    return DeviceMesh(world.device.type, ranks, mesh_dim_names=names, backend_override=tuple(options))

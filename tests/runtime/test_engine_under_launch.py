@@ -12,8 +12,11 @@ import pytest
 SCRIPT = """
 import math
 import sys
+import time
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -30,6 +33,10 @@ engine = job.prepare(
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
 )
 for step in range(2 if fault == "data" and job.world.rank else 3):
+    if fault == "absence" and step == 2:
+        if job.world.rank:
+            time.sleep(600)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     engine.step(torch.ones(2, 8), torch.ones(2, 4))
 """
 
@@ -37,6 +44,10 @@ EXPECTED = {
     "nan": (1, "the loss is nan in step 1 on rank 1"),
     "model": (2, "ranks [1] have built another model than rank 0 (121 parameters against 108"),
     "data": (1, "rank 1 has ended after 2 steps, and rank 0 goes on with step after 2"),
+    "absence": (
+        1,
+        "rank 0 waited 2 s in all_gather of ranks 0-1 (engine.step after 2 steps); rank 1 did not come to it",
+    ),
 }
 
 

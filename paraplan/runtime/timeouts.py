@@ -1,0 +1,284 @@
+"""Collectives that time out: which one it was, which ranks waited in it, and where those are that never came.
+
+A rank that waited in vain sets a key in the store of the ranks; a thread of every other rank sees it and answers where
+its rank is, also while that computes or waits. On GPUs NCCL's own watchdog ends the process before anything is raised,
+and the launcher says what it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
+
+from paraplan.errors import ParaplanError
+from paraplan.units import ranks_in_words
+
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout caused pair closure", re.IGNORECASE)
+"""What gloo raises (transport/tcp/unbound_buffer.cc and pair.cc), in torch 2.11 to 2.13."""
+
+_ASKED = "paraplan/timeout/asked"
+_ANSWER = "paraplan/timeout/{rank}"
+_LOOK_EVERY_S = 1.0
+ANSWERS_S = 5.0
+"""How long a rank that timed out waits for the others to say where they are."""
+
+
+class CollectiveTimeoutError(ParaplanError):
+    """Ranks waited for others in a collective until it timed out."""
+
+    exit_status = 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is: in the collective `call` of the ranks `group`, or with None at `place` in the script."""
+
+    call: str | None
+    group: tuple[int, ...]
+    place: str
+
+    def to_json(self) -> str:
+        """Return it for the store."""
+        return json.dumps([self.call, self.group, self.place])
+
+    @classmethod
+    def from_json(cls, text: str) -> Position:
+        """Return what `to_json` wrote."""
+        call, group, place = json.loads(text)
+        return cls(call, tuple(group), place)
+
+
+class TimeoutWatch:
+    """One rank's part in saying which collective timed out. Made with the default process group there.
+
+    A thread with its own connection to the store answers other ranks, until `stop` or the end of this object.
+    """
+
+    def __init__(self, rank: int, *, answers_s: float = ANSWERS_S) -> None:
+        self._rank = rank
+        self._answers_s = answers_s
+        stopped = threading.Event()
+        store: Any = _store()  # torch's annotations lack `clone`
+        thread = threading.Thread(
+            target=_answer, args=(store.clone(), rank, threading.get_ident(), stopped), daemon=True
+        )
+        self._end = weakref.finalize(self, _stop, thread, stopped)
+        thread.start()
+
+    def stop(self) -> None:
+        """Answer no more. Safe to call twice."""
+        self._end()
+
+    @contextmanager
+    def explained(self, what: Callable[[], str]) -> Iterator[None]:
+        """Raise `CollectiveTimeoutError` in place of gloo's error in this context; `what()` names what was being done.
+
+        NCCL's watchdog ends the process instead.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            seconds = waited_s(error)
+            if seconds is None:
+                raise
+            mine = position_of_traceback(error.__traceback__)
+            positions = self._ask(mine)
+            raise timeout_error(positions, rank=self._rank, waited_s=seconds, what=what()) from error
+
+    def _ask(self, mine: Position) -> dict[int, Position | None]:
+        """Return where every rank is, None for one that does not answer."""
+        ranks = range(dist.get_world_size())
+        found: dict[int, Position | None] = dict.fromkeys(ranks)
+        found[self._rank] = mine
+        deadline = time.monotonic() + self._answers_s
+        try:
+            store = _store()
+            store.set(_ANSWER.format(rank=self._rank), mine.to_json())
+            store.set(_ASKED, str(self._rank))
+            while None in found.values() and time.monotonic() < deadline:
+                for rank in [rank for rank in ranks if found[rank] is None]:
+                    key = _ANSWER.format(rank=rank)
+                    if store.check([key]):
+                        found[rank] = Position.from_json(store.get(key).decode())
+                time.sleep(0.05)
+        except RuntimeError:  # the rank that held the store has ended
+            return found
+        return found
+
+
+def _answer(store: Store, rank: int, main: int, stopped: threading.Event) -> None:
+    """Once a rank has timed out, say where the thread `main` of this one is."""
+    try:
+        while not stopped.wait(_LOOK_EVERY_S):
+            if store.check([_ASKED]):
+                key = _ANSWER.format(rank=rank)
+                if not store.check([key]):
+                    frames = _outwards(sys._current_frames().get(main))
+                    store.set(key, position_of_frames(frames).to_json())
+                return
+    except RuntimeError:  # the rank that held the store has ended
+        return
+
+
+def _stop(thread: threading.Thread, stopped: threading.Event) -> None:
+    stopped.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=2 * _LOOK_EVERY_S)  # longer only where the store does not answer either
+
+
+def waited_s(error: BaseException) -> float | None:
+    """Return after how many seconds gloo gave up, 0 where it does not say; None for another error."""
+    found = _TIMED_OUT.search(str(error))
+    if found is None:
+        return None
+    return int(found[1]) / 1000 if found[1] else 0.0
+
+
+def timeout_error(
+    positions: Mapping[int, Position | None], *, rank: int, waited_s: float, what: str
+) -> CollectiveTimeoutError:
+    """Return what a user is told. `rank` is the one that timed out, and `what` says what it was doing."""
+    mine = positions[rank]
+    assert mine is not None
+    group = mine.group or tuple(positions)
+    name = mine.call or "a collective"
+    came = [
+        other
+        for other in group
+        if (place := positions[other]) is not None and (place.call, place.group) == (mine.call, mine.group)
+    ]
+    silent = [other for other in group if positions[other] is None]
+    duration = f" {waited_s:g} s" if waited_s else ""
+    parts = [f"{ranks_in_words(came)} waited{duration} in {name} of {ranks_in_words(group)} ({what})"]
+    for other in group:
+        place = positions[other]
+        if place is not None and other not in came:
+            parts.append(f"rank {other} did not come to it, and is {_described(place)}")
+    if silent:
+        parts.append(f"{ranks_in_words(silent)} did not come to it, and {_silence(silent)}")
+    if len(parts) == 1:
+        parts.append("all of these ranks are in it, and the connection between them is slow or broken")
+    return CollectiveTimeoutError(
+        "; ".join(parts),
+        hint="every rank must make the same calls with the same plan; where one is only slow, give runtime.init a "
+        "longer timeout_s",
+    )
+
+
+def _described(place: Position) -> str:
+    if place.call is None:
+        return f"at {place.place}"
+    return f"in {place.call} of {ranks_in_words(place.group)}, called at {place.place}"
+
+
+def _silence(ranks: Sequence[int]) -> str:
+    return "does not say where it is" if len(ranks) == 1 else "do not say where they are"
+
+
+def position_of_traceback(traceback: TracebackType | None) -> Position:
+    """Return where the rank was that raised an error with `traceback`."""
+    frames: list[FrameType] = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    return position_of_frames(frames[::-1])
+
+
+def position_of_frames(frames: Sequence[FrameType]) -> Position:
+    """Return where a thread with these frames is, innermost first."""
+    own = [frame for frame in frames if not _is_library(frame)] or [*frames[:1]]
+    place = "an unknown place"
+    if own:
+        code = own[0].f_code
+        place = f"{code.co_name} in {Path(code.co_filename).name} line {own[0].f_lineno}"
+    call, group = _call_of(frames)
+    return Position(call=call, group=group, place=place)
+
+
+def _call_of(frames: Sequence[FrameType]) -> tuple[str | None, tuple[int, ...]]:
+    """Return the collective in which these frames are, with its ranks; None where they are in none."""
+    for frame in frames:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.startswith(_TORCH):
+            return None, ()
+        if file == f"{_TORCH}autograd/graph.py" and name == "_engine_run_backward":  # hooks of DDP are C++
+            return _last_recorded() or (None, ())
+        if file.startswith(f"{_TORCH}distributed/pipelining"):
+            return "a send or receive over pp", _ranks_of(description="mesh_pp")
+        if file.endswith("distributed_c10d.py") and name in ("send", "recv", "isend", "irecv"):  # not recorded
+            return name, ()
+        if file.startswith(f"{_TORCH}distributed"):
+            return _last_recorded() or (name, ())
+    return None, ()
+
+
+def _last_recorded() -> tuple[str, tuple[int, ...]] | None:
+    """Return the collective that this process began last, by torch's flight recorder; None where it records none."""
+    from torch._C import _distributed_c10d
+
+    dump: Any = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return None
+    entries = json.loads(dump(True, False)).get("entries") or []
+    if not entries:
+        return None
+    last = max(entries, key=lambda entry: int(entry["record_id"]))
+    name, description = last["process_group"]
+    group = _ranks_of(name=name)
+    axis = description.removeprefix("mesh_") if description.startswith("mesh_") else ""
+    call = str(last["profiling_name"]).rpartition(":")[2]
+    return f"{call} over {axis}" if axis else call, group
+
+
+def _ranks_of(*, name: str = "", description: str = "") -> tuple[int, ...]:
+    """Return the ranks of the group that torch calls so, none where there is no such group."""
+    for group, known in dist.distributed_c10d._world.pg_names.items():
+        if (name and known == name) or (description and group.group_desc == description):
+            return tuple(dist.get_process_group_ranks(group))
+    return ()
+
+
+def default_timeout() -> timedelta | None:
+    """Return after what time collectives of the default group on the CPU fail; None without gloo."""
+    if "gloo" not in str(dist.get_backend_config()):
+        return None
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def _outwards(frame: FrameType | None) -> list[FrameType]:
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_LIBRARIES = (_TORCH, f"{Path(__file__).parents[1]}/", f"{sysconfig.get_paths()['stdlib']}/", "<")
+
+
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
+def _store() -> Store:
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store

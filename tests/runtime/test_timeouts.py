@@ -1,0 +1,128 @@
+"""A rank that never comes to a collective: the others say which one it was, who waited and where the missing one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import RankHarness
+from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, Decoder, loss_fn
+
+from paraplan import runtime
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.timeouts import CollectiveTimeoutError, Position, default_timeout, timeout_error, waited_s
+
+PATIENCE_S = 120.0
+WAITING = Position("all_reduce over dp", (0, 1, 2, 3), "main in train.py line 9")
+READING = Position(None, (), "read in data.py line 40")
+
+
+class RestIsOverError(Exception):
+    """What ends the rank that never came."""
+
+
+class Prepared(Decoder):
+    """A model that calls a function before its forward pass."""
+
+    before: Callable[[], None] = staticmethod(lambda: None)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.before()
+        output: torch.Tensor = super().forward(tokens)
+        return output
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _take_a_long_rest() -> None:
+    _store().set("rests", "yes")
+    _store().wait(["is over"], timedelta(seconds=PATIENCE_S))
+    raise RestIsOverError
+
+
+def _wait_for_nobody() -> None:
+    """From here on this rank waits for one that never comes: however short the timeout is, it is the right answer."""
+    _store().wait(["rests"], timedelta(seconds=PATIENCE_S))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+
+
+def _never_meet(inside: bool) -> str:
+    """Do a step together, then one to which rank 1 does not come, or in which it rests; return what rank 0 is told."""
+    job = runtime.init(ParallelPlan(dp=2, micro_batch_size=GLOBAL_BATCH // 2))
+    torch.manual_seed(0)
+    model = Prepared(2)
+    engine = job.prepare(model, loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held, lr=0.1))
+    ids = torch.randint(VOCABULARY, (GLOBAL_BATCH // 2, TOKENS + 1))
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    engine.step(inputs, targets)
+    before = _wait_for_nobody if job.is_main else _take_a_long_rest
+    if inside:
+        model.before = before
+    watch = engine._equipment.timeouts
+    assert watch is not None
+    watch._answers_s = PATIENCE_S
+
+    def go_on() -> None:
+        if not inside:
+            before()
+        engine.step(inputs, targets)
+
+    with pytest.raises(CollectiveTimeoutError if job.is_main else RestIsOverError) as end:
+        go_on()
+    if job.is_main:
+        _store().set("is over", "yes")
+    return str(end.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("inside", "call"), [(False, "all_gather"), (True, "all_reduce")])
+def test_a_rank_that_never_comes_is_named_with_its_place(inside: bool, call: str, ranks: RankHarness) -> None:
+    said, _ = ranks.run(_never_meet, inside, size=2)
+    assert f"rank 0 waited 2 s in {call} of ranks 0-1 (engine.step after 1 steps)" in said
+    assert "rank 1 did not come to it, and is at _take_a_long_rest in test_timeouts.py line" in said
+
+
+def _timeouts_of_groups() -> list[timedelta]:
+    plan = ParallelPlan(dp=2, tp=2, zero_stage=1)
+    mesh = runtime.init(plan, timeout_s=321).mesh
+    groups: list[Any] = [dist.group.WORLD, mesh.group("dp"), mesh.group("tp")]
+    assert default_timeout() == timedelta(seconds=321)
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+@pytest.mark.ranks
+def test_groups_of_every_axis_have_the_timeout_of_the_job(ranks: RankHarness) -> None:
+    for found in ranks.run(_timeouts_of_groups, size=4):
+        assert found == [timedelta(seconds=321)] * 3
+
+
+def test_the_error_names_those_who_waited_and_those_elsewhere() -> None:
+    other = Position("recv", (1, 2), "exchange in train.py line 7")
+    error = timeout_error(
+        {0: WAITING, 1: WAITING, 2: other, 3: READING}, rank=1, waited_s=600.0, what="engine.step after 4 steps"
+    )
+    assert error.message == (
+        "ranks 0-1 waited 600 s in all_reduce over dp of ranks 0-3 (engine.step after 4 steps); rank 2 did not come to "
+        "it, and is in recv of ranks 1-2, called at exchange in train.py line 7; rank 3 did not come to it, and is at "
+        "read in data.py line 40"
+    )
+    assert error.exit_status == 1
+
+
+def test_ranks_that_do_not_answer_are_named_too() -> None:
+    error = timeout_error({0: WAITING, 1: None, 2: None, 3: WAITING}, rank=0, waited_s=60.0, what="engine.save")
+    assert "ranks 0, 3 waited 60 s" in error.message
+    assert error.message.endswith("; ranks 1-2 did not come to it, and do not say where they are")
+
+
+def test_only_gloos_timeouts_are_explained() -> None:
+    said = "[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+    assert waited_s(RuntimeError(said)) == 4.0
+    assert waited_s(RuntimeError("Application timeout caused pair closure")) == 0.0
+    assert waited_s(RuntimeError("Connection closed by peer [127.0.0.1]:5538")) is None
