@@ -147,4 +147,8 @@ def _element_bytes(
         return _FIXED_BYTES["fp32"] if cuts.is_autocast else training.activation_bytes
     if tensor.element_type == "residual":
         return residual
+    if tensor.element_type == "cast":
+        return training.activation_bytes if cuts.is_autocast else _FIXED_BYTES["fp32"]
+    if tensor.element_type == "weights":
+        return np.where(cuts.has_fp32_weights & cuts.is_autocast, _FIXED_BYTES["fp32"], training.activation_bytes)
     return _FIXED_BYTES.get(tensor.element_type, training.activation_bytes)

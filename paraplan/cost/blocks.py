@@ -26,6 +26,7 @@ class BlockCosts:
     `working_bytes` is what the costliest block holds, besides what was kept, while its backward pass runs;
     `distinct_weight_parameters` counts the weights of distinct shapes of all blocks, each once;
     `score_bytes` are those of all scores of one micro-batch in one block, 0 where attention makes none;
+    `largest_gradient_bytes` are those of the largest weight's gradient as a backward pass computes it;
     `copied_parameters` are those that autocast keeps a 16-bit copy of. `saved_bytes` are kept in the first pipeline
     stage, `later_saved_bytes` in the others: under autocast the residual stream differs (`Cuts.residual_bytes`).
     """
@@ -42,6 +43,7 @@ class BlockCosts:
     working_bytes: Floats
     distinct_weight_parameters: Floats
     largest_weight_parameters: Floats
+    largest_gradient_bytes: Floats
     embedding_parameters: Floats
     embedding_saved_bytes: Floats
     embedding_s: Floats
@@ -83,7 +85,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
     return BlockCosts(
         key=cuts.key,
         parameters=_running_sum(parameters, order),
-        copied_parameters=_running_sum([_matmul_parameters(kind, cuts) for kind in kinds], order),
+        copied_parameters=_running_sum([_copied_parameters(kind, cuts) for kind in kinds], order),
         saved_bytes=_running_sum(kept, order),
         later_saved_bytes=_running_sum(later_kept, order),
         forward_s=_running_sum(forward, order),
@@ -94,12 +96,13 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
         largest_block_parameters=np.max(parameters, axis=0),
         working_bytes=np.max(working, axis=0),
         distinct_weight_parameters=_distinct_weights(kinds, cuts),
-        largest_weight_parameters=_largest_weight(kinds, cuts),
+        largest_weight_parameters=_largest_weight(kinds, cuts, np.ones_like(cuts.tp)),
+        largest_gradient_bytes=_largest_gradient(kinds, training, cuts),
         embedding_parameters=_parameters(model.embedding, ends),
         embedding_saved_bytes=saved_bytes(model.embedding, training, cuts, fused_kernels=habits.fused_kernels),
         embedding_s=times.moved_s(3.0 * boundary),
         head_parameters=_parameters(model.head, ends),
-        head_copied_parameters=_matmul_parameters(model.head, ends),
+        head_copied_parameters=_copied_parameters(model.head, ends),
         head_saved_bytes=saved_bytes(model.head, training, cuts, fused_kernels=habits.fused_kernels),
         head_s=end_times.block_s(model.head)
         + end_times.block_s(model.head, backward=True)
@@ -124,10 +127,11 @@ def _parameters(block: BlockSpec, cuts: Cuts, *, splits_experts: bool = True) ->
     return block.num_parameters - split + split / cuts.tp
 
 
-def _matmul_parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+def _copied_parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+    """Return the weights that autocast copies: it does not know grouped products, so those of experts stay in fp32."""
     total = np.zeros_like(cuts.tp)
-    for matmul in block.matmuls:
-        total += matmul.k * matmul.n * matmul.num_experts / (1.0 if matmul.split == "none" else cuts.tp)
+    for matmul in (matmul for matmul in block.matmuls if matmul.num_experts == 1):
+        total += matmul.k * matmul.n / (1.0 if matmul.split == "none" else cuts.tp)
     return total
 
 
@@ -139,12 +143,19 @@ def _distinct_weights(kinds: list[BlockSpec], cuts: Cuts) -> Floats:
     return total
 
 
-def _largest_weight(kinds: list[BlockSpec], cuts: Cuts) -> Floats:
+def _largest_weight(kinds: list[BlockSpec], cuts: Cuts, expert_factor: Floats) -> Floats:
     largest = np.zeros_like(cuts.tp)
     for matmul in (matmul for kind in kinds for matmul in kind.matmuls):
         elements = float(matmul.k * matmul.n * matmul.num_experts)
-        largest = np.maximum(largest, elements / (1.0 if matmul.split == "none" else cuts.tp))
+        factor = expert_factor if matmul.num_experts > 1 else 1.0
+        largest = np.maximum(largest, elements * factor / (1.0 if matmul.split == "none" else cuts.tp))
     return largest
+
+
+def _largest_gradient(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts) -> Floats:
+    """Return the bytes of the largest gradient of a weight, in the type in which its product is computed."""
+    expert_bytes = np.where(cuts.is_autocast & cuts.has_fp32_weights, 4.0, training.activation_bytes)
+    return training.activation_bytes * _largest_weight(kinds, cuts, expert_bytes / training.activation_bytes)
 
 
 def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts) -> Floats:

@@ -65,8 +65,8 @@ def block_backward(rank: RankMemory) -> StageMemory:
 def _working_bytes(rank: RankMemory) -> Floats:
     """Return what the backward pass of a block has beside what was kept for it."""
     costs, key = rank.costs, rank.costs.key
-    weight = costs.largest_weight_parameters[key] * rank.compute_bytes
-    return np.asarray(costs.working_bytes[key] + costs.boundary_bytes[key] + weight)
+    gradient = costs.largest_gradient_bytes[key]
+    return np.asarray(costs.working_bytes[key] + costs.boundary_bytes[key] + gradient)
 
 
 def end_of_first_half(rank: RankMemory) -> StageMemory:

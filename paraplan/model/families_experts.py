@@ -66,7 +66,7 @@ def qwen2_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> 
         _activation(config),
         is_gated=True,
     )
-    part = _routed(config, hidden, default_experts=60, default_per_token=4)
+    part = _routed(config, hidden, default_experts=60, default_per_token=4, num_readers=4)
     inner = config.count("shared_expert_intermediate_size", default=5632)
     part += mlp(hidden, inner, shared, keeps_input=False) + shared_expert_gate(hidden)
     part += kept("shared expert output", hidden + 1)
@@ -79,7 +79,9 @@ def qwen3_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> 
     return _sparse_layers(config, family, hidden, part)
 
 
-def _routed(config: ModelConfig, hidden: int, *, default_experts: int, default_per_token: int) -> Part:
+def _routed(
+    config: ModelConfig, hidden: int, *, default_experts: int, default_per_token: int, num_readers: int = 1
+) -> Part:
     return experts(
         hidden,
         ExpertsStyle(
@@ -87,6 +89,7 @@ def _routed(config: ModelConfig, hidden: int, *, default_experts: int, default_p
             experts_per_token=config.count("num_experts_per_tok", default=default_per_token),
             inner=config.count("moe_intermediate_size"),
             activation=_activation(config),
+            num_readers=num_readers,
         ),
     )
 
@@ -143,15 +146,16 @@ def _deepseek_layers(config: ModelConfig, hidden: int, *, is_v3: bool) -> tuple[
     bias = False if is_v3 else config.flag("mlp_bias", default=False)
     dense = mlp(hidden, config.count("intermediate_size"), MlpStyle(GATED, activation, is_gated=True, bias=bias))
     inner = config.count("moe_intermediate_size")
+    shared = config.size("n_shared_experts", default=1 if is_v3 else 2)
     routed = ExpertsStyle(
         num_experts=config.count("n_routed_experts", "num_local_experts", default=256 if is_v3 else 64),
         experts_per_token=config.count("num_experts_per_tok", default=8 if is_v3 else None),
         inner=inner,
         activation=activation,
         router="fp32",
+        num_readers=2 if shared else 0,
     )
     names = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-    shared = config.size("n_shared_experts", default=1 if is_v3 else 2)
     sparse = experts(hidden, routed)
     if shared:
         style = MlpStyle(names, activation, is_gated=True, bias=bias)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paraplan.errors import ModelError
-from paraplan.model.part import Part, dropout, kept, linear, weight
-from paraplan.model.spec import Matmul, Parameter
+from paraplan.model.part import KeptBy, Part, dropout, kept, linear, weight
+from paraplan.model.spec import ElementType, Matmul, Parameter
 
 # How many tensors of the inner width an activation keeps besides its output, run as transformers writes it: torch's own
 # kernels keep their input (ReLU its output); gelu_new is written out and keeps x, tanh, x/2 and 1 + tanh; gpt-oss keeps
@@ -50,7 +50,9 @@ def mlp(hidden: int, inner: int, style: MlpStyle, *, keeps_input: bool = True) -
     return part + linear(output, inner, hidden, bias=output_bias, split="row", input_first=style.input_first)
 
 
-def activation_saved(activation: str, inner: float, *, is_gated: bool) -> Part:
+def activation_saved(
+    activation: str, inner: float, *, is_gated: bool, element_type: ElementType = "activation"
+) -> Part:
     """Return what the activation of an MLP keeps, its output (the output projection's input) included.
 
     Plain: `8sbh + 8sbh` of Korthikanti et al. 2022, section 4.1, for an inner width of 4h. Gated: gate, up and their
@@ -59,14 +61,17 @@ def activation_saved(activation: str, inner: float, *, is_gated: bool) -> Part:
     steps = kept_by_activation(activation)
     fused_steps = 0 if activation == "relu" else 1
     promoted = _PROMOTED_BY_ACTIVATION.get(activation, 0)
-    part = kept("activation internals", (steps - promoted) * inner, split="tensor", by="modules")
+    part = kept(
+        "activation internals", (steps - promoted) * inner, element_type=element_type, split="tensor", by="modules"
+    )
     for _ in range(promoted):
         part += kept("power", inner, element_type="promoted", split="tensor", by="modules")
-    part += kept("activation input", fused_steps * inner, split="tensor", by="fused")
+    part += kept("activation input", fused_steps * inner, element_type=element_type, split="tensor", by="fused")
     if is_gated:
-        part += kept("up projection", inner, split="tensor")
-        part += kept("activated gate", inner, split="tensor", by="modules" if fused_steps else "both")
-    return part + kept("MLP inner output", inner, split="tensor")
+        part += kept("up projection", inner, element_type=element_type, split="tensor")
+        by: KeptBy = "modules" if fused_steps else "both"
+        part += kept("activated gate", inner, element_type=element_type, split="tensor", by=by)
+    return part + kept("MLP inner output", inner, element_type=element_type, split="tensor")
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ class ExpertsStyle:
     """Routed experts of a block: shapes, and how transformers stores and runs them (packed, grouped matmuls).
 
     `router` says what is made of the router's logits: a softmax of all of them in fp32, one of the chosen only, or
-    logits computed in fp32 from the cast input.
+    logits computed in fp32 from the cast input. `num_readers` counts the matmuls that read the block's normalised
+    input: a router that does not cast it, and shared experts.
     """
 
     num_experts: int
@@ -85,10 +91,14 @@ class ExpertsStyle:
     input_first: bool = False
     router_name: str = "mlp.gate"
     router: Literal["softmax", "softmax_of_chosen", "fp32"] = "softmax"
+    num_readers: int = 1
 
 
 def experts(hidden: int, style: ExpertsStyle) -> Part:
-    """Return router and routed experts. Each token makes `experts_per_token` rows of the grouped matmuls."""
+    """Return router and routed experts. Each token makes `experts_per_token` rows of the grouped matmuls.
+
+    Autocast does not know these, and transformers casts rows to the weights' type, in fp32 there (integrations/moe.py).
+    """
     if style.experts_per_token > style.num_experts:
         raise ModelError(
             f"num_experts_per_tok={style.experts_per_token} is more than the {style.num_experts} experts",
@@ -98,7 +108,8 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     count, inner = style.num_experts, style.inner
     up_shape = (count, hidden, 2 * inner) if style.input_first else (count, 2 * inner, hidden)
     down_shape = (count, inner, hidden) if style.input_first else (count, hidden, inner)
-    part = kept("router input", hidden, split="sequence") + linear(style.router_name, hidden, count, bias=style.bias)
+    part = kept("router input", hidden, split="sequence", num_readers=style.num_readers)
+    part += linear(style.router_name, hidden, count, bias=style.bias)
     parameters = [
         _expert_parameter("mlp.experts.gate_up_proj", up_shape, 2 if style.input_first else 1),
         _expert_parameter("mlp.experts.down_proj", down_shape, 1 if style.input_first else 2),
@@ -112,16 +123,16 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     )
     part += Part(parameters=tuple(parameters), matmuls=products)
     if style.router == "fp32":
-        part += kept("router input in fp32", hidden, element_type="fp32", split="sequence")
+        part += kept("router input in fp32", hidden, element_type="cast", split="sequence")
     if style.router != "softmax_of_chosen":
         part += kept("router probabilities", count, element_type="fp32")
     # Chosen experts, the order of rows by expert and back: four or five 64-bit indices a row; the row's weight twice.
     indices = 5 if style.bias else 4
     part += kept("routing indices", 2 * indices * rows, element_type="fp32", by="modules")
     part += kept("routing weights", 2 * rows, element_type="fp32")
-    part += kept("tokens by expert", rows * hidden)
-    part += activation_saved(style.activation, rows * inner, is_gated=True)
-    return part + kept("expert outputs", rows * hidden)
+    part += kept("tokens by expert", rows * hidden, element_type="weights")
+    part += activation_saved(style.activation, rows * inner, is_gated=True, element_type="weights")
+    return part + kept("expert outputs", rows * hidden, element_type="weights")
 
 
 def _expert_parameter(name: str, shape: tuple[int, ...], tp_dim: int | None) -> Parameter:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from paraplan.model.spec import AttentionKernel, SavedTensor
 
-_FIXED_BYTES = {"fp32": 4, "mask": 1}
+_FIXED_BYTES = {"fp32": 4, "mask": 1, "cast": 4}
 
 
 def saved_bytes(

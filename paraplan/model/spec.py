@@ -14,7 +14,7 @@ from pydantic import Field
 from paraplan.records import Record
 
 AttentionKernel = Literal["flash", "sdpa", "eager"]
-ElementType = Literal["activation", "fp32", "mask", "promoted", "residual"]
+ElementType = Literal["activation", "fp32", "mask", "promoted", "residual", "weights", "cast"]
 ActivationSplit = Literal["tensor", "sequence", "none"]
 NormOutput = Literal["promoted", "weights", "residual"]
 
@@ -81,8 +81,10 @@ class SavedTensor(Record):
     `in_attention_core` marks what selective recompute (Korthikanti et al. 2022, section 5) frees.
     `absent_in_fp32` marks a low-precision copy of another tensor of the list: with fp32 activations both are one.
     `is_shared_by_batch` marks what a micro-batch keeps once, however many sequences it has.
-    The element types "promoted" and "residual" differ from "activation" under autocast alone, where parameters stay in
-    fp32: promoted is what autocast computes in fp32 (norms, powers), residual has the type of the residual stream.
+    The element types "promoted", "residual" and "weights" differ from "activation" under autocast alone, where
+    parameters stay in fp32: promoted is what autocast computes in fp32 (norms, powers), residual has the type of the
+    residual stream, weights that of the parameters: operators that autocast does not know, and casts to weights.
+    Cast is what a model casts to fp32 itself for a matmul, which autocast casts back.
     `num_readers` counts the matmuls that read the output of a norm: where that is fp32, autocast makes each its copy.
     None marks what is no such output.
     """

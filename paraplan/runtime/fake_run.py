@@ -111,7 +111,7 @@ def trace_peak(
         mesh = build_mesh(plan, world)
         stack.enter_context(splits_without_values(model, mesh, sequence_parallel=plan.sequence_parallel))
         stack.enter_context(without_values())
-        stack.enter_context(GroupedProducts())
+        stack.enter_context(GroupedProducts())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         materialise(model, world.device)
         setting = Setting(plan=plan, mesh=mesh, precision=training.precision, loss_fn=loss_fn or token_loss)
         tracked = _TrackedRank(model, setting, training, world)
