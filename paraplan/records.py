@@ -14,7 +14,9 @@ class Record(BaseModel):
     Unknown is None.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="strings", defer_build=True
+    )
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with `changes`, validated again (pydantic's `model_copy` validates nothing)."""

@@ -6,13 +6,16 @@ import numpy as np
 
 from paraplan.cost.blocks import BlockCosts, block_costs
 from paraplan.cost.kernels import effective_peak
-from paraplan.cost.memory import StageMemory, cached_bytes, host_bytes, stage_memory
+from paraplan.cost.memory import RankMemory, StageMemory, cached_bytes, host_bytes, peak_bytes, peak_of
 from paraplan.cost.stages import even_stage
 from paraplan.cost.step import StepTime, step_time
 from paraplan.cost.table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
+
+
+_SMALL_ROWS = 8_000
 
 
 class MemoryEstimate(Record):
@@ -92,11 +95,23 @@ def peak_memory(workload: Workload, table: PlanTable, costs: BlockCosts | None =
     `costs` are the plans' `block_costs`, where they are known.
     """
     costs = costs or block_costs(workload, table)
-    ranks = (np.zeros_like(table.pp), np.minimum(1, table.pp - 1), table.pp - 1)
-    model = workload.model
-    stages = (even_stage(table, model.num_blocks, rank, are_alike=len(model.runs) == 1) for rank in ranks)
-    peaks = [stage_memory(workload, table, costs, stage).total_bytes for stage in stages]
-    return np.asarray(np.max(peaks, axis=0))
+    peaks = np.zeros(len(table))
+    ranks = [(np.arange(len(table)), 0), (np.flatnonzero(table.pp > 1), -1), (np.flatnonzero(table.pp > 2), 1)]
+    # Ranks of a small table are computed side by side, those of a large one in turn, as far as caches reach.
+    together = [ranks] if len(table) <= _SMALL_ROWS else [[each] for each in ranks]
+    for group in together:
+        rows = np.concatenate([of_rank for of_rank, _ in group])
+        rank = np.concatenate([np.full(len(of_rank), number) for of_rank, number in group])
+        part = table if len(rows) == len(table) else table.select(rows)
+        stage = even_stage(
+            part,
+            workload.model.num_blocks,
+            np.where(rank < 0, part.pp - 1, rank),
+            are_alike=len(workload.model.runs) == 1,
+        )
+        of_part = costs if part is table else costs.select(rows)
+        np.maximum.at(peaks, rows, peak_bytes(RankMemory.of(workload, part, of_part, stage)))
+    return peaks
 
 
 def step_times(workload: Workload, table: PlanTable) -> StepTime:
@@ -147,9 +162,9 @@ def _memory_records(
     rows = np.zeros_like(ranks)
     by_rank, costs = table.select(rows), costs.select(rows)
     stage = even_stage(by_rank, workload.model.num_blocks, ranks, bounds)
-    memory = stage_memory(workload, by_rank, costs, stage)
-    cached = cached_bytes(workload, by_rank, costs, stage)
-    on_host = host_bytes(workload, by_rank, costs, stage)
+    held = RankMemory.of(workload, by_rank, costs, stage)
+    memory = peak_of(held)
+    cached, on_host = cached_bytes(held, memory), host_bytes(held)
     return [
         _memory_record(workload, rank, memory, cached=float(cached[rank]), on_host=float(on_host[rank]))
         for rank in ranks.tolist()

@@ -10,7 +10,7 @@ import numpy as np
 
 from paraplan.cost.blocks import BlockCosts, block_costs
 from paraplan.cost.estimate import fits, peak_memory, step_times
-from paraplan.cost.memory import host_bytes
+from paraplan.cost.memory import RankMemory, host_bytes
 from paraplan.cost.stages import even_stage
 from paraplan.cost.table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.cost.workload import Workload
@@ -183,7 +183,7 @@ def exceeds_host(workload: Workload, table: PlanTable, costs: BlockCosts | None 
     ranks = np.minimum(workload.cluster.num_gpus, workload.cluster.gpus_per_node)
     for rank in (np.zeros_like(part.pp), part.pp - 1):
         stage = even_stage(part, model.num_blocks, rank, are_alike=len(model.runs) == 1)
-        exceeds[offloads] |= ranks * host_bytes(workload, part, costs, stage) > limit
+        exceeds[offloads] |= ranks * host_bytes(RankMemory.of(workload, part, costs, stage)) > limit
     return exceeds
 
 

@@ -261,7 +261,7 @@ def test_masters_are_not_counted_twice_on_the_host(workload: MakeWorkload) -> No
     plan = PlanTable.of_plans([ParallelPlan(offload="optimizer")])
     stage = even_stage(plan, LAYERS, np.array([0]))
     parameters = LAYERS * BLOCK + EMBEDDING + 2 * H
-    assert one(host_bytes(made, plan, block_costs(made, plan), stage)) == 16 * parameters
+    assert one(host_bytes(RankMemory.of(made, plan, block_costs(made, plan), stage))) == 16 * parameters
 
 
 def test_nvidia_smi_shows_the_allocators_cache_the_context_and_nccl(workload: MakeWorkload) -> None:
