@@ -1,15 +1,12 @@
 """One rank that measures kernels: matmuls, attention, what moves memory, an optimizer's step, and overlap.
 
 All ranks time the same kernel at the same time, as they do in training: CPU processes share a memory bus, GPUs a power
-supply. The slowest rank counts. It is started and ended as ranks that measure links are (`measure_links`).
+supply. The slowest rank counts. It is a measuring rank (`measuring_rank`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,16 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 
-from paraplan.errors import UsageError
 from paraplan.hardware.kernel_measurement import KernelCase, KernelEvent, KernelRequest
-from paraplan.runtime.measure_links import end_with_parent, join
+from paraplan.runtime.measuring_rank import run_rank
 
 _RUNS = 8  # of so many timings a fast one is reported
 _MOST_REPEATS = 200
 _TIMED_SHARE = 0.5  # the rest goes into making tensors and into first calls
 _HIDDEN = 512  # features over which the timed norm goes
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_START_TIMEOUT_S = 120.0
 
 Work = Callable[[], object]
 Clock = Callable[[], float]
@@ -34,6 +29,8 @@ Clock = Callable[[], float]
 
 def measure(request: KernelRequest, report: Callable[[KernelEvent], None]) -> None:
     """Time every case of `request` as one rank of the default process group; the first rank reports."""
+    if request.num_threads is not None:
+        torch.set_num_threads(request.num_threads)
     device = torch.device("cuda", torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
     _meet()
     deadline = time.monotonic() + request.max_seconds
@@ -223,28 +220,9 @@ def _agree(value: float, *, smallest: bool) -> float:
 
 
 def main() -> None:
-    """Run one rank: `RANK SIZE STORE_FILE REPORT_FD` as arguments, the request as the first line of standard input."""
-    rank, size, store_path, report_fd = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    request = KernelRequest.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    if request.num_threads is not None:
-        torch.set_num_threads(request.num_threads)
-
-    def report(event: KernelEvent) -> None:
-        os.write(report_fd, (event.model_dump_json() + "\n").encode())
-
-    timeout_s = _START_TIMEOUT_S + request.max_seconds
-    join(device=request.device, rank=rank, size=size, store_path=store_path, timeout_s=timeout_s)
-    try:
-        measure(request, report)
-    finally:
-        with contextlib.suppress(RuntimeError):  # a rank that failed leaves the others' connections broken
-            dist.destroy_process_group()
+    """Run one rank that measures kernels."""
+    run_rank(KernelRequest, measure)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as problem:
-        sys.stderr.write(f"{problem}\n")
-        sys.exit(2)
+    main()

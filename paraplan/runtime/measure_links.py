@@ -1,34 +1,26 @@
 """One rank that measures links: collectives on messages of several sizes, in one group of ranks after the other.
 
 The messages S are those of nccl-tests: the whole buffer of all-reduce, all-to-all and send/receive, the whole result of
-all-gather, the whole input of reduce-scatter. Run as a program it takes its request as a line of JSON on standard input
-and ends when that is closed, so that ranks never outlive the process that started them.
+all-gather, the whole input of reduce-scatter. Run as a program it is a measuring rank (`measuring_rank`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
-from paraplan.errors import UsageError
 from paraplan.hardware.link_measurement import MeasuredKind, MeasureRequest, RankEvent, collectives_of
+from paraplan.runtime.measuring_rank import run_rank
 
 _ELEMENT_BYTES = 4  # float32, as nccl-tests has it by default
 _RUNS = 5  # the median of so many timings is reported
 _MOST_REPEATS = 50
-_START_TIMEOUT_S = 120.0
 
 Work = Callable[[], object]
 
@@ -193,60 +185,11 @@ def _most_bytes(device: torch.device) -> float:
     return free / 4
 
 
-def join(*, device: str, rank: int, size: int, store_path: str, timeout_s: float = _START_TIMEOUT_S) -> None:
-    """Set up the default process group of ranks on this machine: gloo, and NCCL for tensors on GPUs.
-
-    They meet through a file, and wait `timeout_s` for each other at most. Raises UsageError where torch sees too few
-    GPUs.
-    """
-    if device == "cuda":
-        seen = torch.cuda.device_count()
-        if seen <= rank:
-            built = "" if torch.version.cuda else ": it is built without CUDA"
-            raise UsageError(
-                f"torch sees {seen} of the {size} GPUs{built}",
-                hint="install a build of torch for these GPUs, or measure CPU processes with --ranks 2",
-            )
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=FileStore(store_path, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-
-
 def main() -> None:
-    """Run one rank: `RANK SIZE STORE_FILE REPORT_FD` as arguments, the request as the first line of standard input."""
-    rank, size, store_path, report_fd = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    request = MeasureRequest.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    """Run one rank that measures links."""
     torch.set_num_threads(1)
-
-    def report(event: RankEvent) -> None:
-        # One write each: shorter than PIPE_BUF, so that lines of several ranks never mix.
-        os.write(report_fd, (event.model_dump_json() + "\n").encode())
-
-    # Ranks outside a group wait for it, as long as everything may take.
-    timeout_s = _START_TIMEOUT_S + request.max_seconds
-    join(device=request.device, rank=rank, size=size, store_path=store_path, timeout_s=timeout_s)
-    try:
-        measure(request, report)
-    finally:
-        with contextlib.suppress(RuntimeError):  # a rank that failed leaves the others' connections broken
-            dist.destroy_process_group()
-
-
-def end_with_parent() -> None:
-    """End this process when its standard input closes: the process that started it has ended."""
-    sys.stdin.read()
-    os._exit(1)
+    run_rank(MeasureRequest, measure)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as problem:
-        sys.stderr.write(f"{problem}\n")
-        sys.exit(2)
+    main()
