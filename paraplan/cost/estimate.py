@@ -14,7 +14,6 @@ from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
 
-
 _SMALL_ROWS = 8_000
 
 
