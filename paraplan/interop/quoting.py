@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 
 _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
 _NOT_TEXT = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+_LONGEST_KEY = 1024
+"""YAML 1.2, section 7.4.2: a key before a colon has at most so many characters; a longer one is marked by `?`."""
+
 _SHORT_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
 
 
@@ -48,6 +51,9 @@ def _lines_of_mapping(mapping: Mapping[str, object]) -> list[str]:
     lines = []
     for key, value in mapping.items():
         name = _scalar(key)
+        if len(name) > _LONGEST_KEY:
+            lines.append(f"? {name}")
+            name = ""
         if _is_nested(value):
             lines.append(f"{name}:")
             lines += [f"  {line}" for line in _lines(value)]

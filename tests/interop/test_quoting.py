@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import tomllib
 
+import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +41,12 @@ VALUES = st.recursive(
 @given(st.dictionaries(TEXTS, VALUES, min_size=1, max_size=4))
 def test_yaml_is_read_back_as_it_was(value: dict[str, object]) -> None:
     assert yaml.safe_load(to_yaml(value)) == value
+
+
+@pytest.mark.parametrize("value", [1, "two\nlines\n", {"inner": [1, 2]}, [{"a": 1}, 2], "#"])
+def test_long_keys_are_read_back(value: object) -> None:
+    mapping = {"outer": {"k" * 1023: value, "l" * 3000: value, "last": 1}}
+    assert yaml.safe_load(to_yaml(mapping)) == mapping
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
