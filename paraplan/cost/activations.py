@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.table import Floats, Ints, Mask, PlanTable, distinct_rows
+from paraplan.cost.table import Floats, Ints, Mask, PlanTable
 from paraplan.model.spec import BlockSpec, SavedTensor
 from paraplan.plan.training import TrainingSpec
 
@@ -16,7 +16,7 @@ _FIXED_BYTES = {"fp32": 4.0, "mask": 1.0}
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """The distinct ways in which the plans of a table cut a block, one entry a cut; `key` gives that of each plan.
+    """Ways in which plans cut a block, one entry a cut.
 
     `keeps_gathered_inputs` says that matmuls keep what sequence parallelism gathers for them, as `Habits` has it.
     `tokens` counts those of one micro-batch on one rank, `own_tokens` those of one of its sequences; `sequence_tp` the
@@ -24,7 +24,6 @@ class Cuts:
     autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits.
     """
 
-    key: Ints
     tokens: Floats
     own_tokens: Floats
     seq_length: int
@@ -36,21 +35,17 @@ class Cuts:
     has_fp32_weights: Mask
 
     @classmethod
-    def of_table(
+    def of_columns(
         cls,
-        table: PlanTable,
+        columns: Sequence[Ints],
         training: TrainingSpec,
         *,
         autocast: bool = False,
         keeps_gathered_inputs: bool = False,
     ) -> Cuts:
-        """Return the cuts of the plans of `table`."""
-        is_sharded = (table.zero_stage > 0).astype(np.int64)
-        (tp, sequence_parallel, cp, micro_batch_size, recompute, sharded), key = distinct_rows(
-            table.tp, table.sequence_parallel, table.cp, table.micro_batch_size, table.recompute, is_sharded
-        )
+        """Return the cuts of `columns`, in the order of `cut_columns`."""
+        tp, sequence_parallel, cp, micro_batch_size, recompute, sharded = columns
         return cls(
-            key=key,
             tokens=micro_batch_size * training.seq_length / cp,
             own_tokens=training.seq_length / cp,
             seq_length=training.seq_length,
@@ -69,6 +64,12 @@ class Cuts:
         """
         is_fp32 = self.has_fp32_weights if self.is_autocast and is_first else np.zeros_like(self.has_fp32_weights)
         return np.where(is_fp32, 4.0, training.activation_bytes)
+
+
+def cut_columns(table: PlanTable) -> tuple[Ints, ...]:
+    """Return what tells one cut from another, in columns of whole numbers, one entry a plan."""
+    is_sharded = (table.zero_stage > 0).astype(np.int64)
+    return table.tp, table.sequence_parallel, table.cp, table.micro_batch_size, table.recompute, is_sharded
 
 
 def saved_bytes(

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paraplan.cost.activations import Cuts, saved_bytes, transient_bytes
+from paraplan.cost.activations import Cuts, cut_columns, saved_bytes, transient_bytes
 from paraplan.cost.kernels import KernelTimes
-from paraplan.cost.table import RECOMPUTES, Floats, Ints, Mask, PlanTable
+from paraplan.cost.known_cuts import Cut
+from paraplan.cost.table import RECOMPUTES, Floats, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec
 from paraplan.plan.training import TrainingSpec
@@ -60,11 +61,29 @@ class BlockCosts:
 
 
 def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
-    """Return the costs of the blocks of the workload's model under the plans of `table`."""
+    """Return the costs of the blocks of the workload's model under the plans of `table`.
+
+    Cuts that the workload was asked about before are not priced again.
+    """
+    columns, key = distinct_rows(*cut_columns(table))
+    cuts: list[Cut] = list(zip(*(column.tolist() for column in columns), strict=True))
+    known, habits = workload.known_cuts, workload.habits
+    missing = known.missing(cuts)
+    if missing or not known.rows:
+        new = Cuts.of_columns(
+            [column[missing] for column in columns],
+            workload.training,
+            autocast=habits.is_autocast,
+            keeps_gathered_inputs=habits.keeps_gathered_inputs,
+        )
+        known.add([cuts[position] for position in missing], _priced(workload, new))
+    rows = np.array([known.rows[cut] for cut in cuts], dtype=np.int64)
+    return BlockCosts(key=rows[key], **known.columns())
+
+
+def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
+    """Return the columns of `BlockCosts` for some cuts."""
     model, training, habits = workload.model, workload.training, workload.habits
-    cuts = Cuts.of_table(
-        table, training, autocast=habits.is_autocast, keeps_gathered_inputs=habits.keeps_gathered_inputs
-    )
     times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, habits)
     ends = replace(cuts, tp=habits.vocabulary_tp(cuts.tp, model.vocabulary))
     end_times = replace(times, cuts=ends)
@@ -82,34 +101,33 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
         + transient_bytes(kind, training, cuts, fused_kernels=habits.fused_kernels)
         for kind, less in zip(kinds, kept, strict=True)
     ]
-    return BlockCosts(
-        key=cuts.key,
-        parameters=_running_sum(parameters, order),
-        copied_parameters=_running_sum([_copied_parameters(kind, cuts) for kind in kinds], order),
-        saved_bytes=_running_sum(kept, order),
-        later_saved_bytes=_running_sum(later_kept, order),
-        forward_s=_running_sum(forward, order),
-        backward_s=_running_sum([times.block_s(kind, backward=True) for kind in kinds], order),
-        recompute_s=_running_sum(
+    return {
+        "parameters": _running_sum(parameters, order),
+        "copied_parameters": _running_sum([_copied_parameters(kind, cuts) for kind in kinds], order),
+        "saved_bytes": _running_sum(kept, order),
+        "later_saved_bytes": _running_sum(later_kept, order),
+        "forward_s": _running_sum(forward, order),
+        "backward_s": _running_sum([times.block_s(kind, backward=True) for kind in kinds], order),
+        "recompute_s": _running_sum(
             [_recompute_s(kind, cuts, times, whole) for kind, whole in zip(kinds, forward, strict=True)], order
         ),
-        largest_block_parameters=np.max(parameters, axis=0),
-        working_bytes=np.max(working, axis=0),
-        distinct_weight_parameters=_distinct_weights(kinds, cuts),
-        largest_weight_parameters=_largest_weight(kinds, cuts, np.ones_like(cuts.tp)),
-        largest_gradient_bytes=_largest_gradient(kinds, training, cuts),
-        embedding_parameters=_parameters(model.embedding, ends),
-        embedding_saved_bytes=saved_bytes(model.embedding, training, cuts, fused_kernels=habits.fused_kernels),
-        embedding_s=times.moved_s(3.0 * boundary),
-        head_parameters=_parameters(model.head, ends),
-        head_copied_parameters=_copied_parameters(model.head, ends),
-        head_saved_bytes=saved_bytes(model.head, training, cuts, fused_kernels=habits.fused_kernels),
-        head_s=end_times.block_s(model.head)
+        "largest_block_parameters": np.max(parameters, axis=0),
+        "working_bytes": np.max(working, axis=0),
+        "distinct_weight_parameters": _distinct_weights(kinds, cuts),
+        "largest_weight_parameters": _largest_weight(kinds, cuts, np.ones_like(cuts.tp)),
+        "largest_gradient_bytes": _largest_gradient(kinds, training, cuts),
+        "embedding_parameters": _parameters(model.embedding, ends),
+        "embedding_saved_bytes": saved_bytes(model.embedding, training, cuts, fused_kernels=habits.fused_kernels),
+        "embedding_s": times.moved_s(3.0 * boundary),
+        "head_parameters": _parameters(model.head, ends),
+        "head_copied_parameters": _copied_parameters(model.head, ends),
+        "head_saved_bytes": saved_bytes(model.head, training, cuts, fused_kernels=habits.fused_kernels),
+        "head_s": end_times.block_s(model.head)
         + end_times.block_s(model.head, backward=True)
         + end_times.loss_s(model.vocab_size or 0),
-        boundary_bytes=boundary,
-        score_bytes=_score_bytes(kinds, training, cuts),
-    )
+        "boundary_bytes": boundary,
+        "score_bytes": _score_bytes(kinds, training, cuts),
+    }
 
 
 def _running_sum(values: list[Floats], order: list[int]) -> Floats:

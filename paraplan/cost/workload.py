@@ -8,6 +8,7 @@ from typing import Self
 from paraplan.cost.calibrated import calibrated_constants
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.habits import PARAPLAN, Habits
+from paraplan.cost.known_cuts import KnownCuts
 from paraplan.hardware.bus_bandwidth import GroupSpeed
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable
@@ -28,6 +29,8 @@ class Workload:
     habits: Habits = PARAPLAN
     group_speeds: dict[tuple[int, int, Collective], GroupSpeed] = field(default_factory=dict, init=False, repr=False)
     """What groups of ranks reach, by size, distance and collective, as far as it was asked for."""
+    known_cuts: KnownCuts = field(default_factory=KnownCuts, init=False, repr=False)
+    """What blocks cost under the cuts that were asked about."""
 
     @classmethod
     def of(cls, model: ModelSpec, training: TrainingSpec, cluster: Cluster, links: LinkSpeedTable) -> Self:

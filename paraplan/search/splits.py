@@ -58,6 +58,7 @@ class BalancedSplits:
             alone = ParallelPlan(num_microbatches=self.workload.training.global_batch_size, recompute=recompute)
             costs = block_costs(self.workload, PlanTable.of_plans([alone]))
             again = costs.forward_s if recompute == RECOMPUTES[-1] else costs.recompute_s
-            seconds = np.diff((costs.forward_s + costs.backward_s + again)[0])
-            self._seconds[recompute] = (seconds.tolist(), float(costs.embedding_s[0]), float(costs.head_s[0]))
+            row = costs.key[0]
+            seconds = np.diff((costs.forward_s + costs.backward_s + again)[row])
+            self._seconds[recompute] = (seconds.tolist(), float(costs.embedding_s[row]), float(costs.head_s[row]))
         return self._seconds[recompute]
