@@ -2,8 +2,8 @@
 
     python scripts/trust_table.py runs.csv [more.csv ...]
 
-Step times come from rows that `paraplan validate` scores (complete, nothing unusual, 16 or 32 bits); memory from every
-row that states a peak, since unusual features seldom change it, and those that do are told apart by source.
+Step times and peaks come from rows that `paraplan validate` scores: complete, nothing unusual, 16 or 32 bits. Peaks of
+the others have a table of their own: rows with features that a plan does not express, and rows that state too little.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 
 
-def validate(files: list[str]) -> tuple[Score, Score]:
-    """Return the score of step times over the rows that `paraplan validate` scores, and of memory over all rows."""
+def validate(files: list[str]) -> tuple[Score, Score, Score]:
+    """Return the scores of step times and of memory over the rows that are scored, and of memory over the others."""
     command = [sys.executable, "-m", "paraplan", "validate", *files, "--json"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         sys.exit(finished.stderr)
     rows = [(row.pop("scored"), RunPrediction.model_validate(row)) for row in json.loads(finished.stdout)["rows"]]
-    step_time = score((row for scored, row in rows if scored), "step_time_error")
-    return step_time, score((row for _, row in rows), "memory_error")
+    standard, others = ([row for scored, row in rows if scored == kind] for kind in (True, False))
+    return score(standard, "step_time_error"), score(standard, "memory_error"), score(others, "memory_error")
 
 
 def table(title: str, figures: Score) -> str:
@@ -52,12 +52,12 @@ def cells(row: ErrorSummary) -> str:
 
 
 def main() -> None:
-    """Put the table of step times and that of memory between the marks of the README."""
+    """Put the tables between the marks of the README."""
     files = sys.argv[1:]
     if not files:
         sys.exit(__doc__)
-    step_time, memory = validate(files)
-    tables = [table("step time", step_time), table("peak memory", memory)]
+    titles = ("step time", "peak memory", "peak memory of other runs")
+    tables = [table(title, figures) for title, figures in zip(titles, validate(files), strict=True)]
     before, _, rest = README.read_text().partition(START)
     _, _, after = rest.partition(END)
     README.write_text(before + START + "\n" + "\n".join(tables) + "\n" + END + after)
