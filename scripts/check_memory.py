@@ -40,7 +40,7 @@ from paraplan.units import format_bytes
 PEAK_TOLERANCE, PART_TOLERANCE, PART_FLOOR = 0.03, 0.05, 0.01
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes")
 PLAIN = "plain transformer"
-# Configurations that are not bundled: an encoder, and a small mixture of experts.
+# Configurations that are not bundled: an encoder, and two small mixtures of experts, one with a shared expert.
 OWN_CONFIGS: dict[str, dict[str, Any]] = {
     "bert-large": {
         "model_type": "bert",
@@ -66,6 +66,20 @@ OWN_CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
         "decoder_sparse_step": 1,
         "vocab_size": 65536,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+    "small-mixtral": {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     },
@@ -124,6 +138,15 @@ CASES = (
     Case("llama-3-8b", 4096, pipeline(2, 4, tp=4), stages=(0, 1)),
     Case("small-moe", 2048, {"dp": 16, "zero_stage": 3}),
     Case("small-moe", 2048, {"dp": 16, "zero_stage": 2, "num_microbatches": 2}),
+    Case("small-moe", 2048, {"dp": 4}),
+    Case("small-moe", 2048, {"dp": 4, "zero_stage": 1, "num_microbatches": 2}),
+    Case("small-moe", 2048, pipeline(2, 4), stages=(0, 1)),
+    Case("small-moe", 2048, pipeline(2, 4, dp=2), "fp32", stages=(0, 1)),
+    Case("small-mixtral", 2048, {"dp": 4, "num_microbatches": 2}),
+    Case("small-mixtral", 2048, {"dp": 4, "recompute": "full"}),
+    Case("small-mixtral", 2048, {"dp": 8, "zero_stage": 3}),
+    Case("small-mixtral", 2048, {"tp": 2, "dp": 2}),
+    Case("small-mixtral", 2048, pipeline(2, 4, tp=2), stages=(0, 1)),
     Case("bert-large", 512, {"dp": 8, "micro_batch_size": 8}),
     Case("bert-large", 512, {"dp": 8, "micro_batch_size": 8, "zero_stage": 3}),
     Case("bert-large", 512, {"dp": 8, "micro_batch_size": 8, "num_microbatches": 2}, "fp32"),

@@ -90,7 +90,9 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
     boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
     kinds = list(dict.fromkeys(run.block for run in model.runs))
     order = [kinds.index(run.block) for run in model.runs for _ in range(run.count)]
-    parameters = [_parameters(kind, cuts, splits_experts=habits.splits_experts) for kind in kinds]
+    if not habits.splits_experts:
+        kinds = [_with_whole_experts(kind) for kind in kinds]
+    parameters = [_parameters(kind, cuts) for kind in kinds]
     kept, later_kept = (
         [_kept_bytes(kind, workload, cuts, is_first=is_first) for kind in kinds] for is_first in (True, False)
     )
@@ -135,13 +137,19 @@ def _running_sum(values: list[Floats], order: list[int]) -> Floats:
     return np.concatenate([np.zeros((len(columns), 1)), np.cumsum(columns, axis=1)], axis=1)
 
 
-def _parameters(block: BlockSpec, cuts: Cuts, *, splits_experts: bool = True) -> Floats:
-    divided = [
-        parameter
-        for parameter in block.parameters
-        if parameter.tp_dim is not None and (splits_experts or not parameter.is_expert)
-    ]
-    split = sum(parameter.num_elements for parameter in divided)
+def _with_whole_experts(block: BlockSpec) -> BlockSpec:
+    """Return `block` with routed experts that tensor parallelism leaves whole: every rank runs all of them."""
+    parameters = [one.replace(tp_dim=None) if one.is_expert else one for one in block.parameters]
+    matmuls = [one.replace(split="none") if one.num_experts > 1 else one for one in block.matmuls]
+    saved, saved_fused = (
+        tuple(one.replace(split="none") if one.element_type == "weights" else one for one in tensors)
+        for tensors in (block.saved, block.saved_fused)
+    )
+    return block.replace(parameters=tuple(parameters), matmuls=tuple(matmuls), saved=saved, saved_fused=saved_fused)
+
+
+def _parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+    split = sum(parameter.num_elements for parameter in block.parameters if parameter.tp_dim is not None)
     return block.num_parameters - split + split / cuts.tp
 
 

@@ -59,6 +59,20 @@ BERT = {
     "vocab_size": 8192,
     "max_position_embeddings": TOKENS,
 }
+MIXTRAL = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 8192,
+    "max_position_embeddings": TOKENS,
+    "tie_word_embeddings": False,
+}
 
 
 class Block(nn.Module):
@@ -165,3 +179,14 @@ def test_the_estimate_with_recompute_is_what_the_runtime_holds() -> None:
     spec, build = of_config(LLAMA)
     plan = ParallelPlan(micro_batch_size=8, num_microbatches=2, recompute="full")
     compare(spec, build, plan, "bf16")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_experts_are_in_fp32_where_autocast_does_not_know_their_products(precision: TrainingPrecision) -> None:
+    spec, build = of_config(MIXTRAL)
+    compare(spec, build, ParallelPlan(dp=4, micro_batch_size=4), precision)
+
+
+def test_the_first_stage_of_a_mixture_of_experts_is_what_the_runtime_holds() -> None:
+    spec, build = of_config(MIXTRAL)
+    compare(spec, build, ParallelPlan.model_validate({**PIPELINE, "micro_batch_size": 8}), "bf16")
