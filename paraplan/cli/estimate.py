@@ -13,6 +13,7 @@ from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinToken
 from paraplan.cli.ci_limits import Limits, check_limits
 from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOption, FromMegatronOption
+from paraplan.cli.html import HtmlOption, write_estimate
 from paraplan.cli.inputs import (
     calibrated,
     check_plan_suits_model,
@@ -123,6 +124,7 @@ def estimate(
             "--trace", help="Also run the plan's own engine on this model, without a GPU or values, and compare; slow."
         ),
     ] = False,
+    html: HtmlOption = None,
     from_deepspeed: FromDeepspeedOption = None,
     from_accelerate: FromAccelerateOption = None,
     from_megatron: FromMegatronOption = None,
@@ -172,6 +174,8 @@ def estimate(
     workload = calibrated(Workload.of(spec, training, cluster, load_link_speeds()), calibration)
     traced = _trace(model, plan, training) if trace else None
     result = _estimate_and_print(workload, plan, traced, as_json=as_json)
+    if html is not None:
+        write_estimate(workload, result, html)
     check_limits(result, limits, model=spec.name, file=plan_path, as_json=as_json)
 
 

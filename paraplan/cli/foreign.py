@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from paraplan.cli.estimate_report import estimate_report
+from paraplan.cli.html import write_estimate
 from paraplan.cli.inputs import (
     calibrated,
     check_plan_suits_model,
@@ -103,6 +104,8 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
         typer.echo(json.dumps(_report(setup, theirs, now, others, reason), indent=2))
     else:
         _print(setup, theirs, now, others, reason)
+    if options["html"] is not None:
+        write_estimate(theirs, now, options["html"])
     return now
 
 

@@ -12,6 +12,7 @@ import typer
 
 from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
 from paraplan.cli.ci_plan import check_plan_file, refuse_beside_check
+from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, write_recommendation
 from paraplan.cli.inputs import (
     calibrated,
     check_precision,
@@ -44,7 +45,7 @@ from paraplan.cost.habits import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.model.reader import read_model
-from paraplan.search.recommendation import Question, recommendation
+from paraplan.search.recommendation import Question
 
 app = typer.Typer(add_completion=False)
 SEARCH_PANEL, MONEY_PANEL = "Search", "Time and money"
@@ -126,6 +127,7 @@ def recommend(
         float | None,
         typer.Option("--price", min=0, help="Price of a GPU-hour, in any currency.", rich_help_panel=MONEY_PANEL),
     ] = None,
+    html: HtmlOption = None,
     check: CheckOption = None,
     tolerance: ToleranceOption = "5%",
     github: GithubOption = False,
@@ -148,30 +150,34 @@ def recommend(
     earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
     if check is not None:
-        others = {"-o": output, "--find": find, "--like": like}
+        others = {"-o": output, "--find": find, "--like": like, "--html": html}
         refuse_beside_check(others | {"--framework": None if framework is FrameworkName.paraplan else framework})
         check_plan_file(
             calibrated(workload, calibration), check, tolerance=tolerance, github=github, junit=junit, as_json=as_json
         )
         return
     is_own = framework is FrameworkName.paraplan
-    answer = recommendation(
+    answer = recommended(
         calibrated(workload if is_own else replace(workload, habits=habits_of(framework.value)), calibration),
         Question(
             objective=objective.value,
             find=find.value if find else None,
             framework=None if is_own else framework.value,
-            num_candidates=top,
+            num_candidates=top if html is None else max(top, MANY_KINDS),
             explains=explain,
-            with_front=pareto,
+            with_front=pareto or html is not None,
             earlier=earlier,
             tokens=tokens,
             price_per_gpu_hour=price,
         ),
+        html,
     )
     seconds = time.perf_counter() - started
     if output is not None:
         write_beside_and_rename(output, plan_file(answer).to_json() + "\n")
+    if html is not None:
+        write_recommendation(answer, html, plan_path=output, price_per_gpu_hour=price)
+        answer = answer.cut(num_candidates=top, with_front=pareto)
     if as_json:
         typer.echo(json.dumps(recommendation_report(answer, plan_path=output, seconds=seconds), indent=2))
         return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
 from paraplan.report.topology_layout import Arc, Box, Layout, lay_out
@@ -34,9 +36,29 @@ _CHARACTER = 6.2
 """Width of a character of 11 px on average, to decide what fits; a browser's own fonts differ by a tenth."""
 
 
-def render_svg(node: NodeTopology) -> str:
-    """Return the picture of a machine as an SVG document; legible for 1 to 16 GPUs, wider for more."""
-    layout = lay_out(node, top=TITLE_HEIGHT)
+_GROUP_HEIGHT = 22
+_GOLDEN_DEGREES = 137.5
+"""Hues of neighbouring groups lie that far apart: close to never alike."""
+
+
+class GroupRow(NamedTuple):
+    """One axis of a plan on a machine: the number of the group that each GPU, by its index, belongs to."""
+
+    name: str
+    group_of: dict[int, int]
+
+
+def group_hue(group: int) -> float:
+    """Return the hue of a group of ranks in degrees."""
+    return round((210 + group * _GOLDEN_DEGREES) % 360, 1)
+
+
+def render_svg(node: NodeTopology, *, groups: Sequence[GroupRow] = ()) -> str:
+    """Return the picture of a machine as an SVG document; legible for 1 to 16 GPUs, wider for more.
+
+    Above each GPU stand the `groups` that it belongs to, in a colour for each.
+    """
+    layout = lay_out(node, top=TITLE_HEIGHT + _GROUP_HEIGHT * len(groups))
     legend, legend_height = _legend(node, layout)
     height = layout.height + legend_height
     body = [
@@ -45,6 +67,7 @@ def render_svg(node: NodeTopology) -> str:
         f"<style>{_STYLE}</style>",
         f'<rect class="paper" width="{layout.width:g}" height="{height:g}"/>',
         *_titles(node, layout.width),
+        *(cell for number, row in enumerate(groups) for cell in _group_row(layout, row, number)),
         *(_rectangle(frame, "frame", radius=10) for frame in layout.frames),
         *_sockets(layout),
         *(f'<path class="wire" d="M{x:g} {above:g}V{below:g}"/>' for x, above, below in layout.wires),
@@ -59,6 +82,22 @@ def render_svg(node: NodeTopology) -> str:
         "</svg>",
     ]
     return "\n".join(body) + "\n"
+
+
+def _group_row(layout: Layout, row: GroupRow, number: int) -> list[str]:
+    """Return a coloured field above each GPU that has a rank."""
+    y = TITLE_HEIGHT - 6 + number * _GROUP_HEIGHT
+    cells = []
+    for gpu, group in row.group_of.items():
+        box = layout.gpus[gpu]
+        place = f'x="{box.x:g}" y="{y:g}" width="{box.width:g}" height="{_GROUP_HEIGHT - 4}"'
+        fill = f"hsl({group_hue(group):g} 70% 50%)"
+        words = _text(f"{row.name} group {group}")
+        cells.append(
+            f'<rect {place} rx="4" fill="{fill}" fill-opacity="0.34" stroke="{fill}"/>'
+            f'<text x="{box.middle:g}" y="{y + 13:g}">{words}</text>'
+        )
+    return cells
 
 
 def _text(text: str) -> str:

@@ -53,6 +53,14 @@ class Recommendation:
     budget: Budget | None = None
     offers: tuple[SizeOffer, ...] = ()
 
+    def cut(self, *, num_candidates: int, with_front: bool) -> Recommendation:
+        """Return the answer with fewer candidates, and without its front if so asked."""
+        result = self.result
+        kept = result.replace(
+            candidates=result.candidates[:num_candidates], front=result.front if with_front else (), cloud=()
+        )
+        return replace(self, result=kept)
+
 
 def recommendation(workload: Workload, question: Question) -> Recommendation:
     """Return the answer to a question; raise `NoPlanFitsError` where no plan fits."""

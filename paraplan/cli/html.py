@@ -1,0 +1,81 @@
+"""`--html` of `paraplan recommend` and `paraplan estimate`: the report that people look at."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paraplan.cli.inputs import write_beside_and_rename
+from paraplan.cli.recommend_report import commands
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.workload import Workload
+from paraplan.search.facts import tree_facts
+from paraplan.search.nothing_fits import NothingFitsError
+from paraplan.search.recommendation import Question, Recommendation, recommendation
+from paraplan.search.scaling import scaling
+from paraplan.search.tree import decide
+
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write a report with charts, one file that needs no network."),
+]
+
+MANY_KINDS = 40
+"""So many choices of axes and ZeRO stage are ranked for a report."""
+
+
+def recommended(workload: Workload, question: Question, path: Path | None) -> Recommendation:
+    """Return the answer to a question; where a report was asked for and nothing fits, write one that says why."""
+    try:
+        return recommendation(workload, question)
+    except NothingFitsError as error:
+        if path is not None:
+            from paraplan.report.recommendation_page import nothing_fits_page
+
+            with _drawing():
+                text = nothing_fits_page(workload, error, decide(tree_facts(workload)).decisions)
+            _write(path, text)
+        raise
+
+
+def write_recommendation(
+    answer: Recommendation, path: Path, *, plan_path: Path | None, price_per_gpu_hour: float | None
+) -> None:
+    """Write the report of a recommendation. Raises `UsageError` for a path or a library that is not there."""
+    from paraplan.report.recommendation_page import recommendation_page
+
+    with _drawing():
+        sizes = scaling(answer.workload, price_per_gpu_hour=price_per_gpu_hour, runnable_only=answer.framework is None)
+        text = recommendation_page(answer, sizes=sizes, commands=commands(answer, plan_path))
+    _write(path, text)
+
+
+def write_estimate(workload: Workload, estimate: PlanEstimate, path: Path) -> None:
+    """Write the report of one plan. Raises `UsageError` for a path or a library that is not there."""
+    from paraplan.report.estimate_page import estimate_page
+
+    with _drawing():
+        text = estimate_page(workload, estimate)
+    _write(path, text)
+
+
+def _write(path: Path, text: str) -> None:
+    write_beside_and_rename(path, text)
+    typer.echo(f"report: {path}", err=True)
+
+
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """Say on a terminal what takes its time."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("drawing the report"):
+        yield

@@ -1,0 +1,227 @@
+"""The sections about one plan: its memory, its step, its course, its ranks on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paraplan.cost.course import StepCourse, step_course
+from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
+from paraplan.cost.workload import Workload
+from paraplan.plan.files import PlannedPlacement
+from paraplan.report.chart_svg import NARROW, WIDE, ChartRenderer
+from paraplan.report.charts import MEMORY_PARTS, memory_chart, shown_stages
+from paraplan.report.course_chart import course_chart, shown_rows
+from paraplan.report.page import Column, Row, details, facts, figure, paragraph, section, table
+from paraplan.report.rank_map import axis_groups, map_table
+from paraplan.report.topology_svg import GroupRow, render_svg
+from paraplan.units import format_bandwidth, format_bytes, format_count, format_flops, format_seconds
+
+STEP_PARTS = (
+    ("compute_s", "forward and backward"),
+    ("recompute_s", "recompute"),
+    ("tensor_parallel_s", "tensor-parallel communication"),
+    ("context_parallel_s", "context-parallel communication"),
+    ("pipeline_bubble_s", "pipeline bubble"),
+    ("pipeline_send_s", "pipeline sends"),
+    ("data_parallel_s", "data-parallel communication that nothing hides"),
+    ("optimizer_s", "optimizer"),
+)
+
+
+def workload_lines(workload: Workload) -> list[str]:
+    """Return what is trained, on what, and how, a sentence each."""
+    model, cluster, training = workload.model, workload.cluster, workload.training
+    nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
+    return [
+        f"{format_count(model.parameters.total)} parameters on {nodes}: {cluster.num_gpus} x {cluster.gpu.title}",
+        f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.precision}, "
+        f"{training.optimizer}, {training.attention} attention",
+    ]
+
+
+def plan_facts(workload: Workload, estimate: PlanEstimate) -> str:
+    """Return the figures of a plan that are read first."""
+    step = estimate.step
+    total = step.tokens_per_s_per_gpu * estimate.plan.world_size
+    return facts(
+        [
+            ("step", format_seconds(step.step_time_s)),
+            ("tokens/s", format_count(float(f"{total:.3g}"))),
+            ("tokens/s per GPU", format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))),
+            ("MFU", f"{step.mfu:.1%}"),
+            ("peak memory", format_bytes(estimate.peak_memory_bytes)),
+            ("of usable", f"{estimate.peak_memory_bytes / estimate.usable_memory_bytes:.0%}"),
+        ]
+    )
+
+
+def memory_section(workload: Workload, estimate: PlanEstimate, renderer: ChartRenderer) -> str:
+    """Return the memory of each stage, drawn and as a table."""
+    capacity = workload.cluster.gpu_memory_bytes
+    spec = memory_chart(estimate, capacity_bytes=capacity)
+    label = f"Memory of each pipeline stage by parts, against {format_bytes(estimate.usable_memory_bytes)} usable"
+    wide, narrow = (renderer.render(spec, label=label, width=width) for width in (WIDE, NARROW))
+    left_out = len(estimate.memory) - len(shown_stages(estimate.memory))
+    caption = (
+        f"Dashed: {format_bytes(estimate.usable_memory_bytes)} usable, {format_bytes(capacity)} on the GPU. "
+        "Parts at the fullest moment of a step: what is not there just then counts 0."
+        + (f" {left_out} stages in the middle are left out." if left_out else "")
+    )
+    fullest = max(estimate.memory, key=lambda stage: stage.total_bytes)
+    sentence = (
+        f"Peak {format_bytes(fullest.total_bytes)} by torch.cuda.max_memory_allocated, "
+        f"{format_bytes(fullest.device_bytes)} by nvidia-smi."
+    )
+    if estimate.host_bytes_per_node:
+        sentence += f" Offload keeps {format_bytes(estimate.host_bytes_per_node)} in the memory of each machine."
+    return section(
+        "Memory",
+        paragraph(sentence),
+        figure(wide=wide, narrow=narrow, caption=caption, below=details("As a table", _memory_table(estimate.memory))),
+    )
+
+
+def step_section(estimate: PlanEstimate) -> str:
+    """Return the parts of the step time, the largest share first to be seen."""
+    step = estimate.step
+    rows = []
+    for name, title in STEP_PARTS:
+        seconds = getattr(step, name)
+        if seconds > 0:
+            share = seconds / step.step_time_s
+            rows.append(
+                f"<tr><th scope='row' class='words'>{title}</th><td class='number'>{format_seconds(seconds)}</td>"
+                f"<td class='number'>{share:.1%}</td>"
+                f'<td class="wide" aria-hidden="true"><span class="bar" style="width:{share * 320:.0f}px"></span></td>'
+                "</tr>"
+            )
+    hidden = step.data_parallel_wire_s - step.data_parallel_s
+    beside = (
+        f" Another {format_seconds(hidden)} of data-parallel communication runs beside compute." if hidden > 0 else ""
+    )
+    sentence = f"{format_flops(step.model_flops_per_s_per_gpu)} per GPU, MFU {step.mfu:.1%}.{beside}"
+    return section(
+        f"One step: {format_seconds(step.step_time_s)}",
+        paragraph(sentence),
+        '<div class="scroll" tabindex="0" role="region" aria-label="Parts of a step"><table>'
+        "<caption>Parts of a step, on the slowest rank</caption><thead><tr><th scope='col'>part</th>"
+        "<th scope='col' class='number'>time</th><th scope='col' class='number'>share</th>"
+        f"<td class='wide'></td></tr></thead><tbody>{''.join(rows)}</tbody></table></div>",
+    )
+
+
+def course_section(workload: Workload, estimate: PlanEstimate, renderer: ChartRenderer) -> str:
+    """Return the course of one step: who computes, sends and waits when."""
+    course, plan = step_course(workload, estimate), estimate.plan
+    label = f"Course of one step of {plan.describe()}"
+    wide, narrow = (
+        renderer.render(course_chart(course, width=width), label=label, width=width, is_picture=True)
+        for width in (WIDE, NARROW)
+    )
+    left_out = len(course.ranks) - len(shown_rows(len(course.ranks)))
+    caption = "Numbers are micro-batches. Communication inside a pass is drawn at its end; it runs between kernels."
+    if plan.virtual_pipeline_size > 1:
+        caption += " Every second chunk of a rank is paler."
+    if left_out:
+        caption += f" {left_out} ranks in the middle are left out."
+    if len(course.ranks) > 1:
+        worst = max(course.waiting_s(rank) for rank in range(len(course.ranks)))
+        sentence = (
+            f"A pipeline of {plan.pp} ranks and {plan.num_stages} stages under {plan.pipeline_schedule}, "
+            f"{plan.num_microbatches} micro-batches. A rank waits {format_seconds(worst)} at most, "
+            f"{worst / course.step_time_s:.1%} of the step."
+        )
+    else:
+        one = (
+            "1 micro-batch"
+            if plan.num_microbatches == 1
+            else f"{plan.num_microbatches} micro-batches one after another"
+        )
+        sentence = f"No pipeline: every rank does the same, {one}."
+    return section(
+        "Course of a step",
+        paragraph(sentence),
+        figure(wide=wide, narrow=narrow, caption=caption, below=details("As a table", _course_table(course))),
+    )
+
+
+def ranks_section(workload: Workload, estimate: PlanEstimate, placement: PlannedPlacement) -> str:
+    """Return which ranks form groups, on the picture of a machine and as maps of all ranks."""
+    plan, cluster = estimate.plan, workload.cluster
+    groups = axis_groups(plan)
+    per_node = min(plan.world_size, cluster.gpus_per_node)
+    order = [axis for axis in plan.rank_order if getattr(plan, axis) > 1]
+    slowest = ", ".join(f"{axis} {format_bandwidth(rate)}" for axis, rate in placement.slowest_bytes_per_s.items())
+    mapped = [each for each in groups if max(each.group_of) > 0]
+    sentences = []
+    if order:
+        sentences.append(f"Ranks, outermost axis first: {', '.join(order)}.")
+    if slowest:
+        sentences.append(f"Slowest link of each axis, per direction: {slowest}.")
+    alone = [each.axis for each in groups if each not in mapped]
+    if alone:
+        sentences.append(f"All ranks form one group of {alone[0]}.")
+    gpus = placement.local_gpus[:per_node]
+    if gpus != tuple(range(len(gpus))):
+        sentences.append(f"GPUs by local rank: {', '.join(map(str, gpus))} (CUDA_VISIBLE_DEVICES).")
+    rows = [
+        GroupRow(name=each.axis, group_of={gpu: each.group_of[rank] for rank, gpu in enumerate(gpus)})
+        for each in groups
+    ]
+    label = "The machine with the groups of its ranks; scrolls sideways"
+    picture = render_svg(cluster.node, groups=rows) if cluster.node.gpus else ""
+    maps = "".join(map_table(each, ranks_per_node=per_node) for each in mapped)
+    note = (
+        "Cells hold the number of the group that a rank belongs to: one number, one colour, one group."
+        if mapped
+        else ""
+    )
+    return section(
+        "Ranks on the machine" if cluster.num_nodes == 1 else "Ranks on the machines",
+        paragraph(" ".join(sentences)) if sentences else "",
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">{picture}</div>' if picture else "",
+        paragraph(note, style="soft") if note else "",
+        f'<div class="scroll maps" tabindex="0" role="region" aria-label="Groups of all ranks">{maps}</div>'
+        if maps
+        else "",
+    )
+
+
+def _memory_table(memory: Sequence[MemoryEstimate]) -> str:
+    columns = [Column("stage"), *(Column(name, is_number=True) for _, name, _ in MEMORY_PARTS)]
+    rows = [
+        Row(
+            (
+                f"stage {stage.pipeline_stage}",
+                *(format_bytes(getattr(stage, field)) for field, _, _ in MEMORY_PARTS),
+                format_bytes(stage.total_bytes),
+                format_bytes(stage.device_bytes),
+            )
+        )
+        for stage in memory
+    ]
+    columns += [Column("total", is_number=True), Column("by nvidia-smi", is_number=True)]
+    return table(columns, rows, caption="Memory of a GPU by parts")
+
+
+def _course_table(course: StepCourse) -> str:
+    columns = [
+        Column("pipeline rank"),
+        Column("in passes", is_number=True),
+        Column("of it communication", is_number=True),
+        Column("waiting (bubble)", is_number=True),
+        Column("share of the step", is_number=True),
+    ]
+    rows = [
+        Row(
+            (
+                f"rank {rank}",
+                format_seconds(course.busy_s(rank)),
+                format_seconds(course.sending_s(rank)),
+                format_seconds(course.waiting_s(rank)),
+                f"{course.waiting_s(rank) / course.step_time_s:.1%}",
+            )
+        )
+        for rank in range(len(course.ranks))
+    ]
+    return table(columns, rows, caption="What each rank does in a step, before gradients are reduced")

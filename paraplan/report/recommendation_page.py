@@ -1,0 +1,260 @@
+"""`paraplan recommend --html`: the answer, why it is the answer, and what else there is, on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from paraplan.cost.workload import Workload
+from paraplan.report.chart_svg import HALF, NARROW, WIDE, ChartRenderer
+from paraplan.report.charts import cost_chart, plans_chart, throughput_chart
+from paraplan.report.page import Column, Row, code, details, facts, figure, page, paragraph, section, table
+from paraplan.report.plan_sections import (
+    course_section,
+    memory_section,
+    plan_facts,
+    ranks_section,
+    step_section,
+    workload_lines,
+)
+from paraplan.search.budget import Budget, SizeOffer
+from paraplan.search.nothing_fits import NothingFitsError
+from paraplan.search.recommendation import Recommendation
+from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
+from paraplan.units import format_bytes, format_count, format_seconds
+
+_MOST_ROWS = 12
+
+
+def recommendation_page(answer: Recommendation, *, sizes: Sequence[SizeOffer], commands: Mapping[str, str]) -> str:
+    """Return the page of a recommendation. `sizes` are the best plans on other numbers of GPUs.
+
+    Raises `UsageError` where the charting library is not installed.
+    """
+    renderer = ChartRenderer()
+    result, workload = answer.result, answer.workload
+    best = result.best
+    return page(
+        title=f"{workload.model.name} on {workload.cluster.num_gpus} GPUs: {best.plan.describe()}",
+        head=_head(answer),
+        sections=[
+            _decisions(result.decisions),
+            _plans(result, renderer),
+            memory_section(workload, best, renderer),
+            step_section(best),
+            course_section(workload, best, renderer),
+            ranks_section(workload, best, answer.placement),
+            _sizes(workload, sizes, renderer),
+            _budget(answer.budget),
+            _rejections(result.rejections),
+            _commands(commands),
+        ],
+    )
+
+
+def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Sequence[Decision]) -> str:
+    """Return the page for a workload that no plan fits: what was lacking and what would help."""
+    renderer = ChartRenderer()
+    nearest = error.nearest
+    lacking = nearest.peak_memory_bytes - nearest.usable_memory_bytes
+    head = [
+        f"<h1>{escape(workload.model.name)}: no plan fits</h1>",
+        *(paragraph(line, style="soft") for line in workload_lines(workload)),
+        f'<p class="plan bad">Nearest: {escape(nearest.plan.describe())}</p>',
+        paragraph(f"What would help: {error.hint}.") if error.hint else "",
+        facts(
+            [
+                ("needed", format_bytes(nearest.peak_memory_bytes)),
+                ("usable", format_bytes(nearest.usable_memory_bytes)),
+                ("too much", format_bytes(lacking)),
+            ]
+        ),
+    ]
+    return page(
+        title=f"{workload.model.name} on {workload.cluster.num_gpus} GPUs: no plan fits",
+        head="\n".join(head),
+        sections=[_decisions(decisions), memory_section(workload, nearest, renderer)],
+    )
+
+
+def _head(answer: Recommendation) -> str:
+    result, workload = answer.result, answer.workload
+    lines = [
+        f"<h1>{escape(workload.model.name)} on {workload.cluster.num_gpus} GPUs</h1>",
+        *(paragraph(line, style="soft") for line in workload_lines(workload)),
+    ]
+    if answer.framework is not None:
+        words = f"For {answer.framework}, by its habits; paraplan's own runtime does not launch this plan."
+        lines.append(paragraph(words, style="bad"))
+    if answer.found is not None:
+        lines.append(paragraph(f"Found {answer.found}."))
+    lines.append(f'<p class="plan">Recommended: <span class="good">{escape(result.best.plan.describe())}</span></p>')
+    if result.remark is not None:
+        lines.append(paragraph(f"{result.remark}."))
+    if result.fastest is not None:
+        gain = result.best.step.step_time_s / result.fastest.step.step_time_s - 1
+        words = f"Outside the tree's answer, predicted {gain:.0%} faster: {result.fastest.plan.describe()}."
+        lines.append(paragraph(words))
+    lines.append(plan_facts(workload, result.best))
+    return "\n".join(lines)
+
+
+def _decisions(decisions: Sequence[Decision]) -> str:
+    items = "".join(
+        f"<li>{escape(each.rule)} <strong>{escape(each.outcome)}</strong>"
+        f'<br><span class="soft">{escape(each.because)}</span></li>'
+        for each in decisions
+    )
+    return section("Decision tree", f'<ol class="path">{items}</ol>') if items else ""
+
+
+def _plans(result: SearchResult, renderer: ChartRenderer) -> str:
+    """Return all plans by time and memory, the ranked ones as a table, and those that none beats."""
+    ranked = list(result.candidates[:_MOST_ROWS])
+    if all(each.plan != result.best.plan for each in ranked):
+        ranked += [each for each in result.candidates if each.plan == result.best.plan]
+    anchors: dict[str, str] = {}
+    for number, each in enumerate([*ranked, *result.front]):
+        anchors.setdefault(each.plan.describe(), f"plan-{number}")
+    links = {words: f"#{anchor}" for words, anchor in anchors.items()}
+    cloud = [*result.cloud, *result.candidates]
+    parts = []
+    if result.front:
+        spec = plans_chart(result.best, cloud=cloud, front=result.front, linked=links)
+        label = "Plans by step time and peak memory; those that no plan beats in both lead to their row in a table"
+        wide, narrow = (renderer.render(spec, label=label, width=width) for width in (WIDE, NARROW))
+        caption = (
+            f"{result.plans_considered:,} plans considered, {result.plans_priced:,} priced by memory and "
+            f"{result.times_priced:,} by time: the others cannot be among the best. "
+            "Of every region the fastest is shown."
+        )
+        parts.append(figure(wide=wide, narrow=narrow, caption=caption, below=_reading(result, links)))
+    parts.append(
+        _plan_table(ranked, result, anchors, "Best plan of each choice of axes and ZeRO stage (* = named by the tree)")
+    )
+    if result.front:
+        fronted = _plan_table(result.front, result, anchors, "No plan beats these in both time and memory")
+        parts.append(details(f"The {len(result.front)} plans that none beats in both, as a table", fronted))
+    return section("Plans", *parts)
+
+
+def _reading(result: SearchResult, links: Mapping[str, str]) -> str:
+    """Return the line under the chart that says which plan the pointer or the focus is on, by style sheet alone."""
+    rules, words = [], []
+    shown = {result.best.plan.describe(): (result.best.step.step_time_s, result.best.peak_memory_bytes)}
+    shown |= {each.plan.describe(): (each.step_time_s, each.peak_memory_bytes) for each in result.front}
+    for plan, (seconds, size) in shown.items():
+        if plan not in links:
+            continue
+        name = links[plan].removeprefix("#")
+        rules.append(f'figure:has(a[href="#{name}"]:is(:hover,:focus)) .of-{name}{{display:inline}}')
+        words.append(f'<span class="of-{name}">{escape(plan)}: {format_seconds(seconds)}, {format_bytes(size)}</span>')
+    hint = "Point at a plan, or step from one to the next with the Tab key; Enter leads to its row."
+    return f"<style>{''.join(rules)}</style><p class='reading' aria-hidden='true'>{hint}<br>{''.join(words)}</p>"
+
+
+def _plan_table(plans: Sequence[Candidate], result: SearchResult, anchors: dict[str, str], caption: str) -> str:
+    columns = [
+        Column("plan"),
+        Column("step", is_number=True),
+        Column("to the chosen", is_number=True),
+        Column("tokens/s per GPU", is_number=True),
+        Column("MFU", is_number=True),
+        Column("memory", is_number=True),
+    ]
+    rows = []
+    for each in plans:
+        words = each.plan.describe()
+        is_chosen = each.plan == result.best.plan
+        difference = each.step_time_s / result.best.step.step_time_s - 1
+        rows.append(
+            Row(
+                (
+                    f"{words} *" if each.in_tree else words,
+                    format_seconds(each.step_time_s),
+                    "chosen" if is_chosen else f"{difference:+.1%}",
+                    format_count(float(f"{each.tokens_per_s_per_gpu:.3g}")),
+                    f"{each.mfu:.1%}",
+                    format_bytes(each.peak_memory_bytes),
+                ),
+                anchor=anchors.pop(words, None),
+                is_chosen=is_chosen,
+            )
+        )
+    return table(columns, rows, caption=caption)
+
+
+def _sizes(workload: Workload, sizes: Sequence[SizeOffer], renderer: ChartRenderer) -> str:
+    if len(sizes) < 2:
+        return ""
+    has_price = sizes[0].cost_per_billion_tokens is not None
+    now, tokens = workload.cluster.num_gpus, workload.training.tokens_per_step
+    charts = (
+        (throughput_chart(sizes, tokens_per_step=tokens, now=now), "Tokens per second by number of GPUs"),
+        (cost_chart(sizes, has_price=has_price), "Cost of a billion tokens by number of GPUs"),
+    )
+    figures = [
+        figure(
+            wide=renderer.render(spec, label=label, width=HALF),
+            narrow=renderer.render(spec, label=label, width=NARROW),
+            caption="",
+        )
+        for spec, label in charts
+    ]
+    columns = [Column("GPUs", is_number=True), Column("best plan"), Column("step", is_number=True)]
+    columns += [Column("GPU-hours per 1e9 tokens", is_number=True)]
+    columns += [Column("cost per 1e9 tokens", is_number=True)] if has_price else []
+    rows = [
+        Row(
+            (
+                str(offer.num_gpus),
+                offer.plan,
+                format_seconds(offer.step_time_s),
+                f"{offer.gpu_hours_per_billion_tokens:,.1f}",
+                *([f"{offer.cost_per_billion_tokens:,.2f}"] if has_price else []),
+            ),
+            is_chosen=offer.num_gpus == now,
+        )
+        for offer in sizes
+    ]
+    sentence = (
+        f"The best plan on each number of GPUs for the same batch of {workload.training.global_batch_size} sequences: "
+        "with more GPUs each has less of it. Sizes on which nothing fits are left out."
+    )
+    return section(
+        "Other numbers of GPUs",
+        paragraph(sentence),
+        f'<div class="pair">{"".join(figures)}</div>',
+        table(columns, rows, caption="Best plan by number of GPUs"),
+    )
+
+
+def _budget(budget: Budget | None) -> str:
+    if budget is None:
+        return ""
+    pairs = [
+        ("steps", f"{budget.steps:,.0f}"),
+        ("time", f"{budget.seconds / 86_400:,.1f} days"),
+        ("GPU-hours", f"{budget.gpu_hours:,.0f}"),
+        *([("cost", f"{budget.cost:,.2f}")] if budget.cost is not None else []),
+    ]
+    return section(
+        f"{format_count(budget.tokens)} tokens",
+        facts(pairs),
+        paragraph("Steps alone: no starts, checkpoints, failures."),
+    )
+
+
+def _rejections(rejections: Sequence[Rejection]) -> str:
+    if not rejections:
+        return ""
+    rows = [Row((each.reason, f"{each.count:,}")) for each in rejections]
+    columns = [Column("reason"), Column("plans", is_number=True)]
+    return section("Ruled out", table(columns, rows, caption="Why plans were left out, and how many"))
+
+
+def _commands(commands: Mapping[str, str]) -> str:
+    lines = [
+        details(name, code(text)) if name != next(iter(commands)) else code(text) for name, text in commands.items()
+    ]
+    return section("Run it", paragraph("With the plan file that -o plan.json writes:"), *lines)
