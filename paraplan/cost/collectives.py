@@ -88,14 +88,14 @@ def group_links(workload: Workload, table: PlanTable, axis: Axis) -> GroupLinks:
     return GroupLinks(size=sizes[axis], key=key, speeds=speeds)
 
 
-def fastest_all_reduce_s(workload: Workload, table: PlanTable, num_bytes: Floats) -> Floats:
-    """Return the seconds that an all-reduce of tensor-parallel ranks takes at least, however ranks are ordered."""
-    sizes, size_of = np.unique(table.tp, return_inverse=True)
+def fastest_links(workload: Workload, size: Ints, collective: Collective) -> GroupLinks:
+    """Return what groups of `size` ranks cross at best in a collective, however ranks are ordered."""
+    sizes, size_of = np.unique(size, return_inverse=True)
     fastest = []
-    for size in sizes.tolist():
+    for members in sizes.tolist():
         # Members that stand further apart than a node has GPUs are on nodes of their own.
-        apart = range(1, workload.cluster.gpus_per_node + 1 if size < workload.cluster.num_gpus else 2)
-        speeds = [_speed(workload, size, step, "all_reduce") for step in apart]
+        apart = range(1, workload.cluster.gpus_per_node + 1 if members < workload.cluster.num_gpus else 2)
+        speeds = [_speed(workload, members, step, collective) for step in apart]
         bus = max(speed.bus_bandwidth_bytes_per_s for speed in speeds)
         fastest.append(
             speeds[0].replace(
@@ -104,8 +104,7 @@ def fastest_all_reduce_s(workload: Workload, table: PlanTable, num_bytes: Floats
                 ramp_bytes=min(speed.ramp_bytes for speed in speeds),
             )
         )
-    links = GroupLinks(size=table.tp, key=size_of.reshape(-1), speeds={"all_reduce": tuple(fastest)})
-    return links.all_reduce_s(num_bytes)
+    return GroupLinks(size=size, key=size_of.reshape(-1), speeds={collective: tuple(fastest)})
 
 
 def _speed(workload: Workload, size: int, stride: int, collective: Collective) -> GroupSpeed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.collectives import group_links
+from paraplan.cost.collectives import GroupLinks, group_links
 from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import Attention
@@ -17,12 +17,12 @@ def _width(attention: Attention, *, keys_alone: bool) -> float:
     return around if keys_alone else query + value + around
 
 
-def context_parallel_s(workload: Workload, table: PlanTable) -> tuple[Floats, Floats]:
+def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks | None = None) -> tuple[Floats, Floats]:
     """Return the seconds of the exchanges of one block, averaged over the blocks, in a forward and a backward pass.
 
     Queries, keys, values and outputs cross once in each pass, all-to-all (DeepSpeed-Ulysses, Jacobs et al. 2023,
     section 3.1); recomputation repeats the forward pass's. Nothing hides them. Frameworks that pass keys and values
-    around a ring do so beside the attention core, which they slow down.
+    around a ring do so beside the attention core, which they slow down. `links` replaces those of the plans' own orders.
     """
     zeros = np.zeros(len(table))
     if not (table.cp > 1).any():
@@ -34,7 +34,8 @@ def context_parallel_s(workload: Workload, table: PlanTable) -> tuple[Floats, Fl
     width = sum(widths) / model.num_blocks
     tokens = table.micro_batch_size * training.seq_length / table.cp
     num_bytes = tokens * width * training.activation_bytes / table.tp
-    once = np.where(table.cp > 1, group_links(workload, table, "cp").all_gather_s(num_bytes), 0.0)
+    links = links or group_links(workload, table, "cp")
+    once = np.where(table.cp > 1, links.all_gather_s(num_bytes), 0.0)
     if rings:
         once = once * (workload.constants.overlap_slowdown - 1)
     return once, once * (1 + (table.recompute == RECOMPUTES.index("full")))

@@ -76,7 +76,6 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     the first two and the last two ranks of each plan, or all ranks of a single one. The sum over all stages does not
     depend on where the blocks are cut.
     """
-    cluster, constants, habits = workload.cluster, workload.constants, workload.habits
     links = _links(workload, table)
     exchanges = context_parallel_s(workload, table)
     slots = _slots(workload, table, costs, stages, links, exchanges)
@@ -92,7 +91,6 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
     parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
     sharded = parameters / np.where(table.zero_stage >= 1, table.shard_size, 1)
-    bandwidth = cluster.gpu.memory_bandwidth_bytes_per_s * constants.memory_bandwidth_efficiency
     return StepTime(
         compute_s=microbatches * of_slowest("compute_s"),
         recompute_s=microbatches * of_slowest("recompute_s"),
@@ -101,12 +99,19 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         pipeline_bubble_s=bubble,
         pipeline_send_s=microbatches * of_slowest("send_s"),
         data_parallel_s=exposed + offload_gather_s(workload, table, sharded),
-        optimizer_s=np.where(
-            table.offload > 0,
-            offload_step_s(workload, sharded),
-            sharded * constants.optimizer_traffic(habits.optimizer_step) / bandwidth,
-        ),
+        optimizer_s=optimizer_s(workload, table, sharded),
         data_parallel_wire_s=wire,
+    )
+
+
+def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats:
+    """Return the seconds of an optimizer step on `sharded` parameters of one rank, on the GPU or offloaded."""
+    constants = workload.constants
+    bandwidth = workload.cluster.gpu.memory_bandwidth_bytes_per_s * constants.memory_bandwidth_efficiency
+    return np.where(
+        table.offload > 0,
+        offload_step_s(workload, sharded),
+        sharded * constants.optimizer_traffic(workload.habits.optimizer_step) / bandwidth,
     )
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from paraplan.cost.blocks import BlockCosts, block_costs
-from paraplan.cost.collectives import fastest_all_reduce_s
+from paraplan.cost.collectives import fastest_links
+from paraplan.cost.context import context_parallel_s
+from paraplan.cost.offload import offload_gather_s
+from paraplan.cost.step import optimizer_s
 from paraplan.cost.table import RECOMPUTES, SCHEDULES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 
@@ -15,30 +18,62 @@ _FULL = RECOMPUTES.index("full")
 
 
 def least_step_s(workload: Workload, table: PlanTable, costs: BlockCosts | None = None) -> Floats:
-    """Return seconds of a step that each plan needs at least: compute and tensor parallelism, spread without loss.
+    """Return seconds of a step that each plan needs at least.
 
-    Under GPipe and 1F1B the slowest stage k waits for the stages before it, and they for it: a step takes at least
-    `sum of t_j over j < k + m t_k`, whose mean over k is `(m + (p - 1) / 2)` times the mean stage. Interleaved they
-    wait for one chunk of each stage alone, under zero bubble for the forward passes.
-    `costs` are the plans' `block_costs`, where they are known.
+    Counted are compute, tensor and context parallelism, sends between stages, over the fastest links that any order of
+    ranks gives, and the optimizer's step; what data parallelism adds is not. `costs` are the plans' `block_costs`,
+    where they are known.
     """
     costs = costs or block_costs(workload, table)
+    key = costs.key
+    parameters = costs.parameters[key, -1] + costs.embedding_parameters[key] + costs.head_parameters[key]
+    sharded = parameters / table.pp / np.where(table.zero_stage >= 1, table.shard_size, 1)
+    alone = offload_gather_s(workload, table, sharded) + optimizer_s(workload, table, sharded)
+    return _pipeline_s(workload, table, costs, _blocks_s(workload, table, costs)) + alone
+
+
+def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats:
+    """Return the seconds of one micro-batch in all blocks."""
     key, num_blocks = costs.key, workload.model.num_blocks
     is_full = table.recompute == _FULL
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
-    all_reduce_s = fastest_all_reduce_s(workload, table, activation)
+    all_reduce_s = fastest_links(workload, table.tp, "all_reduce").all_reduce_s(activation)
     backward_sends = table.sequence_parallel if workload.habits.overlaps_tensor_backward else 2.0
-    sends = num_blocks * all_reduce_s * (2.0 * (1 + is_full) + backward_sends)
+    exchanges = sum(context_parallel_s(workload, table, fastest_links(workload, table.cp, "all_gather")))
+    sends = num_blocks * (all_reduce_s * (2.0 * (1 + is_full) + backward_sends) + exchanges)
     forward_s = costs.forward_s[key, -1]
     again = np.where(is_full, forward_s, costs.recompute_s[key, -1])
-    blocks = forward_s + costs.backward_s[key, -1] + again + sends
-    each = (blocks + costs.embedding_s[key] + costs.head_s[key]) / table.pp
-    # Chunks are alike where blocks are, and are divided evenly.
+    return np.asarray(forward_s + costs.backward_s[key, -1] + again + sends)
+
+
+def _pipeline_s(workload: Workload, table: PlanTable, costs: BlockCosts, blocks_s: Floats) -> Floats:
+    """Return the seconds of all micro-batches: the largest of what the mean stage, the first and the last one need.
+
+    Under GPipe and 1F1B the slowest stage k waits for the stages before it, and they for it: a step takes at least
+    `sum of t_j over j < k + m t_k`, whose mean over k is `(m + (p - 1) / 2)` times the mean stage; the last stage waits
+    for all others. Interleaved they wait for one chunk of each stage alone, under zero bubble for the forward passes.
+    """
+    key, num_blocks, pp, count = costs.key, workload.model.num_blocks, table.pp, table.num_microbatches
+    habits = workload.habits
+    boundary = costs.boundary_bytes[key] / np.where(habits.splits_pipeline_sends, table.tp, 1)
+    send_s = habits.boundary_transfers * fastest_links(workload, pp, "send_recv").send_s(boundary)
+    sends = np.where(pp > 1, table.virtual * send_s, 0.0)
+    embedding_s, head_s = costs.embedding_s[key], costs.head_s[key]
+    each = (blocks_s + embedding_s + head_s) / pp + sends
+    # Chunks are alike where blocks are, and are divided evenly; the last ones have no more than their share.
     is_even = (table.split == 0) & (len(workload.model.runs) == 1)
-    chunk = blocks / num_blocks * (num_blocks // (table.pp * table.virtual)) * is_even
-    waited = np.select(
-        [np.isin(table.schedule, _ONE_CHUNK), table.schedule == _INTERLEAVED, table.schedule == _ZERO_BUBBLE],
-        [each, chunk, forward_s / table.pp * is_even],
-        default=0.0,
+    share = (num_blocks // (pp * table.virtual)) / num_blocks * is_even
+    chunk, forward = blocks_s * share, costs.forward_s[key, -1] * share
+    last = chunk * table.virtual + head_s + sends
+    kinds = [np.isin(table.schedule, _ONE_CHUNK), table.schedule == _INTERLEAVED, table.schedule == _ZERO_BUBBLE]
+    waited = np.select(kinds, [each, chunk, forward], default=0.0)
+    waited_by_last = np.select(kinds, [(each * pp - last) / np.maximum(pp - 1, 1), chunk, forward], default=0.0)
+    return np.asarray(
+        np.maximum.reduce(
+            [
+                count * each + waited * (pp - 1) / 2,
+                count * (chunk * table.virtual + embedding_s + sends),
+                count * last + waited_by_last * (pp - 1),
+            ]
+        )
     )
-    return np.asarray(each * table.num_microbatches + waited * (table.pp - 1) / 2)

@@ -23,6 +23,7 @@ from paraplan.units import format_bytes
 SLACK = 1.02
 """Plans up to this factor slower than the best ones are priced too: among equals the simplest is recommended."""
 
+_ROUNDING = 1 + 1e-9
 _MOST_ROWS = 16_000
 """Plans whose time is priced at once."""
 
@@ -217,9 +218,11 @@ class TimeSurvey:
         named = np.array([self.is_in_tree(plans.table(np.array([row])).plan(0)) for row in firsts])
         best = np.full(len(firsts), np.inf)
         waiting = np.argsort(plans.peak_bytes if self.smallest_first else plans.least_s, kind="stable")
-        # The most promising plans of each kind come first: they say what the others have to beat.
+        # The most promising plans of the most promising kinds come first: they say what the others have to beat.
+        promising = np.sort(first_rows(kind[waiting])[0])
+        in_tree = promising[named[kind[waiting[promising]]]]
         is_first = np.zeros(len(waiting), dtype=bool)
-        is_first[first_rows(kind[waiting])[0]] = True
+        is_first[promising[: self.num_kinds]] = is_first[in_tree[: self.num_kinds]] = True
         waiting = np.concatenate([waiting[is_first], waiting[~is_first]])
         size = int(is_first.sum())
         while len(waiting):
@@ -241,7 +244,8 @@ class TimeSurvey:
         known = np.sort(best)
         limit = known[min(self.num_kinds, len(known)) - 1] * SLACK
         in_tree = (best[named].min() if named.any() else np.inf) * SLACK
-        limits = np.minimum(best * SLACK, np.maximum(limit, np.where(named, in_tree, 0.0)))
+        # Of a kind only the best plan is shown, so that nothing has to be close to it.
+        limits = np.minimum(best * _ROUNDING, np.maximum(limit, np.where(named, in_tree, 0.0)))
         least = (plans.peak_bytes if self.smallest_first else plans.least_s)[rows]
         matters = least <= limits[kind[rows]]
         if self.fronts:
