@@ -22,7 +22,7 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
 
     Queries, keys, values and outputs cross once in each pass, all-to-all (DeepSpeed-Ulysses, Jacobs et al. 2023,
     section 3.1); recomputation repeats the forward pass's. Nothing hides them. Frameworks that pass keys and values
-    around a ring do so beside the attention core, which they slow down. `links` replaces those of the plans' own orders.
+    around a ring do so beside the attention core, which they slow down. `links` replaces those of the plans' orders.
     """
     zeros = np.zeros(len(table))
     if not (table.cp > 1).any():
