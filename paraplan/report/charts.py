@@ -76,15 +76,7 @@ def plans_chart(
     """Return the plans by step time and memory; those in `linked`, by their words, lead to a row of a table."""
     front_rows = [_plan_row(plan, "none better in both", linked) for plan in front]
     cloud_rows = [_plan_row(plan, "other plans", linked) for plan in cloud]
-    words = best.plan.describe()
-    seconds, size = best.step.step_time_s, best.peak_memory_bytes
-    chosen = {
-        "step": seconds,
-        "gib": size / GIB,
-        "kind": "recommended",
-        "words": f"Recommended: {words}: {format_seconds(seconds)}, {format_bytes(size)}",
-        "link": linked.get(words),
-    }
+    chosen = _point(best.plan.describe(), best.step.step_time_s, best.peak_memory_bytes, "recommended", linked)
     place = {
         "x": {
             "field": "step",
@@ -197,10 +189,13 @@ def _log_ticks(values: list[float]) -> list[float]:
 
 
 def _plan_row(plan: Candidate, kind: str, linked: dict[str, str]) -> dict[str, Any]:
-    words = plan.plan.describe()
-    shown = f"{words}: {format_seconds(plan.step_time_s)}, {format_bytes(plan.peak_memory_bytes)}"
-    row = {"step": plan.step_time_s, "gib": plan.peak_memory_bytes / GIB, "kind": kind, "words": shown}
-    return row | {"link": linked.get(words)}
+    return _point(plan.plan.describe(), plan.step_time_s, plan.peak_memory_bytes, kind, linked)
+
+
+def _point(words: str, step_s: float, size_bytes: int, kind: str, linked: dict[str, str]) -> dict[str, Any]:
+    shown = f"{words}: {format_seconds(step_s)}, {format_bytes(size_bytes)}"
+    shown = f"Recommended: {shown}" if kind == "recommended" else shown
+    return {"step": step_s, "gib": size_bytes / GIB, "kind": kind, "words": shown, "link": linked.get(words)}
 
 
 def _scale(parts: Sequence[tuple[str, str, str]]) -> Spec:
