@@ -124,9 +124,8 @@ class NodeBoard:
         for node in range(self.num_nodes):
             if node not in found and self._has(f"failure/{node}"):
                 values = self._get(f"failure/{node}")
-                found[node] = NodeFailure(
-                    **(values | {"cause": Cause(values["cause"]), "evidence": tuple(values["evidence"])})
-                )
+                lines = {name: tuple(values[name]) for name in ("evidence", "places")}
+                found[node] = NodeFailure(**(values | lines | {"cause": Cause(values["cause"])}))
         return len(found)
 
     def _wait(self, is_done: Callable[[], bool], patience_s: float) -> None:

@@ -17,8 +17,19 @@ from typing import Any, NoReturn
 STACK_FILE = "stacks.txt"
 """Name of the file beside the error file that gets the stacks of all threads when the launcher asks for them."""
 
-STACK_SIGNAL_VARIABLE = "PARAPLAN_STACK_SIGNAL"
-"""Environment variable with the number of the signal by which the launcher asks for stacks; unset if it never does."""
+STACK_SIGNAL = 63 if sys.platform == "linux" else 0
+"""Asks a rank for its stacks: SIGRTMAX - 1, for which scripts have no use; 0 where a system has none."""
+
+CALLS_FILE = "collectives.json"
+"""Name of the file beside the error file with the collectives that a rank made last, as torch's flight recorder has."""
+
+CALLS_REQUEST = "collectives.ask"
+"""Name of the pipe beside the error file through which the launcher asks for `CALLS_FILE`."""
+
+WATCHED_VARIABLE = "PARAPLAN_HANG_TIMEOUT"
+"""Environment variable of ranks that are watched for a hang: they have a thread that answers such requests."""
+
+_MAX_CALLS = 200
 
 FAULT_FILE = "fault.txt"
 """Name of the file beside the error file that gets the Python stacks of a crash (SIGSEGV, SIGABRT, ...)."""
@@ -75,6 +86,8 @@ class FailureRecorder:
             os.replace(partial, self.error_file)  # noqa: PTH105
         except OSError:  # a full disk must not replace the error of the script
             return False
+        if not in_thread:
+            note_collectives(os.path.dirname(self.error_file))  # noqa: PTH120
         return True
 
     def _earlier_record(self) -> dict[str, Any] | None:
@@ -143,12 +156,49 @@ def watch_process(recorder: FailureRecorder) -> None:
     if recorder.error_file:
         folder = os.path.dirname(recorder.error_file)  # noqa: PTH120
         faulthandler.enable(file=_open_to_append(folder, FAULT_FILE), all_threads=True)
-        number = os.environ.get(STACK_SIGNAL_VARIABLE)
-        if number is not None:
-            descriptor = _open_to_append(folder, f"{STACK_FILE}.new")
-            faulthandler.register(int(number), file=descriptor, all_threads=True, chain=False)
+        if STACK_SIGNAL:
             stack_file = os.path.join(folder, STACK_FILE)  # noqa: PTH118
+            descriptor = _open_to_append(folder, f"{STACK_FILE}.new")
+            faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
             os.replace(f"{stack_file}.new", stack_file)  # noqa: PTH105 (that it is there says that a signal may come)
+        if WATCHED_VARIABLE in os.environ:
+            threading.Thread(target=_answer_requests, args=(folder,), daemon=True, name="paraplan").start()
+
+
+def note_collectives(folder: str) -> None:
+    """Write which collectives this process has made last, where torch has recorded them, into `folder`."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_initialized():
+        return
+    import json
+
+    native: Any = sys.modules["torch._C._distributed_c10d"]
+    try:
+        entries: dict[str, Any] = {}
+        for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+            dump = getattr(native, name, None)
+            found = json.loads(dump(True, False)).get("entries") or [] if dump is not None else []
+            entries |= {f"{entry['process_group']} {entry['record_id']}": entry for entry in found}
+        groups = {name: c10d.get_process_group_ranks(group) for group, name in c10d._world.pg_names.items()}
+        path = os.path.join(folder, CALLS_FILE)  # noqa: PTH118
+        with open(f"{path}.new", "w") as file:  # noqa: PTH123
+            json.dump({"entries": list(entries.values())[-_MAX_CALLS:], "groups": groups}, file)
+        os.replace(f"{path}.new", path)  # noqa: PTH105
+    except Exception:  # another torch may record otherwise, and the script's own error must not be replaced by this one
+        return
+
+
+def _answer_requests(folder: str) -> None:
+    """Note the collectives whenever the launcher opens the pipe, also while the main thread waits for one."""
+    path = os.path.join(folder, CALLS_REQUEST)  # noqa: PTH118
+    try:
+        os.mkfifo(path)
+        while True:
+            with open(path, "rb") as request:  # noqa: PTH123
+                request.read()
+            note_collectives(folder)
+    except OSError:  # a folder that takes no pipes, or is gone
+        return
 
 
 def _open_to_append(folder: str, name: str) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from paraplan.launch.calls import RankCalls, find_stuck_calls
 from paraplan.launch.failures import WATCHDOG, Cause, RankFailure
+from paraplan.launch.stacks import Stack, describe_place
+from paraplan.units import ranks_in_words
 
 _NCCL = re.compile(
     WATCHDOG + r": WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<name>\w+)"
@@ -21,11 +24,20 @@ _CALL = re.compile(r'File "[^"]*distributed_c10d\.py", line \d+, in (\w+)')
 
 @dataclass(frozen=True)
 class TimedOut:
-    """One rank's word that a collective has timed out. `number` counts NCCL's collectives of a group."""
+    """One rank's word that a collective has timed out. `number` counts the collectives of a group, `ranks` are its own.
+
+    None, and no ranks, for unknown.
+    """
 
     name: str
     timeout_s: float
     number: int | None = None
+    ranks: tuple[int, ...] = ()
+
+    def describe(self) -> str:
+        """Return `all_reduce number 7 of ranks 0-3`."""
+        number = f" number {self.number}" if self.number is not None else ""
+        return f"{self.name}{number}" + (f" of {ranks_in_words(self.ranks)}" if self.ranks else "")
 
 
 def find_timeout(failure: RankFailure) -> TimedOut | None:
@@ -42,20 +54,53 @@ def find_timeout(failure: RankFailure) -> TimedOut | None:
     return TimedOut(calls[-1] if calls else "a collective", int(gloo["timeout_ms"]) / 1000)
 
 
-def describe_timeouts(failures: Sequence[RankFailure], ranks_in_words: Callable[[list[int]], str]) -> str | None:
-    """Return `ranks 0-2 waited 600 s in all_reduce; rank 3 never came`, None where no collective timed out."""
+def describe_timeouts(failures: Sequence[RankFailure], calls: Mapping[int, RankCalls]) -> str | None:
+    """Return `ranks 0-2 waited 600 s in all_reduce; rank 3 never came to it`, None where no collective timed out.
+
+    `calls` are those that ranks made last, by global rank, of the ranks where they are known.
+    """
     waited: dict[TimedOut, list[int]] = {}
     for failure in failures:
         timed_out = find_timeout(failure)
         if timed_out is not None:
-            waited.setdefault(timed_out, []).append(failure.global_rank)
+            known = _completed(timed_out, calls.get(failure.global_rank))
+            waited.setdefault(known, []).append(failure.global_rank)
     if not waited:
         return None
-    parts = []
-    for timed_out, ranks in sorted(waited.items(), key=lambda item: -len(item[1])):
-        number = f" number {timed_out.number}" if timed_out.number is not None else ""
-        parts.append(f"{ranks_in_words(ranks)} waited {timed_out.timeout_s:g} s in {timed_out.name}{number}")
-    absent = [failure.global_rank for failure in failures if failure.cause is Cause.STOPPED]
-    if absent:
-        parts.append(f"{ranks_in_words(absent)} never came to it")
+    lost = [failure.global_rank for failure in failures if failure.cause is Cause.COMMUNICATION]
+    stuck = next(iter(find_stuck_calls(calls, failed=lost)), None)
+    if stuck is not None:
+        for timed_out, ranks in waited.items():  # others lost the connection to one that gave up a moment before
+            if (timed_out.name, timed_out.number) == (stuck.call.name, stuck.call.number):
+                ranks[:] = sorted({*ranks, *stuck.waiting})
+    parts = [
+        f"{ranks_in_words(ranks)} waited {timed_out.timeout_s:g} s in {timed_out.describe()}"
+        for timed_out, ranks in sorted(waited.items(), key=lambda item: -len(item[1]))
+    ]
+    stopped = {failure.global_rank for failure in failures if failure.cause is Cause.STOPPED}
+    absent: dict[int, int] = dict.fromkeys(sorted(stopped), 0)
+    if stuck is not None and stuck.ranks:
+        absent = {rank: last for rank, last in absent.items() if rank in stuck.ranks} | dict(stuck.missing)
+    for last in sorted(set(absent.values())):
+        after = f", after number {last}" if last else ""
+        parts.append(f"{ranks_in_words([rank for rank in absent if absent[rank] == last])} never came to it{after}")
     return "; ".join(parts)
+
+
+def describe_places(stacks: Mapping[int, Stack]) -> list[str]:
+    """Return `rank 3 was in sleep (...), called from load (train.py:7)` for each place where ranks were."""
+    places: dict[Stack, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        places.setdefault(stack, []).append(rank)
+    return [
+        f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} in {describe_place(stack)}"
+        for stack, ranks in sorted(places.items(), key=lambda place: len(place[1]))
+    ]
+
+
+def _completed(timed_out: TimedOut, calls: RankCalls | None) -> TimedOut:
+    """Return what has timed out with what the flight recorder knows of it."""
+    call = calls.waits_in(has_failed=True) if calls is not None else None
+    if calls is None or call is None or (timed_out.number is not None and timed_out.number != call.number):
+        return timed_out
+    return replace(timed_out, name=call.name, number=call.number, ranks=calls.groups.get(call.group, ()))

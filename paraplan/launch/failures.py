@@ -101,8 +101,8 @@ class RankFailure:
 class NodeFailure:
     """How the ranks of one node failed: the first of them, in words, with the rank's exit status.
 
-    `what` is one line, `evidence` the last lines of its traceback. `time_ns` counts from the epoch on the node's own
-    clock.
+    `what` is one line, `evidence` the last lines of its traceback, `places` say where ranks stood that others waited
+    for. `time_ns` counts from the epoch on the node's own clock.
     """
 
     host: str
@@ -112,6 +112,7 @@ class NodeFailure:
     exit_status: int
     what: str
     evidence: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
 
 def read_error_record(path: str) -> ErrorRecord | None:

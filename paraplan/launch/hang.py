@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from paraplan.launch import bootstrap
+from paraplan.launch.calls import RankCalls, find_stuck_calls
+from paraplan.launch.stacks import Stack, describe_place, main_stack
 from paraplan.units import ranks_in_words
 
 HANG_EXIT_STATUS = 124
 """Exit status of a job that was ended because it hung: that of timeout(1)."""
 
-_FRAME = re.compile(r'^\s*File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$')
-_LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen")
 _MAX_FRAMES = 12
 _NUM_SAMPLES = 3
 _WAITS_OF_AN_ANSWER = 3
 
 
 @dataclass(frozen=True)
-class Frame:
-    """One frame of a Python stack."""
-
-    path: str
-    line: int
-    name: str
-
-    def describe(self) -> str:
-        """Return `all_reduce (distributed_c10d.py:2901)`."""
-        return f"{self.name} ({Path(self.path).name}:{self.line})"
-
-
-@dataclass(frozen=True)
 class HangVerdict:
-    """No rank has moved for `still_s`. `stacks` gives the main thread of each global rank, innermost frame first."""
+    """No rank has moved for `still_s`. `stacks` gives the main thread of each global rank, innermost frame first.
+
+    `calls` are the collectives that the ranks made last, of those that could say so.
+    """
 
     still_s: float
-    stacks: Mapping[int, tuple[Frame, ...]]
+    stacks: Mapping[int, Stack]
+    calls: Mapping[int, RankCalls] = field(default_factory=dict)
 
     def render(self) -> str:
         """Return the report: the stack of each place where ranks stand, then who stands where, the fewest last."""
-        places: dict[tuple[Frame, ...], list[int]] = {}
+        places: dict[Stack, list[int]] = {}
         for rank, stack in sorted(self.stacks.items()):
             places.setdefault(stack, []).append(rank)
         by_number = sorted(places.items(), key=lambda place: -len(place[1]))
@@ -52,29 +41,11 @@ class HangVerdict:
             lines.append(f"paraplan: stack of {ranks_in_words(ranks)}, innermost call first")
             lines += [f"  {frame.path}:{frame.line} in {frame.name}" for frame in stack[:_MAX_FRAMES]]
         lines.append(f"paraplan: the job hangs: no rank has moved for {self.still_s:.0f} s; it is ended")
-        lines += [f"  {ranks_in_words(ranks)} in {_place(stack)}" for stack, ranks in by_number[:8]]
+        for stuck in find_stuck_calls(self.calls)[:3]:
+            waiting, *others = stuck.describe()
+            lines.append("; ".join([f"  waiting: {waiting}", *others]))
+        lines += [f"  {ranks_in_words(ranks)} in {describe_place(stack)}" for stack, ranks in by_number[:8]]
         return "\n".join(lines) + "\n"
-
-
-def _place(stack: Sequence[Frame]) -> str:
-    if not stack:
-        return "no Python code, or not answering"
-    own = next((frame for frame in stack if not any(part in frame.path for part in _LIBRARIES)), None)
-    if own is None or own == stack[0]:
-        return stack[0].describe()
-    return f"{stack[0].describe()}, called from {own.describe()}"
-
-
-def main_stack(text: str) -> tuple[Frame, ...]:
-    """Return the stack of the thread that took the signal, from what `faulthandler` has written of all threads."""
-    _, _, block = text.rpartition("Current thread ")
-    frames = []
-    for line in block.splitlines()[1:]:
-        match = _FRAME.match(line)
-        if match is None or match["path"] == bootstrap.__file__:  # below it is how the launcher came to the script
-            break
-        frames.append(Frame(match["path"], int(match["line"]), match["name"]))
-    return tuple(frames)
 
 
 def count_waits(pid: int, *, proc: Path = Path("/proc")) -> int | None:

@@ -224,6 +224,8 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
         predicted_peak_bytes=job.plan.estimate.peak_memory_bytes if job.plan and job.plan.estimate else None,
         num_nodes=min_max_nodes(request.arguments.nnodes)[1],
+        calls=job.calls,
+        stacks=job.stacks,
     )
     if first.record is not None and first.record.exception_type == "OutOfMemoryError":
         context = replace(context, smaller_plan=_smaller_plan(request, job))
@@ -233,7 +235,8 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         of_all = job.board.exchange_failures(mine, patience_s=_OTHER_NODES_S)
     first_of_all = first_node_failure(of_all)
     if first_of_all is mine:
-        context = replace(context, num_nodes=1 if len(of_all) > 1 else context.num_nodes)
+        places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)
+        context = replace(context, num_nodes=1 if len(of_all) > 1 else context.num_nodes, places_elsewhere=places)
         write_report(render_failures(job.failures, context))
     else:
         write_report(render_failure_elsewhere(first_of_all, job.failures, context))

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -17,21 +17,23 @@ from torch.distributed.elastic.multiprocessing.api import LogsSpecs, PContext, R
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paraplan.launch.board import NodeBoard
-from paraplan.launch.bootstrap import STACK_FILE
-from paraplan.launch.failures import RankFailure, first_failure, read_failure
+from paraplan.launch.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE, STACK_SIGNAL
+from paraplan.launch.calls import DUMP_PREFIX, DUMP_VARIABLES, RankCalls, ask_for_calls, read_calls
+from paraplan.launch.failures import Cause, RankFailure, first_failure, read_failure
 from paraplan.launch.hang import HangVerdict, HangWatch, count_waits
 from paraplan.launch.memory_kills import MemoryKills, count_memory_kills
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import RankCommand, RankExit, SpawnerHandle
+from paraplan.launch.stacks import Stack, ask_for_stacks, stack_by_py_spy
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.plan.files import PlanFile
 
-STACK_SIGNAL = signal.SIGRTMAX - 1
-"""Asks a rank for its stacks: a real-time signal, for which scripts have no use."""
-
 SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
+
+_ANSWER_S = 3.0
+"""How long ranks get to say where they are, before they are stopped because others have waited for them in vain."""
 
 _BOARD_INTERVAL_S = 1.0
 _ALONE_S = 3.0
@@ -48,6 +50,7 @@ class AttemptSettings:
     `keeps_logs` copies what ranks write to files of their own.
     `cpus` are the CPUs that a local rank is kept on; none for all.
     `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
+    `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
     """
 
     grace_s: float
@@ -58,6 +61,7 @@ class AttemptSettings:
     hang_timeout_s: float | None = None
     keeps_logs: bool = False
     cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    has_gpus: bool = False
 
 
 @dataclass
@@ -65,7 +69,8 @@ class JobRecord:
     """What is known of a job while it runs; the attempts write it, the report reads it.
 
     `plan` is the plan that the ranks have got, `board` where the nodes of this round write to each other,
-    `folder` where the run is kept.
+    `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
+    timed out, and the `calls` that ranks made last, where they are known.
     """
 
     started_ns: int | None = None
@@ -76,6 +81,8 @@ class JobRecord:
     plan: PlanFile | None = None
     board: NodeBoard | None = None
     folder: RunFolder | None = None
+    stacks: dict[int, Stack] = field(default_factory=dict)
+    calls: dict[int, RankCalls] = field(default_factory=dict)
 
 
 class _HeldSignals:
@@ -152,16 +159,23 @@ class RankProcesses(PContext):
         self._watch = self._make_watch() if settings.hang_timeout_s is not None else None
 
     def _make_watch(self) -> HangWatch:
-        def request_stacks(ranks: list[int]) -> None:
-            with self._signals.held():
-                self._spawner.signal(STACK_SIGNAL, only_leaders_of=ranks)
-
         return HangWatch(
             timeout_s=float(self._settings.hang_timeout_s or 0),
-            stack_files={rank: Path(path).with_name(STACK_FILE) for rank, path in self.error_files.items()},
-            request_stacks=request_stacks,
+            stack_files={rank: folder / STACK_FILE for rank, folder in self._folders().items()},
+            request_stacks=self._request_stacks,
             count_waits=lambda rank: count_waits(self._pids[rank]),
         )
+
+    def _request_stacks(self, ranks: list[int]) -> None:
+        with self._signals.held():
+            self._spawner.signal(STACK_SIGNAL, only_leaders_of=ranks)
+
+    def _folders(self) -> dict[int, Path]:
+        """Return the folders of the error files by local rank; none where there are no error files."""
+        return {rank: Path(path).parent for rank, path in self.error_files.items() if path and path != os.devnull}
+
+    def _global_rank(self, rank: int) -> int:
+        return int(self.envs[rank].get("RANK", rank))
 
     def _start(self) -> None:
         """Start the ranks. The base class has put torch's signal handlers in place."""
@@ -171,13 +185,14 @@ class RankProcesses(PContext):
         self._job.attempts += 1
         self._job.failures = []
         self._job.hang = None
+        self._job.stacks, self._job.calls = {}, {}
         self._job.started_ns = time.time_ns()
         self._job.kills_before = count_memory_kills()
         commands = [
             RankCommand(
                 local_rank=rank,
                 command=self.args[rank] if self._settings.fork else self._settings.wrap_command(self.args[rank]),
-                environment={**self.envs[rank], **self._settings.extra_environment},
+                environment={**self.envs[rank], **self._settings.extra_environment, **self._dump_variables(rank)},
                 stdout=self.stdouts[rank],
                 stderr=self.stderrs[rank],
                 cpus=self._settings.cpus.get(rank, ()),
@@ -194,6 +209,14 @@ class RankProcesses(PContext):
                 num_threads=self._settings.num_threads,
             )
 
+    def _dump_variables(self, rank: int) -> dict[str, str]:
+        """Return where NCCL's watchdog is to leave its dump: not in the user's home folder, which is its default."""
+        folder = self._folders().get(rank)
+        is_chosen = any(name in os.environ for name in DUMP_VARIABLES)
+        if not self._settings.has_gpus or folder is None or is_chosen:
+            return {}
+        return dict.fromkeys(DUMP_VARIABLES, str(folder / DUMP_PREFIX))
+
     def _log_file(self, rank: int, name: str) -> str:
         """Return the file that a rank's stream is copied to, where torchrun has it with --redirects; '' for none."""
         if not self._settings.keeps_logs or not self._spawner.can_fork_ranks:
@@ -208,15 +231,30 @@ class RankProcesses(PContext):
         """Return the result once all ranks have ended or one has failed, None before."""
         self._collect()
         if self._is_running() and not self._failed():
-            if not self._hangs() and not self._lost_other_nodes():
-                return None
+            if not self._hangs():
+                if not self._lost_other_nodes():
+                    return None
+                self._ask_where_ranks_are()
             self.close()
             return self._result()
         deadline = time.monotonic() + SETTLE_S
         while self._is_running() and time.monotonic() < deadline:
             self._collect(timeout_s=0.05)
+        self._ask_where_ranks_are()
         self.close()
         return self._result()
+
+    def _running(self) -> list[int]:
+        return sorted(set(self._pids) - set(self._exits))
+
+    def _ask_where_ranks_are(self) -> None:
+        """Note where the ranks are that still run, where those that failed may have waited for them in vain."""
+        running = self._running()
+        if not running or any(failure.cause is Cause.OWN_ERROR for failure in self._read_failures()):
+            return
+        files = {rank: folder / STACK_FILE for rank, folder in self._folders().items()}
+        stacks = ask_for_stacks(running, stack_files=files, request_stacks=self._request_stacks, patience_s=_ANSWER_S)
+        self._job.stacks = {self._global_rank(rank): stack for rank, stack in stacks.items()}
 
     def _lost_other_nodes(self) -> bool:
         """Whether another node has failed for good, and the ranks of this one have not noticed for a while."""
@@ -229,12 +267,20 @@ class RankProcesses(PContext):
         return self._alone_since is not None and now - self._alone_since > _ALONE_S
 
     def _hangs(self) -> bool:
-        running = sorted(set(self._pids) - set(self._exits))
+        running = self._running()
         verdict = self._watch.check(running) if self._watch is not None else None
         if verdict is None:
             return False
-        stacks = {int(self.envs[rank].get("RANK", rank)): stack for rank, stack in verdict.stacks.items()}
-        self._job.hang = replace(verdict, stacks=stacks)
+        folders = {rank: folder for rank, folder in self._folders().items() if rank in running}
+        calls = ask_for_calls(folders, patience_s=_ANSWER_S)
+        self._job.hang = replace(
+            verdict,
+            stacks={
+                self._global_rank(rank): stack or stack_by_py_spy(self._pids[rank])
+                for rank, stack in verdict.stacks.items()
+            },
+            calls={self._global_rank(rank): found for rank, found in calls.items()},
+        )
         return True
 
     def _is_running(self) -> bool:
@@ -251,6 +297,10 @@ class RankProcesses(PContext):
     def _result(self) -> RunProcsResult:
         failures = self._read_failures()
         self._job.failures = failures
+        if any(failure.cause is not Cause.OWN_ERROR for failure in failures):
+            found = {self._global_rank(rank): read_calls(folder) for rank, folder in self._folders().items()}
+            self._job.calls = {rank: calls for rank, calls in found.items() if calls is not None}
+        self._remove_empty_files()
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:
             result.return_values = dict.fromkeys(range(self.nprocs))
@@ -272,7 +322,7 @@ class RankProcesses(PContext):
     def _read_failures(self) -> list[RankFailure]:
         return [
             read_failure(
-                global_rank=int(self.envs[rank].get("RANK", rank)),
+                global_rank=self._global_rank(rank),
                 pid=self._pids[rank],
                 exit=end,
                 error_file=self.error_files[rank] if self.error_files[rank] != os.devnull else "",
@@ -281,6 +331,16 @@ class RankProcesses(PContext):
             for rank, end in sorted(self._exits.items())
             if end.code != 0
         ]
+
+    def _remove_empty_files(self) -> None:
+        """Remove what stood ready beside the error files and was not needed."""
+        for folder in self._folders().values():
+            with suppress(OSError):
+                (folder / CALLS_REQUEST).unlink(missing_ok=True)
+            for name in (STACK_FILE, FAULT_FILE):
+                with suppress(OSError):
+                    if not (folder / name).stat().st_size:
+                        (folder / name).unlink()
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         """End the ranks: `death_sig`, the grace time of this job, SIGKILL; then what they have left behind.

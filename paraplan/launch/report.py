@@ -6,17 +6,20 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.collectives import describe_timeouts
+from paraplan.launch.calls import RankCalls
+from paraplan.launch.collectives import describe_places, describe_timeouts
 from paraplan.launch.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.memory_kills import MemoryKillScope
 from paraplan.launch.spawning import signal_name
+from paraplan.launch.stacks import Stack, is_library
 from paraplan.units import format_bytes, ranks_in_words
 
 MAX_REPORT_LINES = 10
 _MAX_LINE = 200
+_MAX_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class ReportContext:
     `elapsed_s` counts from the start of the ranks to the first failure. `log_folder` is None where none is kept.
     `memory_kill` says where the kernel has killed a process for want of host memory since the ranks started.
     `predicted_peak_bytes` is what the plan expects a GPU to hold at most, `smaller_plan` a sentence about another plan
-    that needs less.
+    that needs less. `calls` and `stacks` are what ranks made last and where those stood that did not fail by
+    themselves, by global rank; `places_elsewhere` says the latter of other nodes.
     """
 
     hostname: str
@@ -38,6 +42,9 @@ class ReportContext:
     predicted_peak_bytes: int | None = None
     num_nodes: int = 1
     smaller_plan: str | None = None
+    calls: Mapping[int, RankCalls] = field(default_factory=dict)
+    stacks: Mapping[int, Stack] = field(default_factory=dict)
+    places_elsewhere: tuple[str, ...] = ()
 
 
 def say(text: str) -> None:
@@ -61,11 +68,11 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     first = first_failure(failures)
     is_elsewhere = context.num_nodes > 1 and first.cause is Cause.COMMUNICATION
     verb = "lost a connection" if is_elsewhere else "failed first" if len(failures) > 1 else "failed"
-    timeouts = describe_timeouts(failures, ranks_in_words) if first.cause is not Cause.OWN_ERROR else None
+    timeouts = _describe_timeouts(first, failures, context)
     head = [f"rank {first.global_rank} {verb}: {_what_happened(first, context)}"]
     if timeouts is not None:
-        head = [f"a collective timed out: {timeouts}"]
-    if is_elsewhere:
+        head = [timeouts, *[*describe_places(context.stacks), *context.places_elsewhere][:_MAX_PLACES]]
+    elif is_elsewhere:
         head.append("no rank of this node failed by itself: another node's launcher says what happened first")
     if first.record is not None and first.record.user_hint:
         head.append(f"hint: {first.record.user_hint}")
@@ -81,6 +88,11 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     return "".join(f"paraplan: {line}\n" if index == 0 else f"  {line}\n" for index, line in enumerate(lines))
 
 
+def _describe_timeouts(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str | None:
+    timeouts = describe_timeouts(failures, context.calls) if first.cause is not Cause.OWN_ERROR else None
+    return None if timeouts is None else f"a collective timed out: {timeouts}"
+
+
 def as_node_failure(failures: Sequence[RankFailure], context: ReportContext) -> NodeFailure:
     """Return how the ranks of this node failed, for the other nodes."""
     first = first_failure(failures)
@@ -90,8 +102,9 @@ def as_node_failure(failures: Sequence[RankFailure], context: ReportContext) -> 
         cause=first.cause,
         time_ns=first.time_ns,
         exit_status=first.exit_status,
-        what=_what_happened(first, context),
+        what=_describe_timeouts(first, failures, context) or _what_happened(first, context),
         evidence=tuple(_evidence(first, MAX_REPORT_LINES - 3)),
+        places=tuple(describe_places(context.stacks)[:_MAX_PLACES]),
     )
 
 
@@ -186,13 +199,20 @@ def _evidence(failure: RankFailure, room: int) -> list[str]:
     if record is not None and (record.user_message is not None or record.exception_type == "SystemExit"):
         return []
     if record is not None:
-        lines = _traceback_lines(record.traceback)
-        return lines[-room:] if room > 0 else []
+        return _last_lines(_traceback_lines(record.traceback), room)
     if failure.fault:
         frames = [line.strip() for line in failure.fault.splitlines() if line.lstrip().startswith("File ")]
         return frames[: min(room, 3)]
     tail = failure.log_tail[-room:] if room > 0 else ()
     return [f"it wrote last: {_shortened(line)}" if index == 0 else _shortened(line) for index, line in enumerate(tail)]
+
+
+def _last_lines(lines: list[str], room: int) -> list[str]:
+    """Return the last `room` lines of a traceback, the innermost frame of the user's own code among them."""
+    own = [index for index, line in enumerate(lines) if line.lstrip().startswith("File ") and not is_library(line)]
+    if room > 3 and own and own[-1] < len(lines) - room:
+        return lines[own[-1] : own[-1] + 2] + lines[-(room - 2) :]
+    return lines[-room:] if room > 0 else []
 
 
 def _traceback_lines(text: str) -> list[str]:

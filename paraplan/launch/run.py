@@ -16,13 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
-from paraplan.launch.bootstrap import STACK_SIGNAL_VARIABLE
+from paraplan.launch.bootstrap import WATCHED_VARIABLE
 from paraplan.launch.cores import threads_per_rank, usable_cores
 from paraplan.launch.elastic import make_config, run_agent, with_bootstrap
 from paraplan.launch.node_agent import RoundPreparation
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preflight import cpus_of_ranks, gpus_of_ranks
-from paraplan.launch.processes import STACK_SIGNAL, AttemptSettings, JobRecord
+from paraplan.launch.processes import AttemptSettings, JobRecord
 from paraplan.launch.report import say
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
@@ -102,6 +102,7 @@ def run_job(
             hang_timeout_s=getattr(arguments, "hang_timeout", None),
             keeps_logs=keeps_logs,
             cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
+            has_gpus=torch.cuda.is_available(),
         )
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)
@@ -175,7 +176,7 @@ def _extra_environment(request: LaunchRequest) -> dict[str, str]:
     if getattr(request.arguments, "metrics", None):
         extra[METRICS_VARIABLE] = str(Path(request.arguments.metrics).absolute())
     if getattr(request.arguments, "hang_timeout", None) is not None:
-        extra[STACK_SIGNAL_VARIABLE] = str(int(STACK_SIGNAL))
+        extra[WATCHED_VARIABLE] = str(request.arguments.hang_timeout)
     return extra
 
 

@@ -1,0 +1,101 @@
+"""What torch's flight recorder tells of ranks that wait for each other, and that reading a dump runs no code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from paraplan.launch.bootstrap import CALLS_FILE
+from paraplan.launch.calls import DUMP_PREFIX, Call, RankCalls, find_stuck_calls, read_calls
+
+GROUPS = {"0": (0, 1, 2, 3), "1": (0, 1)}
+
+
+def made(*calls: tuple[str, int, str, bool]) -> RankCalls:
+    return RankCalls(tuple(Call(*call) for call in calls), GROUPS)
+
+
+BARRIER = ("0", 1, "barrier", True)
+REDUCE = ("0", 2, "all_reduce", False)
+
+
+def test_a_rank_that_waits_elsewhere_has_not_come() -> None:
+    by_rank = {rank: made(BARRIER, REDUCE) for rank in (0, 1, 2)} | {3: made(BARRIER)}
+    (stuck,) = find_stuck_calls(by_rank)
+    assert stuck.describe() == [
+        "ranks 0-2 in all_reduce number 2 of ranks 0-3",
+        "rank 3 has not come to it, after number 1 of the group",
+    ]
+
+
+def test_another_collective_in_the_place_of_the_others_is_named() -> None:
+    by_rank = {rank: made(BARRIER, REDUCE) for rank in (0, 1, 2)} | {3: made(BARRIER, ("0", 2, "broadcast", False))}
+    (stuck,) = find_stuck_calls(by_rank)
+    assert stuck.describe()[1:] == ["rank 3 makes broadcast in its place"]
+
+
+def test_two_groups_that_wait_for_each_other_are_both_told_the_larger_first() -> None:
+    by_rank = {0: made(BARRIER, ("1", 1, "all_gather", False)), 1: made(BARRIER, REDUCE), 2: made(BARRIER, REDUCE)}
+    first, second = find_stuck_calls(by_rank)
+    assert first.describe()[0] == "ranks 1-2 in all_reduce number 2 of ranks 0-3"
+    assert second.describe() == ["rank 0 in all_gather number 1 of ranks 0-1", "rank 1 has not come to it"]
+
+
+def test_a_rank_that_failed_in_a_call_waited_in_its_last_one() -> None:
+    over = ("0", 2, "all_reduce", True)  # gloo takes a call that has failed for one that is over
+    assert find_stuck_calls({0: made(BARRIER, over)}) == []
+    (stuck,) = find_stuck_calls({0: made(BARRIER, over)}, failed=[0])
+    assert stuck.call.number == 2
+
+
+def entry(number: int, state: str, *, backend: str = "nccl", retired: bool = False) -> dict[str, object]:
+    return {
+        "record_id": number,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "profiling_name": f"{backend}:all_reduce",
+        "state": state,
+        "retired": retired,
+        "is_p2p": False,
+    }
+
+
+def test_a_dump_of_nccls_watchdog_is_read(tmp_path: Path) -> None:
+    entries = [entry(1, "completed", retired=True), entry(2, "started", retired=True)]
+    dump = {"version": "2.10", "pg_config": {"0": {"name": "0", "ranks": "[0, 1]"}}, "entries": entries}
+    (tmp_path / f"{DUMP_PREFIX}1").write_bytes(pickle.dumps(dump, protocol=2))
+    calls = read_calls(tmp_path)
+    assert calls is not None
+    assert calls.groups == {"0": (0, 1)}
+    waiting = calls.waits_in(has_failed=False)
+    assert waiting is not None
+    assert (waiting.name, waiting.number) == ("all_reduce", 2)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("made by the dump",)
+
+
+@pytest.mark.parametrize("data", [pickle.dumps(Harmful()), pickle.dumps([1]), b"", b"\x80"])
+def test_a_dump_with_anything_else_in_it_is_not_read_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{DUMP_PREFIX}0").write_bytes(data)
+    assert read_calls(tmp_path) is None
+    assert not (tmp_path / "made by the dump").exists()
+
+
+def test_what_a_rank_wrote_itself_is_read_and_gloos_calls_are_over_when_they_are_retired(tmp_path: Path) -> None:
+    entries = [entry(1, "scheduled", backend="gloo", retired=True), entry(2, "scheduled", backend="gloo")]
+    (tmp_path / CALLS_FILE).write_text(json.dumps({"entries": entries, "groups": {"0": [0, 1]}}))
+    calls = read_calls(tmp_path)
+    assert calls is not None
+    assert [call.is_done for call in calls.calls] == [True, False]
+    assert read_calls(tmp_path / "none") is None
