@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from paraplan.errors import ParaplanError
 COMMANDS = ("topo", "estimate", "recommend", "check", "launch", "export", "validate", "calibrate", "profiles")
 """Subcommands in the order of the help text; `paraplan.cli.<name>.app` holds each."""
 
+
+# Arrays and records make no cycles: collecting every 700 allocations found nothing in a tenth of the planner's time.
+_ALLOCATIONS_PER_COLLECTION = 100_000
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
@@ -101,6 +105,7 @@ def paraplan(
 
 def main() -> None:
     """Run the command line; the entry point of the console script and of `python -m paraplan`."""
+    gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
     try:
         app(prog_name="paraplan")
     except BrokenPipeError:

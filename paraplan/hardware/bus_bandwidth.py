@@ -163,11 +163,7 @@ def _is_switched(cluster: Cluster, fast: list[GpuLink]) -> bool:
     """Tell whether GPUs list more links, over all their peers, than a GPU has: then all pairs share them."""
     have = cluster.gpu.nvlink_count
     largest = max(link.nvlink_count or 0 for link in fast)
-    peers = [link for link in cluster.node.links if link.link_type is LinkType.NV]
-    listed = max(
-        sum(link.nvlink_count or 0 for link in peers if gpu.index in (link.gpu_a, link.gpu_b))
-        for gpu in cluster.node.gpus
-    )
+    listed = cluster.node.most_nvlinks
     # Two GPUs with all their links toward one another have a bridge, or are two of those behind a switch.
     return have is not None and (listed > have or (largest == have and not cluster.gpu.nvlink_bridge))
 

@@ -163,6 +163,16 @@ class NodeTopology(Record):
     def _link_by_pair(self) -> dict[tuple[int, int], GpuLink]:
         return {(link.gpu_a, link.gpu_b): link for link in self.links}
 
+    @cached_property
+    def most_nvlinks(self) -> int:
+        """The most NVLinks that any GPU lists, over all its peers."""
+        total = dict.fromkeys((gpu.index for gpu in self.gpus), 0)
+        for link in self.links:
+            if link.link_type is LinkType.NV:
+                for gpu in {link.gpu_a, link.gpu_b} & total.keys():
+                    total[gpu] += link.nvlink_count or 0
+        return max(total.values(), default=0)
+
     def link(self, gpu_a: int, gpu_b: int) -> GpuLink | None:
         """Return the link of a pair of GPU indices in either order, None where nothing is known of it."""
         return self._link_by_pair.get((min(gpu_a, gpu_b), max(gpu_a, gpu_b)))

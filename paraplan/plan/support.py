@@ -52,10 +52,18 @@ def rule_of(reason: str) -> str:
     return reason.partition(": ")[2] or reason
 
 
+def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int) -> str | None:
+    """Return why no plan of these degrees can be executed, None where some can."""
+    for axis, size in (("tp", tp), ("pp", pp)):
+        if cp > 1 and size > 1:
+            return f"cp={cp}, {axis}={size}: context parallelism is executed beside dp alone"
+    return None
+
+
 def _axes_reason(plan: ParallelPlan) -> str | None:
-    for axis, size in (("tp", plan.tp), ("pp", plan.pp)):
-        if plan.cp > 1 and size > 1:
-            return f"cp={plan.cp}, {axis}={size}: context parallelism is executed beside dp alone"
+    reason = unsupported_axes(dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp)
+    if reason is not None:
+        return reason
     if plan.zero_shards is not None and plan.dp < plan.world_size:
         return f"zero_shards={plan.zero_shards}: hybrid sharding is executed over dp alone"
     return None

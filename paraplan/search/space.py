@@ -14,7 +14,7 @@ from paraplan.cost.schedule_simulation import round_size
 from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis
-from paraplan.plan.support import rule_of, unsupported_reason
+from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
 from paraplan.search.orders import RankOrders
 from paraplan.search.splits import BalancedSplits
 
@@ -69,6 +69,8 @@ class PlanSpace:
     def __post_init__(self) -> None:
         self._splits = BalancedSplits(self.workload)
         self._orders = RankOrders(self.workload)
+        self._reasons: dict[tuple[int, ...], str | None] = {}
+        self._known_choices: dict[tuple[bool, bool, int], Ints] = {}
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the plans that divide the batch and the model and that can be executed, a chunk at a time.
@@ -78,7 +80,7 @@ class PlanSpace:
         waiting: dict[tuple[bool, int], list[Chunk]] = {}
         for degrees in all_degrees(self.workload.cluster.num_gpus):
             variants = self._orders.count(degrees.sizes)
-            reason = self._ruled_out(degrees)
+            reason = self._ruled_out(degrees) or self._unsupported_axes(degrees)
             choices, sizes = self._choices(degrees), self._micro_batch_sizes(degrees)
             self.considered += len(choices) * len(sizes) * variants
             if reason is not None:
@@ -119,6 +121,13 @@ class PlanSpace:
             return f"cp does not divide the sequence length of {training.seq_length}"
         return None
 
+    def _unsupported_axes(self, degrees: Degrees) -> str | None:
+        """Return the reason why no plan of these degrees can be executed, whatever else it chooses."""
+        if not self.runnable_only:
+            return None
+        reason = unsupported_axes(dp=degrees.dp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp)
+        return None if reason is None else rule_of(reason)
+
     @cached_property
     def _tp_limits(self) -> set[int]:
         limits = {run.block.tp_limit for run in self.workload.model.runs}
@@ -131,15 +140,20 @@ class PlanSpace:
 
     def _choices(self, degrees: Degrees) -> Ints:
         """Return ZeRO stage, sequence parallelism, schedule, virtual stages, recompute, offload, division by row."""
-        sharded = degrees.dp * degrees.cp > 1
-        stages = range(1 if not sharded else 2 if degrees.pp > 1 else 4)
+        key = (degrees.dp * degrees.cp > 1, degrees.tp > 1, degrees.pp)
+        if key not in self._known_choices:
+            self._known_choices[key] = self._new_choices(*key)
+        return self._known_choices[key]
+
+    def _new_choices(self, is_sharded: bool, is_split: bool, pp: int) -> Ints:
+        stages = range(1 if not is_sharded else 2 if pp > 1 else 4)
         cuts = [
             (schedule, virtual, recompute, split)
-            for schedule, virtual in self._schedules(degrees.pp)
+            for schedule, virtual in self._schedules(pp)
             for recompute, name in enumerate(RECOMPUTES)
-            for split in sorted({0, self._split(degrees.pp * virtual, name)})
+            for split in sorted({0, self._split(pp * virtual, name)})
         ]
-        parallel = range(1 if degrees.tp == 1 else 2)
+        parallel = range(2 if is_split else 1)
         return np.array(
             [
                 (zero, sequence, schedule, virtual, recompute, offload, split)
@@ -224,7 +238,11 @@ class PlanSpace:
             np.zeros_like(table.order),
         )
         examples = PlanTable.of_columns(kinds)
-        reasons = [self._reason(examples, row) for row in range(len(examples))]
+        rows = list(zip(*(column.tolist() for column in kinds), strict=True))
+        for row, columns in enumerate(rows):
+            if columns not in self._reasons:
+                self._reasons[columns] = self._reason(examples, row)
+        reasons = [self._reasons[columns] for columns in rows]
         counts = np.bincount(kind, minlength=len(reasons))
         for reason, number in zip(reasons, counts, strict=True):
             if reason is not None:
