@@ -38,7 +38,7 @@ from paraplan.runtime.step_reports import RunWatch, Yardstick, peak_flops_per_s
 from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.weight_files import names_of_ties, read_weights
 from paraplan.runtime.weights import count_parameters, share_weights
-from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, read_world
+from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, own_address, read_world
 
 PLAN_VARIABLE = "PARAPLAN_PLAN"
 METRICS_VARIABLE = "PARAPLAN_METRICS"
@@ -275,7 +275,7 @@ def init(
         if not dist.is_initialized():
             join_world(world, os.environ, timeout_s=timeout_s)
             atexit.register(_leave_group)
-        timeouts = TimeoutWatch(world.rank)
+        timeouts = TimeoutWatch(world.rank, address=own_address(os.environ))
     return Job(
         plan=chosen,
         file=file,

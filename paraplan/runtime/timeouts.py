@@ -1,20 +1,24 @@
 """Collectives that time out: which one it was, which ranks waited in it, and where those are that never came.
 
-A rank that waited in vain sets a key in the store of the ranks; a thread of every other rank sees it and answers where
-its rank is, also while that computes or waits. On GPUs NCCL's own watchdog ends the process before anything is raised,
+A rank that waited in vain asks those that it waited for: a thread of every rank listens, and answers where its rank is,
+also while that computes or waits. On GPUs NCCL's own watchdog ends the process before anything is raised,
 and the launcher says what it wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import json
 import re
+import secrets
+import socket
 import sys
 import sysconfig
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,9 +36,8 @@ from paraplan.units import ranks_in_words
 _TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout caused pair closure", re.IGNORECASE)
 """What gloo raises (transport/tcp/unbound_buffer.cc and pair.cc), in torch 2.11 to 2.13."""
 
-_ASKED = "paraplan/timeout/asked"
-_ANSWER = "paraplan/timeout/{rank}"
-_LOOK_EVERY_S = 1.0
+_DOOR = "paraplan/door/{rank}"
+_PATIENCE_S = 2.0  # with one who connects and says nothing
 ANSWERS_S = 5.0
 """How long a rank that timed out waits for the others to say where they are."""
 
@@ -67,18 +70,18 @@ class Position:
 class TimeoutWatch:
     """One rank's part in saying which collective timed out. Made with the default process group there.
 
-    A thread with its own connection to the store answers other ranks, until `stop` or the end of this object.
+    A thread answers the ranks that ask at `address`, where it listens until `stop` or the end of this object. What to
+    say to it first is known to those who can read the store.
     """
 
-    def __init__(self, rank: int, *, answers_s: float = ANSWERS_S) -> None:
+    def __init__(self, rank: int, *, address: str, answers_s: float = ANSWERS_S) -> None:
         self._rank = rank
         self._answers_s = answers_s
-        stopped = threading.Event()
-        store: Any = _store()  # torch's annotations lack `clone`
-        thread = threading.Thread(
-            target=_answer, args=(store.clone(), rank, threading.get_ident(), stopped), daemon=True
-        )
-        self._end = weakref.finalize(self, _stop, thread, stopped)
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        secret = secrets.token_hex(16)
+        _store().set(_DOOR.format(rank=rank), json.dumps([address, listener.getsockname()[1], secret]))
+        thread = threading.Thread(target=_answer, args=(listener, secret, threading.get_ident()), daemon=True)
+        self._end = weakref.finalize(self, _stop, thread, listener)
         thread.start()
 
     def stop(self) -> None:
@@ -97,49 +100,61 @@ class TimeoutWatch:
             seconds = waited_s(error)
             if seconds is None:
                 raise
-            mine = position_of_traceback(error.__traceback__)
-            positions = self._ask(mine)
+            positions = self._ask(position_of_traceback(error.__traceback__))
             raise timeout_error(positions, rank=self._rank, waited_s=seconds, what=what()) from error
 
     def _ask(self, mine: Position) -> dict[int, Position | None]:
-        """Return where every rank is, None for one that does not answer."""
-        ranks = range(dist.get_world_size())
-        found: dict[int, Position | None] = dict.fromkeys(ranks)
-        found[self._rank] = mine
-        deadline = time.monotonic() + self._answers_s
+        """Return where this rank and those are that it waited for, None for one that does not answer."""
+        ranks = mine.group or tuple(range(dist.get_world_size()))
+        others = [rank for rank in ranks if rank != self._rank]
+        store = _store()
         try:
-            store = _store()
-            store.set(_ANSWER.format(rank=self._rank), mine.to_json())
-            store.set(_ASKED, str(self._rank))
-            while None in found.values() and time.monotonic() < deadline:
-                for rank in [rank for rank in ranks if found[rank] is None]:
-                    key = _ANSWER.format(rank=rank)
-                    if store.check([key]):
-                        found[rank] = Position.from_json(store.get(key).decode())
-                time.sleep(0.05)
+            known = {rank: store.check([_DOOR.format(rank=rank)]) for rank in others}
+            doors = {rank: json.loads(store.get(_DOOR.format(rank=rank))) for rank in others if known[rank]}
         except RuntimeError:  # the rank that held the store has ended
-            return found
-        return found
+            doors = {}
+        with ThreadPoolExecutor(max_workers=32) as pool:
+            asked = {rank: pool.submit(_asked, door, self._answers_s) for rank, door in doors.items()}
+            found = {rank: answer.result() for rank, answer in asked.items()}
+        return {rank: mine if rank == self._rank else found.get(rank) for rank in ranks}
 
 
-def _answer(store: Store, rank: int, main: int, stopped: threading.Event) -> None:
-    """Once a rank has timed out, say where the thread `main` of this one is."""
+def _asked(door: Sequence[Any], answers_s: float) -> Position | None:
+    """Return what the rank at a door (address, port, secret) says, None where it says nothing in that time."""
+    address, port, secret = door
     try:
-        while not stopped.wait(_LOOK_EVERY_S):
-            if store.check([_ASKED]):
-                key = _ANSWER.format(rank=rank)
-                if not store.check([key]):
+        with socket.create_connection((address, port), timeout=answers_s) as connection:
+            connection.sendall(secret.encode())
+            with connection.makefile(encoding="utf-8") as answer:
+                text = answer.readline()
+        return Position.from_json(text) if text else None
+    except OSError:
+        return None
+
+
+def _answer(listener: socket.socket, secret: str, main: int) -> None:
+    """Say where the thread `main` is to everyone who knows the secret."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # closed
+            return
+        try:
+            with connection:
+                connection.settimeout(_PATIENCE_S)
+                if hmac.compare_digest(connection.recv(len(secret), socket.MSG_WAITALL), secret.encode()):
                     frames = _outwards(sys._current_frames().get(main))
-                    store.set(key, position_of_frames(frames).to_json())
-                return
-    except RuntimeError:  # the rank that held the store has ended
-        return
+                    connection.sendall(f"{position_of_frames(frames).to_json()}\n".encode())
+        except OSError:  # who asked has gone
+            continue
 
 
-def _stop(thread: threading.Thread, stopped: threading.Event) -> None:
-    stopped.set()
+def _stop(thread: threading.Thread, listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+    listener.close()
     if thread is not threading.current_thread():
-        thread.join(timeout=2 * _LOOK_EVERY_S)  # longer only where the store does not answer either
+        thread.join(timeout=_PATIENCE_S)
 
 
 def waited_s(error: BaseException) -> float | None:
