@@ -213,7 +213,7 @@ def main(folder, num_steps=None):
     for inputs, targets in job.shard(data, batch_size=8, skip=engine.num_steps):
         loss = float(engine.step(inputs, targets))
         if job.is_main:
-            sys.stdout.write(f"step {engine.num_steps} of {job.world.size} ranks: {loss:.4f}\n")  # in one piece
+            sys.stdout.write(f"step {engine.num_steps} of {job.world.size} ranks: {loss:.4f}\\n")  # in one piece
             sys.stdout.flush()
         time.sleep(0.1)
         if engine.num_steps % 10 == 0 and (folder / "stop").exists() or engine.num_steps == num_steps:
