@@ -104,7 +104,9 @@ def run_agent(
     a failed rank, its SignalException for a signal, and its rendezvous errors.
     """
     start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
-    agent = functools.partial(NodeAgent, before_start=before_start)
+    agent: Callable[..., Any] = launcher_api.LocalElasticAgent  # type: ignore[attr-defined]  # torch's own import
+    if agent is local_agent.LocalElasticAgent:  # a program may have put one of its own there
+        agent = functools.partial(NodeAgent, before_start=before_start)
     node_rank = int(config.rdzv_configs.get("rank", 0))
     store = functools.partial(open_static_store, node_rank=node_rank)
     with (
