@@ -134,12 +134,12 @@ def estimate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
     costs = block_costs(workload, table)
     bounds = _bounds(plan)
     stages = [even_stage(table, workload.model.num_blocks, np.array([rank]), bounds) for rank in range(plan.pp)]
-    memory = _memory_records(workload, table, costs, bounds)
+    memory = stage_memories(workload, plan)
     time = step_time(workload, table, costs, stages)
     ranks_of_node = min(plan.world_size, workload.cluster.gpus_per_node)
     return PlanEstimate(
         plan=plan,
-        memory=tuple(memory),
+        memory=memory,
         step=_step_record(workload, plan, time),
         usable_memory_bytes=workload.usable_memory_bytes,
         host_bytes_per_node=ranks_of_node * max(stage.host_bytes for stage in memory),
@@ -153,21 +153,19 @@ def _bounds(plan: ParallelPlan) -> Ints | None:
     return np.concatenate([[0], np.cumsum(plan.stage_blocks)]).astype(np.int64)
 
 
-def _memory_records(
-    workload: Workload, table: PlanTable, costs: BlockCosts, bounds: Ints | None
-) -> list[MemoryEstimate]:
-    """Return the memory of each pipeline rank of the one plan of `table`: all in one table, a row each."""
-    ranks = np.arange(int(table.pp[0]))
-    rows = np.zeros_like(ranks)
-    by_rank, costs = table.select(rows), costs.select(rows)
-    stage = even_stage(by_rank, workload.model.num_blocks, ranks, bounds)
+def stage_memories(workload: Workload, plan: ParallelPlan) -> tuple[MemoryEstimate, ...]:
+    """Return the memory of each pipeline rank of a plan."""
+    ranks = np.arange(plan.pp)
+    by_rank = PlanTable.of_plans([plan]).select(np.zeros_like(ranks))
+    costs = block_costs(workload, by_rank)
+    stage = even_stage(by_rank, workload.model.num_blocks, ranks, _bounds(plan))
     held = RankMemory.of(workload, by_rank, costs, stage)
     memory = peak_of(held)
     cached, on_host = cached_bytes(held, memory), host_bytes(held)
-    return [
+    return tuple(
         _memory_record(workload, rank, memory, cached=float(cached[rank]), on_host=float(on_host[rank]))
         for rank in ranks.tolist()
-    ]
+    )
 
 
 def _memory_record(
@@ -184,9 +182,14 @@ def _memory_record(
         )
     }
     total = sum(parts.values())
-    on_device = workload.constants.device_bytes(
-        cached, num_gpus=workload.cluster.num_gpus, context_bytes=workload.habits.context_bytes
+    at_least, at_most = (
+        workload.constants.device_bytes(
+            held, num_gpus=workload.cluster.num_gpus, context_bytes=workload.habits.context_bytes
+        )
+        for held in (total, cached)
     )
+    # A GPU that is full has the allocator give back what it keeps for later.
+    on_device = min(at_most, max(at_least, workload.cluster.gpu_memory_bytes))
     return MemoryEstimate(
         pipeline_stage=stage, **parts, total_bytes=total, device_bytes=on_device, host_bytes=round(on_host)
     )

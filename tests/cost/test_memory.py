@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraplan.cost.estimate import PlanEstimate, estimate_plan, peak_memory
+from paraplan.cost.estimate import PlanEstimate, estimate_plan, peak_memory, stage_memories
 from paraplan.cost.stages import even_stage, in_flight
 from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
@@ -147,3 +147,14 @@ def test_a_table_prices_each_plan_as_it_is_priced_alone(workload: MakeWorkload, 
     together = peak_memory(workload(), PlanTable.of_plans(rows))
     alone = [estimate_plan(workload(), plan).peak_memory_bytes for plan in rows]
     assert together.tolist() == pytest.approx(alone, abs=5)
+
+
+def test_nvidia_smi_shows_no_more_than_the_gpu_has_of_a_plan_that_fits(workload: MakeWorkload) -> None:
+    large = workload("llama-3-70b", num_nodes=8, global_batch_size=512, seq_length=8192)
+    plan = ParallelPlan(dp=64, zero_stage=3, micro_batch_size=2, num_microbatches=4, recompute="full")
+    (stage,) = stage_memories(large, plan)
+    assert stage.total_bytes <= large.usable_memory_bytes
+    assert stage.device_bytes <= large.cluster.gpu_memory_bytes
+    (doubled,) = stage_memories(large, plan.replace(micro_batch_size=4, num_microbatches=2))
+    assert doubled.total_bytes > large.usable_memory_bytes
+    assert doubled.device_bytes > large.cluster.gpu_memory_bytes
