@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinTokensOption
 from paraplan.cli.ci_limits import Limits, check_limits
@@ -57,6 +58,7 @@ from paraplan.cli.options import (
     VirtualStagesOption,
     ZeroOption,
 )
+from paraplan.cli.step_trace import TraceOption, write_trace
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import UsageError
@@ -76,7 +78,19 @@ _PLAN_OPTIONS = (
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+class _EstimateCommand(TyperCommand):
+    """The command, which reads `--trace` without a file as `--trace-memory`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], "-"]
+        named = [
+            "--trace-memory" if word == "--trace" and after.startswith("-") else word
+            for word, after in zip(args, following, strict=True)
+        ]
+        return super().parse_args(ctx, named)
+
+
+@app.command(cls=_EstimateCommand)
 def estimate(
     ctx: typer.Context,
     model: ModelArgument,
@@ -118,13 +132,16 @@ def estimate(
     sequence_parallel: SequenceParallelOption = False,
     offload: OffloadOption = OffloadName.none,
     plan_path: PlanOption = None,
-    trace: Annotated[
+    html: HtmlOption = None,
+    trace: TraceOption = None,
+    trace_memory: Annotated[
         bool,
         typer.Option(
-            "--trace", help="Also run the plan's own engine on this model, without a GPU or values, and compare; slow."
+            "--trace-memory",
+            help="Also run the plan's own engine on this model, without a GPU or values, and compare its memory; slow. "
+            "--trace without a file means the same.",
         ),
     ] = False,
-    html: HtmlOption = None,
     from_deepspeed: FromDeepspeedOption = None,
     from_accelerate: FromAccelerateOption = None,
     from_megatron: FromMegatronOption = None,
@@ -172,8 +189,10 @@ def estimate(
     training = read_training(spec, seq_len=seq_len, global_batch=plan.global_batch_size, **choices)
     check_plan_suits_sequence(plan, training)
     workload = calibrated(Workload.of(spec, training, cluster, load_link_speeds()), calibration)
-    traced = _trace(model, plan, training) if trace else None
+    traced = _trace(model, plan, training) if trace_memory else None
     result = _estimate_and_print(workload, plan, traced, as_json=as_json)
+    if trace is not None:
+        write_trace(workload, result, trace)
     if html is not None:
         write_estimate(workload, result, html)
     check_limits(result, limits, model=spec.name, file=plan_path, as_json=as_json)

@@ -1,4 +1,4 @@
-"""`paraplan estimate --trace`: the runtime itself on a user's model and plan, without a GPU."""
+"""`paraplan estimate --trace-memory`: the runtime itself on a user's model and plan, without a GPU."""
 
 from __future__ import annotations
 

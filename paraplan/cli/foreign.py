@@ -19,6 +19,7 @@ from paraplan.cli.inputs import (
     read_cluster_for_plan,
     read_training,
 )
+from paraplan.cli.step_trace import write_trace
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.habits import habits_of
 from paraplan.cost.workload import Workload
@@ -76,7 +77,7 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
     `options` are the options of `paraplan estimate`, `given` those that the command line has. Prints, and returns the
     estimate.
     """
-    beside = [name for name in (*_FIXED_BY_CONFIGURATION, "plan_path", "trace") if name in given]
+    beside = [name for name in (*_FIXED_BY_CONFIGURATION, "plan_path", "trace_memory") if name in given]
     if beside:
         named = " and ".join("--" + name.removesuffix("_path").replace("_", "-") for name in beside)
         raise UsageError(f"{named} beside {foreign.options[0]}, which says it already", hint="leave out one of them")
@@ -104,6 +105,8 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
         typer.echo(json.dumps(_report(setup, theirs, now, others, reason), indent=2))
     else:
         _print(setup, theirs, now, others, reason)
+    if options["trace"] is not None:
+        write_trace(theirs, now, options["trace"])
     if options["html"] is not None:
         write_estimate(theirs, now, options["html"])
     return now

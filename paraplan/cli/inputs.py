@@ -157,11 +157,11 @@ def make_plan(**values: object) -> ParallelPlan:
         raise PlanError(first["msg"].removeprefix("Value error, ")) from None
 
 
-def write_beside_and_rename(path: Path, text: str) -> None:
+def write_beside_and_rename(path: Path, text: str | bytes) -> None:
     """Write a whole file or nothing; raise `UsageError` where the path cannot be written."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.write_text(text)
+        beside.write_bytes(text.encode() if isinstance(text, str) else text)
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

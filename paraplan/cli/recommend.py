@@ -41,6 +41,7 @@ from paraplan.cli.options import (
     SeqLenOption,
 )
 from paraplan.cli.recommend_report import plan_file, recommendation_report
+from paraplan.cli.step_trace import TraceOption, write_trace
 from paraplan.cost.habits import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
@@ -128,6 +129,7 @@ def recommend(
         typer.Option("--price", min=0, help="Price of a GPU-hour, in any currency.", rich_help_panel=MONEY_PANEL),
     ] = None,
     html: HtmlOption = None,
+    trace: TraceOption = None,
     check: CheckOption = None,
     tolerance: ToleranceOption = "5%",
     github: GithubOption = False,
@@ -150,7 +152,7 @@ def recommend(
     earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
     if check is not None:
-        others = {"-o": output, "--find": find, "--like": like, "--html": html}
+        others = {"-o": output, "--find": find, "--like": like, "--html": html, "--trace": trace}
         refuse_beside_check(others | {"--framework": None if framework is FrameworkName.paraplan else framework})
         check_plan_file(
             calibrated(workload, calibration), check, tolerance=tolerance, github=github, junit=junit, as_json=as_json
@@ -175,6 +177,8 @@ def recommend(
     seconds = time.perf_counter() - started
     if output is not None:
         write_beside_and_rename(output, plan_file(answer).to_json() + "\n")
+    if trace is not None:
+        write_trace(answer.workload, answer.result.best, trace)
     if html is not None:
         write_recommendation(answer, html, plan_path=output, price_per_gpu_hour=price)
         answer = answer.cut(num_candidates=top, with_front=pareto)

@@ -61,7 +61,7 @@ class PlanTable:
         if hybrid is not None:
             raise PlanError(
                 f"zero_shards={hybrid.zero_shards}: what hybrid sharding costs is not estimated",
-                hint="estimate the plan without zero_shards, or let --trace count its memory",
+                hint="estimate the plan without zero_shards, or let --trace-memory count its memory",
             )
         splits, split_of = _splits([plan.stage_blocks for plan in rows])
 

@@ -1,0 +1,32 @@
+"""`--trace` of `paraplan recommend` and `paraplan estimate`: the predicted step for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paraplan.cli.inputs import write_beside_and_rename
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.workload import Workload
+
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write the predicted step as a trace for Perfetto and paraplan compare (.json, .json.gz).",
+    ),
+]
+
+
+def write_trace(workload: Workload, estimate: PlanEstimate, path: Path) -> None:
+    """Write the predicted step. Raises `UsageError` for a path that cannot be written."""
+    from paraplan.report.chrome_trace import chrome_trace
+
+    text = json.dumps(chrome_trace(workload, estimate)).encode() + b"\n"
+    write_beside_and_rename(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    typer.echo(f"trace: {path}; open it in https://ui.perfetto.dev, or compare it with a run's", err=True)
