@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_the_parts_of_a_course_are_those_of_the_estimate(made: ParallelPlan, wor
     for rank in course.ranks:
         for operation in rank:
             edges = [operation.start_s, *(edge for each in operation.transfers for edge in each[2:]), operation.end_s]
-            assert all(later > earlier - 1e-9 for earlier, later in zip(edges, edges[1:], strict=False))
+            assert all(later > earlier - 1e-9 for earlier, later in pairwise(edges))
 
 
 def test_what_replicas_exchange_is_named_by_the_zero_stage(workload: MakeWorkload) -> None:
