@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,7 +21,8 @@ class Cuts:
     `keeps_gathered_inputs` says that matmuls keep what sequence parallelism gathers for them, as `Habits` has it.
     `tokens` counts those of one micro-batch on one rank, `own_tokens` those of one of its sequences; `sequence_tp` the
     ranks that share the tensors outside of the tensor-parallel regions. `is_autocast` says that the model runs under
-    autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits.
+    autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits. `known_saved` has
+    what `saved_bytes` was asked before.
     """
 
     tokens: Floats
@@ -33,6 +34,7 @@ class Cuts:
     is_autocast: bool
     keeps_gathered_inputs: bool
     has_fp32_weights: Mask
+    known_saved: dict[tuple[int, bool, bool, bool], Floats] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of_columns(
@@ -85,11 +87,15 @@ def saved_bytes(
 
     `is_first` says that the block stands in the first pipeline stage.
     """
-    total = np.zeros_like(cuts.tp)
-    for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
-        if not (without_attention_core and tensor.in_attention_core):
-            total = total + _tensor_bytes(block, tensor, training, cuts, is_first=is_first)
-    return total
+    is_first = is_first or not cuts.is_autocast  # the residual stream is the same then
+    key = (id(block), fused_kernels, is_first, without_attention_core)
+    if key not in cuts.known_saved:
+        total = np.zeros_like(cuts.tp)
+        for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
+            if not (without_attention_core and tensor.in_attention_core):
+                total = total + _tensor_bytes(block, tensor, training, cuts, is_first=is_first)
+        cuts.known_saved[key] = total
+    return cuts.known_saved[key]
 
 
 def transient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, fused_kernels: bool) -> Floats:

@@ -18,7 +18,7 @@ from paraplan.records import Record
 MOST_SEQUENCES = 4096
 # Replicas are asked about one by one, since memory does not always fall as they grow: shards are rounded up to rows.
 _NUMBERS_OF_REPLICAS = np.array([*range(1, 128), *range(128, 1024, 8), *range(1024, 16385, 64)])
-_WAYS = 16  # parts into which each round of a search divides what is open
+_WAYS = 64  # parts into which each round of a search divides what is open
 
 
 class FitRow(Record):

@@ -47,10 +47,7 @@ class KernelTimes:
             (self._attention_s(one, backward=backward) for one in (block.attention, block.cross_attention) if one),
             np.zeros_like(self.cuts.tp),
         )
-        matmuls = sum(
-            (self._matmul_s(matmul, backward=backward) for matmul in block.matmuls), np.zeros_like(self.cuts.tp)
-        )
-        return np.asarray(matmuls + attention + self.moved_s(traffic))
+        return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic))
 
     def attention_core_s(self, block: BlockSpec) -> Floats:
         """Return the seconds of the attention core's forward pass, which selective recompute runs again."""
@@ -78,15 +75,30 @@ class KernelTimes:
         bandwidth = self.gpu.memory_bandwidth_bytes_per_s * self.constants.memory_bandwidth_efficiency
         return num_bytes / bandwidth
 
-    def _matmul_s(self, matmul: Matmul, *, backward: bool) -> Floats:
+    def _matmuls_s(self, block: BlockSpec, *, backward: bool) -> Floats:
+        """Return the seconds of all matmuls of one pass; equal ones are priced once, and all side by side."""
+        total = np.zeros_like(self.cuts.tp)
+        kinds = [(one.k, one.n, one.split, one.rows_per_token, one.num_experts) for one in block.matmuls]
+        distinct = dict(zip(kinds, block.matmuls, strict=True))
+        if not distinct:
+            return total
+        rows, n, k = (np.stack(each) for each in zip(*map(self._shape, distinct.values()), strict=True))
+        # Backward: the gradient of the input, then that of the weight.
+        shapes = [(rows, k, n), (k, n, rows)] if backward else [(rows, n, k)]
+        experts = np.array([[matmul.num_experts] for matmul in distinct.values()])
+        seconds = experts * sum(self._product_s(*shape) for shape in shapes) * self._misalignment(n, k)
+        of_kind = dict(zip(distinct, seconds, strict=True))
+        for kind in kinds:
+            total = total + of_kind[kind]
+        return total
+
+    def _shape(self, matmul: Matmul) -> tuple[Floats, Floats, Floats]:
+        """Return rows, columns and inner size of a matmul on one rank, under each cut."""
         tp = self.cuts.tp
         rows = self.cuts.tokens * matmul.rows_per_token / matmul.num_experts
         n = matmul.n / tp if matmul.split == "column" else np.full_like(tp, matmul.n)
         k = matmul.k / tp if matmul.split == "row" else np.full_like(tp, matmul.k)
-        # Backward: the gradient of the input, then that of the weight.
-        shapes = [(rows, k, n), (k, n, rows)] if backward else [(rows, n, k)]
-        seconds = matmul.num_experts * sum(self._product_s(*shape) for shape in shapes)
-        return np.asarray(seconds * self._misalignment(n, k))
+        return rows, n, k
 
     def _product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source."""

@@ -69,7 +69,12 @@ def size_offer(workload: Workload, estimate: PlanEstimate, *, price_per_gpu_hour
 
 
 def cheapest(
-    workload: Workload, *, price_per_gpu_hour: float | None, num_candidates: int = 10, runnable_only: bool = True
+    workload: Workload,
+    *,
+    price_per_gpu_hour: float | None,
+    num_candidates: int = 10,
+    runnable_only: bool = True,
+    with_second: bool = False,
 ) -> Cheapest:
     """Return the number of GPUs, up to the workload's, whose best plan costs least for the same tokens.
 
@@ -81,7 +86,13 @@ def cheapest(
     for cluster in smaller_clusters(workload.cluster):
         part = replace(workload, cluster=cluster)
         try:
-            result = search(part, num_candidates=num_candidates, runnable_only=runnable_only, explains_failure=False)
+            result = search(
+                part,
+                num_candidates=num_candidates,
+                runnable_only=runnable_only,
+                explains_failure=False,
+                with_second=with_second,
+            )
         except NoPlanFitsError:
             continue
         offer = size_offer(part, result.best, price_per_gpu_hour=price_per_gpu_hour)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import stage_memories
 from paraplan.cost.workload import Workload
 from paraplan.hardware.interconnect import InterconnectThresholds, network_verdict, node_verdict
 from paraplan.plan.parallel import ParallelPlan
@@ -13,7 +13,7 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
     """Return the facts of a workload: memory of one process with the smallest micro-batch, and the links."""
     training = workload.training
     alone = ParallelPlan(micro_batch_size=1, num_microbatches=training.global_batch_size, recompute="full")
-    memory = estimate_plan(workload, alone).memory[0]
+    memory = stage_memories(workload, alone)[0]
     state = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_state_bytes
     model = workload.model
     largest = max([*model.blocks, model.embedding, model.head], key=lambda block: block.num_parameters)

@@ -73,6 +73,7 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
             price_per_gpu_hour=question.price_per_gpu_hour,
             num_candidates=question.num_candidates,
             runnable_only=runnable_only,
+            with_second=question.explains,
         )
         workload, result, offers = best.workload, best.result, best.offers
     else:
@@ -82,6 +83,7 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
             num_candidates=question.num_candidates,
             runnable_only=runnable_only,
             with_front=question.with_front,
+            with_second=question.explains,
         )
     explains = question.explains and result.second is not None
     return Recommendation(

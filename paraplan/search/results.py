@@ -34,8 +34,9 @@ class Candidate(Record):
 
 
 class SearchResult(Record):
-    """The answer of a search: `best` is the plan to use, `second` the best of those with other axes or ZeRO stage.
+    """The answer of a search.
 
+    `best` is the plan to use, `second` the best of those with other axes or ZeRO stage, where it was asked for.
     `fastest` stands beside it where a plan outside the tree's families is faster by over 2 %. `candidates` are the
     best plan of each choice of axes and ZeRO stage, fastest first; `front` the plans that no other one beats in both
     time and memory, and `cloud` some of all that were priced, where they were asked for. `remark` says why a plan that

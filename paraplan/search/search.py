@@ -31,6 +31,7 @@ def search(
     runnable_only: bool = True,
     with_front: bool = False,
     explains_failure: bool = True,
+    with_second: bool = False,
 ) -> SearchResult:
     """Return the ranked plans for a workload, best by `objective` first.
 
@@ -57,7 +58,7 @@ def search(
         decisions=answer.decisions,
         families=answer.families,
         best=chosen.best,
-        second=chosen.second,
+        second=chosen.second if with_second else None,
         fastest=chosen.fastest if objective == "throughput" else None,
         candidates=tuple(plans.candidate(row) for row in chosen.rows[:num_candidates]),
         rejections=memory.rejections,
