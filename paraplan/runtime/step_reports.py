@@ -165,13 +165,15 @@ class RunWatch:
                 f"step time {format_seconds(measured_s)} (median of {len(times)}), predicted "
                 f"{format_seconds(estimate.step_time_s)} ({estimate.step_time_s / measured_s - 1:+.0%})"
             )
-        if estimate.peak_memory_bytes is not None:
+        if estimate.peak_memory_bytes is not None and self.device.type == "cuda":
             measured_bytes = peak_memory_bytes(self.device)
-            kind = "peak memory" if self.device.type == "cuda" else "resident memory of rank 0"
             parts.append(
-                f"{kind} {format_bytes(measured_bytes)}, predicted {format_bytes(estimate.peak_memory_bytes)} "
+                f"peak memory {format_bytes(measured_bytes)}, predicted {format_bytes(estimate.peak_memory_bytes)} "
                 f"({estimate.peak_memory_bytes / measured_bytes - 1:+.0%})"
             )
+        elif estimate.peak_memory_bytes is not None:  # a process's resident size is mostly torch's own code
+            predicted = format_bytes(estimate.peak_memory_bytes)
+            parts.append(f"peak memory of tensors, predicted {predicted}, is not measured on a CPU")
         return "; ".join(parts) or None
 
     def _is_bar_due(self, step: int) -> bool:
@@ -183,12 +185,15 @@ class RunWatch:
         assert self.terminal is not None
         self._shown_s = time.perf_counter()
         self._is_line_open = True
-        self.terminal.write(f"\r\x1b[K{bar_text(report, self.total_steps)}")
+        self.terminal.write(f"\r\x1b[K{bar_text(report, self.total_steps, is_resident=self.device.type != 'cuda')}")
         self.terminal.flush()
 
 
-def bar_text(report: StepReport, total_steps: int | None) -> str:
-    """Return one line for a terminal: how far the run is, and how the last step went."""
+def bar_text(report: StepReport, total_steps: int | None, *, is_resident: bool = False) -> str:
+    """Return one line for a terminal: how far the run is, and how the last step went.
+
+    `is_resident` says that its memory is the resident size of the process, not what torch allocated.
+    """
     words = [f"step {report.step}"]
     if total_steps:
         filled = min(_BAR_WIDTH, _BAR_WIDTH * report.step // total_steps)
@@ -199,7 +204,7 @@ def bar_text(report: StepReport, total_steps: int | None) -> str:
     words.append(f"{format_count(report.tokens_per_s)} tokens/s")
     if report.mfu is not None:
         words.append(f"MFU {report.mfu:.1%}")
-    words.append(format_bytes(report.peak_memory_bytes))
+    words.append(format_bytes(report.peak_memory_bytes) + (" resident" if is_resident else ""))
     return "  ".join(words)
 
 

@@ -47,7 +47,7 @@ def test_the_bar_shows_the_share_of_the_steps() -> None:
 
 def test_the_last_step_is_drawn_and_the_line_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = io.StringIO()
-    estimate = PlannedEstimate(step_time_s=1e-9)
+    estimate = PlannedEstimate(step_time_s=1e-9, peak_memory_bytes=2**20)
     watch = RunWatch(device=CPU, yardstick=Yardstick(num_ranks=1, estimate=estimate), terminal=terminal, total_steps=3)
     for step in (1, 2, 3):
         watch.begin()
@@ -55,7 +55,10 @@ def test_the_last_step_is_drawn_and_the_line_is_ended(capsys: pytest.CaptureFixt
     watch.finish()
     assert "step 3/3" in terminal.getvalue()
     assert terminal.getvalue().endswith("\n")
-    assert "(median of 2), predicted 1 ns (-100%)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "(median of 2), predicted 1 ns (-100%)" in said
+    assert said.endswith("; peak memory of tensors, predicted 1.00 MiB, is not measured on a CPU\n")
+    assert terminal.getvalue().rstrip().endswith(" resident")
     watch.finish()
     assert capsys.readouterr().err == ""
 
