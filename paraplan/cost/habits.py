@@ -133,7 +133,6 @@ PARAPLAN = Habits(
     host_s_per_block=0.3e-3,
     default_attention="sdpa",
     pads_vocabulary=False,
-    splits_experts=False,
     source="paraplan.runtime: fp32 parameters under autocast, DDP and FSDP2",
 )
 

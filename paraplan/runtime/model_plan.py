@@ -7,7 +7,15 @@ from typing import Any
 
 from torch import nn
 
-_SPLIT_STYLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "local_colwise", "local_rowwise")
+_SPLIT_STYLES = (
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "local_colwise",
+    "local_rowwise",
+    "moe_tp_experts",
+)
 
 
 def own_plan(model: nn.Module) -> dict[str, str] | None:
@@ -32,5 +40,5 @@ def style_of(plan: dict[str, str], name: str) -> str | None:
 
 
 def splits(style: str | None) -> bool:
-    """Whether a linear layer of this style is split."""
+    """Whether a layer of this style is split."""
     return style is not None and style.startswith(_SPLIT_STYLES)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from paraplan.runtime.context_rules import split_attention, split_loss
 from paraplan.runtime.rank_randomness import own_random_numbers
 from paraplan.runtime.split_sizes import SIZE_RULES, Rule
-from paraplan.runtime.split_tensor import CONTEXT, VOCABULARY, SplitError, SplitTensor, split_operands
+from paraplan.runtime.split_tensor import CONTEXT, SEQUENCE, VOCABULARY, SplitError, SplitTensor, split_operands
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup, copy_to_ranks, join_parts
 from paraplan.runtime.vocabulary_loss import split_cross_entropy
@@ -212,11 +212,13 @@ def _check_alike(name: str, operands: list[SplitTensor]) -> None:
         if not same_place or (
             same_length and (other.cut.segments, other.cut.repeats) != (first.cut.segments, first.cut.repeats)
         ):
+            layer = first if other.source == SEQUENCE else other
             raise SplitError(
                 f"{name} meets the output of {first.source} (shape {tuple(first.shape)}, split along dimension "
                 f"{first.cut.dim}) and that of {other.source} (shape {tuple(other.shape)}, split along dimension "
                 f"{other.cut.dim})",
-                source=other.source,
+                source=layer.source,
+                is_mixed=SEQUENCE in (first.source, other.source) and layer.source != SEQUENCE,
             )
 
 

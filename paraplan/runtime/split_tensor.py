@@ -18,6 +18,7 @@ from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup
 
 VOCABULARY = "the vocabulary"  # the source of logits split by class
+SEQUENCE = "the tokens"  # the source of tensors split by sequence parallelism
 CONTEXT = "the sequence"  # the source of tensors split by context parallelism, from the inputs on
 
 

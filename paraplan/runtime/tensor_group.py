@@ -23,6 +23,7 @@ class TensorGroup:
 
     `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
     see `split_rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
+    `token_cuts` says how the tokens of hidden states are cut that layers have gathered, by all dimensions but the last.
     """
 
     size: int
@@ -32,6 +33,7 @@ class TensorGroup:
     draws: bool = False
     gathers: bool = True
     gathered: set[str] = field(default_factory=set)
+    token_cuts: dict[tuple[int, ...], Cut] = field(default_factory=dict)
     _entered: list[Any] = field(default_factory=list)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 from paraplan.runtime.anatomy import put_argument
-from paraplan.runtime.split_tensor import SplitError, SplitTensor
+from paraplan.runtime.split_tensor import SEQUENCE, SplitError, SplitTensor
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import (
     TensorGroup,
@@ -30,18 +31,18 @@ from paraplan.runtime.tensor_group import (
     take_part,
 )
 
-SEQUENCE = "the tokens"  # the source of tensors split by sequence parallelism
 _TOKENS = 1  # their dimension, in [batch, tokens, hidden]
 
 
 @dataclass(frozen=True)
 class LayerRole:
-    """A linear layer's part in a split: it holds some outputs (column) or inputs (row), cut by `segments`.
+    """A layer's part in a split: a linear one holds some outputs (column) or inputs (row), cut by `segments`.
 
-    A gathered layer is whole, and reads the tokens of all ranks.
+    A gathered layer is whole, and reads the tokens of all ranks. Experts hold some inner units of each; the segments
+    are those of the weights that make them.
     """
 
-    kind: Literal["column", "row", "gathered"]
+    kind: Literal["column", "row", "gathered", "experts"]
     segments: tuple[int, ...]
 
 
@@ -56,7 +57,17 @@ class SequenceEnds:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether `module` is a linear layer: torch's, or transformers' with its weight as [inputs, outputs]."""
-    return isinstance(module, nn.Linear) or _is_transposed(module)
+    return (isinstance(module, nn.Linear) and _returns_outputs(module)) or _is_transposed(module)
+
+
+def _returns_outputs(module: nn.Linear) -> bool:
+    """Whether a subclass with a forward pass of its own returns outputs alone, as a router of experts does not."""
+    forward: Callable[..., Any] = type(module).forward
+    if forward is nn.Linear.forward:
+        return True
+    with torch.no_grad():
+        output = forward(module, module.weight.new_zeros(1, module.in_features))
+    return isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -134,18 +145,19 @@ def sum_gradients_in_backward(module: nn.Module, names: Sequence[str], group: Te
     module.forward = forward
 
 
-def gathered_forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def gathered_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     """Return the forward pass of a layer that is whole beside split ones, under sequence parallelism."""
-    inner: Callable[[torch.Tensor], torch.Tensor] = module.forward
+    inner: Callable[..., torch.Tensor] = module.forward
 
-    def forward(given: torch.Tensor) -> torch.Tensor:
-        return inner(join_tokens(given))
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        args, kwargs = pytree.tree_map(join_tokens, (args, kwargs))
+        return inner(*args, **kwargs)
 
     return forward
 
 
-def join_tokens(given: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of all ranks, for every rank to compute the same with them."""
+def join_tokens(given: Any) -> Any:
+    """Return the tokens of all ranks, for every rank to compute the same with them; other values stay as they are."""
     if not isinstance(given, SplitTensor):
         return given
     if given.source != SEQUENCE:
@@ -174,6 +186,7 @@ def enter_column(given: torch.Tensor, group: TensorGroup) -> torch.Tensor:
         if given.source != SEQUENCE:
             raise SplitError("a column layer reads a split tensor", source=given.source, is_mixed=True)
         local, cut = given.local, given.cut
+        group.token_cuts[tuple(given.shape[:-1])] = cut
         return group.enter_once(given, lambda: gather_to_ranks(local, cut, group))
     return group.enter_once(given, lambda: copy_to_ranks(given, group))
 
@@ -205,12 +218,14 @@ def leave_row(partial: torch.Tensor, bias: Any, group: TensorGroup, *, sequence_
     if not sequence_parallel:
         total = sum_over_ranks(partial, group)
         return total if bias is None else total + bias
-    if partial.ndim != 3:
+    # Code that has flattened batch and tokens reads column layers in that shape too.
+    cut = group.token_cuts.get(tuple(partial.shape[:-1]))
+    if cut is None and partial.ndim != 3:
         raise SplitError(
             f"sequence parallelism needs hidden states [batch, tokens, hidden], found {partial.ndim} dimensions",
             source=SEQUENCE,
         )
-    cut = _token_cut(partial.shape[_TOKENS], group)
+    cut = cut or _token_cut(partial.shape[_TOKENS], group)
     mine: torch.Tensor = SplitTensor(sum_and_scatter(partial, cut, group), cut, group, SEQUENCE)
     return mine if bias is None else mine + bias
 

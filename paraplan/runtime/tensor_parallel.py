@@ -22,6 +22,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.model_plan import own_plan, splits, style_of
 from paraplan.runtime.tensor_check import check_split, summed_gradients
 from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_experts import expert_weights, split_experts
 from paraplan.runtime.tensor_group import TensorGroup
 from paraplan.runtime.tensor_layers import SequenceEnds, is_linear, run_block, split_linear, sum_gradients_in_backward
 from paraplan.runtime.tensor_search import BlockSplit, find_split
@@ -90,11 +91,44 @@ def find_tensor_split(
         kind = _kind(block, call, kept)
         if kind not in found:
             ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
-            split = find_split(block, call, size=size, name=name, ends=ends, kept_whole=kept)
-            found[kind] = _checked(model.get_submodule(name), name, call, split, mesh, ends)
+            found[kind] = _split_of(model.get_submodule(name), block, name, call, mesh, ends, kept)
         blocks[name] = found[kind]
     vocabulary = find_vocabulary_split(model, shadow, stack, size=size, example_inputs=example_inputs)
     return TensorSplit(blocks, vocabulary, sequence_parallel=sequence_parallel, hidden_argument=where)
+
+
+def _split_of(
+    block: nn.Module,
+    shadow: nn.Module,
+    name: str,
+    call: BlockCall,
+    mesh: Mesh,
+    ends: SequenceEnds | None,
+    kept: dict[str, str],
+) -> BlockSplit:
+    """Return how a block is split, checked: its experts with gate before up, interleaved, or else left whole."""
+    experts = [layer for layer, module in shadow.named_modules() if layer and expert_weights(module) is not None]
+    size, tried = mesh.size("tp"), [layer for layer in experts if layer not in kept]
+    for interleaved in (False, True) if tried else ():
+        split = find_split(shadow, call, size=size, name=name, ends=ends, kept_whole=kept, interleaved=interleaved)
+        try:
+            return _checked(block, name, call, split, mesh, ends)
+        except UnsupportedPlanError as error:
+            reason = error.message
+    kept = kept | dict.fromkeys(tried, reason) if tried else kept
+    kept |= _stacked_weights_elsewhere(shadow)
+    split = find_split(shadow, call, size=size, name=name, ends=ends, kept_whole=kept)
+    return _checked(block, name, call, split, mesh, ends)
+
+
+def _stacked_weights_elsewhere(shadow: nn.Module) -> dict[str, str]:
+    """Return the stacked weights of a block that are in no module of experts, with the reason that they stay whole."""
+    return {
+        f"{layer}.{name}".lstrip("."): "its weights are stacked, and in no module that holds the two of experts alone"
+        for layer, module in shadow.named_modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.ndim == 3 and (not layer or expert_weights(module) is None)
+    }
 
 
 def apply_tensor_split(
@@ -124,6 +158,9 @@ def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: S
     cuts: dict[str, Cut] = {}
     for layer, role in split.roles.items():
         module = block.get_submodule(layer)
+        if role.kind == "experts":
+            cuts |= {f"{layer}.{name}": cut for name, cut in split_experts(module, role, group, layer).items()}
+            continue
         found = split_linear(
             module, role, group, name=layer, sequence_parallel=ends is not None, is_direct=split.is_direct
         )
@@ -150,15 +187,22 @@ def _kept_whole(shadow: nn.Module, block: nn.Module, name: str, plan: dict[str, 
     uses: dict[int, int] = {}
     for _, parameter in shadow.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    layers = {layer: module for layer, module in block.named_modules() if layer and is_linear(module)}
+    experts = {layer for layer, module in block.named_modules() if layer and expert_weights(module) is not None}
+    layers = {layer: module for layer, module in block.named_modules() if layer in experts or is_linear(module)}
     kept = {
         layer: "its parameters belong to another layer too"
         for layer, module in layers.items()
         if any(uses[id(parameter)] > 1 for parameter in module.parameters())
     }
     styles = {layer: style_of(plan or {}, f"{name}.{layer}") for layer in layers}
+    # Plans of transformers leave out the experts that all tokens share beside those that they split.
+    beside = tuple(f"{layer.rpartition('.')[0]}." for layer in experts if splits(styles[layer]))
     if any(splits(style) for style in styles.values()):
-        kept |= {layer: "the model's own plan leaves it whole" for layer, style in styles.items() if not splits(style)}
+        kept |= {
+            layer: "the model's own plan leaves it whole"
+            for layer, style in styles.items()
+            if not splits(style) and not layer.startswith(beside)
+        }
     return kept
 
 

@@ -19,11 +19,11 @@ from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import BlockCall
-from paraplan.runtime.split_tensor import SplitError, SplitTensor
+from paraplan.runtime.split_tensor import SEQUENCE, SplitError, SplitTensor
 from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_experts import ExpertWeights, enter_experts, expert_weights, leave_experts
 from paraplan.runtime.tensor_group import TensorGroup
 from paraplan.runtime.tensor_layers import (
-    SEQUENCE,
     LayerRole,
     SequenceEnds,
     check_row_input,
@@ -71,12 +71,14 @@ def find_split(
     name: str,
     ends: SequenceEnds | None,
     kept_whole: Mapping[str, str],
+    interleaved: bool = False,
 ) -> BlockSplit:
     """Return how `shadow`, a block on the meta device, can be split over `size` ranks.
 
     `call` is what it is called with. `ends` is given for sequence parallelism. `kept_whole` names layers
-    that must not be split, with the reason. Raises `UnsupportedPlanError` with the layer and the numbers where `size`
-    does not divide heads, and where no layer can be split.
+    that must not be split, with the reason; `interleaved` says how experts hold gate and up.
+    Raises `UnsupportedPlanError` with the layer and the numbers where `size` does not divide heads, and where no layer
+    can be split.
     """
     trial = _Trial(whole=dict(kept_whole))
     for _ in range(_MOST_TRIES):
@@ -84,7 +86,7 @@ def find_split(
         group = TensorGroup(size=size, index=0, handle=None)
         try:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
-            tried = _tried(shadow, trial, group, sequence_parallel=ends is not None)
+            tried = _tried(shadow, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
             with torch.no_grad(), tried, call.context():
                 output = run_block(shadow.forward, args, kwargs, group=group, ends=ends)
             _check_output(output)
@@ -138,10 +140,17 @@ def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size:
 
 
 @contextmanager
-def _tried(shadow: nn.Module, trial: _Trial, group: TensorGroup, *, sequence_parallel: bool) -> Iterator[None]:
-    """Let the linear layers of `shadow` take the role that their input asks for, in this context."""
+def _tried(
+    shadow: nn.Module, trial: _Trial, group: TensorGroup, *, sequence_parallel: bool, interleaved: bool
+) -> Iterator[None]:
+    """Let the layers of `shadow` take the role that their input asks for, in this context."""
     with ExitStack() as undo:
         for name, module in shadow.named_modules():
+            weights = expert_weights(module) if name else None
+            if weights is not None:
+                undo.callback(module.__dict__.pop, "forward", None)
+                role = LayerRole(kind="experts", segments=weights.segments(interleaved=interleaved))
+                module.forward = _trying_experts(module, name, weights, role, trial, group)
             if name and is_linear(module):
                 undo.callback(module.__dict__.pop, "forward", None)
                 module.forward = _trying(module, name, trial, group, sequence_parallel=sequence_parallel)
@@ -183,6 +192,24 @@ def _trying(
         _take_role(trial, name, LayerRole(kind="column", segments=segments))
         local = product(enter_column(given, group), outputs // group.size)
         return SplitTensor(local, cut, group, name)
+
+    return forward
+
+
+def _trying_experts(
+    module: nn.Module, name: str, weights: ExpertWeights, role: LayerRole, trial: _Trial, group: TensorGroup
+) -> Callable[..., torch.Tensor]:
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if name not in trial.whole and weights.inner % group.size:
+            trial.whole[name] = f"tp={group.size} does not divide the {weights.inner} inner units of each expert"
+        joined_args, joined_kwargs, tokens = enter_experts(args, kwargs, group, name)
+        result: torch.Tensor = type(module).forward(module, *joined_args, **joined_kwargs)
+        if name not in trial.whole:
+            _take_role(trial, name, role)
+            return leave_experts(result, tokens, group)
+        if tokens is not None:
+            _take_role(trial, name, LayerRole(kind="gathered", segments=()))
+        return result
 
     return forward
 

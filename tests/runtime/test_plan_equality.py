@@ -165,6 +165,17 @@ def test_stacked_experts_are_sharded_over_more_ranks_than_there_are_experts(rank
     assert_each_trains_the_same(plans, "experts", ranks, one_process)
 
 
+def test_experts_of_which_ranks_have_some_inner_units_train_as_in_one_process(ranks: RankHarness, one_process) -> None:
+    two = [
+        plan_of(tp=2, num_microbatches=3),
+        plan_of(tp=2, num_microbatches=3, recompute="full", sequence_parallel=True),
+    ]
+    four = [plan_of(dp=2, tp=2, num_microbatches=3, zero_stage=zero_stage) for zero_stage in range(4)]
+    four.append(plan_of(tp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=3))
+    assert_each_trains_the_same(two, "mixture", ranks, one_process)
+    assert_each_trains_the_same(four, "mixture", ranks, one_process)
+
+
 def test_parameters_on_several_stages_stay_equal(ranks: RankHarness, one_process) -> None:
     """Those of other ranks, and of the same one: interleaved stages that read one table."""
     plans = [

@@ -40,6 +40,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
     "mixtral": _EXPERTS | {"num_local_experts": 4},
     "qwen3_moe": _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "qwen2_moe": _EXPERTS
+    | {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "pad_token_id": None},
+    "gpt_oss": _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "rope_parameters": {"rope_type": "default"}},
+    "llama4_text": _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48},
     "deepseek_v3": _GATED
     | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}

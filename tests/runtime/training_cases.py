@@ -135,6 +135,37 @@ class ExpertsLayer(Layer):
         return hidden + torch.einsum("ebtf,ehf,bte->bth", inner, self.experts_down, shares)
 
 
+class Experts(nn.Module):
+    """Gated experts with their weights stacked, and a bias of each; every token goes through all of them."""
+
+    def __init__(self, num_experts: int = 4, inner: int = 12) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(num_experts, 2 * inner, HIDDEN) * 0.2)
+        self.gate_up_bias = nn.Parameter(torch.randn(num_experts, 2 * inner) * 0.2)
+        self.down = nn.Parameter(torch.randn(num_experts, HIDDEN, inner) * 0.2)
+        self.down_bias = nn.Parameter(torch.randn(num_experts, HIDDEN) * 0.2)
+
+    def forward(self, hidden: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        gate_up = torch.einsum("nh,efh->enf", hidden, self.gate_up) + self.gate_up_bias[:, None]
+        gate, up = gate_up.chunk(2, dim=-1)
+        made = torch.einsum("enf,ehf->enh", F.silu(gate) * up, self.down) + self.down_bias[:, None]
+        return torch.einsum("enh,ne->nh", made, shares)
+
+
+class MixtureLayer(AttentionLayer):
+    """Attention, and experts of which a router weighs what they return, beside one that all tokens share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(HIDDEN, 4), Experts()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        normed = self.mlp_norm(hidden)
+        flat = normed.reshape(-1, HIDDEN)
+        return hidden + self.experts(flat, self.router(flat).softmax(dim=-1)).view_as(normed)
+
+
 class Transformer(nn.Module):
     """A decoder of layers of one class, with an embedding and a head of its own."""
 
@@ -167,6 +198,7 @@ MODELS = {
     "attention": lambda: Transformer(num_layers=4),
     "grouped": lambda: Transformer(GroupedLayer),
     "experts": lambda: Transformer(ExpertsLayer),
+    "mixture": lambda: Transformer(MixtureLayer),
 }
 
 
