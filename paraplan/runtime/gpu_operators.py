@@ -74,7 +74,7 @@ class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         if any(issubclass(kind, (DTensor, SplitTensor)) for kind in types):
             return NotImplemented
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            return _grouped_product(*args[:2], groups=args[2] if len(args) > 2 else (kwargs or {}).get("offs"))
+            return _grouped_product(args[0], args[1], groups=args[2] if len(args) > 2 else (kwargs or {}).get("offs"))
         return func(*args, **(kwargs or {}))
 
 
