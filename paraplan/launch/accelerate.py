@@ -7,9 +7,13 @@ Names and meanings are those of accelerate 1.15: `FullyShardedDataParallelPlugin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paraplan.launch.script import read_traits
+
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
+    from paraplan.launch.request import LaunchRequest
     from paraplan.plan.files import PlanFile
 
 _OWN_CHOICE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
@@ -54,3 +58,11 @@ def accelerate_variables(file: PlanFile, environment: Mapping[str, str]) -> dict
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
+
+
+def drives_accelerate(request: LaunchRequest) -> bool:
+    """Whether the plan goes into the variables of accelerate: not for a script that runs it by paraplan.runtime."""
+    arguments = request.arguments
+    if request.plan is None and request.planner is None:
+        return False
+    return bool(arguments.module) or not read_traits(Path(arguments.training_script)).uses_runtime

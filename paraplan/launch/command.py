@@ -15,7 +15,9 @@ from paraplan.launch.batch_systems import find_place, take_place
 from paraplan.launch.cores import threads_per_rank, usable_cores
 from paraplan.launch.guess import guess_ranks_per_node
 from paraplan.launch.hosts import END_WITH_STDIN, end_with_stdin, launch_on_hosts
+from paraplan.launch.parser import parse_arguments
 from paraplan.launch.report import render_error, say, write_report
+from paraplan.launch.request import check_script
 from paraplan.launch.script import ScriptTraits, read_traits
 from paraplan.launch.spawner import RankStart
 
@@ -36,13 +38,6 @@ def launch_here(arguments: Sequence[str]) -> int:
 
 def _launch(arguments: Sequence[str]) -> int:
     gc.disable()  # next to all that the imports make stays: collections would look through it again and again
-    is_chosen = _choose_import_threads(arguments)
-    imported_threads = os.environ.get(_THREADS_VARIABLE)
-    from paraplan.launch.job import forks_ranks, show_dry_run, supervise  # imports torch
-    from paraplan.launch.parser import parse_arguments
-
-    if is_chosen:
-        del os.environ[_THREADS_VARIABLE]
     args = parse_arguments(list(arguments), os.environ)
     ends_with_stdin = os.environ.pop(END_WITH_STDIN, None) is not None
     if args.hostfile is not None and not ends_with_stdin:
@@ -50,7 +45,16 @@ def _launch(arguments: Sequence[str]) -> int:
     place = find_place(os.environ)
     line = take_place(args, place) if place is not None else None
     if args.dry_run:
+        from paraplan.launch.preview import show_dry_run  # imports pydantic, which other launches do without
+
         return show_dry_run(args)
+    check_script(args, Path.cwd())  # what is wrong with the script can be said before torch is imported
+    is_chosen = _choose_import_threads(arguments)
+    imported_threads = os.environ.get(_THREADS_VARIABLE)
+    from paraplan.launch.job import forks_ranks, supervise  # imports torch
+
+    if is_chosen:
+        del os.environ[_THREADS_VARIABLE]
     traits = ScriptTraits() if args.module else read_traits(Path(args.training_script))
     fork = forks_ranks(args) and not traits.early_variables and not traits.is_self_contained
     spawner = _fork(preload_runtime=fork and bool(traits.uses_runtime or args.plan))

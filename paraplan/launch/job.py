@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -37,14 +36,13 @@ from paraplan.launch.report import (
     write_report,
 )
 from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes, planned_layout
-from paraplan.launch.run import count_gpus, drives_accelerate, run_job
+from paraplan.launch.run import count_gpus, run_job
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import SpawnerHandle, SpawnerLostError
 from paraplan.units import format_bytes
 
 if TYPE_CHECKING:
     from paraplan.hardware.topology import NodeTopology
-    from paraplan.launch import dry_run
 
 
 _PLANNER_S = 20.0  # what a report may wait for advice
@@ -149,66 +147,6 @@ def forks_ranks(args: Namespace) -> bool:
         or args.numa_binding
         or "PYTHON_EXEC" in os.environ
     )
-
-
-def show_dry_run(args: Namespace) -> int:
-    """Print what would be started, on stdout; return the exit status. Raises `CheckFailedError` if it could not run."""
-    from paraplan.launch.dry_run import LaunchTarget, plan_launch  # imports pydantic, which other launches do without
-
-    if args.profile is None:
-        num_gpus = count_gpus()
-        memory = min((torch.cuda.get_device_properties(index).total_memory for index in range(num_gpus)), default=None)
-        target = LaunchTarget(host=socket.gethostname(), num_gpus=num_gpus, gpu_memory_bytes=memory)
-    else:
-        target = _profile_target(args.profile)
-    request = _dry_request(args, target)
-    words = request.arguments.nproc_per_node
-    if words in ("gpu", "auto") and target.num_gpus:
-        ranks = target.num_gpus if request.gpus is None else len(request.gpus)
-    else:
-        ranks = determine_local_world_size(words)
-    request = _with_made_plan(request, ranks=ranks)
-    plan = plan_launch(request, ranks_per_node=ranks, target=target, drives_accelerate=drives_accelerate(request))
-    sys.stdout.write(plan.to_json() + "\n" if args.json else plan.render())
-    plan.require_runnable()
-    return 0
-
-
-def _with_made_plan(request: LaunchRequest, *, ranks: int) -> LaunchRequest:
-    """Return the request with the plan that its planner makes, as the start of the job would."""
-    if request.planner is None:
-        return request
-    from paraplan.launch.dry_run import CHOSEN_AT_START
-    from paraplan.plan.files import PlanFile
-
-    num_nodes = min_max_nodes(request.arguments.nnodes)[1]
-    text = make_plan(request.planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
-    return replace(request, file=PlanFile.from_json(text, source="plan"), plan_path=CHOSEN_AT_START)
-
-
-def _dry_request(args: Namespace, target: dry_run.LaunchTarget) -> LaunchRequest:
-    if args.profile is None:
-        return check_request(args, num_gpus=target.num_gpus, current_folder=Path.cwd())
-    from paraplan.hardware.profile_files import load_machine
-
-    return check_request(
-        args,
-        num_gpus=target.num_gpus,
-        current_folder=Path.cwd(),
-        read_gpus=lambda: load_machine(args.profile).node.gpus,
-        environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # a profile's GPUs have no UUIDs, only their numbers
-    )
-
-
-def _profile_target(name: str) -> dry_run.LaunchTarget:
-    from paraplan.hardware.profile_files import cluster_from_profile
-    from paraplan.launch.dry_run import LaunchTarget
-
-    cluster = cluster_from_profile(name)
-    if cluster.gpu.vendor == "cpu":
-        return LaunchTarget(host=cluster.name, num_gpus=0, num_cores=None)
-    memory = cluster.gpu_memory_bytes
-    return LaunchTarget(host=cluster.name, num_gpus=cluster.gpus_per_node, gpu_memory_bytes=memory, num_cores=None)
 
 
 def _report(request: LaunchRequest, job: JobRecord) -> int:

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from torch.distributed.run import get_args_parser
-
 from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.request import TRAINING_OPTIONS
+from paraplan.launch.torch_options import torchs_parser
 
 OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),
@@ -44,7 +43,7 @@ class LaunchParser(argparse.ArgumentParser):
 
 def build_parser() -> LaunchParser:
     """Return the parser of `paraplan launch`. PET_ variables of the environment are its defaults, as with torchrun."""
-    torchs = get_args_parser()
+    torchs = torchs_parser()
     for action in torchs._actions:
         if isinstance(action, argparse._HelpAction):
             continue

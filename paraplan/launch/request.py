@@ -93,7 +93,7 @@ def check_request(
     _check_hang_timeout(completed)
     for option in ("redirects", "tee"):
         _check_streams(option, getattr(completed, option))
-    _check_script(completed, current_folder)
+    check_script(completed, current_folder)
     if file is not None and plan_path is not None:
         _complete_from_plan(completed, file, num_gpus=num_gpus, plan_path=plan_path)
     completed.nnodes = completed.nnodes or "1:1"
@@ -226,7 +226,8 @@ def _check_local_world(nproc_per_node: str, *, num_gpus: int) -> None:
         raise ArgumentError(f"--nproc-per-node {number} leaves no rank to start", hint=f"use {_LOCAL_WORLD_WORDS}")
 
 
-def _check_script(arguments: argparse.Namespace, current_folder: Path) -> None:
+def check_script(arguments: argparse.Namespace, current_folder: Path) -> None:
+    """Raise `ArgumentError` where there is no such script, module or program."""
     script = arguments.training_script
     if arguments.module:
         if arguments.no_python and not arguments.run_path:

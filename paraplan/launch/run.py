@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
+from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.bootstrap import WATCHED_VARIABLE
 from paraplan.launch.cores import threads_per_rank, usable_cores
 from paraplan.launch.elastic import make_config, run_agent, with_bootstrap
@@ -26,7 +27,6 @@ from paraplan.launch.processes import AttemptSettings, JobRecord
 from paraplan.launch.report import say
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
-from paraplan.launch.script import read_traits
 from paraplan.launch.spawning import SpawnerHandle, open_spawner
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
@@ -161,14 +161,6 @@ def _cpus_of_ranks(request: LaunchRequest, node: NodeTopology | None, num_ranks:
     if cpus:
         say("each rank is kept on the CPUs next to its GPU; --no-cpu-binding leaves that to the kernel")
     return cpus
-
-
-def drives_accelerate(request: LaunchRequest) -> bool:
-    """Whether the plan goes into the variables of accelerate: not for a script that runs it by paraplan.runtime."""
-    arguments = request.arguments
-    if request.plan is None and request.planner is None:
-        return False
-    return bool(arguments.module) or not read_traits(Path(arguments.training_script)).uses_runtime
 
 
 def _extra_environment(request: LaunchRequest) -> dict[str, str]:

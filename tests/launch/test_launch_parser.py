@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -14,6 +17,23 @@ def test_every_option_of_the_installed_torchrun_is_taken_with_all_its_spellings(
     ours = {spelling for action in build_parser()._actions for spelling in action.option_strings}
     assert torchs | set(OUR_OPTIONS) == ours
     assert len(torchs) > 50
+
+
+FIELDS = ["option_strings", "dest", "default", "choices", "nargs", "help", "required", "const"]
+
+
+def test_the_parser_read_from_torchs_source_is_the_one_that_torch_makes_and_needs_no_torch() -> None:
+    program = (
+        "import json, sys; from paraplan.launch.torch_options import torchs_parser; parser = torchs_parser(); "
+        f"assert 'torch' not in sys.modules; fields = {FIELDS}; "
+        "print(json.dumps([[*(repr(getattr(a, f)) for f in fields), type(a).__name__] for a in parser._actions]))"
+    )
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    expected = [
+        [*(repr(getattr(action, field)) for field in FIELDS), type(action).__name__]
+        for action in get_args_parser()._actions
+    ]
+    assert json.loads(made) == expected
 
 
 @pytest.mark.parametrize("environment", [{}, {"PET_MAX_RESTARTS": "3", "PET_STANDALONE": "1", "PET_TEE": "3"}])

@@ -1,0 +1,75 @@
+"""`paraplan launch --dry-run`: what would be started, from the arguments. torch is imported only to ask it for GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+from paraplan.hardware.profile_files import cluster_from_profile, load_machine
+from paraplan.launch.accelerate import drives_accelerate
+from paraplan.launch.dry_run import CHOSEN_AT_START, LaunchTarget, plan_launch
+from paraplan.launch.planning import make_plan
+from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes
+from paraplan.plan.files import PlanFile
+
+
+def show_dry_run(args: Namespace) -> int:
+    """Print what would be started, on stdout; return the exit status. Raises `CheckFailedError` if it could not run."""
+    if args.profile is None:
+        import torch
+
+        from paraplan.launch.run import count_gpus
+
+        num_gpus = count_gpus()
+        memory = min((torch.cuda.get_device_properties(index).total_memory for index in range(num_gpus)), default=None)
+        target = LaunchTarget(host=socket.gethostname(), num_gpus=num_gpus, gpu_memory_bytes=memory)
+    else:
+        target = _profile_target(args.profile)
+    request = _dry_request(args, target)
+    words = request.arguments.nproc_per_node
+    if words in ("gpu", "auto") and target.num_gpus:
+        ranks = target.num_gpus if request.gpus is None else len(request.gpus)
+    elif words.isdigit():
+        ranks = int(words)
+    else:
+        from torch.distributed.run import determine_local_world_size
+
+        ranks = determine_local_world_size(words)
+    request = _with_made_plan(request, ranks=ranks)
+    plan = plan_launch(request, ranks_per_node=ranks, target=target, drives_accelerate=drives_accelerate(request))
+    sys.stdout.write(plan.to_json() + "\n" if args.json else plan.render())
+    plan.require_runnable()
+    return 0
+
+
+def _with_made_plan(request: LaunchRequest, *, ranks: int) -> LaunchRequest:
+    """Return the request with the plan that its planner makes, as the start of the job would."""
+    if request.planner is None:
+        return request
+    num_nodes = min_max_nodes(request.arguments.nnodes)[1]
+    text = make_plan(request.planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
+    return replace(request, file=PlanFile.from_json(text, source="plan"), plan_path=CHOSEN_AT_START)
+
+
+def _dry_request(args: Namespace, target: LaunchTarget) -> LaunchRequest:
+    if args.profile is None:
+        return check_request(args, num_gpus=target.num_gpus, current_folder=Path.cwd())
+    return check_request(
+        args,
+        num_gpus=target.num_gpus,
+        current_folder=Path.cwd(),
+        read_gpus=lambda: load_machine(args.profile).node.gpus,
+        environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # a profile's GPUs have no UUIDs, only their numbers
+    )
+
+
+def _profile_target(name: str) -> LaunchTarget:
+    cluster = cluster_from_profile(name)
+    if cluster.gpu.vendor == "cpu":
+        return LaunchTarget(host=cluster.name, num_gpus=0, num_cores=None)
+    memory = cluster.gpu_memory_bytes
+    return LaunchTarget(host=cluster.name, num_gpus=cluster.gpus_per_node, gpu_memory_bytes=memory, num_cores=None)
