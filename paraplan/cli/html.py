@@ -11,14 +11,10 @@ from typing import Annotated
 import typer
 
 from paraplan.cli.inputs import write_beside_and_rename
-from paraplan.cli.recommend_report import commands
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
-from paraplan.search.facts import tree_facts
 from paraplan.search.nothing_fits import NothingFitsError
 from paraplan.search.recommendation import Question, Recommendation, recommendation
-from paraplan.search.scaling import scaling
-from paraplan.search.tree import decide
 
 HtmlOption = Annotated[
     Path | None,
@@ -36,6 +32,8 @@ def recommended(workload: Workload, question: Question, path: Path | None) -> Re
     except NothingFitsError as error:
         if path is not None:
             from paraplan.report.recommendation_page import nothing_fits_page
+            from paraplan.search.facts import tree_facts
+            from paraplan.search.tree import decide
 
             with _drawing():
                 text = nothing_fits_page(workload, error, decide(tree_facts(workload)).decisions)
@@ -47,7 +45,9 @@ def write_recommendation(
     answer: Recommendation, path: Path, *, plan_path: Path | None, price_per_gpu_hour: float | None
 ) -> None:
     """Write the report of a recommendation. Raises `UsageError` for a path or a library that is not there."""
+    from paraplan.cli.recommend_report import commands
     from paraplan.report.recommendation_page import recommendation_page
+    from paraplan.search.scaling import scaling
 
     with _drawing():
         sizes = scaling(answer.workload, price_per_gpu_hour=price_per_gpu_hour, runnable_only=answer.framework is None)

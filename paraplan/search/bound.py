@@ -12,8 +12,9 @@ from paraplan.cost.step import optimizer_s
 from paraplan.cost.table import RECOMPUTES, SCHEDULES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 
-_ONE_CHUNK = tuple(SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
-_INTERLEAVED, _ZERO_BUBBLE = (SCHEDULES.index(name) for name in ("interleaved_1f1b", "zero_bubble"))
+_GPIPE, _ONE_FORWARD, _INTERLEAVED, _ZERO_BUBBLE = (
+    SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+)
 _FULL = RECOMPUTES.index("full")
 
 
@@ -65,7 +66,8 @@ def _pipeline_s(workload: Workload, table: PlanTable, costs: BlockCosts, blocks_
     share = (num_blocks // (pp * table.virtual)) / num_blocks * is_even
     chunk, forward = blocks_s * share, costs.forward_s[key, -1] * share
     last = chunk * table.virtual + head_s + sends
-    kinds = [np.isin(table.schedule, _ONE_CHUNK), table.schedule == _INTERLEAVED, table.schedule == _ZERO_BUBBLE]
+    is_one_chunk = (table.schedule == _GPIPE) | (table.schedule == _ONE_FORWARD)
+    kinds = [is_one_chunk, table.schedule == _INTERLEAVED, table.schedule == _ZERO_BUBBLE]
     waited = np.select(kinds, [each, chunk, forward], default=0.0)
     waited_by_last = np.select(kinds, [(each * pp - last) / np.maximum(pp - 1, 1), chunk, forward], default=0.0)
     return np.asarray(

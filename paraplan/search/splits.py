@@ -54,11 +54,12 @@ class BalancedSplits:
         return 1 + self._cuts.index(cut)
 
     def _block_seconds(self, recompute: Recompute) -> tuple[list[float], float, float]:
-        if recompute not in self._seconds:
-            alone = ParallelPlan(num_microbatches=self.workload.training.global_batch_size, recompute=recompute)
-            costs = block_costs(self.workload, PlanTable.of_plans([alone]))
-            again = costs.forward_s if recompute == RECOMPUTES[-1] else costs.recompute_s
-            row = costs.key[0]
-            seconds = np.diff((costs.forward_s + costs.backward_s + again)[row])
-            self._seconds[recompute] = (seconds.tolist(), float(costs.embedding_s[row]), float(costs.head_s[row]))
+        if not self._seconds:
+            share = self.workload.training.global_batch_size
+            alone = [ParallelPlan(num_microbatches=share, recompute=kind) for kind in RECOMPUTES]
+            costs = block_costs(self.workload, PlanTable.of_plans(alone))
+            for kind, row in zip(RECOMPUTES, costs.key, strict=True):
+                again = costs.forward_s if kind == RECOMPUTES[-1] else costs.recompute_s
+                seconds = np.diff((costs.forward_s + costs.backward_s + again)[row])
+                self._seconds[kind] = (seconds.tolist(), float(costs.embedding_s[row]), float(costs.head_s[row]))
         return self._seconds[recompute]
