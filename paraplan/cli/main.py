@@ -124,4 +124,4 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(1)
     finally:
-        gc.freeze()  # what is left ends with the process: looking through it for cycles took a tenth of a command's time
+        gc.freeze()  # what is left ends with the process; a last collection took a tenth of a command's time
