@@ -80,7 +80,7 @@ def loss_fn(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def train(arguments: argparse.Namespace) -> None:
     """Train under the plan of the launcher."""
-    job = runtime.init(metrics=arguments.metrics)
+    job = runtime.init(strategy=arguments.strategy, metrics=arguments.metrics)
     planned = job.file.training if job.file is not None else None
     seq_length = arguments.seq_len or (planned.seq_length if planned is not None else 128)
     batch_size = arguments.batch or (job.plan.global_batch_size if job.file is not None else 16)
@@ -131,6 +131,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="a config.json, a folder with one, or a bundled name")
     parser.add_argument("--data", type=Path, required=True, help="a folder of text files")
     parser.add_argument("--small", action="store_true", help="a small model of the same structure")
+    parser.add_argument("--strategy", choices=["ddp", "dp"], default="ddp", help="dp: one process over all its GPUs")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--batch", type=int, help="global batch in sequences (default: the plan's, or 16)")
     parser.add_argument("--seq-len", type=int, help="bytes in a sequence (default: the plan's, or 128)")

@@ -168,7 +168,7 @@ class Progress:
 
 def train(arguments: argparse.Namespace) -> None:
     """Train under the plan of the launcher, and print the validation loss before and after."""
-    job = runtime.init()
+    job = runtime.init(strategy=arguments.strategy)
     planned = job.file.training if job.file is not None else None
     seq_length = arguments.seq_len or (planned.seq_length if planned is not None else DEFAULT_SEQ_LENGTH)
     if not 0 < seq_length <= MAX_SEQ_LENGTH:
@@ -227,6 +227,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description="Train a byte-level language model on text.")
     parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder of text files")
+    parser.add_argument("--strategy", choices=["ddp", "dp"], default="ddp", help="dp: one process over all its GPUs")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--batch", type=int, help="global batch in sequences (default: the plan's, or 16)")
     parser.add_argument("--seq-len", type=int, help="bytes in a sequence (default: the plan's, or 128)")

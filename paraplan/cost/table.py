@@ -57,6 +57,13 @@ class PlanTable:
         Raises `PlanError` for hybrid sharding, which is executed and not priced.
         """
         rows = list(plans)
+        threads = next((plan for plan in rows if plan.devices_per_process > 1), None)
+        if threads is not None:
+            raise PlanError(
+                f"devices_per_process={threads.devices_per_process}: what DataParallel in one process costs is not "
+                "estimated",
+                hint="estimate DDP over as many ranks",
+            )
         hybrid = next((plan for plan in rows if plan.zero_shards is not None), None)
         if hybrid is not None:
             raise PlanError(

@@ -52,6 +52,12 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
     """
     if target not in TARGETS:
         raise UsageError(f"there is no target {target!r}", hint=near_names(target, TARGETS))
+    if subject.plan.devices_per_process > 1:
+        raise UnsupportedPlanError(
+            f"devices_per_process={subject.plan.devices_per_process}: DataParallel in one process is written for no "
+            "target",
+            hint="export DDP over as many ranks",
+        )
     if subject.plan.zero_shards is not None:
         raise UnsupportedPlanError(
             f"zero_shards={subject.plan.zero_shards}: hybrid sharding is written for no target yet",

@@ -24,6 +24,7 @@ class ParallelPlan(Record):
     `stage_blocks` gives the number of blocks of each pipeline stage, None for an even split.
     `zero_shards` is the number of neighbours along `dp` that ZeRO shards over, with replicas of these groups between
     them (hybrid sharding: shard inside a node, replicate between nodes); None for all ranks of `dp` and `cp`.
+    `devices_per_process` GPUs share each micro-batch of a plan of one process, by torch.nn.DataParallel.
     `global_batch = micro_batch_size * num_microbatches * dp`.
     """
 
@@ -42,6 +43,7 @@ class ParallelPlan(Record):
     recompute: Recompute = "none"
     offload: Offload = "none"
     rank_order: tuple[Axis, ...] = MEGATRON_RANK_ORDER
+    devices_per_process: int = Field(default=1, gt=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -66,6 +68,11 @@ class ParallelPlan(Record):
             raise ValueError(
                 f"zero_shards={self.zero_shards} with zero_stage={self.zero_stage}, dp={self.dp}: "
                 "it goes with ZeRO alone, and must divide dp"
+            )
+        if self.devices_per_process > 1 and self.world_size > 1:
+            raise ValueError(
+                f"devices_per_process={self.devices_per_process} with {self.world_size} ranks: "
+                "DataParallel is one process"
             )
         if self.pp > 1 and self.zero_stage >= 2:
             raise ValueError(f"zero_stage={self.zero_stage} with pp={self.pp}: beside a pipeline only stages 0 and 1")
@@ -92,6 +99,8 @@ class ParallelPlan(Record):
             f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(self, axis) > 1
         )
         parts = [axes or "one process"]
+        if self.devices_per_process > 1:
+            parts.append(f"DataParallel over {self.devices_per_process} GPUs")
         if self.zero_stage:
             parts.append(f"ZeRO-{self.zero_stage}" + (f" in groups of {self.zero_shards}" if self.zero_shards else ""))
         elif self.dp > 1:

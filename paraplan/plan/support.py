@@ -16,10 +16,10 @@ def unsupported_reason(
 ) -> str | None:
     """Return why the runtime cannot execute `plan`, or None where it can.
 
-    Runnable are one process; DDP and ZeRO-1, 2 and 3 over `dp`, and over `dp` and `cp` together; ZeRO over
-    groups of `dp` with replicas between them (hybrid sharding); a pipeline under
-    GPipe, 1F1B, 1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor
-    parallelism with and without sequence parallelism, alone or beside any of these but `cp` and zero bubble; each with
+    Runnable are one process, also with DataParallel over its GPUs; DDP and ZeRO-1, 2 and 3 over `dp`, and over `dp` and
+    `cp` together; ZeRO over groups of `dp` with replicas between them (hybrid sharding); a pipeline under GPipe, 1F1B,
+    1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and
+    without sequence parallelism, alone or beside any of these but `cp` and zero bubble; each with
     the numbers of micro-batches that the schedule takes, and with recompute of none of the blocks, of their attention
     core or of all (zero bubble: none). The optimizer may be offloaded under each of these, parameters under ZeRO-3.
     `num_blocks` is the number of repeated blocks of the model and `precision` that of the training; what is None is not
@@ -115,6 +115,11 @@ def _count_reason(plan: ParallelPlan) -> str | None:
 
 
 def _memory_reason(plan: ParallelPlan) -> str | None:
+    if plan.devices_per_process > 1 and (plan.recompute != "none" or plan.offload != "none"):
+        return (
+            f"devices_per_process={plan.devices_per_process}, recompute={plan.recompute}, offload={plan.offload}: "
+            "DataParallel copies the model anew in every step, without recompute and offload"
+        )
     if plan.recompute not in RUNNABLE_RECOMPUTE:
         return f"recompute={plan.recompute}: executed recompute is {' or '.join(RUNNABLE_RECOMPUTE)}"
     if plan.offload == "parameters" and plan.zero_stage < 3:

@@ -52,6 +52,8 @@ def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, 
     reason = None
     if plan.tp > 1:
         reason = f"tp={plan.tp}: layers that are split run code that torch.compile does not follow"
+    elif plan.devices_per_process > 1:
+        reason = f"devices_per_process={plan.devices_per_process}: DataParallel copies blocks anew in every step"
     elif plan.virtual_pipeline_size > 1:
         reason = f"virtual_pipeline_size={plan.virtual_pipeline_size}: copies of blocks are not compiled"
     if reason is not None:

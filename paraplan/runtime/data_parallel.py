@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.sharding import sharded_dimension
@@ -102,6 +102,8 @@ def apply_data_parallelism(
     if plan.zero_stage == 0:
         give_storage(module, device)
         module.to(device)
+        if plan.devices_per_process > 1:
+            return share_among_devices(module, range(plan.devices_per_process))
         if mesh.replica_mesh is None or not replicates:
             return module
         return _replicate(module, mesh)
@@ -126,6 +128,16 @@ def apply_data_parallelism(
     for buffer in module.buffers():
         buffer.data = buffer.to(device)
     return module
+
+
+def share_among_devices(
+    module: nn.Module, devices: Sequence[int], *, wrapper: Callable[..., nn.Module] = DataParallel
+) -> nn.Module:
+    """Return `module`, which is on the first of these GPUs, with its batches divided over all of them by one process.
+
+    DataParallel copies the model to the other GPUs in every forward pass, and gathers the outputs on the first.
+    """
+    return wrapper(module, device_ids=[*devices], output_device=devices[0])
 
 
 def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -241,6 +241,7 @@ class Job:
 def init(
     plan: ParallelPlan | PlanFile | None = None,
     *,
+    strategy: Literal["ddp", "dp"] = "ddp",
     precision: TrainingPrecision | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     metrics: str | Path | None = None,
@@ -249,20 +250,20 @@ def init(
     """Join the other ranks, if a launcher started any, and return the job.
 
     The plan is `plan`, else the launcher's (the file that PARAPLAN_PLAN names), else one made on the spot: DDP over all
-    ranks, or one process. `precision` is that of the plan file's training, fp32 where nothing says. A collective that
-    takes longer than `timeout_s` fails. Rank 0 appends a line of JSON for every step to the file `metrics`, by default
-    the one that PARAPLAN_METRICS names (`paraplan launch --metrics`), and draws a bar where its stderr is a terminal,
-    or as `shows_progress` says.
+    ranks, or one process; with `strategy` "dp" one process with DataParallel over all GPUs that it sees. `precision` is
+    that of the plan file's training, fp32 where nothing says. A collective that takes longer than `timeout_s` fails.
+    Rank 0 appends a line of JSON for every step to the file `metrics`, by default the one that PARAPLAN_METRICS names
+    (`paraplan launch --metrics`), and draws a bar where its stderr is a terminal, or as `shows_progress` says.
 
     Raises `PlanError` for a plan of another number of ranks or another precision, `UnsupportedPlanError` for one that
-    the runtime cannot execute, and `UsageError` for an environment that no launcher makes.
+    the runtime cannot execute, and `UsageError` for an environment that no launcher makes or GPUs that are not there.
     """
     silence_known_noise()
     world = read_world(os.environ)
     file = PlanFile(plan=plan) if isinstance(plan, ParallelPlan) else plan
     if file is None:
         file = _launched_plan()
-    chosen = ParallelPlan(dp=world.size) if file is None else file.plan
+    chosen = _plan_on_the_spot(world, strategy) if file is None else file.plan
     if chosen.world_size != world.size:
         raise PlanError(
             f"the plan '{chosen.describe()}' is for {chosen.world_size} ranks, and this job has {world.size}",
@@ -270,6 +271,7 @@ def init(
         )
     precision = _agreed_precision(precision, file)
     check_supported(chosen, precision=precision)
+    check_devices(chosen, torch.cuda.device_count())
     timeouts = None
     if world.is_distributed:
         if not dist.is_initialized():
@@ -285,6 +287,27 @@ def init(
         shows_progress=sys.stderr.isatty() if shows_progress is None else shows_progress,
         _timeouts=timeouts,
     )
+
+
+def _plan_on_the_spot(world: World, strategy: Literal["ddp", "dp"]) -> ParallelPlan:
+    if strategy == "ddp":
+        return ParallelPlan(dp=world.size)
+    if world.size > 1:
+        raise UsageError(
+            f"strategy=dp is DataParallel in one process, and this job has {world.size}",
+            hint="start the script without a launcher, or use DDP",
+        )
+    return ParallelPlan(devices_per_process=max(2, torch.cuda.device_count()))
+
+
+def check_devices(plan: ParallelPlan, num_gpus: int) -> None:
+    """Raise `UsageError` where a process has fewer than the GPUs that DataParallel in it is planned for."""
+    if 1 < plan.devices_per_process > num_gpus:
+        raise UsageError(
+            f"DataParallel in one process divides batches over {plan.devices_per_process} CUDA GPUs, and this process "
+            f"sees {num_gpus or 'none'}",
+            hint="use DDP: paraplan launch --nproc-per-node N",
+        )
 
 
 def _metrics_file(given: str | Path | None) -> Path | None:

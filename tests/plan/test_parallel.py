@@ -19,6 +19,7 @@ from paraplan.plan.parallel import ParallelPlan, micro_batches
         ({"zero_stage": 1}, "nothing to shard over"),
         ({"zero_stage": 3, "dp": 4, "zero_shards": 3}, "must divide dp"),
         ({"dp": 4, "zero_shards": 2}, "goes with ZeRO alone"),
+        ({"dp": 2, "devices_per_process": 2}, "DataParallel is one process"),
         ({"pp": 2, "dp": 2, "pipeline_schedule": "1f1b", "zero_stage": 3}, "only stages 0 and 1"),
         ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (1, 2, 3)}, "names 3 stages, but the plan has 2"),
         ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (0, 3)}, "without a block"),

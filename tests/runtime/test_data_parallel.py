@@ -1,0 +1,84 @@
+"""DataParallel in one process: what is refused without its GPUs, and what the model is wrapped in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_harness import RankHarness, RanksFailedError
+from torch import nn
+from training_cases import GLOBAL_BATCH, train
+
+from paraplan import runtime
+from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.blocks import compile_blocks, find_blocks
+from paraplan.runtime.data_parallel import NoSync, apply_data_parallelism, gradient_sync, share_among_devices
+from paraplan.runtime.job import check_devices
+
+TWO_GPUS = ParallelPlan(devices_per_process=2, micro_batch_size=GLOBAL_BATCH)
+
+
+class Wrapper(nn.Module):
+    """Takes what DataParallel takes."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.module, self.options = module, options
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has the GPUs")
+def test_a_machine_without_the_gpus_refuses_dataparallel_with_both_numbers() -> None:
+    with pytest.raises(UsageError, match="divides batches over 2 CUDA GPUs, and this process sees"):
+        runtime.init(strategy="dp")
+    with pytest.raises(UsageError, match="divides batches over 2 CUDA GPUs, and this process sees"):
+        runtime.init(TWO_GPUS)
+
+
+def test_as_many_gpus_as_planned_will_do() -> None:
+    check_devices(TWO_GPUS, 2)
+    check_devices(ParallelPlan(dp=8), 0)
+    with pytest.raises(UsageError, match="over 2 CUDA GPUs, and this process sees 1"):
+        check_devices(TWO_GPUS, 1)
+
+
+@pytest.mark.ranks
+def test_several_processes_refuse_dataparallel(ranks: RankHarness) -> None:
+    with pytest.raises(RanksFailedError, match="strategy=dp is DataParallel in one process, and this job has 2"):
+        ranks.run(_init_dataparallel, size=2)
+
+
+def _init_dataparallel() -> None:
+    runtime.init(strategy="dp")
+
+
+def test_the_devices_of_the_plan_reach_the_wrapper() -> None:
+    model = nn.Linear(2, 2)
+    wrapped = share_among_devices(model, range(3), wrapper=Wrapper)
+    assert isinstance(wrapped, Wrapper)
+    assert wrapped.module is model
+    assert wrapped.options == {"device_ids": [0, 1, 2], "output_device": 0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch's DataParallel runs the model alone where there is no GPU")
+def test_a_plan_of_several_devices_is_executed_with_torchs_dataparallel() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    job = runtime.init()
+    called = apply_data_parallelism(model, [], plan=TWO_GPUS, mesh=job.mesh, precision="fp32")
+    assert isinstance(called, nn.DataParallel)
+    assert called.module is model
+    assert isinstance(gradient_sync(called, zero_stage=0), NoSync)
+
+
+def test_compiled_blocks_are_refused_under_dataparallel() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(UnsupportedPlanError, match="devices_per_process=2: DataParallel copies blocks"):
+        compile_blocks(model, find_blocks(model), "inductor", plan=TWO_GPUS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs in one process")
+def test_two_gpus_of_one_process_train_as_one() -> None:
+    alone, shared = train("decoder", ParallelPlan(micro_batch_size=GLOBAL_BATCH)), train("decoder", TWO_GPUS)
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-5)
