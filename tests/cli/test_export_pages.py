@@ -1,4 +1,4 @@
-"""The pages about other tools and continuous integration: every command that they show is run."""
+"""The pages: every command that they show behind a `$` is run, and what they write of others exists."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from paraplan.cli.explain import TOPICS
+from paraplan.cli.main import COMMANDS, app
 from paraplan.interop.export import TARGETS
 
 PAGES = Path(__file__).parent.parent.parent / "paraplan" / "docs"
-NAMES = (
-    "export",
-    "ci",
-    "moving-from-torchrun",
-    "moving-from-accelerate",
-    "moving-from-deepspeed",
-    "moving-from-megatron-lm",
-)
+NAMES = tuple(name for name in TOPICS if "\n    $ paraplan " in (PAGES / f"{name}.md").read_text())
 SHOWN = re.compile(r"^ {4}\$ (paraplan .+)$", flags=re.MULTILINE)
+MENTIONED = re.compile(r"(?:^ {4}(?:\$ )?|`)paraplan ([a-z]+\b[^`\n]*)", flags=re.MULTILINE)
 FILES = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -41,6 +38,23 @@ def test_the_commands_of_a_page_end_well_in_their_order(name: str, tmp_path: Pat
             words, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment, timeout=240
         )
         assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
+
+
+@pytest.mark.parametrize("name", TOPICS)
+def test_options_that_a_page_names_exist(name: str) -> None:
+    page = (PAGES / f"{name}.md").read_text()
+    used: dict[str, set[str]] = {}
+    for command in MENTIONED.findall(page):
+        # Another tool's words are quoted, and those behind a script are its own.
+        words = re.split(r"#| \w+\.py", re.sub(r'"[^"]*"', "", command))[0].split()
+        assert words[0] in COMMANDS, command
+        used.setdefault(words[0], set()).update(word.split("=")[0] for word in words if re.match("--[a-z]", word))
+    for subcommand, options in used.items():
+        if subcommand == "launch":  # it ends its process; a test of its own holds the table of its page
+            text = (PAGES / "launch.md").read_text().split("<!-- options: begin -->")[1]
+        else:
+            text = CliRunner().invoke(app, [subcommand, "--help"], env={"COLUMNS": "200"}).stdout
+        assert [option for option in options if option not in text] == []
 
 
 def test_the_page_about_exports_names_every_target() -> None:
