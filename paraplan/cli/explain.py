@@ -81,7 +81,13 @@ def _print_list(*, as_json: bool) -> None:
 def _print_formatted(page: Topic) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
+    from rich.theme import Theme
 
-    console = Console(highlight=False)
-    # Longer lines than these are hard to read; tables may need them.
-    console.print(Markdown(page.text, hyperlinks=False), width=min(console.width, 120))
+    # rich's own styles put code on black, which a light terminal is not.
+    plain = Theme(
+        {"markdown.code": "cyan", "markdown.h2": "bold", "markdown.h3": "bold", "markdown.table.border": "dim"}
+    )
+    console = Console(highlight=False, theme=plain)
+    # Longer lines than these are hard to read.
+    text = Markdown(page.text, hyperlinks=False, code_theme="ansi_dark")
+    console.print(text, width=min(console.width, 120))
