@@ -121,12 +121,20 @@ def test_four_parts_of_each_layer_train_as_one_process(ranks: RankHarness, one_p
     assert_each_trains_the_same(plans, "attention", ranks, one_process)
 
 
-def test_eight_ranks_in_three_dimensions_train_as_one_process(ranks: RankHarness, one_process) -> None:
+def test_eight_ranks_train_as_one_process(ranks: RankHarness, one_process) -> None:
+    """In three dimensions, and every kind of plan that gives another way of exchange at this size."""
     layout = {"dp": 2, "tp": 2, "pp": 2, "pipeline_schedule": "1f1b", "num_microbatches": 3}
+    outermost = ("dp", "pp", "cp", "tp")
     plans = [
         plan_of(**layout),
         plan_of(**layout, zero_stage=1, sequence_parallel=True),
-        plan_of(**layout, zero_stage=1, rank_order=("dp", "pp", "cp", "tp")),
+        plan_of(**layout, zero_stage=1, rank_order=outermost, offload="optimizer"),
+        plan_of(dp=2, cp=4, zero_stage=3, num_microbatches=3, recompute="full"),
+        plan_of(dp=2, cp=4, num_microbatches=1, offload="optimizer"),
+        plan_of(dp=4, cp=2, zero_stage=3, num_microbatches=3, offload="parameters"),
+        plan_of(dp=4, tp=2, zero_stage=3, num_microbatches=3, sequence_parallel=True, offload="parameters"),
+        plan_of(dp=2, tp=4, zero_stage=2, num_microbatches=3, recompute="selective", offload="optimizer"),
+        plan_of(dp=2, pp=4, zero_stage=1, pipeline_schedule="zero_bubble", num_microbatches=6, offload="optimizer"),
     ]
     assert_each_trains_the_same(plans, "attention", ranks, one_process)
 

@@ -14,7 +14,7 @@ from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 
-VOCABULARY, HIDDEN, TOKENS, GLOBAL_BATCH, NUM_STEPS = 24, 16, 6, 12, 3
+VOCABULARY, HIDDEN, TOKENS, GLOBAL_BATCH, NUM_STEPS = 24, 16, 8, 12, 3
 
 
 class Layer(nn.Module):
