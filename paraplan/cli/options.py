@@ -184,6 +184,38 @@ SequenceParallelOption = Annotated[
 OffloadOption = Annotated[
     OffloadName, typer.Option("--offload", rich_help_panel=PLAN_PANEL, help="What lives in host memory.")
 ]
+FIXED_PANEL = "Fixed choices"
+
+
+def _fixed(name: str, what: str, *, most: int = MOST_RANKS) -> Any:
+    return typer.Option(f"--{name}", min=1, max=most, rich_help_panel=FIXED_PANEL, help=f"Only plans with {what}.")
+
+
+FixedDpOption = Annotated[int | None, _fixed("dp", "so many data-parallel ranks")]
+FixedTpOption = Annotated[int | None, _fixed("tp", "so many tensor-parallel ranks")]
+FixedPpOption = Annotated[int | None, _fixed("pp", "so many pipeline stages")]
+FixedCpOption = Annotated[int | None, _fixed("cp", "so many context-parallel ranks")]
+FixedMicroBatchOption = Annotated[int | None, _fixed("micro-batch", "so many sequences in a micro-batch")]
+FixedZeroOption = Annotated[
+    int | None, typer.Option("--zero", min=0, max=3, rich_help_panel=FIXED_PANEL, help="Only this ZeRO stage.")
+]
+FixedRecomputeOption = Annotated[
+    RecomputeName | None, typer.Option("--recompute", rich_help_panel=FIXED_PANEL, help="Only this recomputation.")
+]
+FixedScheduleOption = Annotated[
+    ScheduleChoice | None, typer.Option("--schedule", rich_help_panel=FIXED_PANEL, help="Only pipelines that run it.")
+]
+FixedSequenceParallelOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        rich_help_panel=FIXED_PANEL,
+        help="Only with or without sequence parallelism.",
+    ),
+]
+FixedOffloadOption = Annotated[
+    OffloadName | None, typer.Option("--offload", rich_help_panel=FIXED_PANEL, help="Only this offload.")
+]
 PlanOption = Annotated[
     Path | None,
     typer.Option(

@@ -27,6 +27,16 @@ from paraplan.cli.options import (
     AttentionOption,
     CalibrationOption,
     FindName,
+    FixedCpOption,
+    FixedDpOption,
+    FixedMicroBatchOption,
+    FixedOffloadOption,
+    FixedPpOption,
+    FixedRecomputeOption,
+    FixedScheduleOption,
+    FixedSequenceParallelOption,
+    FixedTpOption,
+    FixedZeroOption,
     FrameworkName,
     GpusPerNodeOption,
     JsonOption,
@@ -46,6 +56,7 @@ from paraplan.cost.habits import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.model.reader import read_model
+from paraplan.search.fixed import FixedChoices
 from paraplan.search.recommendation import Question
 
 app = typer.Typer(add_completion=False)
@@ -96,6 +107,16 @@ def recommend(
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = FrameworkName.paraplan,
+    dp: FixedDpOption = None,
+    tp: FixedTpOption = None,
+    pp: FixedPpOption = None,
+    cp: FixedCpOption = None,
+    zero: FixedZeroOption = None,
+    micro_batch: FixedMicroBatchOption = None,
+    recompute: FixedRecomputeOption = None,
+    schedule: FixedScheduleOption = None,
+    sequence_parallel: FixedSequenceParallelOption = None,
+    offload: FixedOffloadOption = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the table of plans.")] = 10,
     explain: Annotated[
         bool,
@@ -151,8 +172,21 @@ def recommend(
     )
     earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
+    fixed = FixedChoices(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        zero_stage=zero,
+        micro_batch_size=micro_batch,
+        recompute=recompute.value if recompute else None,
+        schedule=schedule.value if schedule else None,
+        sequence_parallel=sequence_parallel,
+        offload=offload.value if offload else None,
+    )
     if check is not None:
-        others = {"-o": output, "--find": find, "--like": like, "--html": html, "--trace": trace}
+        others: dict[str, object] = {"-o": output, "--find": find, "--like": like, "--html": html, "--trace": trace}
+        others |= dict.fromkeys(fixed.words, True)
         refuse_beside_check(others | {"--framework": None if framework is FrameworkName.paraplan else framework})
         check_plan_file(
             calibrated(workload, calibration), check, tolerance=tolerance, github=github, junit=junit, as_json=as_json
@@ -165,6 +199,7 @@ def recommend(
             objective=objective.value,
             find=find.value if find else None,
             framework=None if is_own else framework.value,
+            fixed=fixed,
             num_candidates=top if html is None else max(top, MANY_KINDS),
             explains=explain,
             with_front=pareto or html is not None,

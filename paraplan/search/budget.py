@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError
+from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.records import Record
+from paraplan.search.fixed import FREE, FixedChoices
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
 from paraplan.search.what_fits import smaller_clusters
@@ -74,6 +75,7 @@ def cheapest(
     price_per_gpu_hour: float | None,
     num_candidates: int = 10,
     runnable_only: bool = True,
+    fixed: FixedChoices = FREE,
     with_second: bool = False,
 ) -> Cheapest:
     """Return the number of GPUs, up to the workload's, whose best plan costs least for the same tokens.
@@ -90,16 +92,17 @@ def cheapest(
                 part,
                 num_candidates=num_candidates,
                 runnable_only=runnable_only,
+                fixed=fixed,
                 explains_failure=False,
                 with_second=with_second,
             )
-        except NoPlanFitsError:
+        except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so few
             continue
         offer = size_offer(part, result.best, price_per_gpu_hour=price_per_gpu_hour)
         offers.append(offer)
         if best is None or offer.gpu_hours_per_billion_tokens < best[0]:
             best = (offer.gpu_hours_per_billion_tokens, part, result)
     if best is None:
-        search(workload, runnable_only=runnable_only)  # says what is lacking
+        search(workload, runnable_only=runnable_only, fixed=fixed)  # says what is lacking
         raise AssertionError("a workload that fits is among its own parts")
     return Cheapest(workload=best[1], result=best[2], offers=tuple(offers))

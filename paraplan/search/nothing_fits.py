@@ -5,9 +5,10 @@ from __future__ import annotations
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
+from paraplan.search.fixed import FixedChoices
 from paraplan.search.space import PlanSpace
 from paraplan.search.survey import TooLarge
-from paraplan.search.what_fits import fewest_nodes, longest_sequence
+from paraplan.search.what_fits import fewest_nodes, longest_sequence, some_plan_fits
 from paraplan.units import format_bytes
 
 
@@ -28,7 +29,7 @@ def nothing_fits(
         reasons = "; ".join(f"{count:,} plans: {reason}" for reason, count in space.rejected.most_common(3))
         return NoPlanFitsError(
             f"no plan suits {workload.model.name} on {cluster.num_gpus} GPUs: {reasons}",
-            hint=_suitable_batches(workload),
+            hint=_suitable_batches(workload, space.fixed),
         )
     nearest = estimate_plan(workload, too_large.nearest)
     fullest = max(nearest.memory, key=lambda stage: stage.total_bytes)
@@ -37,27 +38,33 @@ def nothing_fits(
     return NothingFitsError(
         f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs with {format_bytes(usable)} usable each; the "
         f"nearest, {nearest.plan.describe()}, needs {format_bytes(fullest.total_bytes)}, {lacking} too much{where}",
-        hint=", or ".join(_ways_out(workload, runnable_only=space.runnable_only)) if with_ways_out else None,
+        hint=", or ".join(_ways_out(workload, runnable_only=space.runnable_only, fixed=space.fixed))
+        if with_ways_out
+        else None,
         nearest=nearest,
     )
 
 
-def _ways_out(workload: Workload, *, runnable_only: bool) -> list[str]:
+def _ways_out(workload: Workload, *, runnable_only: bool, fixed: FixedChoices) -> list[str]:
     """Return what would make the workload fit: more machines, another optimizer, a shorter sequence."""
     found = []
-    nodes = fewest_nodes(workload, runnable_only=runnable_only)
+    nodes = fewest_nodes(workload, runnable_only=runnable_only, fixed=fixed)
     if nodes:
         found.append(f"it fits {nodes * workload.cluster.gpus_per_node} GPUs (--nodes {nodes})")
-    length = longest_sequence(workload, runnable_only=runnable_only)
+    length = longest_sequence(workload, runnable_only=runnable_only, fixed=fixed)
     if length is not None and length < workload.training.seq_length:
         found.append(f"sequences of {length} tokens (--seq-len {length})")
+    if fixed.words and some_plan_fits(workload, runnable_only=runnable_only):
+        found.append(f"leave out {' and '.join(fixed.words)}")
     if not found:
         found.append("use GPUs with more memory")
     return found
 
 
-def _suitable_batches(workload: Workload) -> str:
+def _suitable_batches(workload: Workload, fixed: FixedChoices) -> str:
     """Return a hint with batches that some plan of the workload's GPUs can divide."""
+    if fixed.words:
+        return f"leave out one of {', '.join(fixed.words)}"
     gpus, batch = workload.cluster.num_gpus, workload.training.global_batch_size
     larger = -(-batch // gpus) * gpus
     smaller = batch // gpus * gpus

@@ -13,6 +13,7 @@ from paraplan.plan.traffic import axis_traffic
 from paraplan.search.budget import Budget, SizeOffer, budget, cheapest
 from paraplan.search.changes import Comparison, compare_with
 from paraplan.search.explain import Explanation, explain
+from paraplan.search.fixed import FREE, FixedChoices
 from paraplan.search.objective import Objective
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
@@ -28,6 +29,7 @@ class Question:
     objective: Objective | Literal["cost"] = "throughput"
     find: Find | None = None
     framework: str | None = None
+    fixed: FixedChoices = FREE
     num_candidates: int = 10
     explains: bool = False
     with_front: bool = False
@@ -73,6 +75,7 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
             price_per_gpu_hour=question.price_per_gpu_hour,
             num_candidates=question.num_candidates,
             runnable_only=runnable_only,
+            fixed=question.fixed,
             with_second=question.explains,
         )
         workload, result, offers = best.workload, best.result, best.offers
@@ -82,6 +85,7 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
             objective=question.objective,
             num_candidates=question.num_candidates,
             runnable_only=runnable_only,
+            fixed=question.fixed,
             with_front=question.with_front,
             with_second=question.explains,
         )
@@ -114,13 +118,13 @@ def _found(workload: Workload, question: Question, *, runnable_only: bool) -> tu
     if question.find is None:
         return workload, None
     if question.find == "fewest-gpus":
-        smallest = fewest_gpus(workload, runnable_only=runnable_only)
+        smallest = fewest_gpus(workload, runnable_only=runnable_only, fixed=question.fixed)
         if smallest is None:
             return workload, None  # the search says what is lacking
         words = f"the fewest GPUs that fit: {smallest.num_gpus} of {cluster.num_gpus}, tried in steps of two"
         return replace(workload, cluster=smallest), words
     if question.find == "largest-batch":
-        size = largest_batch(workload, runnable_only=runnable_only)
+        size = largest_batch(workload, runnable_only=runnable_only, fixed=question.fixed)
         if size is None:
             raise NoPlanFitsError(
                 f"not even one sequence of {training.seq_length} tokens fits without gradient accumulation",
@@ -128,7 +132,7 @@ def _found(workload: Workload, question: Question, *, runnable_only: bool) -> tu
             )
         words = f"the largest batch in one micro-batch: {size} sequences of {training.seq_length} tokens"
         return replace(workload, training=training.replace(global_batch_size=size)), words
-    length = longest_sequence(workload, runnable_only=runnable_only)
+    length = longest_sequence(workload, runnable_only=runnable_only, fixed=question.fixed)
     if length is None:
         return workload, None
     words = f"the longest sequence that fits: {length} tokens, in a batch of {training.global_batch_size}"

@@ -11,6 +11,7 @@ from paraplan.cost.kernels import effective_peak
 from paraplan.cost.table import Ints
 from paraplan.cost.workload import Workload
 from paraplan.search.facts import tree_facts
+from paraplan.search.fixed import FREE, FixedChoices
 from paraplan.search.front import pareto_front, spread
 from paraplan.search.nothing_fits import nothing_fits
 from paraplan.search.objective import Objective, rank, simplest_of_the_best
@@ -29,16 +30,18 @@ def search(
     objective: Objective = "throughput",
     num_candidates: int = 10,
     runnable_only: bool = True,
+    fixed: FixedChoices = FREE,
     with_front: bool = False,
     explains_failure: bool = True,
     with_second: bool = False,
 ) -> SearchResult:
     """Return the ranked plans for a workload, best by `objective` first.
 
-    `runnable_only` keeps to what paraplan's runtime executes. Raises `NoPlanFitsError` where no plan fits, with the
-    plan that comes nearest, what it lacks and what would help (which takes more searches, `explains_failure`).
+    `runnable_only` keeps to what paraplan's runtime executes, and all plans have what is `fixed`. Raises
+    `NoPlanFitsError` where no plan fits, with the plan that comes nearest, what it lacks and what would help (which
+    takes more searches, `explains_failure`), and `PlanError` where what is fixed cannot be had.
     """
-    space = PlanSpace(workload, runnable_only)
+    space = PlanSpace(workload, runnable_only, fixed)
     memory = MemorySurvey.of(workload, space)
     if not memory.fitting.columns:
         raise nothing_fits(workload, space, memory.too_large, with_ways_out=explains_failure)

@@ -15,6 +15,7 @@ from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, Pla
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis
 from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
+from paraplan.search.fixed import FREE, FixedChoices, check_axes, check_micro_batch, nothing_has_all
 from paraplan.search.orders import RankOrders
 from paraplan.search.splits import BalancedSplits
 
@@ -55,11 +56,13 @@ class PlanSpace:
 
     `rejected` counts plans by the reason in words that rules them out before they are priced. With
     `runnable_only` these are plans that paraplan's runtime executes; without, all that make sense. Plans that differ in
-    nothing but the order of ranks count each.
+    nothing but the order of ranks count each. What is `fixed` is not counted otherwise. Raises `PlanError` for what
+    cannot be had, with the values that would do.
     """
 
     workload: Workload
     runnable_only: bool = True
+    fixed: FixedChoices = FREE
     considered: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     degrees: list[Degrees] = field(default_factory=list)
@@ -67,6 +70,12 @@ class PlanSpace:
     variants: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        num_gpus, batch = self.workload.cluster.num_gpus, self.workload.training.global_batch_size
+        every = list(all_degrees(num_gpus))
+        check_axes(self.fixed, every, self._reason_of, num_gpus=num_gpus, model_limit=self._model_limit)
+        self._degrees = [each for each in every if self.fixed.allows(**each.sizes)]
+        possible = (each for each in self._degrees if self._reason_of(each) is None)
+        check_micro_batch(self.fixed, (max(1, batch // each.dp) for each in possible), global_batch_size=batch)
         self._splits = BalancedSplits(self.workload)
         self._orders = RankOrders(self.workload)
         self._reasons: dict[tuple[int, ...], str | None] = {}
@@ -78,9 +87,9 @@ class PlanSpace:
         Plans of a chunk have similar numbers of virtual stages, so that none pays for the many chunks of another.
         """
         waiting: dict[tuple[bool, int], list[Chunk]] = {}
-        for degrees in all_degrees(self.workload.cluster.num_gpus):
+        for degrees in self._degrees:
             variants = self._orders.count(degrees.sizes)
-            reason = self._ruled_out(degrees) or self._unsupported_axes(degrees)
+            reason = self._reason_of(degrees)
             choices, sizes = self._choices(degrees), self._micro_batch_sizes(degrees)
             self.considered += len(choices) * len(sizes) * variants
             if reason is not None:
@@ -97,11 +106,31 @@ class PlanSpace:
                     yield self._joined(waiting.pop(kind))
         for found in waiting.values():
             yield self._joined(found)
+        if not self.considered:
+            raise nothing_has_all(self.fixed)
 
     def _joined(self, chunks: list[Chunk]) -> Chunk:
         # The divisions that later plans brought are in the rows of all.
         tables = [chunk.table.with_splits(self._splits.rows) for chunk in chunks]
         return Chunk(PlanTable.concatenate(tables), np.concatenate([chunk.degrees for chunk in chunks]))
+
+    def _reason_of(self, degrees: Degrees) -> str | None:
+        return self._ruled_out(degrees) or self._unsupported_axes(degrees)
+
+    def _model_limit(self, axis: Axis, degree: int) -> str | None:
+        """Return why a degree does not suit the model, on however many GPUs."""
+        model = self.workload.model
+        if axis == "tp" and any(limit % degree for limit in self._tp_limits):
+            heads = {
+                (run.block.attention.num_heads, run.block.attention.num_kv_heads)
+                for run in model.runs
+                if run.block.attention
+            }
+            words = " and ".join(f"{own} attention and {shared} key-value heads" for own, shared in sorted(heads))
+            return f"{degree} does not divide the {words} of {model.name}"
+        if axis == "pp" and degree > model.num_blocks:
+            return f"{degree} stages are more than the {model.num_blocks} blocks of {model.name}"
+        return None
 
     def _ruled_out(self, degrees: Degrees) -> str | None:
         model, training = self.workload.model, self.workload.training
@@ -136,7 +165,8 @@ class PlanSpace:
     def _micro_batch_sizes(self, degrees: Degrees) -> Ints:
         """Return the sizes of a micro-batch that divide a rank's share of the batch."""
         share = max(1, self.workload.training.global_batch_size // degrees.dp)
-        return np.array(divisors(share), dtype=np.int64)
+        sizes = [size for size in divisors(share) if self.fixed.allows(micro_batch_size=size)]
+        return np.array(sizes, dtype=np.int64)
 
     def _choices(self, degrees: Degrees) -> Ints:
         """Return ZeRO stage, sequence parallelism, schedule, virtual stages, recompute, offload, division by row."""
@@ -151,18 +181,18 @@ class PlanSpace:
             (schedule, virtual, recompute, split)
             for schedule, virtual in self._schedules(pp)
             for recompute, name in enumerate(RECOMPUTES)
+            if self.fixed.allows(schedule=SCHEDULES[schedule], recompute=name)
             for split in sorted({0, self._split(pp * virtual, name)})
         ]
         parallel = range(2 if is_split else 1)
-        return np.array(
-            [
-                (zero, sequence, schedule, virtual, recompute, offload, split)
-                for zero, sequence, (schedule, virtual, recompute, split), offload in product(
-                    stages, parallel, cuts, range(len(OFFLOADS))
-                )
-            ],
-            dtype=np.int64,
-        )
+        rows = [
+            (zero, sequence, schedule, virtual, recompute, offload, split)
+            for zero, sequence, (schedule, virtual, recompute, split), offload in product(
+                stages, parallel, cuts, range(len(OFFLOADS))
+            )
+            if self.fixed.allows(zero_stage=zero, sequence_parallel=bool(sequence), offload=OFFLOADS[offload])
+        ]
+        return np.array(rows, dtype=np.int64).reshape(len(rows), 7)
 
     def _split(self, num_stages: int, recompute: str) -> int:
         if num_stages > self.workload.model.num_blocks:

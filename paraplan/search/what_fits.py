@@ -10,7 +10,9 @@ import numpy as np
 from paraplan.cost.estimate import fits, peak_memory
 from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
+from paraplan.search.fixed import FREE, FixedChoices
 from paraplan.search.space import PlanSpace, divisors
 from paraplan.search.survey import exceeds_host
 
@@ -20,12 +22,21 @@ STEP_TOKENS = 256
 """Sequences are tried in multiples of this."""
 
 
-def some_plan_fits(workload: Workload, *, runnable_only: bool = True, without_accumulation: bool = False) -> bool:
+def some_plan_fits(
+    workload: Workload,
+    *,
+    runnable_only: bool = True,
+    fixed: FixedChoices = FREE,
+    without_accumulation: bool = False,
+) -> bool:
     """Return whether any plan of the space fits the workload's machines.
 
     `without_accumulation` counts only plans that take the batch in one micro-batch.
     """
-    space = PlanSpace(workload, runnable_only)
+    try:
+        space = PlanSpace(workload, runnable_only, fixed)
+    except PlanError:  # what is fixed cannot be had on these machines
+        return False
     for chunk in space.chunks():
         table = _one_micro_batch(chunk.table) if without_accumulation else chunk.table
         fitting = fits(workload, peak_memory(workload, table)) if len(table) else np.zeros(0, dtype=bool)
@@ -56,18 +67,18 @@ def first_gpus(cluster: Cluster, count: int) -> Cluster:
     return cluster.replace(num_nodes=1, node=cluster.node.replace(gpus=gpus, links=links))
 
 
-def fewest_gpus(workload: Workload, *, runnable_only: bool = True) -> Cluster | None:
+def fewest_gpus(workload: Workload, *, runnable_only: bool = True, fixed: FixedChoices = FREE) -> Cluster | None:
     """Return the smallest cluster of the workload's machines, in steps of two, on which some plan fits.
 
     None where none up to the workload's own does.
     """
     for cluster in smaller_clusters(workload.cluster):
-        if some_plan_fits(replace(workload, cluster=cluster), runnable_only=runnable_only):
+        if some_plan_fits(replace(workload, cluster=cluster), runnable_only=runnable_only, fixed=fixed):
             return cluster
     return None
 
 
-def fewest_nodes(workload: Workload, *, runnable_only: bool = True) -> int | None:
+def fewest_nodes(workload: Workload, *, runnable_only: bool = True, fixed: FixedChoices = FREE) -> int | None:
     """Return the least number of nodes, doubling from the workload's, on which some plan fits.
 
     None where none up to 16,384 does, and for machines without a network, of which there cannot be more than one. The
@@ -78,13 +89,13 @@ def fewest_nodes(workload: Workload, *, runnable_only: bool = True) -> int | Non
         return None
     while nodes <= MOST_NODES:
         larger = replace(workload, cluster=workload.cluster.replace(num_nodes=nodes))
-        if some_plan_fits(larger, runnable_only=runnable_only):
+        if some_plan_fits(larger, runnable_only=runnable_only, fixed=fixed):
             return nodes
         nodes *= 2
     return None
 
 
-def largest_batch(workload: Workload, *, runnable_only: bool = True) -> int | None:
+def largest_batch(workload: Workload, *, runnable_only: bool = True, fixed: FixedChoices = FREE) -> int | None:
     """Return the most sequences that some plan takes in one micro-batch, a multiple of the GPUs where it is that many.
 
     Gradient accumulation makes any batch fit that its share fits. None where not even one sequence does.
@@ -93,7 +104,7 @@ def largest_batch(workload: Workload, *, runnable_only: bool = True) -> int | No
     def is_fitting(size: int) -> bool:
         training = workload.training.replace(global_batch_size=size)
         return some_plan_fits(
-            replace(workload, training=training), runnable_only=runnable_only, without_accumulation=True
+            replace(workload, training=training), runnable_only=runnable_only, fixed=fixed, without_accumulation=True
         )
 
     gpus = workload.cluster.num_gpus
@@ -103,7 +114,7 @@ def largest_batch(workload: Workload, *, runnable_only: bool = True) -> int | No
     return max(fitting, default=None)
 
 
-def longest_sequence(workload: Workload, *, runnable_only: bool = True) -> int | None:
+def longest_sequence(workload: Workload, *, runnable_only: bool = True, fixed: FixedChoices = FREE) -> int | None:
     """Return the longest sequence that some plan trains with the workload's batch, in multiples of 256 tokens.
 
     A table of learned positions limits it. None where no such sequence fits.
@@ -113,7 +124,7 @@ def longest_sequence(workload: Workload, *, runnable_only: bool = True) -> int |
 
     def is_fitting(steps: int) -> bool:
         training = workload.training.replace(seq_length=steps * STEP_TOKENS)
-        return some_plan_fits(replace(workload, training=training), runnable_only=runnable_only)
+        return some_plan_fits(replace(workload, training=training), runnable_only=runnable_only, fixed=fixed)
 
     if limit < STEP_TOKENS or not is_fitting(1):
         return None

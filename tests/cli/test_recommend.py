@@ -125,6 +125,9 @@ def test_a_model_from_a_factory_gets_a_plan(tmp_path: Path) -> None:
         (["llama-3-8b", "--profile", "dgx-h100", "-o", "/no/such/folder/plan.json"], "cannot write", 2),
         (["gpt3-175b", "--profile", "rtx-3090-x2"], "no plan fits", 1),
         (["gpt2", "--profile", "dgx-1-v100"], "no bf16 arithmetic", 2),
+        (["gpt2", "--profile", "aws-g4dn-12xlarge"], "use --precision fp16 or --precision fp32", 2),
+        (["gpt2", "--profile", "dgx-1-p100"], "use --precision fp16 or --precision fp32", 2),
+        (["llama-3-8b", "--profile", "dgx-h100", "--tp", "3"], "use --tp 1, 2, 4 or 8", 2),
         (["gpt2", "--profile", "dgx-h100", "--seq-len", "1025"], "1024 learned positions", 2),
     ],
 )
@@ -161,6 +164,12 @@ def test_planning_a_known_model_never_imports_torch(arguments: list[str]) -> Non
     )
     finished = subprocess.run([sys.executable, "-c", probe, *arguments], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_every_recommended_plan_has_what_the_options_fix() -> None:
+    answer = json.loads(run(*RECOMMEND, "--tp", "4", "--zero", "1", "--micro-batch", "2", "--json")[1])
+    plans = [answer["plan"], *(candidate["plan"] for candidate in answer["candidates"])]
+    assert {(plan["tp"], plan["zero_stage"], plan["micro_batch_size"]) for plan in plans} == {(4, 1, 2)}
 
 
 def test_explain_sets_the_parts_of_the_best_and_the_second_side_by_side() -> None:

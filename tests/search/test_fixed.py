@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError, PlanError
+from paraplan.search.fixed import FREE, FixedChoices
+from paraplan.search.search import search
+from paraplan.search.space import PlanSpace
+
+MakeWorkload = Callable[..., Workload]
+LLAMA = {"model": "llama-3-8b", "seq_length": 8192, "global_batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        FixedChoices(tp=4),
+        FixedChoices(pp=2, schedule="interleaved_1f1b"),
+        FixedChoices(zero_stage=3, recompute="full", offload="optimizer"),
+        FixedChoices(dp=2, cp=4, micro_batch_size=2),
+        FixedChoices(tp=2, sequence_parallel=False),
+    ],
+)
+def test_a_fixed_space_is_what_is_left_of_the_whole_one(workload: MakeWorkload, fixed: FixedChoices) -> None:
+    made = workload(**LLAMA)
+    columns = ("dp", "tp", "pp", "cp", "zero_stage", "micro_batch_size", "schedule", "recompute", "offload", "split")
+
+    def rows(space: PlanSpace) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        for chunk in space.chunks():
+            plans = [chunk.table.plan(row) for row in range(len(chunk.table))]
+            kept = [
+                space.fixed is not FREE
+                or fixed.allows(
+                    **{axis: getattr(plan, axis) for axis in ("dp", "tp", "pp", "cp")},
+                    zero_stage=plan.zero_stage,
+                    micro_batch_size=plan.micro_batch_size,
+                    recompute=plan.recompute,
+                    schedule=plan.pipeline_schedule,
+                    sequence_parallel=plan.sequence_parallel,
+                    offload=plan.offload,
+                )
+                for plan in plans
+            ]
+            found += zip(*(getattr(chunk.table, name)[np.array(kept)].tolist() for name in columns), strict=True)
+        return sorted(found)
+
+    whole, part = rows(PlanSpace(made)), rows(PlanSpace(made, fixed=fixed))
+    # Rows of uneven divisions are numbered as they are found.
+    assert [row[:-1] for row in part] == [row[:-1] for row in whole]
+    assert part
+
+
+def test_all_candidates_have_what_is_fixed(workload: MakeWorkload) -> None:
+    found = search(workload(**LLAMA), fixed=FixedChoices(tp=4, zero_stage=1), num_candidates=5)
+    assert {(one.plan.tp, one.plan.zero_stage) for one in found.candidates} == {(4, 1)}
+    free = search(workload(**LLAMA), num_candidates=100)
+    alike = [one for one in free.candidates if (one.plan.tp, one.plan.zero_stage) == (4, 1)]
+    assert found.candidates[0].step_time_s == pytest.approx(alike[0].step_time_s)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message", "hint"),
+    [
+        (FixedChoices(tp=3), "--tp 3: 3 does not divide the 32 attention and 8 key", "use --tp 1, 2, 4 or 8"),
+        (FixedChoices(tp=16), "--tp 16: 16 does not divide the 32 attention and 8 key", "use --tp 1, 2, 4 or 8"),
+        (FixedChoices(pp=5), "--pp 5: 5 does not divide 8 GPUs", "use --pp 1, 2, 4 or 8"),
+        (FixedChoices(pp=64), "--pp 64: 64 stages are more than the 32 blocks", "use --pp 1, 2, 4 or 8"),
+        (FixedChoices(tp=4, dp=4), "--tp 4 and --dp 4 do not go together on 8 GPUs", "use --tp 1 or 2, or --dp 1 or 2"),
+        (FixedChoices(tp=2, cp=2), "--tp 2 and --cp 2 do not go together", "use --tp 1, or --cp 1"),
+        (FixedChoices(micro_batch_size=3), "--micro-batch 3 divides no rank's share", "1, 2, 4, 8, 16, 32 or 64"),
+        (FixedChoices(pp=2, zero_stage=3), "no plan has all of --pp 2, --zero 3", "ZeRO 0 and 1 alone"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_what_would_do(
+    workload: MakeWorkload, fixed: FixedChoices, message: str, hint: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        search(workload(**LLAMA), fixed=fixed)
+    assert message in caught.value.message
+    assert hint in str(caught.value.hint)
+    assert caught.value.exit_status == 2
+
+
+def test_replicas_that_do_not_divide_the_batch_are_refused_with_those_that_do(workload: MakeWorkload) -> None:
+    with pytest.raises(PlanError, match="--dp 8: dp does not divide the global batch of 12; hint: use --dp 1, 2 or 4"):
+        search(workload(global_batch_size=12), fixed=FixedChoices(dp=8))
+
+
+def test_where_only_what_is_fixed_does_not_fit_the_hint_is_to_leave_it_out(workload: MakeWorkload) -> None:
+    with pytest.raises(NoPlanFitsError, match="leave out --tp 1 and --pp 1 and --zero 0"):
+        search(workload(**LLAMA), fixed=FixedChoices(tp=1, pp=1, zero_stage=0))
