@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paraplan.errors import ParaplanError
+from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.batch_systems import find_place, take_place
 from paraplan.launch.cores import threads_per_rank, usable_cores
 from paraplan.launch.guess import guess_ranks_per_node
@@ -48,6 +49,12 @@ def _launch(arguments: Sequence[str]) -> int:
         from paraplan.launch.preview import show_dry_run  # imports pydantic, which other launches do without
 
         return show_dry_run(args)
+    if args.fake is not None:
+        from paraplan.launch.fake import show_fake_launch  # imports pydantic too
+
+        return show_fake_launch(args)
+    if args.fake_rank is not None:
+        raise ArgumentError(f"--fake-rank {args.fake_rank} without --fake", hint="add --fake and the number of ranks")
     check_script(args, Path.cwd())  # what is wrong with the script can be said before torch is imported
     is_chosen = _choose_import_threads(arguments)
     imported_threads = os.environ.get(_THREADS_VARIABLE)

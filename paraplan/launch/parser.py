@@ -13,7 +13,7 @@ from paraplan.launch.torch_options import torchs_parser
 OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),
     *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout", "--no-logs"),
-    *("--skip-preflight", "--no-cpu-binding", "--metrics"),
+    *("--skip-preflight", "--no-cpu-binding", "--metrics", "--fake", "--fake-rank"),
 )
 _EXEC = "exec"
 
@@ -147,8 +147,18 @@ def _add_start_options(ours: argparse._ArgumentGroup) -> None:
         help="Show every rank with its host, GPU, place in the plan, environment and command; start nothing. "
         "Exit status 1 if it could not run or would not fit.",
     )
-    ours.add_argument("--profile", metavar="NAME", help="With --dry-run: for machines of this profile, not this one.")
-    ours.add_argument("--json", action="store_true", help="With --dry-run: as JSON.")
+    ours.add_argument(
+        "--fake",
+        metavar="RANKS",
+        type=int,
+        help="Run the script in a world of so many ranks without GPUs, other ranks or values: two steps of one rank of "
+        "each pipeline stage. Shows its memory by parts beside the estimate, and what it sends.",
+    )
+    ours.add_argument("--fake-rank", metavar="RANK", type=int, help="With --fake: run this rank alone.")
+    ours.add_argument(
+        "--profile", metavar="NAME", help="With --dry-run and --fake: for machines of this profile, not this one."
+    )
+    ours.add_argument("--json", action="store_true", help="With --dry-run and --fake: as JSON.")
 
 
 def _take_over(parser: LaunchParser, torchs: argparse.ArgumentParser) -> None:

@@ -116,7 +116,7 @@ def trace_peak(
         setting = Setting(plan=plan, mesh=mesh, precision=training.precision, loss_fn=loss_fn or token_loss)
         tracked = _TrackedRank(model, setting, training, world)
         stack.enter_context(tracked.tracker.following_resizes())
-        stack.enter_context(_attention_again_on_gpu())
+        stack.enter_context(attention_again_on_gpu())
         stack.enter_context(GpuOperators())
         try:
             peak = tracked.run(inputs)
@@ -155,7 +155,7 @@ class _TrackedRank:
         with tracker:
             stack = find_blocks(self._model)
             for block in [] if stack is None else stack.modules(self._model):
-                _keep_operators(block)
+                keep_operators(block)
             self._part = assemble_part(self._model, stack, self._setting)
             del self._model
             for tensor in [*self._part.parameters.values(), *self._part.module.buffers()]:
@@ -186,20 +186,20 @@ class _TrackedRank:
         if self._part is None:
             return uses
         for parameter in self._part.parameters.values():
-            uses[_storage_of(parameter)] = "parameter"
+            uses[storage_of(parameter)] = "parameter"
             if parameter.grad is not None:
-                uses[_storage_of(parameter.grad)] = "gradient"
+                uses[storage_of(parameter.grad)] = "gradient"
         for buffer in self._part.module.buffers():
-            uses[_storage_of(buffer)] = "parameter"
+            uses[storage_of(buffer)] = "parameter"
         if self._engine is not None:
             for state in self._engine.optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, torch.Tensor):
-                        uses[_storage_of(value)] = "optimizer_state"
+                        uses[storage_of(value)] = "optimizer_state"
         return uses
 
 
-def _keep_operators(block: nn.Module) -> None:
+def keep_operators(block: nn.Module) -> None:
     """Let a block that is run again in the backward pass use a GPU's operators there too: autograd leaves modes out.
 
     A method, which a copy of the block has as its own.
@@ -208,7 +208,7 @@ def _keep_operators(block: nn.Module) -> None:
 
 
 @contextmanager
-def _attention_again_on_gpu() -> Iterator[None]:
+def attention_again_on_gpu() -> Iterator[None]:
     """Let an attention core that is run again in the backward pass use a GPU's operators there too."""
     module: Any = recompute
     plain = module.checkpoint
@@ -253,7 +253,8 @@ def materialise(model: nn.Module, device: torch.device) -> None:
                     held[name] = one(tensor)  # type: ignore[assignment]
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what tells the storage of a tensor from others, of a DTensor that of its local part."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return int(local.untyped_storage()._cdata)
 

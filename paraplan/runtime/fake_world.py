@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
 from typing import Any
@@ -41,19 +41,38 @@ def fake_world(*, rank: int, size: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+class Valueless:
+    """Tensors that have a shape, a type and a storage of the right size, and no memory.
+
+    `modes` makes such tensors, and may be entered again and again; `patches` are to last as long as there are any.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @contextmanager
+    def modes(self) -> Iterator[FakeTensorMode]:
+        """Make tensors without values in this context."""
+        with self._mode, _SmallNumbers():
+            yield self._mode
+
+    @contextmanager
+    def patches(self) -> Iterator[None]:
+        """Let torch and transformers treat such tensors as others in this context."""
+        with modules_that_stay(), _transformers_as_if_with_values():
+            yield
+
+
 @contextmanager
 def without_values() -> Iterator[FakeTensorMode]:
-    """Make tensors that have a shape, a type and a storage of the right size, and no memory."""
-    with ExitStack() as stack:
-        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_SmallNumbers())
-        stack.enter_context(_modules_that_stay())
-        stack.enter_context(_transformers_as_if_with_values())
+    """Make tensors without values in this context: see `Valueless`."""
+    valueless = Valueless()
+    with valueless.patches(), valueless.modes() as mode:
         yield mode
 
 
 @contextmanager
-def _modules_that_stay() -> Iterator[None]:
+def modules_that_stay() -> Iterator[None]:
     """Leave modules where they are: all is on one device, and torch cannot move fake parameters to where they stand."""
     plain = nn.Module.to
 
@@ -130,7 +149,7 @@ def _ddp_without_values() -> Iterator[None]:
     @wraps(plain)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **{**kwargs, "init_sync": False})
-        self.register_comm_hook(None, lambda _, bucket: _reduce_in_place(bucket))
+        self.register_comm_hook(self.process_group, lambda group, bucket: _reduce_in_place(group, bucket))
         self.reducer = _SteadyReducer(self.reducer)  # type: ignore[assignment]
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
@@ -153,7 +172,8 @@ class _SteadyReducer:
         return False
 
 
-def _reduce_in_place(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _reduce_in_place(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    dist.all_reduce(bucket.buffer(), group=group)  # does nothing, and is seen
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.errors import PlanError, UsageError
+from paraplan.plan.fake import FAKE_VARIABLE
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
@@ -272,13 +273,19 @@ def init(
     precision = _agreed_precision(precision, file)
     check_supported(chosen, precision=precision)
     check_devices(chosen, torch.cuda.device_count())
+    is_fake = FAKE_VARIABLE in os.environ
     timeouts = None
-    if world.is_distributed:
+    if world.is_distributed and not is_fake:
         if not dist.is_initialized():
             join_world(world, os.environ, timeout_s=timeout_s)
             atexit.register(_leave_group)
         timeouts = TimeoutWatch(world.rank, address=own_address(os.environ))
-    return Job(
+    kind = Job
+    if is_fake:
+        from paraplan.runtime.fake_job import FakeJob  # a kind of this job, with much that real runs do without
+
+        kind = FakeJob
+    return kind(
         plan=chosen,
         file=file,
         precision=precision,

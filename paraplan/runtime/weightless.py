@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 
@@ -19,7 +20,7 @@ def without_weights() -> Iterator[None]:
     plain = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
+        if parameter is not None and not parameter.is_meta and not isinstance(parameter, FakeTensor):
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         plain(module, name, parameter)
 

@@ -1,0 +1,197 @@
+"""`paraplan launch --fake N train.py`: the real script as ranks of a world that is not there, one of each role.
+
+Each rank runs in a process of its own without GPUs, other ranks or values (`paraplan.runtime.fake_script`), and is
+compared with the estimate of the plan's model.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import paraplan
+from paraplan.errors import ParaplanError, PlanError
+from paraplan.hardware.profile_files import cluster_from_profile
+from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.cores import usable_cores
+from paraplan.launch.fake_estimate import StageEstimate, estimate_stages
+from paraplan.launch.fake_report import FakeLaunchReport, render_report
+from paraplan.launch.report import say
+from paraplan.launch.request import PLAN_VARIABLE, check_script, read_plan_file
+from paraplan.plan.fake import FAKE_VARIABLE, MOST_FAKE_RANKS, FakeRankReport
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.ranks import RankGrid
+from paraplan.plan.support import check_supported
+
+_MOST_STAGES = 4
+_CONTRADICTING = {
+    "nnodes": "--nnodes",
+    "nproc_per_node": "--nproc-per-node",
+    "hostfile": "--hostfile",
+    "gpus": "--gpus",
+    "model": "--model",
+    "dry_run": "--dry-run",
+    "no_python": "--no-python",
+    "run_path": "--run-path",
+}
+
+
+class FakeRankError(ParaplanError):
+    """A rank whose script failed; its own words are in the message."""
+
+    exit_status = 1
+
+
+def show_fake_launch(args: Namespace) -> int:
+    """Run the ranks that `args` name without GPUs and print what they found; return the exit status.
+
+    That is 1 where a rank needs more than the memory of the profile's GPU. Raises `ArgumentError`, `PlanError` and
+    `FakeRankError`.
+    """
+    file = _checked(args)
+    plan = file.plan if file is not None else ParallelPlan(dp=args.fake)
+    ranks = _ranks(args, plan)
+    cluster = None if args.profile is None else cluster_from_profile(args.profile)
+    say(f"running {_counted(ranks)} of {args.fake} without a GPU: {plan.describe()}")
+    plan_path = None if args.plan is None else str((Path.cwd() / args.plan).resolve())
+    estimates = _Later(lambda: _estimates(file, plan_path, args.profile))
+    with tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(max(1, usable_cores())) as pool:
+        estimates.start(pool)
+        runs = [pool.submit(_run, args, rank, plan_path, Path(folder) / f"{rank}.json") for rank in ranks]
+        reports = [run.result() for run in runs]
+        stages, reason = estimates.result()
+    report = FakeLaunchReport(
+        script=args.training_script,
+        ranks=tuple(reports),
+        estimates=tuple(stages[one.pipeline_stage] for one in reports) if stages else (),
+        no_estimate=reason,
+        gpu_memory_bytes=None if cluster is None else cluster.gpu_memory_bytes,
+        profile=args.profile,
+    )
+    sys.stdout.write(report.to_json() + "\n" if args.json else render_report(report))
+    return 0 if report.fits is not False else 1
+
+
+class _Later:
+    """The estimate, made beside the ranks."""
+
+    def __init__(self, work: Callable[[], tuple[Sequence[StageEstimate], str | None]]) -> None:
+        self._work = work
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        """Begin in a thread of `pool`."""
+        self._future = pool.submit(self._work)
+
+    def result(self) -> tuple[Sequence[StageEstimate], str | None]:
+        """Wait for it."""
+        return self._future.result()
+
+
+def _checked(args: Namespace) -> PlanFile | None:
+    """Return the plan file, None without one. Raises `ArgumentError` and `PlanError` for what cannot be run."""
+    if not 1 <= args.fake <= MOST_FAKE_RANKS:
+        raise ArgumentError(f"--fake {args.fake} is outside 1..{MOST_FAKE_RANKS} ranks", hint="give the world's size")
+    given = [words for name, words in _CONTRADICTING.items() if getattr(args, name, None)]
+    if given:
+        raise ArgumentError(
+            f"--fake {args.fake} and {given[0]} contradict each other: no rank is started",
+            hint="leave one of them out; a plan is made with paraplan recommend -o plan.json",
+        )
+    if args.fake_rank is not None and not 0 <= args.fake_rank < args.fake:
+        raise ArgumentError(f"--fake-rank {args.fake_rank} is outside a world of {args.fake} ranks", hint="from 0 on")
+    check_script(args, Path.cwd())
+    if args.plan == "auto":
+        raise ArgumentError("--fake runs a plan that is there, not --plan auto", hint="paraplan recommend -o plan.json")
+    if args.plan is None:
+        return None
+    file = read_plan_file(Path.cwd() / args.plan)
+    if file.plan.world_size != args.fake:
+        raise PlanError(
+            f"the plan {args.plan}, '{file.plan.describe()}', is for {file.plan.world_size} ranks, "
+            f"and --fake says {args.fake}",
+            hint=f"use --fake {file.plan.world_size}, or make a plan for {args.fake}",
+        )
+    check_supported(file.plan, precision=file.training.precision if file.training is not None else "fp32")
+    return file
+
+
+def _ranks(args: Namespace, plan: ParallelPlan) -> list[int]:
+    """Return the ranks to run: the one asked for, or the first of each pipeline stage that differs from the others."""
+    if args.fake_rank is not None:
+        return [args.fake_rank]
+    stages = range(plan.pp) if plan.pp <= _MOST_STAGES else (0, 1, plan.pp - 1)
+    grid = RankGrid.of_plan(plan)
+    return [grid.rank(pp=stage) for stage in stages]
+
+
+def _counted(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _run(args: Namespace, rank: int, plan_path: str | None, path: Path) -> FakeRankReport:
+    """Run the script as `rank`, which writes its report to `path`."""
+    command = [sys.executable, "-P", "-m", "paraplan.runtime.fake_script", *(["-m"] if args.module else [])]
+    command += [args.training_script, *args.training_script_args]
+    done = subprocess.run(
+        command,
+        env=_environment(os.environ, rank=rank, size=args.fake, plan_path=plan_path, path=path),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode or not path.exists():
+        raise _rank_error(rank, done.returncode, done.stderr)
+    return FakeRankReport.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def _environment(
+    outer: Mapping[str, str], *, rank: int, size: int, plan_path: str | None, path: Path
+) -> dict[str, str]:
+    dropped = {PLAN_VARIABLE, "PARAPLAN_METRICS"}
+    package_folder = str(Path(paraplan.__file__).parent.parent)
+    search_path = os.pathsep.join(filter(None, [package_folder, outer.get("PYTHONPATH", "")]))
+    found = {name: value for name, value in outer.items() if name not in dropped} | {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": search_path,
+        "PYTHONWARNINGS": "ignore",
+        FAKE_VARIABLE: str(path),
+    }
+    found.setdefault("OMP_NUM_THREADS", "1")
+    return found if plan_path is None else found | {PLAN_VARIABLE: plan_path}
+
+
+def _rank_error(rank: int, status: int, said: str) -> ParaplanError:
+    """Return what a rank said as an error of this launch: its own message and hint, or its traceback."""
+    lines = said.strip().splitlines()
+    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    hint = next((line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")), None)
+    if message is None:
+        message, hint = "\n".join(["its script failed:", *lines]), None
+    error = FakeRankError(f"rank {rank}: {message}", hint=hint)
+    error.exit_status = status if 0 < status < 128 else 1
+    return error
+
+
+def _estimates(
+    file: PlanFile | None, plan_path: str | None, profile: str | None
+) -> tuple[Sequence[StageEstimate], str | None]:
+    """Return the estimate of each stage; none, and the reason, where the model is not known."""
+    if file is None or plan_path is None:
+        return (), "the launch has no --plan, whose file names the model"
+    if file.model is None:
+        return (), "the plan file names no model"
+    return estimate_stages(file.model.source or file.model.name, plan_path=plan_path, profile=profile)

@@ -1,0 +1,119 @@
+"""Counting what a rank sends: every collective and transfer of torch.distributed, by group and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # type: ignore[attr-defined]  # not exported, and the only way from a name to its group
+)
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paraplan.plan.fake import CountedCollective
+from paraplan.plan.parallel import Axis
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.split_tensor import SplitTensor
+
+# torch's names of operators in words (torch/csrc/distributed/c10d/Ops.cpp, and its functional collectives).
+_OPERATIONS = {
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "scatter": "scatter",
+    "gather": "gather",
+    "send": "send",
+    "recv": "receive",
+}
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Counts collectives while this mode is on; `mesh` tells which axis of the plan a group is."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._axes = _axes_by_ranks(mesh)
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._bytes: Counter[tuple[str, str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, (DTensor, SplitTensor)) for kind in types):
+            return NotImplemented
+        if func.namespace in _NAMESPACES:
+            self._count(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._counts.clear()
+        self._bytes.clear()
+
+    def counted(self) -> tuple[CountedCollective, ...]:
+        """Return what was counted, the most bytes first."""
+        rows = [
+            CountedCollective(
+                operation=operation,
+                group=group,
+                num_ranks=num_ranks,
+                count=count,
+                total_bytes=self._bytes[operation, group, num_ranks],
+            )
+            for (operation, group, num_ranks), count in self._counts.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: (-row.total_bytes, row.operation, row.group)))
+
+    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = func._schema.name.partition("::")[2].lstrip("_")
+        operation = next((words for start, words in _OPERATIONS.items() if name.startswith(start)), None)
+        group = _group(args)
+        if operation is None or group is None:  # waits and barriers
+            return
+        ranks = tuple(dist.get_process_group_ranks(group))
+        key = (operation, self._axes.get(ranks, "all ranks" if len(ranks) == dist.get_world_size() else "other"))
+        message = max((_size_bytes(argument) for argument in args), default=0)
+        self._counts[*key, len(ranks)] += 1
+        self._bytes[*key, len(ranks)] += message
+
+
+def _axes_by_ranks(mesh: Mesh) -> dict[tuple[int, ...], str]:
+    axes: tuple[Axis, ...] = ("tp", "pp", "cp", "dp")
+    rank = mesh.world.rank
+    found: dict[tuple[int, ...], str] = {}
+    if mesh.replica_group is not None:
+        found[tuple(dist.get_process_group_ranks(mesh.replica_group))] = "dp x cp"
+    if mesh.hybrid_mesh is not None:
+        for name, words in (("shard", "dp, shards"), ("replicas", "dp, replicas")):
+            found[tuple(dist.get_process_group_ranks(mesh.hybrid_mesh.get_group(name)))] = words
+    return found | {tuple(sorted(mesh.grid.group(axis, rank))): axis for axis in axes if mesh.size(axis) > 1}
+
+
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """Return the process group among the arguments of an operator: an object, or its name."""
+    for argument in args:
+        if isinstance(argument, dist.ProcessGroup):
+            return argument
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.ProcessGroup.unbox(argument)
+    names = [argument for argument in args if isinstance(argument, str)]
+    for name in reversed(names):  # the kind of a reduction comes first
+        try:
+            return _resolve_process_group(name)
+        except (LookupError, RuntimeError, ValueError):
+            continue
+    return None
+
+
+def _size_bytes(argument: Any) -> int:
+    leaves = [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
