@@ -141,17 +141,56 @@ def count_leftovers(num_launches: int) -> dict[str, int]:
 
 
 def _resources(scratch: Path) -> dict[str, set[str]]:
-    """Return processes that have `scratch` in their environment, shared memory and temporary files, by kind."""
-    processes = set()
+    """Return processes that have `scratch` in their environment and what they listen on, shared memory and files."""
+    processes, ports = set(), set()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if f"TMPDIR={scratch}".encode() in path.read_bytes():
                 processes.add(path.parent.name)
+                ports |= {str(link.readlink()) for link in (path.parent / "fd").iterdir()} & _listening_sockets()
     return {
         "processes": processes,
+        "ports": ports,
         "shared memory": {path.name for path in Path("/dev/shm").glob("*")},  # noqa: S108
         "temporary files": {path.name for path in scratch.glob("*")},
     }
+
+
+def _listening_sockets() -> set[str]:
+    """Return the sockets of this host that listen, as their descriptors are shown in /proc."""
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+
+
+LONG_LIVED = """
+import json, os, sys, threading
+from pathlib import Path
+from paraplan.launch.run import main
+
+def count():
+    children = sum(
+        (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+        for folder in Path("/proc").glob("[0-9]*") if (folder / "stat").exists()
+    )
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "children": children}
+
+main(["--nproc-per-node", "2", sys.argv[1]])  # torch opens some things once
+before = count()
+for _ in range(int(sys.argv[2]) - 1):
+    main(["--nproc-per-node", "2", sys.argv[1]])
+print(json.dumps({kind: number - before[kind] for kind, number in count().items()}))
+"""
+
+
+def count_in_one_process(num_launches: int) -> dict[str, int]:
+    """Launch so often from one Python program; return what that has more of at the end than after the first launch."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "job.py").write_text("pass\n")
+        (Path(folder) / "program.py").write_text(LONG_LIVED)
+        command = [sys.executable, "program.py", "job.py", str(num_launches)]
+        done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
 
 
 def main() -> None:
@@ -163,7 +202,8 @@ def main() -> None:
     parser.add_argument("--launches", type=int, help="measure nothing: launch so often, and count what is left behind")
     options = parser.parse_args()
     if options.launches:
-        print(", ".join(f"{kind}: {count} left" for kind, count in count_leftovers(options.launches).items()))
+        left = count_leftovers(options.launches) | count_in_one_process(options.launches)
+        print(", ".join(f"{kind}: {count} left" for kind, count in left.items()))
         return
     results = []
     print(f"{'script':14}{'ranks':>5}   {'last first line s':^21}{'wall s':^21}{'CPU s':^21}{'peak PSS MiB':^21}")
