@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 _PLANNER_S = 20.0  # what a report may wait for advice
-_OTHER_NODES_S = 8.0
+_OTHER_NODES_S = 15.0
 """How long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take."""
 
 

@@ -193,7 +193,8 @@ class RoundPreparation:
         self.job.plan = PlanFile.from_json(text, source=str(path))
         self.environment[self.plan_variable] = str(path)
         if meeting.board.node == 0:
-            again = "" if before is None else f", made again for the {meeting.world_size} ranks that are left or new"
+            ranks = "1 rank that is" if meeting.world_size == 1 else f"{meeting.world_size} ranks that are"
+            again = "" if before is None else f", made again for the {ranks} left or new"
             say(f"plan: {self.job.plan.plan.describe()}{again}")
 
 
