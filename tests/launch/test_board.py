@@ -22,7 +22,9 @@ def boards(number: int) -> list[NodeBoard]:
 
 
 def failure(host: str, cause: Cause, time_ns: int) -> NodeFailure:
-    return NodeFailure(host=host, rank=0, cause=cause, time_ns=time_ns, exit_status=1, what="x", evidence=("y",))
+    return NodeFailure(
+        host=host, rank=0, cause=cause, time_ns=time_ns, exit_status=1, what="x", evidence=("y",), places=("z",)
+    )
 
 
 def at_once(calls: list[Callable[[], T]]) -> list[T]:
@@ -36,7 +38,7 @@ def test_every_node_reads_the_failures_of_all_and_names_the_same_first_one() -> 
     calls = [lambda node=node: nodes[node].exchange_failures(told[node], patience_s=PATIENCE_S) for node in range(3)]
     for found in at_once(calls):
         assert {item.host for item in found} == {"a", "b", "c"}
-        assert first_node_failure(found).host == "b"
+        assert first_node_failure(found) == told[1]
 
 
 def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:

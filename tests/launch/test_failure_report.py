@@ -4,10 +4,18 @@ import signal
 
 import pytest
 
+from paraplan.launch.calls import Call, RankCalls
 from paraplan.launch.failures import Cause, ErrorRecord, RankFailure
 from paraplan.launch.memory_kills import MemoryKillScope
-from paraplan.launch.report import MAX_REPORT_LINES, ReportContext, describe_exit, render_failures
+from paraplan.launch.report import (
+    MAX_REPORT_LINES,
+    ReportContext,
+    as_node_failure,
+    describe_exit,
+    render_failures,
+)
 from paraplan.launch.spawning import RankExit
+from paraplan.launch.stacks import Frame
 from paraplan.units import ranks_in_words
 
 CONTEXT = ReportContext(hostname="node7", elapsed_s=12.34, coordinates={"pp": 1, "dp": 0})
@@ -145,6 +153,37 @@ def test_a_collective_that_timed_out_is_told_with_those_who_waited_and_those_who
     aborted = [failed(rank, code=-6, cause=Cause.ABORT, log_tail=(NCCL,)) for rank in (0, 1)]
     text = render_failures([*aborted, failed(2, cause=Cause.STOPPED, code=-15)], CONTEXT)
     assert "ranks 0-1 waited 600 s in allreduce number 5; rank 2 never came to it" in text.splitlines()[0]
+
+
+def test_the_rank_that_never_came_is_told_with_where_it_was_on_this_node_and_on_others() -> None:
+    record = ErrorRecord(message=GLOO.splitlines()[-1], traceback=GLOO, time_ns=5)
+    calls = RankCalls((Call("0", 7, "all_gather", is_done=True),), {"0": (0, 1, 2, 3)})
+    context = ReportContext(
+        hostname="node7",
+        calls={0: calls, 1: calls},
+        stacks={2: (Frame("/usr/lib/python3.11/queue.py", 171, "get"), Frame("/home/me/train.py", 42, "load"))},
+        places_elsewhere=("host node8: rank 3 was in save (train.py:50)",),
+    )
+    lost = failed(1, cause=Cause.COMMUNICATION)  # to rank 0, which gave up a moment before
+    failures = [failed(0, cause=Cause.COMMUNICATION, record=record), lost, failed(2, cause=Cause.STOPPED, code=-15)]
+    assert render_failures(failures, context).splitlines()[:3] == [
+        "paraplan: a collective timed out: ranks 0-1 waited 3 s in all_gather number 7 of ranks 0-3; "
+        "rank 2 never came to it",
+        "  rank 2 was in get (queue.py:171), called from load (train.py:42)",
+        "  host node8: rank 3 was in save (train.py:50)",
+    ]
+    told = as_node_failure(failures, context)
+    assert told.what.startswith("a collective timed out: ranks 0-1 waited 3 s")
+    assert told.places == ("rank 2 was in get (queue.py:171), called from load (train.py:42)",)
+
+
+def test_the_line_of_the_users_code_is_shown_where_the_traceback_is_long() -> None:
+    frames = "".join(f'  File "/venv/site-packages/torch/{name}.py", line 3, in f\n    g()\n' for name in "abcdef")
+    traceback = f'Traceback\n  File "/home/me/train.py", line 9, in step\n    f()\n{frames}ValueError: boom\n'
+    lines = render_failures([failed(0, record=ErrorRecord("ValueError: boom", traceback, 5))], CONTEXT).splitlines()
+    assert lines[2:4] == ['    File "/home/me/train.py", line 9, in step', "      f()"]
+    assert lines[-1] == "  ValueError: boom"
+    assert len(lines) == MAX_REPORT_LINES
 
 
 def test_an_exit_without_a_known_signal_is_still_described() -> None:
