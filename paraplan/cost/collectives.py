@@ -12,6 +12,8 @@ from paraplan.hardware.bus_bandwidth import GroupSpeed, RankGroup, bus_bandwidth
 from paraplan.hardware.profiles import Collective
 from paraplan.plan.parallel import Axis
 
+_REDUCTIONS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+
 
 @dataclass(frozen=True, eq=False)
 class GroupLinks:
@@ -72,20 +74,43 @@ def group_links(workload: Workload, table: PlanTable, axis: Axis) -> GroupLinks:
     Members of a group stand `stride` ranks apart (see `RankGrid`). The slowest group decides. Groups that leave a node
     at the same time share its NICs. Raises `ProfileError` for several nodes without a network.
     """
-    sizes: dict[Axis, Ints] = {"pp": table.pp, "dp": table.dp, "cp": table.cp, "tp": table.tp}
-    stride = np.ones_like(table.dp)
-    for inner in sizes:
-        is_inside = np.array([order.index(inner) > order.index(axis) for order in RANK_ORDERS])
-        stride = stride * np.where(is_inside[table.order], sizes[inner], 1)
-    keys, key = distinct_rows(sizes[axis], stride)
-    collectives: tuple[Collective, ...] = (
-        ("send_recv",) if axis == "pp" else ("all_reduce", "all_gather", "reduce_scatter")
+    sizes = _sizes(table)
+    return _links_of(workload, sizes[axis], _stride(table, axis), ("send_recv",) if axis == "pp" else _REDUCTIONS)
+
+
+def data_links(workload: Workload, table: PlanTable) -> tuple[GroupLinks, GroupLinks]:
+    """Return what groups cross over which ZeRO shards, and groups of ranks with equal shards.
+
+    These groups are of one rank each, unless ZeRO shards over some neighbours alone (hybrid sharding).
+    """
+    joined = table.joined_data_axes()
+    shards, stride = table.shard_size, _stride(joined, "dp")
+    return (
+        _links_of(workload, shards, stride, _REDUCTIONS),
+        _links_of(workload, joined.dp // shards, stride * shards, ("all_reduce",)),
     )
+
+
+def _sizes(table: PlanTable) -> dict[Axis, Ints]:
+    return {"pp": table.pp, "dp": table.dp, "cp": table.cp, "tp": table.tp}
+
+
+def _stride(table: PlanTable, axis: Axis) -> Ints:
+    """Return how many ranks apart the members of a group of `axis` stand."""
+    stride = np.ones_like(table.dp)
+    for inner, size in _sizes(table).items():
+        is_inside = np.array([order.index(inner) > order.index(axis) for order in RANK_ORDERS])
+        stride = stride * np.where(is_inside[table.order], size, 1)
+    return stride
+
+
+def _links_of(workload: Workload, size: Ints, stride: Ints, collectives: tuple[Collective, ...]) -> GroupLinks:
+    keys, key = distinct_rows(size, stride)
     speeds = {
         collective: tuple(_speed(workload, int(size), int(step), collective) for size, step in zip(*keys, strict=True))
         for collective in collectives
     }
-    return GroupLinks(size=sizes[axis], key=key, speeds=speeds)
+    return GroupLinks(size=size, key=key, speeds=speeds)
 
 
 def fastest_links(workload: Workload, size: Ints, collective: Collective) -> GroupLinks:

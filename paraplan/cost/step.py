@@ -8,7 +8,7 @@ import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
 from paraplan.cost.bubble import RankSeconds, bubble_s
-from paraplan.cost.collectives import GroupLinks, group_links
+from paraplan.cost.collectives import GroupLinks, data_links, group_links
 from paraplan.cost.context import context_parallel_s
 from paraplan.cost.offload import offload_gather_s, offload_step_s
 from paraplan.cost.stages import StageBlocks, joined_ranks
@@ -234,7 +234,7 @@ def _data_parallel(
     section 4).
     """
     constants, habits = workload.constants, workload.habits
-    links = group_links(workload, table.joined_data_axes(), "dp")
+    links, replicas = data_links(workload, table)
     parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
     num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
     unit_bytes = float(workload.training.activation_bytes)
@@ -244,7 +244,9 @@ def _data_parallel(
     # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
     matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if habits.gathers_each_weight else 1
     units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
-    reduce_s = units * links.reduce_scatter_s(parameters * gradient_bytes / units)
+    unit = parameters * gradient_bytes / units
+    # Ranks with equal shards then sum these (hybrid sharding; Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
+    reduce_s = units * (links.reduce_scatter_s(unit) + replicas.all_reduce_s(unit / table.shard_size))
     gather_s = units * links.all_gather_s(parameters * unit_bytes / units)
     block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
     # A weight whose backward pass is further from its recomputed forward pass than what may stay is gathered again

@@ -31,7 +31,7 @@ class PlanTable:
 
     `recompute`, `offload`, `schedule` and `order` are indices into RECOMPUTES, OFFLOADS, SCHEDULES and RANK_ORDERS.
     `split` 0 is an even split of the blocks (the first stages take the rest); any other is a row of `splits`, which
-    holds the first block of each stage and then the number of blocks.
+    holds the first block of each stage and then the number of blocks. `shards` 0 is ZeRO over all ranks of dp and cp.
     """
 
     dp: Ints
@@ -48,13 +48,14 @@ class PlanTable:
     offload: Ints
     split: Ints
     order: Ints
+    shards: Ints
     splits: Ints = field(default_factory=lambda: np.zeros((1, 1), dtype=np.int64))
 
     @classmethod
     def of_plans(cls, plans: Iterable[ParallelPlan]) -> Self:
         """Return the table of `plans`.
 
-        Raises `PlanError` for hybrid sharding, which is executed and not priced.
+        Raises `PlanError` for DataParallel in one process, which is executed and not priced.
         """
         rows = list(plans)
         threads = next((plan for plan in rows if plan.devices_per_process > 1), None)
@@ -63,12 +64,6 @@ class PlanTable:
                 f"devices_per_process={threads.devices_per_process}: what DataParallel in one process costs is not "
                 "estimated",
                 hint="estimate DDP over as many ranks",
-            )
-        hybrid = next((plan for plan in rows if plan.zero_shards is not None), None)
-        if hybrid is not None:
-            raise PlanError(
-                f"zero_shards={hybrid.zero_shards}: what hybrid sharding costs is not estimated",
-                hint="estimate the plan without zero_shards, or let --trace-memory count its memory",
             )
         splits, split_of = _splits([plan.stage_blocks for plan in rows])
 
@@ -90,6 +85,7 @@ class PlanTable:
             offload=column(OFFLOADS.index(plan.offload) for plan in rows),
             split=column(split_of),
             order=column(RANK_ORDERS.index(plan.rank_order) for plan in rows),
+            shards=column(plan.zero_shards or 0 for plan in rows),
             splits=splits,
         )
 
@@ -113,8 +109,8 @@ class PlanTable:
 
     @property
     def shard_size(self) -> Ints:
-        """Ranks over which ZeRO shards: data-parallel and context-parallel ranks together."""
-        return self.dp * self.cp
+        """Ranks over which ZeRO shards: data-parallel and context-parallel ranks together, or groups of the first."""
+        return np.where(self.shards > 0, self.shards, self.dp * self.cp)
 
     def select(self, rows: Mask | Ints) -> Self:
         """Return the table of some rows."""
@@ -145,6 +141,7 @@ class PlanTable:
             pp=int(self.pp[row]),
             cp=int(self.cp[row]),
             zero_stage=int(self.zero_stage[row]),
+            zero_shards=int(self.shards[row]) or None,
             sequence_parallel=bool(self.sequence_parallel[row]),
             micro_batch_size=int(self.micro_batch_size[row]),
             num_microbatches=int(self.num_microbatches[row]),

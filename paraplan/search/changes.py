@@ -17,6 +17,7 @@ _FIELDS = (
     "pp",
     "cp",
     "zero_stage",
+    "zero_shards",
     "sequence_parallel",
     "micro_batch_size",
     "num_microbatches",

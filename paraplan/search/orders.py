@@ -81,7 +81,7 @@ def _table(sizes: dict[Axis, int], rank_order: tuple[Axis, ...]) -> PlanTable:
     def column(value: int) -> Ints:
         return np.full(1, value, dtype=np.int64)
 
-    names = ("zero_stage", "sequence_parallel", "schedule", "recompute", "offload", "split", "order")
+    names = ("zero_stage", "sequence_parallel", "schedule", "recompute", "offload", "split", "order", "shards")
     zeros = {name: column(0) for name in names}
     ones = {name: column(1) for name in ("micro_batch_size", "num_microbatches", "virtual")}
     axes = {axis: column(sizes.get(axis, 1)) for axis in MEGATRON_RANK_ORDER}

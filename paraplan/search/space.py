@@ -79,7 +79,7 @@ class PlanSpace:
         self._splits = BalancedSplits(self.workload)
         self._orders = RankOrders(self.workload)
         self._reasons: dict[tuple[int, ...], str | None] = {}
-        self._known_choices: dict[tuple[bool, bool, int], Ints] = {}
+        self._known_choices: dict[tuple[bool, bool, int, int], Ints] = {}
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the plans that divide the batch and the model and that can be executed, a chunk at a time.
@@ -169,13 +169,14 @@ class PlanSpace:
         return np.array(sizes, dtype=np.int64)
 
     def _choices(self, degrees: Degrees) -> Ints:
-        """Return ZeRO stage, sequence parallelism, schedule, virtual stages, recompute, offload, division by row."""
-        key = (degrees.dp * degrees.cp > 1, degrees.tp > 1, degrees.pp)
+        """Return ZeRO stage, sequence parallelism, schedule, virtual stages, recompute, offload, cut, shards by row."""
+        alone = degrees.dp if degrees.dp == self.workload.cluster.num_gpus else 1
+        key = (degrees.dp * degrees.cp > 1, degrees.tp > 1, degrees.pp, alone)
         if key not in self._known_choices:
             self._known_choices[key] = self._new_choices(*key)
         return self._known_choices[key]
 
-    def _new_choices(self, is_sharded: bool, is_split: bool, pp: int) -> Ints:
+    def _new_choices(self, is_sharded: bool, is_split: bool, pp: int, dp_alone: int) -> Ints:
         stages = range(1 if not is_sharded else 2 if pp > 1 else 4)
         cuts = [
             (schedule, virtual, recompute, split)
@@ -185,14 +186,17 @@ class PlanSpace:
             for split in sorted({0, self._split(pp * virtual, name)})
         ]
         parallel = range(2 if is_split else 1)
+        # Hybrid sharding over dp alone, as the runtime executes it: in groups of any size that divides the ranks.
+        groups = [0, *divisors(dp_alone)[1:-1]]
         rows = [
-            (zero, sequence, schedule, virtual, recompute, offload, split)
-            for zero, sequence, (schedule, virtual, recompute, split), offload in product(
-                stages, parallel, cuts, range(len(OFFLOADS))
+            (zero, sequence, schedule, virtual, recompute, offload, split, shards)
+            for zero, sequence, (schedule, virtual, recompute, split), offload, shards in product(
+                stages, parallel, cuts, range(len(OFFLOADS)), groups
             )
-            if self.fixed.allows(zero_stage=zero, sequence_parallel=bool(sequence), offload=OFFLOADS[offload])
+            if (zero or not shards)
+            and self.fixed.allows(zero_stage=zero, sequence_parallel=bool(sequence), offload=OFFLOADS[offload])
         ]
-        return np.array(rows, dtype=np.int64).reshape(len(rows), 7)
+        return np.array(rows, dtype=np.int64).reshape(len(rows), 8)
 
     def _split(self, num_stages: int, recompute: str) -> int:
         if num_stages > self.workload.model.num_blocks:
@@ -207,7 +211,7 @@ class PlanSpace:
 
     def _inside(self, degrees: Degrees, choices: Ints, sizes: Ints) -> PlanTable:
         share = max(1, self.workload.training.global_batch_size // degrees.dp)
-        zero, parallel, schedule, virtual, recompute, offload, split = np.repeat(choices, len(sizes), axis=0).T
+        zero, parallel, schedule, virtual, recompute, offload, split, shards = np.repeat(choices, len(sizes), axis=0).T
         micro = np.tile(sizes, len(choices))
 
         def constant(value: int) -> Ints:
@@ -228,6 +232,7 @@ class PlanSpace:
             offload=offload,
             split=split,
             order=constant(0),
+            shards=shards,
         )
 
     def _alike(self, table: PlanTable) -> Iterator[tuple[tuple[bool, int], PlanTable]]:
@@ -266,6 +271,7 @@ class PlanSpace:
             table.offload,
             np.zeros_like(table.split),
             np.zeros_like(table.order),
+            np.minimum(table.shards, 2),
         )
         examples = PlanTable.of_columns(kinds)
         rows = list(zip(*(column.tolist() for column in kinds), strict=True))

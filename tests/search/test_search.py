@@ -11,6 +11,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.support import unsupported_reason
 from paraplan.search.bound import least_step_s
+from paraplan.search.fixed import FixedChoices
 from paraplan.search.orders import ORDERS
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace, all_degrees
@@ -53,6 +54,7 @@ def brute_force(made: Workload, *, runnable_only: bool) -> tuple[Floats, Floats]
         ("gpt2-xl", "rtx-3090-x2", 1, None, 4, True),
         ("gpt2", "dgx-h100", 1, 4, 4, True),
         ("qwen2.5-0.5b", "rtx-3090-x2", 2, None, 4, False),
+        ("gpt2", "aws-g5-12xlarge", 2, None, 8, True),
     ],
 )
 def test_the_search_loses_nothing_that_brute_force_finds(
@@ -70,6 +72,14 @@ def test_the_search_loses_nothing_that_brute_force_finds(
     for point in found.front:
         beaten |= (point.step_time_s <= seconds * (1 + 1e-9)) & (point.peak_memory_bytes <= 1.011 * peaks)
     assert beaten.all()
+
+
+def test_replicas_of_small_groups_are_found_where_the_network_is_slow(workload: MakeWorkload) -> None:
+    made = workload("llama-3.2-1b", "aws-g5-48xlarge", num_nodes=4, seq_length=2048, global_batch_size=32)
+    best = search(made, fixed=FixedChoices(tp=1, pp=1, cp=1)).best
+    assert best.plan.zero_shards is not None
+    whole = estimate_plan(made, best.plan.replace(zero_shards=None))
+    assert best.step.step_time_s < whole.step.step_time_s
 
 
 def test_no_plan_is_faster_than_its_least_time(workload: MakeWorkload) -> None:
