@@ -12,6 +12,13 @@ import pytest
 from launching import Launch, Start, WriteScript, launcher_command, launcher_environment
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests of this folder take longer than others: each may start several jobs, and is patient with each."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture
 def scratch() -> Iterator[Path]:
     """The folder for temporary files of a launch: what is in it afterwards was left behind.
