@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from paraplan.cli.calibrate_tables import print_calibration, print_fit
 from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.cli.options import JsonOption
+from paraplan.cli.terminal import make_console
 from paraplan.cli.topo_measure import advance, measuring_progress, print_links, survey_to_measure
 from paraplan.errors import UsageError
 from paraplan.hardware.calibrated_machine import calibrated_machine, precisions_of
@@ -85,7 +85,7 @@ def calibrate(
     print_calibration(machine)
     if links is not None:
         typer.echo("")
-        print_links(links, Console(highlight=False))
+        print_links(links, make_console())
 
 
 def _measure(

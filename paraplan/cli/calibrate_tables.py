@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
+from paraplan.cli.terminal import make_console
 from paraplan.cost.calibration import Calibration
 from paraplan.hardware.profiles import KernelFit, MachineProfile
 from paraplan.units import format_bandwidth, format_bytes, format_flops, format_seconds
@@ -12,7 +12,7 @@ from paraplan.units import format_bandwidth, format_bytes, format_flops, format_
 
 def print_calibration(machine: MachineProfile) -> None:
     """Print what matmuls, attention, memory and an optimizer's step reach on a calibrated machine."""
-    console = Console(highlight=False)
+    console = make_console()
     gpu, found = machine.gpu, machine.gpu.calibration
     assert found is not None
     console.print(f"[bold]{machine.title}[/bold]: {len(machine.node.gpus)} ranks, measured all at once")
@@ -47,7 +47,7 @@ def print_calibration(machine: MachineProfile) -> None:
 
 def print_fit(fitted: Calibration) -> None:
     """Print the constants that were fitted to runs, and what the fit is worth."""
-    console = Console(highlight=False)
+    console = make_console()
     console.print(f"[bold]Fitted to {fitted.num_runs} runs[/bold] of {fitted.source}")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for heading in ("constant", "times", "before the fit", "after it"):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from paraplan.cli.terminal import make_console
 from paraplan.report.course_chart import COLLECTIVE_WORDS
 from paraplan.report.step_profile import StepProfile
 from paraplan.report.trace_comparison import PartDifference, TraceComparison
@@ -14,7 +14,7 @@ from paraplan.units import format_seconds
 
 def print_comparison(comparison: TraceComparison) -> None:
     """Print the parts of both steps side by side, the collectives, and the largest differences in words."""
-    console = Console(highlight=False)
+    console = make_console()
     predicted, measured = comparison.predicted, comparison.measured
     console.print(f"[bold]rank {measured.rank}[/bold]: {_origin(measured)}")
     for line in _remarks(predicted, measured):

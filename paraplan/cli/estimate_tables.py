@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
 from paraplan.cost.course import pipeline_course
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
@@ -41,7 +42,7 @@ STEP_PARTS = (
 
 def print_heading(workload: Workload, estimate: PlanEstimate) -> None:
     """Print what is trained and on what, the plan, and whether it fits."""
-    console = Console(highlight=False)
+    console = make_console()
     model, cluster, training = workload.model, workload.cluster, workload.training
     nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
     console.print(f"[bold]{model.name}[/bold], {format_count(model.parameters.total)} parameters")
@@ -62,7 +63,7 @@ def print_heading(workload: Workload, estimate: PlanEstimate) -> None:
 
 def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:
     """Print the memory of each stage as a bar with its parts, what would fit, and the step time by parts."""
-    console = Console(highlight=False)
+    console = make_console()
     usable = estimate.usable_memory_bytes
     console.print(f"\n[bold]Memory per GPU[/bold], {format_bytes(usable)} usable")
     console.print("[dim]by parts at the fullest moment of a step: what is not there just then counts 0[/dim]")
@@ -99,9 +100,10 @@ def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:
 
 def print_traced(memory: Sequence[MemoryEstimate], traced: Sequence[TracedMemory]) -> None:
     """Print the predicted `memory` of all stages beside that of the runtime, run without values."""
-    console = Console(highlight=False)
+    console = make_console()
     console.print("\n[bold]Predicted and traced[/bold], the runtime's own engine run without a GPU")
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    # Closer columns than elsewhere: it fits 80 of them.
+    table = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
     table.add_column("stage", justify="right")
     table.add_column("")
     for _, title, color in PARTS:
@@ -169,10 +171,12 @@ def _print_step(console: Console, estimate: PlanEstimate) -> None:
     step = estimate.step
     console.print(
         f"\n[bold]Step[/bold] {format_seconds(step.step_time_s)}, "
-        f"{format_count(step.tokens_per_s_per_gpu)} tokens/s per GPU, "
+        f"{format_count(float(f'{step.tokens_per_s_per_gpu:.3g}'))} tokens/s per GPU, "
         f"{format_flops(step.model_flops_per_s_per_gpu)} per GPU (MFU {step.mfu:.1%})"
     )
     table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    for justify in ("left", "right", "right"):
+        table.add_column(justify=justify)
     for name, title in STEP_PARTS:
         seconds = getattr(step, name)
         if seconds > 0:

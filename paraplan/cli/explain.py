@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from paraplan.cli.options import JsonOption
+from paraplan.cli.terminal import make_console
 from paraplan.errors import UsageError, near_names
 
 app = typer.Typer(add_completion=False)
@@ -79,7 +80,6 @@ def _print_list(*, as_json: bool) -> None:
 
 
 def _print_formatted(page: Topic) -> None:
-    from rich.console import Console
     from rich.markdown import Markdown
     from rich.theme import Theme
 
@@ -87,7 +87,7 @@ def _print_formatted(page: Topic) -> None:
     plain = Theme(
         {"markdown.code": "cyan", "markdown.h2": "bold", "markdown.h3": "bold", "markdown.table.border": "dim"}
     )
-    console = Console(highlight=False, theme=plain)
+    console = make_console(theme=plain)
     # Longer lines than these are hard to read.
     text = Markdown(page.text, hyperlinks=False, code_theme="ansi_dark")
     console.print(text, width=min(console.width, 120))

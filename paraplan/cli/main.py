@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from paraplan import __version__
+from paraplan.cli.terminal import broken_between_words
 from paraplan.errors import ParaplanError
 
 COMMANDS = (
@@ -81,12 +82,19 @@ def _one_blas_thread() -> Iterator[None]:
 
 
 def print_error(error: ParaplanError) -> None:
-    """Print what was wrong and what to do, on stderr."""
-    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    typer.echo(error.message, err=True)
-    if error.hint:
-        typer.secho("hint: ", fg="cyan", bold=True, nl=False, err=True)
-        typer.echo(error.hint, err=True)
+    """Print what was wrong and what to do, on stderr: on a terminal in its lines, else each on one line."""
+    for word, color, text in (("error: ", "red", error.message), ("hint: ", "cyan", error.hint)):
+        if text:
+            typer.secho(word, fg=color, bold=True, nl=False, err=True)
+            typer.echo(_in_lines(text, indent=len(word)), err=True)
+
+
+def _in_lines(text: str, *, indent: int) -> str:
+    if not sys.stderr.isatty() or "\n" in text:
+        return text
+    import shutil  # only for errors
+
+    return broken_between_words(text, width=shutil.get_terminal_size().columns, indent=indent)
 
 
 def _print_version(wanted: bool) -> None:

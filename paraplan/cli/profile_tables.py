@@ -8,6 +8,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
+from paraplan.cli.terminal import make_console
 from paraplan.cli.topology_tables import print_topology
 from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfile
 from paraplan.hardware.survey import survey_node
@@ -139,7 +140,7 @@ def _links(machine: MachineProfile) -> str:
 
 def _console() -> Console:
     # A pipe has no width of its own; cutting names there would make them useless to grep and awk.
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=160)
+    return make_console() if sys.stdout.isatty() else make_console(width=160)
 
 
 def _print(table: Table) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from paraplan.cli.estimate_tables import print_estimate
 from paraplan.cli.recommend_report import commands
+from paraplan.cli.terminal import make_console
 from paraplan.search.budget import Budget, SizeOffer
 from paraplan.search.changes import Comparison
 from paraplan.search.explain import Explanation, part_words
@@ -21,7 +22,7 @@ from paraplan.units import format_bandwidth, format_bytes, format_count, format_
 
 def print_answer(answer: Recommendation, *, plan_path: Path | None, seconds: float) -> None:
     """Print the answer first, then the decisions with their numbers, the ranked plans, and what was asked for."""
-    console = Console(highlight=False)
+    console = make_console()
     _print_head(console, answer)
     _print_tree_and_plans(console, answer.result)
     if answer.explanation is not None:

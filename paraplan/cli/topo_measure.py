@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from paraplan.cli.terminal import make_console
 from paraplan.errors import NoGpuError, UsageError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.cuda_view import visible_devices
@@ -53,7 +54,7 @@ def survey_measured(
 
 def print_links(report: LinkReport, console: Console | None = None) -> None:
     """Print latency and bandwidth of each group and collective, measured and expected."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     console.print(f"Links, {report.source}", soft_wrap=True)
     for group in dict.fromkeys(link.group for link in report.links):
         links = [link for link in report.links if link.group == group]

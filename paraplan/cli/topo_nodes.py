@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paraplan.cli.terminal import make_console
 from paraplan.cli.topology_tables import describe_links, interconnect_lines, shared_nic_lines
 from paraplan.errors import UsageError
 from paraplan.hardware.cluster_survey import ClusterSurvey, survey_nodes
@@ -47,7 +48,7 @@ def gather_survey(
 
 def print_nodes(survey: ClusterSurvey, console: Console | None = None) -> None:
     """Print the nodes as a table, what differs between them, and the verdicts on their links."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     count = len(survey.nodes)
     console.print(f"{count} {'node' if count == 1 else 'nodes'}, {survey.num_gpus} GPUs")
     console.print()

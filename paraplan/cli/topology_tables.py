@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from paraplan.cli.terminal import make_console
 from paraplan.hardware.cuda_view import CudaView
 from paraplan.hardware.interconnect import InterconnectReport, Verdict, gpu_nics
 from paraplan.hardware.survey import MachineSurvey
@@ -45,7 +46,7 @@ _Item = TypeVar("_Item")
 
 def print_topology(survey: MachineSurvey, console: Console | None = None) -> None:
     """Print a machine as tables. Columns about which nothing is known are left out."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     node = survey.node
     console.print(_title(node), soft_wrap=True)
     console.print()
@@ -68,7 +69,7 @@ def print_topology(survey: MachineSurvey, console: Console | None = None) -> Non
 
 def print_tree(survey: MachineSurvey, console: Console | None = None) -> None:
     """Print a machine as a tree: NUMA nodes, the PCIe switches in them, GPUs and NICs."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     node = survey.node
     tree = Tree(_title(node))
     homes: list[int | None] = [*node.numa_groups]

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 
 from paraplan.cli.options import CalibrationOption, JsonOption
+from paraplan.cli.terminal import make_console
 from paraplan.cli.validate_tables import print_fits, print_scores, print_skipped
 from paraplan.cost.calibration import Calibration, read_calibration
 from paraplan.cost.described_run import workload_of_run
@@ -129,7 +129,7 @@ def _figures(figures: Score) -> dict[str, Any]:
 
 
 def _print(rows: list[Row], *, everything: bool) -> None:
-    console = Console(highlight=False)
+    console = make_console()
     scored = [row for row in rows if _is_scored(row, everything=everything)]
     others = [row for row in rows if not _is_scored(row, everything=everything) and row[1].skipped is None]
     by_id = {prediction.id: prediction for _, prediction in rows}
