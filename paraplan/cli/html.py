@@ -1,4 +1,4 @@
-"""`--html` of `paraplan recommend` and `paraplan estimate`: the report that people look at."""
+"""What `paraplan recommend` and `paraplan estimate` write: the report that people look at, and the other files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from paraplan.cli.inputs import write_beside_and_rename
+from paraplan.cli.step_trace import write_trace
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.search.nothing_fits import NothingFitsError
@@ -41,16 +42,35 @@ def recommended(workload: Workload, question: Question, path: Path | None) -> Re
         raise
 
 
-def write_recommendation(
-    answer: Recommendation, path: Path, *, plan_path: Path | None, price_per_gpu_hour: float | None
+def write_files(
+    answer: Recommendation, question: Question, *, plan_path: Path | None, trace: Path | None, html: Path | None
 ) -> None:
-    """Write the report of a recommendation. Raises `UsageError` for a path or a library that is not there."""
+    """Write what was asked for: the plan, the predicted step, the report.
+
+    Raises `UsageError` for a path that cannot be written or a library that is not there.
+    """
+    if plan_path is not None:
+        from paraplan.cli.recommend_report import plan_file
+
+        write_beside_and_rename(plan_path, plan_file(answer).to_json() + "\n")
+    if trace is not None:
+        write_trace(answer.workload, answer.result.best, trace)
+    if html is not None:
+        _write_recommendation(answer, question, html, plan_path=plan_path)
+
+
+def _write_recommendation(answer: Recommendation, question: Question, path: Path, *, plan_path: Path | None) -> None:
     from paraplan.cli.recommend_report import commands
     from paraplan.report.recommendation_page import recommendation_page
     from paraplan.search.scaling import scaling
 
     with _drawing():
-        sizes = scaling(answer.workload, price_per_gpu_hour=price_per_gpu_hour, runnable_only=answer.framework is None)
+        sizes = scaling(
+            answer.workload,
+            price_per_gpu_hour=question.price_per_gpu_hour,
+            runnable_only=question.framework is None,
+            fixed=question.fixed,
+        )
         text = recommendation_page(answer, sizes=sizes, commands=commands(answer, plan_path))
     _write(path, text)
 

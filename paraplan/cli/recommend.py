@@ -12,14 +12,13 @@ import typer
 
 from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
 from paraplan.cli.ci_plan import check_plan_file, refuse_beside_check
-from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, write_recommendation
+from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, write_files
 from paraplan.cli.inputs import (
     calibrated,
     check_precision,
     read_cluster,
     read_plan_file,
     read_training,
-    write_beside_and_rename,
 )
 from paraplan.cli.options import (
     TRAINING_PANEL,
@@ -50,8 +49,8 @@ from paraplan.cli.options import (
     ProfileOption,
     SeqLenOption,
 )
-from paraplan.cli.recommend_report import plan_file, recommendation_report
-from paraplan.cli.step_trace import TraceOption, write_trace
+from paraplan.cli.recommend_report import recommendation_report
+from paraplan.cli.step_trace import TraceOption
 from paraplan.cost.habits import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
@@ -193,30 +192,23 @@ def recommend(
         )
         return
     is_own = framework is FrameworkName.paraplan
-    answer = recommended(
-        calibrated(workload if is_own else replace(workload, habits=habits_of(framework.value)), calibration),
-        Question(
-            objective=objective.value,
-            find=find.value if find else None,
-            framework=None if is_own else framework.value,
-            fixed=fixed,
-            num_candidates=top if html is None else max(top, MANY_KINDS),
-            explains=explain,
-            with_front=pareto or html is not None,
-            earlier=earlier,
-            tokens=tokens,
-            price_per_gpu_hour=price,
-        ),
-        html,
+    workload = workload if is_own else replace(workload, habits=habits_of(framework.value))
+    question = Question(
+        objective=objective.value,
+        find=find.value if find else None,
+        framework=None if is_own else framework.value,
+        fixed=fixed,
+        num_candidates=top if html is None else max(top, MANY_KINDS),
+        explains=explain,
+        with_front=pareto or html is not None,
+        earlier=earlier,
+        tokens=tokens,
+        price_per_gpu_hour=price,
     )
+    whole = recommended(calibrated(workload, calibration), question, html)
     seconds = time.perf_counter() - started
-    if output is not None:
-        write_beside_and_rename(output, plan_file(answer).to_json() + "\n")
-    if trace is not None:
-        write_trace(answer.workload, answer.result.best, trace)
-    if html is not None:
-        write_recommendation(answer, html, plan_path=output, price_per_gpu_hour=price)
-        answer = answer.cut(num_candidates=top, with_front=pareto)
+    write_files(whole, question, plan_path=output, trace=trace, html=html)
+    answer = whole.cut(num_candidates=top, with_front=pareto)
     if as_json:
         typer.echo(json.dumps(recommendation_report(answer, plan_path=output, seconds=seconds), indent=2))
         return

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError
+from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.search.budget import SizeOffer, size_offer
+from paraplan.search.fixed import FREE, FixedChoices
 from paraplan.search.search import search
 from paraplan.search.what_fits import smaller_clusters
 
@@ -17,7 +18,11 @@ FACTOR = 4
 
 
 def scaling(
-    workload: Workload, *, price_per_gpu_hour: float | None = None, runnable_only: bool = True
+    workload: Workload,
+    *,
+    price_per_gpu_hour: float | None = None,
+    runnable_only: bool = True,
+    fixed: FixedChoices = FREE,
 ) -> tuple[SizeOffer, ...]:
     """Return the best plan on fewer and on more GPUs, the fewest first; sizes on which no plan fits are left out.
 
@@ -27,10 +32,10 @@ def scaling(
     for cluster in _sizes(workload.cluster):
         part = replace(workload, cluster=cluster)
         try:
-            best = search(part, num_candidates=1, runnable_only=runnable_only, explains_failure=False).best
-        except NoPlanFitsError:
+            found = search(part, num_candidates=1, runnable_only=runnable_only, fixed=fixed, explains_failure=False)
+        except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
             continue
-        offers.append(size_offer(part, best, price_per_gpu_hour=price_per_gpu_hour))
+        offers.append(size_offer(part, found.best, price_per_gpu_hour=price_per_gpu_hour))
     return tuple(offers)
 
 
