@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group,  # type: ignore[attr-defined]  # not exported, and the only way from a name to its group
-)
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,9 +104,10 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument)
     names = [argument for argument in args if isinstance(argument, str)]
+    registry: Any = distributed_c10d  # it does not export the only way from a name to its group
     for name in reversed(names):  # the kind of a reduction comes first
         try:
-            return _resolve_process_group(name)
+            return registry._resolve_process_group(name)  # type: ignore[no-any-return]
         except (LookupError, RuntimeError, ValueError):
             continue
     return None

@@ -6,6 +6,7 @@ without values, by the runtime's own engine. The second step ends the script.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -68,8 +69,9 @@ class FakeJob(Job):
         rank.patches.enter_context(
             splits_without_values(model, self.mesh, sequence_parallel=self.plan.sequence_parallel)
         )
-        with rank.running():
+        with rank.on_host():  # where the script keeps the whole model
             materialise(model, self.device)
+        with rank.running():
             for block in [] if stack is None else stack.modules(model):
                 keep_operators(block)
             part = assemble_part(model, stack, setting, example_inputs=example_inputs)
@@ -166,6 +168,12 @@ class _FakeRank:
         self.patches.enter_context(attention_again_on_gpu())
 
     @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Make tensors without values that are not counted in this context."""
+        with self._valueless.modes():
+            yield
+
+    @contextmanager
     def running(self) -> Iterator[None]:
         """Run without values in this context."""
         with ExitStack() as stack:
@@ -183,6 +191,7 @@ class _FakeRank:
         for tensor in [*part.parameters.values(), *part.module.buffers()]:
             tracker.watch(tensor)
         tracker.mark(self._uses())
+        gc.collect()  # what the cutting of the model left in cycles
         tracker.enter("forward")
         tracker.forget_peak()
         optimizer.register_step_pre_hook(lambda *_: tracker.enter("optimizer"))
