@@ -1,0 +1,182 @@
+"""`paraplan launch --fake`: a script's ranks without GPUs, other ranks or values."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paraplan.errors import ParaplanError
+from paraplan.launch.fake import show_fake_launch
+from paraplan.launch.fake_estimate import StageEstimate
+from paraplan.launch.fake_report import FakeLaunchReport, render_report
+from paraplan.launch.parser import parse_arguments
+from paraplan.plan.fake import CountedCollective, FakeRankReport
+from paraplan.plan.files import ModelReference, PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from paraplan import runtime
+from paraplan.errors import UsageError
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, hidden):
+        return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+
+
+class Model(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.embedding = nn.Embedding(128, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, 128, bias=False)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def build():
+    return Model()
+
+
+def main():
+    if "--broken" in sys.argv:
+        raise UsageError("the learning rate is missing", hint="give --lr")
+    job = runtime.init()
+    engine = job.prepare(
+        build(),
+        loss_fn=lambda logits, targets: nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        max_grad_norm=1.0,
+    )
+    data = [(torch.arange(16) % 7, torch.arange(16) % 7) for _ in range(64)]
+    for inputs, targets in job.shard(data):
+        print(engine.step(inputs, targets).item())
+    raise AssertionError("the second step ends the script")
+
+
+if __name__ == "__main__":
+    main()
+"""
+TRAINING = TrainingSpec(global_batch_size=16, seq_length=16, precision="fp32")
+PLAN = ParallelPlan(dp=4, pp=2, micro_batch_size=2, num_microbatches=2, pipeline_schedule="1f1b")
+
+
+def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paraplan", "launch", *words]
+    environment = dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def write(folder: Path, plan: ParallelPlan = PLAN) -> Path:
+    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+    model = ModelReference(name="build", source=f"{folder / 'train.py'}:build")
+    path = folder / "plan.json"
+    path.write_text(PlanFile(plan=plan, model=model, training=TRAINING).to_json(), encoding="utf-8")
+    return path
+
+
+def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path) -> None:
+    write(tmp_path)
+    done = launch("--fake", "8", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = FakeLaunchReport.model_validate(json.loads(done.stdout))
+    assert report.no_estimate is None
+    assert [rank.rank for rank in report.ranks] == [0, 4]
+    block, ends = 64 * 2 + 2 * 64 * 256 + 256 + 64, 128 * 64
+    for rank, estimate in zip(report.ranks, report.estimates, strict=True):
+        assert rank.num_parameters == 4 * block + 2 * ends
+        parts = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_state_bytes, rank.activation_bytes)
+        assert sum(parts) + rank.workspace_bytes == rank.total_bytes
+        assert rank.total_bytes == pytest.approx(estimate.total_bytes, rel=0.2)  # of a model whose tensors are tiny
+        # What is sent: every gradient of the stage in fp32, and each micro-batch's boundary there or back.
+        sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in rank.collectives}
+        assert sent["send", "pp"] == sent["receive", "pp"] == (2, 2 * 2 * 16 * 64 * 4)
+        assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (2 * block + ends), abs=64)  # and the loss
+
+
+def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
+    write(tmp_path)
+    done = launch("--fake", "8", "--fake-rank", "1", "train.py", "--broken", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "rank 1: the learning rate is missing" in done.stderr
+    assert "give --lr" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--fake", "0"], "outside 1..1024"),
+        (["--fake", "2048"], "outside 1..1024"),
+        (["--fake", "4", "--plan", "plan.json"], "is for 8 ranks, and --fake says 4"),
+        (["--fake", "8", "--fake-rank", "8"], "--fake-rank 8 is outside a world of 8 ranks"),
+        (["--fake", "8", "--nproc-per-node", "8"], "--nproc-per-node contradict each other"),
+        (["--fake", "8", "--plan", "auto"], "not --plan auto"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused_before_anything_runs(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ParaplanError, match=message):
+        show_fake_launch(parse_arguments([*words, "train.py"], {}))
+
+
+def test_the_report_says_what_a_rank_needs_sends_and_how_far_the_estimate_is_off() -> None:
+    rank = FakeRankReport(
+        rank=4,
+        world_size=8,
+        pipeline_stage=1,
+        plan=PLAN,
+        precision="bf16",
+        num_parameters=10**6,
+        parameter_bytes=2**20,
+        gradient_bytes=2**20,
+        optimizer_state_bytes=2**21,
+        activation_bytes=2**20,
+        workspace_bytes=0,
+        total_bytes=5 * 2**20,
+        phase="backward",
+        collectives=(CountedCollective(operation="all-reduce", group="dp", num_ranks=4, count=3, total_bytes=2**20),),
+        left_out=("compiling with inductor",),
+    )
+    estimate = StageEstimate(
+        parameter_bytes=2**20,
+        gradient_bytes=2**20,
+        optimizer_state_bytes=2**21,
+        activation_bytes=2**21,
+        workspace_bytes=0,
+        total_bytes=6 * 2**20,
+    )
+    small = FakeLaunchReport(
+        script="train.py", ranks=(rank,), estimates=(estimate,), gpu_memory_bytes=2**22, profile="p"
+    )
+    text = render_report(small)
+    assert "rank 4 of 8, pipeline stage 1 of 2" in text
+    assert "5.00 MiB    6.00 MiB      +20.0%" in text
+    assert "MORE than the 4.00 MiB of a GPU of p" in text
+    assert "dp (4 ranks)" in text
+    assert "Left out: compiling with inductor." in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert small.fits is False
