@@ -118,6 +118,11 @@ def _checked(args: Namespace) -> PlanFile | None:
             f"and --fake says {args.fake}",
             hint=f"use --fake {file.plan.world_size}, or make a plan for {args.fake}",
         )
+    if file.plan.offload != "none":
+        raise PlanError(
+            f"{args.plan} has offload={file.plan.offload}: what lies on the host cannot be told apart without a GPU",
+            hint="use a plan with offload=none",
+        )
     check_supported(file.plan, precision=file.training.precision if file.training is not None else "fp32")
     return file
 
