@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 _GRACE_S = 3.0
+# What ranks of nearly every test would import, each for itself: the compiler comes with FSDP and pipelines.
+_IMPORTED_ONCE = ("paraplan.runtime", "paraplan.runtime.pipeline_assembly", "paraplan.runtime.split_rules")
+_IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint", "pytest")
+_IMPORTED_ONCE += ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
 
 
 class RanksFailedError(AssertionError):
@@ -32,7 +36,7 @@ class RankHarness:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["paraplan.runtime", "pytest"])
+        self._context.set_forkserver_preload([*_IMPORTED_ONCE])
 
     def run(
         self,

@@ -266,7 +266,8 @@ def train(
     for step, (inputs, targets) in enumerate(batches):
         if step == num_steps:
             break
-        eval_losses.append(engine.eval_step(inputs, targets).item())
+        if not step:
+            eval_losses.append(engine.eval_step(inputs, targets).item())
         losses.append(engine.step(inputs, targets).item())
         norms.append(engine.grad_norm.item())
     return Training(
