@@ -84,7 +84,7 @@ def _details(answer: Recommendation) -> list[str]:
 def _print_tree_and_plans(console: Console, result: SearchResult) -> None:
     console.print("\n[bold]Decision tree[/bold]")
     for decision in result.decisions:
-        console.print(Padding(f"{decision.rule} [bold]{decision.outcome}[/bold]", (0, 2)))
+        console.print(Padding(f"{decision.question} [bold]{decision.outcome}[/bold]", (0, 2)))
         console.print(Padding(f"[dim]{decision.because}[/dim]", (0, 4)))
     console.print("\n[bold]Plans[/bold], best first (* = a family that the tree names)")
     console.print(_plans(result.candidates, result))

@@ -32,6 +32,9 @@ _NAMES = {"forward": "forward", "backward": "backward", "weight": "gradients of 
 _LEAST_WIDTH, _WINDOW_WIDTH = 9, 17
 """Pixels of the shortest operation: as long as it has the least, the whole step is drawn; else windows of it."""
 
+_MOST_TAIL = 0.3
+"""Share of the last window for what follows the passes."""
+
 _AXIS_WIDTH = 64
 _MOST_ROWS = 16
 
@@ -71,11 +74,14 @@ def _windows(course: StepCourse, width: float) -> list[_Window]:
     if shortest / course.step_time_s * width >= _LEAST_WIDTH:
         return [_Window(0.0, course.step_time_s, "")]
     seconds = shortest * width / _WINDOW_WIDTH
-    end = course.step_time_s
-    return [
-        _Window(0.0, seconds, f"the first {format_seconds(seconds)} of {format_seconds(end)}"),
-        _Window(end - seconds, end, f"the last {format_seconds(seconds)}"),
-    ]
+    whole = course.step_time_s
+    first = _Window(0.0, seconds, f"the first {format_seconds(seconds)} of {format_seconds(whole)}")
+    # What follows the last passes may be long: it is not to push them out of the window.
+    end = min(whole, course.operations_end_s + _MOST_TAIL * seconds)
+    words = f"the last {format_seconds(seconds)}"
+    if end < whole:
+        words = f"{format_seconds(seconds)} around the end of the passes; {format_seconds(whole - end)} more follow"
+    return [first, _Window(end - seconds, end, words)]
 
 
 def _panel(course: StepCourse, rows: list[int], window: _Window, width: float) -> Spec:

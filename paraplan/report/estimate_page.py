@@ -13,6 +13,7 @@ from paraplan.report.chart_svg import ChartRenderer
 from paraplan.report.page import page, paragraph
 from paraplan.report.plan_sections import (
     course_section,
+    gpus,
     memory_section,
     plan_facts,
     ranks_section,
@@ -36,13 +37,13 @@ def estimate_page(workload: Workload, estimate: PlanEstimate) -> str:
     else:
         verdict = '<span class="bad">does not fit in the host\'s memory</span>'
     head = [
-        f"<h1>{escape(workload.model.name)} on {plan.world_size} GPUs</h1>",
+        f"<h1>{escape(workload.model.name)} on {gpus(plan.world_size)}</h1>",
         *(paragraph(line, style="soft") for line in workload_lines(workload)),
         f'<p class="plan">{escape(plan.describe())}: {verdict}</p>',
         plan_facts(workload, estimate),
     ]
     return page(
-        title=f"{workload.model.name} on {plan.world_size} GPUs: {plan.describe()}",
+        title=f"{workload.model.name} on {gpus(plan.world_size)}: {plan.describe()}",
         head="\n".join(head),
         sections=[
             memory_section(workload, estimate, renderer),

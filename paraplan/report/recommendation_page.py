@@ -11,6 +11,7 @@ from paraplan.report.charts import cost_chart, plans_chart, throughput_chart
 from paraplan.report.page import Column, Row, code, details, facts, figure, page, paragraph, section, table
 from paraplan.report.plan_sections import (
     course_section,
+    gpus,
     memory_section,
     plan_facts,
     ranks_section,
@@ -35,7 +36,7 @@ def recommendation_page(answer: Recommendation, *, sizes: Sequence[SizeOffer], c
     result, workload = answer.result, answer.workload
     best = result.best
     return page(
-        title=f"{workload.model.name} on {workload.cluster.num_gpus} GPUs: {best.plan.describe()}",
+        title=f"{workload.model.name} on {gpus(workload.cluster.num_gpus)}: {best.plan.describe()}",
         head=_head(answer),
         sections=[
             _decisions(result.decisions),
@@ -71,7 +72,7 @@ def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Se
         ),
     ]
     return page(
-        title=f"{workload.model.name} on {workload.cluster.num_gpus} GPUs: no plan fits",
+        title=f"{workload.model.name} on {gpus(workload.cluster.num_gpus)}: no plan fits",
         head="\n".join(head),
         sections=[_decisions(decisions), memory_section(workload, nearest, renderer)],
     )
@@ -80,7 +81,7 @@ def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Se
 def _head(answer: Recommendation) -> str:
     result, workload = answer.result, answer.workload
     lines = [
-        f"<h1>{escape(workload.model.name)} on {workload.cluster.num_gpus} GPUs</h1>",
+        f"<h1>{escape(workload.model.name)} on {gpus(workload.cluster.num_gpus)}</h1>",
         *(paragraph(line, style="soft") for line in workload_lines(workload)),
     ]
     if answer.framework is not None:
@@ -101,7 +102,7 @@ def _head(answer: Recommendation) -> str:
 
 def _decisions(decisions: Sequence[Decision]) -> str:
     items = "".join(
-        f"<li>{escape(each.rule)} <strong>{escape(each.outcome)}</strong>"
+        f"<li>{escape(each.question)} <strong>{escape(each.outcome)}</strong>"
         f'<br><span class="soft">{escape(each.because)}</span></li>'
         for each in decisions
     )

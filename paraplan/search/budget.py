@@ -77,6 +77,7 @@ def cheapest(
     runnable_only: bool = True,
     fixed: FixedChoices = FREE,
     with_second: bool = False,
+    with_front: bool = False,
 ) -> Cheapest:
     """Return the number of GPUs, up to the workload's, whose best plan costs least for the same tokens.
 
@@ -95,6 +96,7 @@ def cheapest(
                 fixed=fixed,
                 explains_failure=False,
                 with_second=with_second,
+                with_front=with_front,
             )
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so few
             continue

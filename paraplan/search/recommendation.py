@@ -77,6 +77,7 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
             runnable_only=runnable_only,
             fixed=question.fixed,
             with_second=question.explains,
+            with_front=question.with_front,
         )
         workload, result, offers = best.workload, best.result, best.offers
     else:

@@ -14,6 +14,11 @@ class Decision(Record):
     outcome: str
     because: str
 
+    @property
+    def question(self) -> str:
+        """The rule as what stands before its outcome."""
+        return self.rule if self.rule.endswith("?") else f"{self.rule}:"
+
 
 class Rejection(Record):
     """How many plans one reason ruled out."""
