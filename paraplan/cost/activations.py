@@ -71,7 +71,7 @@ class Cuts:
 def cut_columns(table: PlanTable) -> tuple[Ints, ...]:
     """Return what tells one cut from another, in columns of whole numbers, one entry a plan."""
     is_sharded = (table.zero_stage > 0).astype(np.int64)
-    return table.tp, table.sequence_parallel, table.cp, table.micro_batch_size, table.recompute, is_sharded
+    return table.tp, table.sequence_parallel, table.cp, table.device_batch_size, table.recompute, is_sharded
 
 
 def saved_bytes(

@@ -42,6 +42,10 @@ class GroupLinks:
         """Return the seconds of a reduce-scatter whose input has `num_bytes`."""
         return self._time_s("reduce_scatter", num_bytes)
 
+    def broadcast_s(self, num_bytes: Floats) -> Floats:
+        """Return the seconds in which one rank sends `num_bytes` to all others, or sums theirs."""
+        return self._time_s("broadcast", num_bytes)
+
     def send_s(self, num_bytes: Floats) -> Floats:
         """Return the seconds to send `num_bytes` to a neighbour in the group."""
         return self._time_s("send_recv", num_bytes)
@@ -89,6 +93,11 @@ def data_links(workload: Workload, table: PlanTable) -> tuple[GroupLinks, GroupL
         _links_of(workload, shards, stride, _REDUCTIONS),
         _links_of(workload, joined.dp // shards, stride * shards, ("all_reduce",)),
     )
+
+
+def device_links(workload: Workload, table: PlanTable) -> GroupLinks:
+    """Return what the GPUs of one process cross over which DataParallel divides its micro-batches."""
+    return _links_of(workload, table.devices, np.ones_like(table.devices), ("broadcast", "send_recv"))
 
 
 def _sizes(table: PlanTable) -> dict[Axis, Ints]:

@@ -198,7 +198,7 @@ def _memory_record(
 def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime) -> StepEstimate:
     training, model = workload.training, workload.model
     step_time_s = float(time.step_time_s[0])
-    tokens_per_s = training.tokens_per_step / step_time_s / plan.world_size
+    tokens_per_s = training.tokens_per_step / step_time_s / (plan.world_size * plan.devices_per_process)
     flops_per_s = 3 * model.flops_per_token(training.seq_length) * tokens_per_s
     return StepEstimate(
         step_time_s=step_time_s,

@@ -61,6 +61,7 @@ class Habits(Record):
     `keeps_both_boundaries`: a pipeline keeps what a stage received and what it sent until the backward pass.
     `live_elements` is how many parameters ZeRO-3 leaves gathered at most.
     `flat_step_bytes` are copies of an own parameter's gradient that an optimizer step makes, all at once.
+    `takes_loss_in_model`: labels are inputs of the model, which gives its loss, and fp32 logits, as outputs.
     `accumulates_apart`: gradients in fp32 are accumulated beside those that backward passes make.
     `context_bytes` is the CUDA context where a framework's software has another than `CostConstants` names.
     """
@@ -106,6 +107,7 @@ class Habits(Record):
     keeps_both_boundaries: bool = False
     live_elements: float = 0.0
     flat_step_bytes: float = 0.0
+    takes_loss_in_model: bool = False
     accumulates_apart: bool = False
     context_bytes: int | None = None
     source: str
@@ -258,6 +260,7 @@ DEEPSPEED_ZERO = Habits(
 
 HF_TRAINER = Habits(
     name="Hugging Face Trainer",
+    takes_loss_in_model=True,
     weight_bytes=4,
     gradient_bytes=4,
     master_bytes=0,

@@ -11,6 +11,7 @@ from paraplan.cost.bubble import RankSeconds, bubble_s
 from paraplan.cost.collectives import GroupLinks, data_links, group_links
 from paraplan.cost.context import context_parallel_s
 from paraplan.cost.offload import offload_gather_s, offload_step_s
+from paraplan.cost.one_process import one_process_s
 from paraplan.cost.stages import StageBlocks, joined_ranks
 from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
 from paraplan.cost.workload import Workload
@@ -90,6 +91,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
     wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
     parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
+    divided = one_process_s(workload, table, parameters)
     sharded = parameters / np.where(table.zero_stage >= 1, table.shard_size, 1)
     return StepTime(
         compute_s=microbatches * of_slowest("compute_s"),
@@ -98,9 +100,9 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         context_parallel_s=microbatches * of_slowest("context_parallel_s"),
         pipeline_bubble_s=bubble,
         pipeline_send_s=microbatches * of_slowest("send_s"),
-        data_parallel_s=exposed + offload_gather_s(workload, table, sharded),
+        data_parallel_s=exposed + divided + offload_gather_s(workload, table, sharded),
         optimizer_s=optimizer_s(workload, table, sharded),
-        data_parallel_wire_s=wire,
+        data_parallel_wire_s=wire + divided,
     )
 
 
@@ -172,13 +174,14 @@ def _slot(
     )
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time. To start a
     # collective takes what one of a byte takes.
-    floor = (habits.host_s_per_block + 2.0 * tp.all_reduce_s(np.ones_like(activation))) * stage.num_blocks
+    # One process starts the kernels of all its GPUs, by threads that share Python's lock.
+    host_s = habits.host_s_per_block * table.devices
+    floor = (host_s + 2.0 * tp.all_reduce_s(np.ones_like(activation))) * stage.num_blocks
     forward = np.maximum(forward, floor - forward_sends)
     backward = np.maximum(backward, floor - backward_sends)
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
-    host = habits.host_s_per_block
-    ends = np.maximum(costs.embedding_s[key], host) * stage.is_first
-    ends = ends + np.maximum(costs.head_s[key], host) * stage.is_last
+    ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first
+    ends = ends + np.maximum(costs.head_s[key], host_s) * stage.is_last
     recompute = np.where(is_full, forward, stage.sum(costs, costs.recompute_s))
     transfers = np.where(table.pp > 1, table.virtual, 0)
     splits = habits.splits_pipeline_sends
@@ -263,9 +266,12 @@ def _data_parallel(
     behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if habits.overlaps_gradients else 0.0))
     ahead = np.where(is_zero_3, np.maximum(0.0, 1 - habits.prefetch_elements / block), 0.0)
     waited = gathers * gather_s * microbatches * ahead
-    first_and_last = wire / np.maximum(num_blocks, 1) / np.where(is_zero_3, microbatches, 1)
-    overlapped = overlap_s(wire - waited, behind, slowdown=constants.overlap_slowdown)
-    return wire, waited + np.maximum(overlapped, np.minimum(first_and_last, wire - waited))
+    # The embedding's gradient is the last of a backward pass, and nothing runs beside what is sent then.
+    embedding = costs.embedding_parameters[costs.key] / np.maximum(parameters, 1.0)
+    last = wire * np.maximum(embedding, 1 / np.maximum(num_blocks, 1)) / np.where(is_zero_3, microbatches, 1)
+    last = np.where(is_zero_1, 0.0, np.minimum(last, wire - waited))
+    overlapped = overlap_s(wire - waited - last, behind, slowdown=constants.overlap_slowdown)
+    return wire, waited + last + overlapped
 
 
 def overlap_s(transfer_s: Floats, compute_s: Floats, *, slowdown: float) -> Floats:

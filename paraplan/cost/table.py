@@ -10,7 +10,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from paraplan.errors import PlanError
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, Offload, ParallelPlan, Recompute, ScheduleName
 
 Ints = NDArray[np.int64]
@@ -32,6 +31,7 @@ class PlanTable:
     `recompute`, `offload`, `schedule` and `order` are indices into RECOMPUTES, OFFLOADS, SCHEDULES and RANK_ORDERS.
     `split` 0 is an even split of the blocks (the first stages take the rest); any other is a row of `splits`, which
     holds the first block of each stage and then the number of blocks. `shards` 0 is ZeRO over all ranks of dp and cp.
+    `devices` are the GPUs over which DataParallel divides the micro-batches of one process.
     """
 
     dp: Ints
@@ -49,22 +49,13 @@ class PlanTable:
     split: Ints
     order: Ints
     shards: Ints
+    devices: Ints
     splits: Ints = field(default_factory=lambda: np.zeros((1, 1), dtype=np.int64))
 
     @classmethod
     def of_plans(cls, plans: Iterable[ParallelPlan]) -> Self:
-        """Return the table of `plans`.
-
-        Raises `PlanError` for DataParallel in one process, which is executed and not priced.
-        """
+        """Return the table of `plans`."""
         rows = list(plans)
-        threads = next((plan for plan in rows if plan.devices_per_process > 1), None)
-        if threads is not None:
-            raise PlanError(
-                f"devices_per_process={threads.devices_per_process}: what DataParallel in one process costs is not "
-                "estimated",
-                hint="estimate DDP over as many ranks",
-            )
         splits, split_of = _splits([plan.stage_blocks for plan in rows])
 
         def column(values: Iterable[int]) -> Ints:
@@ -86,6 +77,7 @@ class PlanTable:
             split=column(split_of),
             order=column(RANK_ORDERS.index(plan.rank_order) for plan in rows),
             shards=column(plan.zero_shards or 0 for plan in rows),
+            devices=column(plan.devices_per_process for plan in rows),
             splits=splits,
         )
 
@@ -111,6 +103,11 @@ class PlanTable:
     def shard_size(self) -> Ints:
         """Ranks over which ZeRO shards: data-parallel and context-parallel ranks together, or groups of the first."""
         return np.where(self.shards > 0, self.shards, self.dp * self.cp)
+
+    @property
+    def device_batch_size(self) -> Ints:
+        """Sequences of a micro-batch on one GPU: all, unless DataParallel divides them over the GPUs of a process."""
+        return -(-self.micro_batch_size // self.devices)
 
     def select(self, rows: Mask | Ints) -> Self:
         """Return the table of some rows."""
@@ -142,6 +139,7 @@ class PlanTable:
             cp=int(self.cp[row]),
             zero_stage=int(self.zero_stage[row]),
             zero_shards=int(self.shards[row]) or None,
+            devices_per_process=int(self.devices[row]),
             sequence_parallel=bool(self.sequence_parallel[row]),
             micro_batch_size=int(self.micro_batch_size[row]),
             num_microbatches=int(self.num_microbatches[row]),

@@ -83,6 +83,6 @@ def _table(sizes: dict[Axis, int], rank_order: tuple[Axis, ...]) -> PlanTable:
 
     names = ("zero_stage", "sequence_parallel", "schedule", "recompute", "offload", "split", "order", "shards")
     zeros = {name: column(0) for name in names}
-    ones = {name: column(1) for name in ("micro_batch_size", "num_microbatches", "virtual")}
+    ones = {name: column(1) for name in ("micro_batch_size", "num_microbatches", "virtual", "devices")}
     axes = {axis: column(sizes.get(axis, 1)) for axis in MEGATRON_RANK_ORDER}
     return PlanTable(**axes, **zeros, **ones).ordered(rank_order)

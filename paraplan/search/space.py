@@ -233,6 +233,7 @@ class PlanSpace:
             split=split,
             order=constant(0),
             shards=shards,
+            devices=constant(1),
         )
 
     def _alike(self, table: PlanTable) -> Iterator[tuple[tuple[bool, int], PlanTable]]:
@@ -272,6 +273,7 @@ class PlanSpace:
             np.zeros_like(table.split),
             np.zeros_like(table.order),
             np.minimum(table.shards, 2),
+            table.devices,
         )
         examples = PlanTable.of_columns(kinds)
         rows = list(zip(*(column.tolist() for column in kinds), strict=True))

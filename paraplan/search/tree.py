@@ -11,7 +11,7 @@ from paraplan.hardware.interconnect import Verdict
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
 from paraplan.search.results import Decision
-from paraplan.units import format_bytes
+from paraplan.units import format_bytes, format_seconds
 
 
 class TreeFacts(Record):
@@ -19,6 +19,7 @@ class TreeFacts(Record):
 
     `training_state_bytes` is parameters, gradients and optimizer state; `least_activation_bytes` what the smallest
     micro-batch adds under full recompute; `largest_layer_bytes` the training state of the largest single layer.
+    `ddp_step_s` and `one_process_step_s` are steps of one micro-batch under DDP and under DataParallel in one process.
     `node` says whether the links inside a node are fast (None where nothing is known of them), `network` those between
     nodes (None with one node).
     """
@@ -31,6 +32,8 @@ class TreeFacts(Record):
     largest_layer_bytes: int
     node: Verdict | None = None
     network: Verdict | None = None
+    ddp_step_s: float | None = None
+    one_process_step_s: float | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -95,11 +98,18 @@ def _processes(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
     if not _fits(facts) or facts.num_gpus == 1 or facts.num_nodes > 1 or facts.node is None:
         return None
     rule = "DDP, or DataParallel in one process?"
-    guide = "the guide's GPT-2 on two GPUs: DDP over NVLink 101 s, DataParallel 110 s, DDP over PCIe 131 s"
-    if facts.node.is_fast:
-        return Decision(rule=rule, outcome="DDP", because=f"{facts.node.because}; {guide}"), ()
-    outcome = "DDP; without fast links DataParallel can be faster, where micro-batches are few"
-    return Decision(rule=rule, outcome=outcome, because=f"{facts.node.because}; {guide}"), ()
+    because = (
+        f"{facts.node.because}; the guide's GPT-2 on two GPUs: DDP 101 s, DataParallel 110 s, DDP without NVLink 131 s"
+    )
+    if facts.ddp_step_s is None or facts.one_process_step_s is None:
+        return Decision(rule=rule, outcome="DDP", because=because), ()
+    predicted = (
+        f"predicted for one micro-batch: DDP {format_seconds(facts.ddp_step_s)}, DataParallel "
+        f"{format_seconds(facts.one_process_step_s)}"
+    )
+    is_ddp = facts.ddp_step_s <= facts.one_process_step_s
+    outcome = "DDP" if is_ddp else "DataParallel in one process is faster; the search keeps to DDP"
+    return Decision(rule=rule, outcome=outcome, because=f"{predicted}; {because}"), ()
 
 
 def _largest_layer(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
