@@ -14,7 +14,7 @@ from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinToken
 from paraplan.cli.ci_limits import Limits, check_limits
 from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOption, FromMegatronOption
-from paraplan.cli.html import HtmlOption, write_estimate
+from paraplan.cli.html import HtmlOption, require_files, write_estimate
 from paraplan.cli.inputs import (
     calibrated,
     check_plan_suits_model,
@@ -156,6 +156,7 @@ def estimate(
 
     Example: paraplan estimate llama-3-8b --profile dgx-h100 --seq-len 4096 --dp 8 --zero 3 --micro-batch 2
     """
+    require_files(html, trace)
     limits = Limits.of(max_memory=max_memory, min_tokens_per_s=min_tokens_per_s, github=github, junit=junit)
     if any(given is not None for given in (from_deepspeed, from_accelerate, from_megatron)):
         from paraplan.cli.foreign import Foreign, estimate_foreign  # readers and the search, which others do without

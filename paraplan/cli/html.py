@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from paraplan.cli.inputs import write_beside_and_rename
+from paraplan.cli.inputs import require_folder, write_beside_and_rename
 from paraplan.cli.step_trace import write_trace
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
@@ -24,6 +24,15 @@ HtmlOption = Annotated[
 
 MANY_KINDS = 40
 """So many choices of axes and ZeRO stage are ranked for a report."""
+
+
+def require_files(html: Path | None, *others: Path | None) -> None:
+    """Raise `UsageError`, before long work, where a file cannot be written or the charting library is missing."""
+    require_folder(html, *others)
+    if html is not None:
+        from paraplan.report.chart_svg import ChartRenderer
+
+        ChartRenderer()
 
 
 def recommended(workload: Workload, question: Question, path: Path | None) -> Recommendation:

@@ -157,6 +157,14 @@ def make_plan(**values: object) -> ParallelPlan:
         raise PlanError(first["msg"].removeprefix("Value error, ")) from None
 
 
+def require_folder(*paths: Path | None) -> None:
+    """Raise `UsageError` where a path that is to be written later is in no folder, or is one: before long work."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            reason = "it is a folder" if path.is_dir() else "there is no such folder"
+            raise UsageError(f"cannot write {path}: {reason}", hint="choose a folder that exists and is yours")
+
+
 def write_beside_and_rename(path: Path, text: str | bytes) -> None:
     """Write a whole file or nothing; raise `UsageError` where the path cannot be written."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -12,7 +12,7 @@ import typer
 
 from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
 from paraplan.cli.ci_plan import check_plan_file, refuse_beside_check
-from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, write_files
+from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, require_files, write_files
 from paraplan.cli.inputs import (
     calibrated,
     check_precision,
@@ -161,6 +161,7 @@ def recommend(
 
     Example: paraplan recommend llama-3-8b --profile dgx-h100 --seq-len 4096 --global-batch 64 -o plan.json
     """
+    require_files(html, output, trace)
     require_checks(check is not None, github=github, junit=junit, needs="--check PLAN")
     started = time.perf_counter()
     spec = read_model(model, seq_length=seq_len)
