@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
@@ -63,7 +62,6 @@ class FakeJob(Job):
                 keep_operators(block)
             part = assemble_part(model, stack, setting, example_inputs=example_inputs)
             made = optimizer(list(part.parameters.values()))
-            _choose_as_on_gpu(made)
             engine = FakeEngine(
                 part,
                 made,
@@ -78,7 +76,9 @@ class FakeJob(Job):
                     has_values=False,
                 ),
             )
-            rank.follow(part.parameters.values(), part.module.buffers(), made)
+            rank.follow(part.parameters.values(), part.module.buffers())
+        made.register_step_pre_hook(lambda optimizer, *_: rank.begin_update(optimizer))
+        made.register_step_post_hook(lambda *_: rank.end_update())
         engine.attend(rank, self, num_parameters=num_parameters, left_out=tuple(left_out))
         return engine
 
@@ -96,7 +96,7 @@ class FakeEngine(Engine):
         self._rank.collectives.forget()
         self._share = batch_size(inputs, targets)
         with self._rank.running():
-            super().step(*pytree.tree_map(_without_values, (inputs, targets)))
+            super().step(*pytree.tree_map(without_values_of, (inputs, targets)))
         if self.num_steps >= NUM_STEPS:
             self._write_report()
             raise FakeRunEnd(0)
@@ -125,13 +125,6 @@ class FakeEngine(Engine):
         )
 
 
-def _choose_as_on_gpu(optimizer: torch.optim.Optimizer) -> None:
-    """Choose the form of the optimizer that torch takes by default for parameters on a GPU: foreach for plain ones."""
-    for group in optimizer.param_groups:
-        is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
-        if is_open and not any(isinstance(parameter, DTensor) for parameter in group["params"]):
-            group["foreach"] = True
-
-
-def _without_values(leaf: Any) -> Any:
+def without_values_of(leaf: Any) -> Any:
+    """Return a tensor like `leaf` where that is one, without values where the mode for it is on."""
     return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from paraplan.plan.fake import FAKE_VARIABLE, FakeRankReport
 from paraplan.plan.parallel import ParallelPlan
@@ -29,12 +30,12 @@ class FakeRunEnd(SystemExit):
 class FakeRank:
     """The modes under which a rank runs without values, and what they count."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, tracker: type[StorageTracker] = StorageTracker) -> None:
         self._mesh = mesh
         self.patches = ExitStack()  # until the process ends
         self.collectives = CollectiveCount(mesh)
         self._valueless = Valueless()
-        self._tracker = StorageTracker(self._uses)
+        self._tracker = tracker(self._uses)
         self._parameters: list[nn.Parameter] = []
         self._buffers: list[torch.Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None
@@ -59,11 +60,15 @@ class FakeRank:
             stack.enter_context(self.collectives)
             yield
 
-    def follow(
-        self, parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer
-    ) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count in this context, in which new tensors have values where nothing else says otherwise."""
+        with GroupedProducts(), GpuOperators(), self._tracker, self.collectives:  # type: ignore[no-untyped-call]
+            yield
+
+    def follow(self, parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
         """Count from now on; what was made of the whole model is in the host's memory."""
-        self._parameters, self._buffers, self._optimizer = list(parameters), list(buffers), optimizer
+        self._parameters, self._buffers = list(parameters), list(buffers)
         tracker = self._tracker
         for tensor in [*self._parameters, *self._buffers]:
             tracker.watch(tensor)
@@ -71,8 +76,16 @@ class FakeRank:
         gc.collect()  # what the cutting of the model left in cycles
         tracker.enter("forward")
         tracker.forget_peak()
-        optimizer.register_step_pre_hook(lambda *_: tracker.enter("optimizer"))
-        optimizer.register_step_post_hook(lambda *_: tracker.enter("forward"))
+
+    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note that the step of `optimizer` begins. It takes the form that torch chooses for tensors on a GPU."""
+        self._optimizer = optimizer
+        choose_as_on_gpu(optimizer)
+        self._tracker.enter("optimizer")
+
+    def end_update(self) -> None:
+        """Take note that the optimizer's step is done."""
+        self._tracker.enter("forward")
 
     def write_report(
         self, *, plan: ParallelPlan, precision: TrainingPrecision, num_parameters: int, left_out: tuple[str, ...]
@@ -115,3 +128,11 @@ class FakeRank:
                 if isinstance(value, torch.Tensor):
                     uses[storage_of(value)] = "optimizer_state"
         return uses
+
+
+def choose_as_on_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Choose the form of the optimizer that torch takes by default for parameters on a GPU: foreach for plain ones."""
+    for group in optimizer.param_groups:
+        is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        if is_open and not any(isinstance(parameter, DTensor) for parameter in group["params"]):
+            group["foreach"] = True

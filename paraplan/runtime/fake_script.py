@@ -11,11 +11,16 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.plan.fake import FAKE_VARIABLE
+from paraplan.runtime.fake_plain import PlainScript
 from paraplan.runtime.fake_world import fake_world, modules_that_stay
 from paraplan.runtime.noise import silence_known_noise
 from paraplan.runtime.weightless import without_weights
@@ -31,6 +36,7 @@ def run_script(words: list[str], world: World) -> None:
         stack.enter_context(fake_world(rank=world.rank, size=world.size))
         stack.enter_context(without_weights())
         stack.enter_context(modules_that_stay())
+        stack.enter_context(PlainScript(world).following())
         try:
             if is_module:
                 sys.path.insert(0, "")
@@ -41,11 +47,43 @@ def run_script(words: list[str], world: World) -> None:
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
+        except ParaplanError:
+            raise
+        except Exception as error:  # the user's script, which may do anything
+            explained = _explained(target, error)
+            if explained is None:
+                raise
+            raise explained from error
     if not Path(os.environ[FAKE_VARIABLE]).exists():
         raise UsageError(
-            f"{target} ended without a second step of an engine of paraplan.runtime, which --fake follows",
-            hint="a script of plain torch is traced with paraplan estimate file.py:factory --trace-memory",
+            f"{target} ended without two steps of an engine of paraplan.runtime, or of an optimizer under "
+            "DistributedDataParallel, which --fake follows",
+            hint="give it data for two steps; a model alone is traced by paraplan estimate file.py:factory --trace",
         )
+
+
+def _explained(target: str, error: Exception) -> UsageError | None:
+    """Return what it means that a script failed by what a fake run lacks; None where that is not known."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(target)]
+    where = f"{target}, line {lines[-1].lineno}" if lines else target
+    words = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return UsageError(
+            f"{where} reads values, which a fake run does not have: {words}",
+            hint="leave that out where PARAPLAN_FAKE is set in the environment",
+        )
+    if "meta" in words:
+        return UsageError(
+            f"{where} runs a model that is neither under an engine of paraplan.runtime nor DistributedDataParallel, "
+            f"which --fake follows: {words}",
+            hint="a model alone is traced by paraplan estimate file.py:factory --trace",
+        )
+    if "CUDA" in words or "NVIDIA" in words:
+        return UsageError(
+            f"{where} asks CUDA for what no fake run has: {words}",
+            hint="ask torch.cuda.is_available() first, as a script does that runs on CPUs too",
+        )
+    return None
 
 
 def main(words: list[str]) -> int:
@@ -55,8 +93,6 @@ def main(words: list[str]) -> int:
     if size == 1:  # as without a launcher
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(name, None)
-    import torch
-
     world = World(rank=rank, local_rank=0, size=size, device=torch.device("cpu"), is_distributed=size > 1)
     try:
         run_script(words, world)
