@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.padding import Padding
 from rich.table import Table
 
 from paraplan.cli.terminal import make_console
@@ -41,8 +40,10 @@ def print_comparison(comparison: TraceComparison) -> None:
         console.print("\n[bold]Collectives[/bold], whole: also what compute hides")
         console.print(_collectives(comparison))
     console.print("\n[bold]Largest differences[/bold]")
+    findings = Table.grid(padding=(0, 1))
     for finding in comparison.findings or ("none above 2 % of a step",):
-        console.print(Padding(f"- {finding}", (0, 0, 0, 2), expand=False))
+        findings.add_row("  -", finding)
+    console.print(findings)
     if measured.communication_s:
         console.print(
             "[dim]A collective waits for its slowest rank: what is predicted as idle can show as communication.[/dim]"

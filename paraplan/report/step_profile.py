@@ -182,8 +182,8 @@ def _profile(
         compute_s=length(computing) / steps,
         optimizer_s=None if optimizer is None else length(overlap(optimizer, inside)) / steps,
         exposed_s=(busy - length(computing)) / steps,
-        # Sums of times in microseconds leave a rest of a few ulps.
-        idle_s=(total - busy if total - busy > 1e-9 * total else 0.0) / steps,
+        # Traces count microseconds with three decimals: a rest of a few of them is no idle time.
+        idle_s=(total - busy if total - busy > 1e-6 * total else 0.0) / steps,
         communication_s={
             kind: length(overlap(union(_spans(event for event, name in sent if name == kind)), inside)) / steps
             for kind in kinds
