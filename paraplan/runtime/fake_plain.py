@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -30,6 +30,9 @@ from paraplan.runtime.world import World
 _PRECISIONS: dict[torch.dtype, TrainingPrecision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+_READS = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__)
+
+
 class _TrackerOfFakes(StorageTracker):  # type: ignore[no-untyped-call]  # torch leaves its base untyped
     """Follows tensors without values alone: the script's data is on the host."""
 
@@ -43,10 +46,11 @@ class _Zeros(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.Tensor.item, torch.Tensor.__float__) and isinstance(args[0], FakeTensor):
-            return 0.0 if args[0].is_floating_point() else 0
-        if func is torch.Tensor.__int__ and isinstance(args[0], FakeTensor):
-            return 0
+        if func in _READS and isinstance(args[0], FakeTensor):
+            try:
+                return func(*args, **kwargs)  # a constant that torch knows
+            except DataDependentOutputException:
+                return 0.0 if func is torch.Tensor.__float__ or args[0].is_floating_point() else 0
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to:

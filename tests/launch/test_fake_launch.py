@@ -76,6 +76,30 @@ def main():
 if __name__ == "__main__":
     main()
 """
+PLAIN_SCRIPT = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if "--alone" not in sys.argv:
+    model = DistributedDataParallel(model, device_ids=[int(os.environ["LOCAL_RANK"])])
+data = TensorDataset(torch.randn(64, 256), torch.randn(64, 256))
+for inputs, targets in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = nn.functional.mse_loss(model(inputs.to("cuda")), targets.to("cuda"))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
 TRAINING = TrainingSpec(global_batch_size=16, seq_length=16, precision="fp32")
 PLAN = ParallelPlan(dp=4, pp=2, micro_batch_size=2, num_microbatches=2, pipeline_schedule="1f1b")
 
@@ -111,6 +135,28 @@ def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path) -> None:
         sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in rank.collectives}
         assert sent["send", "pp"] == sent["receive", "pp"] == (2, 2 * 2 * 16 * 64 * 4)
         assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (2 * block + ends), abs=64)  # and the loss
+
+
+def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
+    done = launch("--fake", "4", "--json", "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = FakeLaunchReport.model_validate(json.loads(done.stdout))
+    (rank,) = report.ranks
+    num_parameters = 2 * 256 * 512 + 512 + 256
+    assert (rank.num_parameters, rank.precision) == (num_parameters, "bf16")
+    assert (rank.plan.dp, rank.plan.micro_batch_size) == (4, 4)
+    assert rank.gradient_bytes >= 4 * num_parameters
+    (average,) = rank.collectives
+    assert (average.operation, average.group, average.total_bytes) == ("all-reduce", "dp", 4 * num_parameters)
+
+
+def test_a_model_that_nothing_is_followed_of_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
+    done = launch("--fake", "4", "train.py", "--alone", folder=tmp_path)
+    assert done.returncode == 2
+    assert "neither under an engine of paraplan.runtime nor DistributedDataParallel" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
