@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,29 +110,39 @@ class Browser:
 
 
 @contextmanager
-def browsing(path: str, folder: Path) -> Iterator[Browser]:
-    """Run the Chromium at `path` with its files in `folder`; it is ended with all that it started."""
-    ours_in, its_out = os.pipe()
-    its_in, ours_out = os.pipe()
+def browsing(path: str) -> Iterator[Browser]:
+    """Run the Chromium at `path`; it is ended with all that it started, and its files are removed."""
+    # Its sockets need a short path, shorter than those that pytest makes.
+    with tempfile.TemporaryDirectory(prefix="pp-", ignore_cleanup_errors=True) as folder:
+        ours_in, its_out = os.pipe()
+        its_in, ours_out = os.pipe()
+        process = _start(path, Path(folder), its_in, its_out)
+        os.close(its_in)
+        os.close(its_out)
+        try:
+            yield Browser(ours_out, ours_in)
+        finally:
+            os.killpg(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            os.close(ours_in)
+            os.close(ours_out)
+
+
+def _start(path: str, folder: Path, reads: int, writes: int) -> int:
+    """Start Chromium as a process group of its own with a pipe to read from and one to write to."""
     # Chromium reads descriptor 3 and writes 4: both ends are moved out of their way first.
-    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 10) for each in (its_in, its_out)]
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 10) for each in (reads, writes)]
     with Path(os.devnull).open("r+b") as nothing:
         process = os.posix_spawn(
             path,
-            [path, *_FLAGS, f"--user-data-dir={folder}", "about:blank"],
-            os.environ | {"HOME": str(folder), "XDG_RUNTIME_DIR": str(folder)},
+            [path, *_FLAGS, f"--user-data-dir={folder / 'data'}", "about:blank"],
+            os.environ | {"HOME": str(folder), "XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)},
             file_actions=[
                 *((os.POSIX_SPAWN_DUP2, nothing.fileno(), each) for each in (0, 1, 2)),
                 *((os.POSIX_SPAWN_DUP2, each, number) for each, number in zip(moved, (3, 4), strict=True)),
             ],
             setpgroup=0,
         )
-    for each in (its_in, its_out, *moved):
+    for each in moved:
         os.close(each)
-    try:
-        yield Browser(ours_out, ours_in)
-    finally:
-        os.killpg(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        os.close(ours_in)
-        os.close(ours_out)
+    return process

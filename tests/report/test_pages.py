@@ -83,11 +83,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser() -> Iterator[Browser]:
     path = chromium_path()
     if path is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
-    with browsing(path, tmp_path_factory.mktemp("chromium")) as opened:
+    with browsing(path) as opened:
         yield opened
 
 
