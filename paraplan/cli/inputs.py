@@ -169,7 +169,7 @@ def write_beside_and_rename(path: Path, text: str | bytes) -> None:
     """Write a whole file or nothing; raise `UsageError` where the path cannot be written."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.write_bytes(text.encode() if isinstance(text, str) else text)
+        beside.write_bytes(text.encode(errors="replace") if isinstance(text, str) else text)
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -191,6 +192,21 @@ def test_the_keyboard_reaches_a_plan_and_its_row(reports: dict[str, Path], brows
     assert shown == 1
     browser.press("Enter")
     assert browser.evaluate("document.querySelector('tr:target') !== null")
+
+
+def test_names_are_text_whatever_they_hold(tmp_path: Path) -> None:
+    folder = tmp_path / 'x<img src=q onerror="alert(1)">&\udcff'
+    folder.mkdir()
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 100}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"} | sizes))
+    report = tmp_path / "report.html"
+    result = CliRunner().invoke(
+        app, ["estimate", str(folder), "--profile", "dgx-h100", "--html", str(report), "--json"]
+    )
+    assert result.exit_code == 0, result.stderr
+    page = read(report)
+    assert page.loaded == ["data:,"]
+    assert 'x<img src=q onerror="alert(1)">&?' in page.text
 
 
 def test_an_unwritable_path_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
