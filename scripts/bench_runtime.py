@@ -155,6 +155,7 @@ def plain_step(case: Case, model: nn.Module) -> Step:
     wrapped: Any = model
     optimizer = adamw(model.parameters())
     inputs, targets = batch_of(case, dist.get_rank() if dist.is_initialized() else 0)
+    loss_of = loss_fn if plan.tp == 1 else _loss_of_classes
     pieces = list(zip(inputs.chunk(plan.num_microbatches), targets.chunk(plan.num_microbatches), strict=True))
 
     def step() -> float:
@@ -169,7 +170,7 @@ def plain_step(case: Case, model: nn.Module) -> Step:
                         wrapped.set_reshard_after_backward(is_last)
                 elif plan.dp > 1 and not is_last:
                     stack.enter_context(wrapped.no_sync())
-                loss = loss_fn(wrapped(piece), target) / len(pieces)
+                loss = loss_of(wrapped(piece), target) / len(pieces)
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         optimizer.step()
@@ -239,9 +240,68 @@ class _Row(nn.Module):
         return summed + self.bias
 
 
+class _Rows(nn.Module):
+    """An embedding of which this rank has the rows of some tokens."""
+
+    def __init__(self, embedding: nn.Embedding, size: int) -> None:
+        super().__init__()
+        rows = embedding.weight.shape[0] // size
+        self.first = rows * dist.get_rank()
+        self.weight = nn.Parameter(embedding.weight.detach()[self.first : self.first + rows].clone())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        local = tokens - self.first
+        is_here = (local >= 0) & (local < len(self.weight))
+        found = F.embedding(local * is_here, self.weight) * is_here[..., None]
+        summed: torch.Tensor = _Sum.apply(found)  # type: ignore[no-untyped-call]
+        return summed
+
+
+class _Classes(nn.Module):
+    """A head of which this rank has some classes, without a bias."""
+
+    def __init__(self, linear: nn.Linear, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().chunk(size)[dist.get_rank()].clone())
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return F.linear(_Copy.apply(given), self.weight)  # type: ignore[no-untyped-call]
+
+
+class _LossOfClasses(torch.autograd.Function):
+    """The mean cross-entropy of logits of which this rank has some classes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        first = logits.shape[1] * dist.get_rank()
+        largest = logits.max(dim=1).values
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        shifted = logits - largest[:, None]
+        local = targets - first
+        is_here = (local >= 0) & (local < logits.shape[1])
+        local = local * is_here
+        exponents = shifted.exp()
+        both = torch.stack([exponents.sum(dim=1), shifted.gather(1, local[:, None])[:, 0] * is_here])
+        dist.all_reduce(both)
+        ctx.save_for_backward(exponents.div_(both[0][:, None]), local, is_here)
+        return (both[0].log() - both[1]).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        shares, local, is_here = ctx.saved_tensors
+        shares[torch.arange(len(local)), local] -= is_here.to(shares.dtype)
+        return shares.mul_(gradient / len(local)), None
+
+
+def _loss_of_classes(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = _LossOfClasses.apply(logits.flatten(0, 1), targets.flatten())  # type: ignore[no-untyped-call]
+    return loss
+
+
 def _split_by_hand(model: Any, size: int) -> None:
-    """Split attention by heads and the MLP by its inner units, as Megatron-LM does."""
+    """Split attention by heads, the MLP by its inner units, and the ends by vocabulary, as Megatron-LM does."""
     rank = dist.get_rank()
+    model.byte_embedding, model.head = _Rows(model.byte_embedding, size), _Classes(model.head, size)
     for block in model.blocks:
         heads = torch.arange(HIDDEN).chunk(size)[rank]
         inner = torch.arange(4 * HIDDEN).chunk(size)[rank]

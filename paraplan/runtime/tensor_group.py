@@ -36,9 +36,9 @@ class TensorGroup:
     token_cuts: dict[tuple[int, ...], Cut] = field(default_factory=dict)
     _entered: list[Any] = field(default_factory=list)
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `tensor` over the group."""
-        total = tensor.clone(memory_format=torch.contiguous_format)
+    def sum(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+        """Return the sum of `tensor` over the group; `in_place` where nobody else reads it."""
+        total = tensor.contiguous() if in_place else tensor.clone(memory_format=torch.contiguous_format)
         if self.handle is not None:
             dist.all_reduce(total, group=self.handle)
         return total
@@ -82,15 +82,22 @@ class TensorGroup:
         self._entered.clear()
 
 
-def copy_to_ranks(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Return `tensor`, which every rank has; its gradient is the sum of those of the ranks."""
-    result: torch.Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
+def copy_to_ranks(tensor: torch.Tensor, group: TensorGroup, *, for_products: bool = False) -> torch.Tensor:
+    """Return `tensor`, which every rank has; its gradient is the sum of those of the ranks.
+
+    `for_products`: linear layers alone read it, whose backward passes make a gradient of their own to sum in place.
+    """
+    result: torch.Tensor = _Copy.apply(tensor, group, for_products)  # type: ignore[no-untyped-call]
     return result
 
 
-def sum_over_ranks(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Return the sum of `tensor` over the ranks, which all go on with the same."""
-    result: torch.Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
+def sum_over_ranks(tensor: torch.Tensor, group: TensorGroup, *, is_product: bool = False) -> torch.Tensor:
+    """Return the sum of `tensor` over the ranks, which all go on with the same.
+
+    `is_product`: it is what a linear layer returned, which nobody else reads, and is summed in place.
+    """
+    in_place = is_product and group.handle is not None and tensor.is_contiguous() and not tensor._is_view()
+    result: torch.Tensor = _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -120,23 +127,25 @@ def join_parts(local: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tenso
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, for_products: bool) -> torch.Tensor:
+        ctx.group, ctx.for_products = group, for_products
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.group.sum(gradients[0]), None
+        return ctx.group.sum(gradients[0], in_place=ctx.for_products), None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        return group.sum(tensor)
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, in_place: bool) -> torch.Tensor:
+        if in_place:
+            ctx.mark_dirty(tensor)
+        return group.sum(tensor, in_place=in_place)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0], None
+        return gradients[0], None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -188,7 +188,7 @@ def enter_column(given: torch.Tensor, group: TensorGroup) -> torch.Tensor:
         local, cut = given.local, given.cut
         group.token_cuts[tuple(given.shape[:-1])] = cut
         return group.enter_once(given, lambda: gather_to_ranks(local, cut, group))
-    return group.enter_once(given, lambda: copy_to_ranks(given, group))
+    return group.enter_once(given, lambda: copy_to_ranks(given, group, for_products=True))
 
 
 def row_forward(
@@ -216,7 +216,7 @@ def check_row_input(given: torch.Tensor, name: str) -> None:
 def leave_row(partial: torch.Tensor, bias: Any, group: TensorGroup, *, sequence_parallel: bool) -> torch.Tensor:
     """Return the sum of what the ranks computed plus `bias`: whole, or this rank's tokens of it."""
     if not sequence_parallel:
-        total = sum_over_ranks(partial, group)
+        total = sum_over_ranks(partial, group, is_product=True)
         return total if bias is None else total + bias
     # Code that has flattened batch and tokens reads column layers in that shape too.
     cut = group.token_cuts.get(tuple(partial.shape[:-1]))
