@@ -1,5 +1,5 @@
 """`python -m paraplan`."""
 
-from paraplan.cli.main import main
+from paraplan.cli.start import main
 
 main()
