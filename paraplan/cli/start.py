@@ -1,4 +1,4 @@
-"""The start of the `paraplan` command: `paraplan launch` goes to the launcher without the imports of the command line."""
+"""The start of the `paraplan` command: a launch goes to the launcher without the imports of the command line."""
 
 from __future__ import annotations
 
