@@ -7,7 +7,7 @@ import numpy as np
 from paraplan.cost.blocks import BlockCosts, block_costs
 from paraplan.cost.kernels import effective_peak
 from paraplan.cost.memory import RankMemory, StageMemory, cached_bytes, host_bytes, peak_bytes, peak_of
-from paraplan.cost.stages import even_stage
+from paraplan.cost.stages import even_stage, inner_ranks
 from paraplan.cost.step import StepTime, step_time
 from paraplan.cost.table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
@@ -114,9 +114,9 @@ def peak_memory(workload: Workload, table: PlanTable, costs: BlockCosts | None =
 
 
 def step_times(workload: Workload, table: PlanTable) -> StepTime:
-    """Return the step time of each plan by parts, from the first two and the last two pipeline ranks."""
+    """Return the step time of each plan by parts, from the first and the last pipeline rank and two between."""
     last = table.pp - 1
-    ranks = (np.zeros_like(last), np.minimum(1, last), np.maximum(last - 1, 0), last)
+    ranks = (np.zeros_like(last), *inner_ranks(table), last)
     model = workload.model
     stages = [even_stage(table, model.num_blocks, rank, are_alike=len(model.runs) == 1) for rank in ranks]
     costs = block_costs(workload, table)

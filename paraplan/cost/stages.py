@@ -115,6 +115,23 @@ def _uniform_stage(table: PlanTable, num_blocks: int, rank: Ints) -> StageBlocks
     )
 
 
+def inner_ranks(table: PlanTable) -> tuple[Ints, Ints]:
+    """Return two ranks of each plan that stand for those between the first and the last: with most and fewest blocks.
+
+    Of an even split these are the second and the last but one, which are also taken of ranks with several chunks.
+    """
+    last = table.pp - 1
+    most, fewest = np.minimum(1, last), np.maximum(last - 1, 0)
+    uneven = np.flatnonzero((table.split > 0) & (table.pp > 3) & (table.virtual == 1))
+    (splits, pps), kind = distinct_rows(table.split[uneven], table.pp[uneven])
+    found = np.zeros((2, len(splits)), dtype=np.int64)
+    for place, (split, pp) in enumerate(zip(splits, pps, strict=True)):
+        between = np.diff(table.splits[split, : pp + 1])[1:-1]
+        found[:, place] = 1 + np.argmax(between), len(between) - np.argmin(between[::-1])
+    most[uneven], fewest[uneven] = found[:, kind]
+    return most, fewest
+
+
 def in_flight(table: PlanTable, stage: StageBlocks) -> Floats:
     """Return how many micro-batches a rank of `stage` keeps activations of, counted in whole stages.
 

@@ -74,8 +74,8 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     """Return the time of one step under each plan.
 
     The slowest rank works through its micro-batches and waits in the bubble of its schedule (`bubble`). `stages` are
-    the first two and the last two ranks of each plan, or all ranks of a single one. The sum over all stages does not
-    depend on where the blocks are cut.
+    the first and the last rank of each plan and two between, or all ranks of a single one. The sum over all stages does
+    not depend on where the blocks are cut.
     """
     links = _links(workload, table)
     exchanges = context_parallel_s(workload, table)

@@ -115,3 +115,13 @@ def test_the_step_of_every_machine_that_comes_with_paraplan_is_estimated(workloa
         there = Workload.of(made.model, made.training, cluster, made.links)
         plan = ParallelPlan(dp=cluster.num_gpus, num_microbatches=4)
         assert estimate_plan(there, plan).step.step_time_s > 0, machine.name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_uneven_stages_in_the_middle_are_seen_by_the_search(workload: MakeWorkload, schedule: str) -> None:
+    made = workload("llama-3-8b", num_nodes=2, seq_length=2048, global_batch_size=32)
+    plan = ParallelPlan(
+        tp=2, pp=8, num_microbatches=32, pipeline_schedule=schedule, stage_blocks=(4, 4, 5, 4, 4, 4, 4, 3)
+    )
+    searched = step_times(made, PlanTable.of_plans([plan, plan.replace(micro_batch_size=2, num_microbatches=16)]))
+    assert searched.step_time_s[0] == pytest.approx(estimate_plan(made, plan).step.step_time_s, rel=0.01)
