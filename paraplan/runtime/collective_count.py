@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -56,6 +57,20 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         """Begin anew."""
         self._counts.clear()
         self._bytes.clear()
+
+    def go_on(self, before: CollectiveCount | None, times: int) -> None:
+        """Count the difference to `before` as often as `times` says: what each further micro-batch sends."""
+        if before is None:
+            return
+        for counter, earlier in ((self._counts, before._counts), (self._bytes, before._bytes)):
+            for key in list(counter):
+                counter[key] += times * max(0, counter[key] - earlier[key])
+
+    def copy(self) -> CollectiveCount:
+        """Return what was counted until now."""
+        other = copy.copy(self)
+        other._counts, other._bytes = self._counts.copy(), self._bytes.copy()
+        return other
 
     def counted(self) -> tuple[CountedCollective, ...]:
         """Return what was counted, the most bytes first."""

@@ -6,6 +6,7 @@ without values, by the runtime's own engine. The second step ends the script.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from paraplan.runtime.fake_split import splits_without_values
 from paraplan.runtime.job import Job, SchedulerFactory
 from paraplan.runtime.loss_scale import LossScale
 from paraplan.runtime.setting import Setting
-from paraplan.runtime.step_division import StepShape
+from paraplan.runtime.step_division import StepDivider, StepShape
 from paraplan.runtime.weights import count_parameters
 
 
@@ -93,14 +94,38 @@ class FakeEngine(Engine):
 
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Do a step without values; the last of `NUM_STEPS` writes the report and ends the script."""
-        self._rank.collectives.forget()
         self._share = batch_size(inputs, targets)
+        before = self._rank.collectives.copy() if self.num_steps else None
+        self._rank.collectives.forget()
+        left = self._shorten()
         with self._rank.running():
-            super().step(*pytree.tree_map(without_values_of, (inputs, targets)))
+            super().step(*pytree.tree_map(self._without_values, (inputs, targets)))
+        self._rank.collectives.go_on(before, left)
         if self.num_steps >= NUM_STEPS:
             self._write_report()
             raise FakeRunEnd(0)
         return torch.zeros(())
+
+    def _shorten(self) -> int:
+        """Leave micro-batches out that are like others; return how many: of many in a row three tell of all.
+
+        Without a pipeline memory is the same from the second on, and each sends the same: the first step does two, the
+        second three. The batch is checked whole.
+        """
+        plan, mesh = self._plan, self._mesh
+        shape = StepShape.of_plan(plan, is_fixed=self._job.file is not None)
+        StepDivider(shape, mesh.grid).divide([self._share] * mesh.world.size, is_step=True)
+        count = 2 + self.num_steps
+        if plan.pp > 1 or shape.share != self._share or plan.num_microbatches <= count + 1:
+            self._size = self._share
+            return 0
+        self._size = count * plan.micro_batch_size
+        self._divider = StepDivider(replace(shape, num_microbatches=count), mesh.grid)
+        return plan.num_microbatches - count
+
+    def _without_values(self, leaf: Any) -> Any:
+        is_batch = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == self._share
+        return without_values_of(leaf[: self._size] if is_batch else leaf)
 
     def eval_step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Return 0: what is not trained on needs less memory."""
