@@ -137,6 +137,20 @@ def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path) -> None:
         assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (2 * block + ends), abs=64)  # and the loss
 
 
+def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(tmp_path: Path) -> None:
+    plan = ParallelPlan(dp=2, zero_stage=2, micro_batch_size=1, num_microbatches=8)
+    write(tmp_path, plan)
+    done = launch("--fake", "2", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (rank,) = FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks
+    reduced = next(one for one in rank.collectives if one.operation == "reduce-scatter")
+    # Four blocks and what stands outside of them, after every micro-batch; parameters are gathered once a step.
+    assert (reduced.group, reduced.count) == ("dp", 5 * 8)
+    assert reduced.total_bytes == pytest.approx(8 * 4 * rank.num_parameters, rel=0.01)
+    gathered = next(one for one in rank.collectives if one.operation == "all-gather")
+    assert gathered.count == 5
+
+
 def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
     done = launch("--fake", "4", "--json", "train.py", folder=tmp_path)
