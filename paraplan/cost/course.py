@@ -166,7 +166,8 @@ def _reduction_kinds(workload: Workload, plan: ParallelPlan) -> dict[Collective,
     """Return what replicas exchange in a step, each kind with its share of the bytes.
 
     DDP all-reduces gradients. ZeRO-1 scatters gradients and gathers parameters once, ZeRO-2 scatters in every
-    micro-batch, ZeRO-3 gathers twice beside that (Rajbhandari et al. 2020, section 7).
+    micro-batch, ZeRO-3 gathers twice beside that (Rajbhandari et al. 2020, section 7). Hybrid sharding also averages
+    each rank's share between the groups, which moves it twice.
     """
     if not plan.zero_stage:
         return {"all_reduce": 1.0}
@@ -174,7 +175,8 @@ def _reduction_kinds(workload: Workload, plan: ParallelPlan) -> dict[Collective,
     parameter, count = float(workload.training.activation_bytes), plan.num_microbatches
     scattered = {1: 1, 2: count, 3: count}[plan.zero_stage] * gradient
     gathered = {1: 1, 2: 1, 3: 2 * count}[plan.zero_stage] * parameter
-    return {"reduce_scatter": scattered, "all_gather": gathered}
+    kinds: dict[Collective, float] = {"reduce_scatter": scattered, "all_gather": gathered}
+    return kinds | ({"all_reduce": 2 * scattered / plan.zero_shards} if plan.zero_shards else {})
 
 
 def _row(axis: Axis, kinds: dict[Collective, float], start_s: float, length_s: float) -> tuple[Transfer, ...]:

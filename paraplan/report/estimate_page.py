@@ -37,13 +37,13 @@ def estimate_page(workload: Workload, estimate: PlanEstimate) -> str:
     else:
         verdict = '<span class="bad">does not fit in the host\'s memory</span>'
     head = [
-        f"<h1>{escape(workload.model.name)} on {gpus(plan.world_size)}</h1>",
+        f"<h1>{escape(workload.model.name)} on {gpus(plan.world_size * plan.devices_per_process)}</h1>",
         *(paragraph(line, style="soft") for line in workload_lines(workload)),
         f'<p class="plan">{escape(plan.describe())}: {verdict}</p>',
         plan_facts(workload, estimate),
     ]
     return page(
-        title=f"{workload.model.name} on {gpus(plan.world_size)}: {plan.describe()}",
+        title=f"{workload.model.name} on {gpus(plan.world_size * plan.devices_per_process)}: {plan.describe()}",
         head="\n".join(head),
         sections=[
             memory_section(workload, estimate, renderer),

@@ -47,7 +47,7 @@ def workload_lines(workload: Workload) -> list[str]:
 def plan_facts(workload: Workload, estimate: PlanEstimate) -> str:
     """Return the figures of a plan that are read first."""
     step = estimate.step
-    total = step.tokens_per_s_per_gpu * estimate.plan.world_size
+    total = step.tokens_per_s_per_gpu * estimate.plan.world_size * estimate.plan.devices_per_process
     return facts(
         [
             ("step", format_seconds(step.step_time_s)),

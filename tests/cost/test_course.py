@@ -94,3 +94,10 @@ def test_what_replicas_exchange_is_named_by_the_zero_stage(workload: MakeWorkloa
 
     assert kinds() == {"all_reduce"}
     assert kinds(zero_stage=1) == kinds(zero_stage=3) == {"reduce_scatter", "all_gather"}
+
+
+def test_hybrid_sharding_averages_between_its_groups(workload: MakeWorkload) -> None:
+    made = ParallelPlan(dp=8, zero_stage=3, zero_shards=4)
+    load = workload("gpt2", global_batch_size=8)
+    course = step_course(load, estimate_plan(load, made))
+    assert {each.collective for each in course.reduction} == {"reduce_scatter", "all_gather", "all_reduce"}
