@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 from paraplan.cost.calibrated import calibrated_constants
@@ -42,6 +43,15 @@ class Workload:
         if cluster.gpu.vendor == "cpu":
             constants = constants.for_cpu()
         return cls(model, training, cluster, links, calibrated_constants(constants, cluster.gpu))
+
+    @cached_property
+    def has_equal_links(self) -> bool:
+        """Whether there is one node whose GPUs all reach each other alike: groups of one size are equal then."""
+        node = self.cluster.node
+        links = {(link.link_type, link.nvlink_count, link.bandwidth_bytes_per_s) for link in node.links}
+        pairs = self.cluster.gpus_per_node * (self.cluster.gpus_per_node - 1) // 2
+        is_one = self.cluster.num_nodes == 1 and not node.peer_access
+        return is_one and len(links) <= 1 and len(node.links) in (0, pairs)
 
     @property
     def usable_memory_bytes(self) -> int:

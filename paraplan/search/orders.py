@@ -37,6 +37,8 @@ class RankOrders:
         An order is left out only where another has every collective of every axis, at every size from a kilobyte to a
         hundred gigabytes, at least as fast.
         """
+        if self.workload.has_equal_links:
+            return [RANK_ORDERS.index(ORDERS[0])]
         kept: list[tuple[int, Floats]] = []
         seen: set[tuple[Axis, ...]] = set()
         for order in ORDERS:

@@ -256,7 +256,9 @@ class PlanSpace:
         """
         count, rounds = table.num_microbatches, np.maximum(table.num_microbatches // table.pp, 1)
         # Fewer than the stages; a multiple of them; of the rounds of a schedule; of neither. One example of each, pp=2.
-        fills = np.select([count < table.pp, count % table.pp == 0, count % rounds == 0], [1, 2, 3], default=5)
+        # Without a pipeline there is nothing to fill.
+        conditions = [table.pp == 1, count < table.pp, count % table.pp == 0, count % rounds == 0]
+        fills = np.select(conditions, [5, 1, 2, 3], default=5)
         kinds, kind = distinct_rows(
             np.minimum(table.dp, 2),
             np.minimum(table.tp, 2),
