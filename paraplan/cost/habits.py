@@ -32,6 +32,8 @@ class Habits(Record):
     `flash_generation` is that of the FlashAttention kernels.
     `logit_bytes` is what the loss holds for each logit under mixed precision at its peak: torch's cross-entropy the
     16-bit logit, the fp32 log-probability and its gradient; a fused one the 16-bit logit and one fp32 tensor in place.
+    `parallel_logit_bytes` is the same of a loss on logits that tensor parallelism divided, None as `logit_bytes`: in
+    paraplan's the 16-bit logit, the fp32 softmax, which its gradient takes the place of, and that in 16 bits.
     `loss_traffic_per_logit` is what the loss moves through memory for each logit, forward and backward, counted by
     operation: 38 bytes in torch's cross-entropy on upcast logits, 52 in Megatron-LM's vocabulary-parallel one.
     `bucket_elements` is the size of each of two communication buckets, to reduce gradients and to gather parameters.
@@ -82,6 +84,7 @@ class Habits(Record):
     default_attention: AttentionKind = "flash"
     flash_generation: int = 2
     logit_bytes: float = 10.0
+    parallel_logit_bytes: float | None = None
     loss_traffic_per_logit: float = 38.0
     keeps_dummy_gradients: bool = False
     splits_vocabulary: bool = True
@@ -134,7 +137,7 @@ PARAPLAN = Habits(
     fused_kernels=False,
     host_s_per_block=0.3e-3,
     default_attention="sdpa",
-    pads_vocabulary=False,
+    parallel_logit_bytes=8.0,
     source="paraplan.runtime: fp32 parameters under autocast, DDP and FSDP2",
 )
 

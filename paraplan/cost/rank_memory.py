@@ -211,9 +211,14 @@ class RankMemory:
         return np.asarray(tokens * outputs / divisor * self.stage.is_last)
 
     @cached_property
-    def loss_bytes(self) -> float:
+    def loss_bytes(self) -> Floats:
         """Bytes that the loss holds for each logit at most."""
-        return self.workload.habits.logit_bytes if self.is_mixed else 3 * FP32
+        habits = self.workload.habits
+        whole = habits.logit_bytes if self.is_mixed else 3 * FP32
+        parts = whole
+        if habits.parallel_logit_bytes is not None:
+            parts = habits.parallel_logit_bytes if self.is_mixed else FP32
+        return np.where(self.table.tp > 1, parts, whole)
 
     @cached_property
     def head_kept_bytes(self) -> Floats:

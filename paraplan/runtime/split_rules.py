@@ -288,13 +288,17 @@ def _wrap(name: str, result: Any, whole_shapes: list[tuple[int, ...] | None], fi
 
 def _wrap_one(name: str, local: torch.Tensor, whole: tuple[int, ...], first: SplitTensor) -> SplitTensor:
     differing = [dim for dim, (part, all_) in enumerate(zip(local.shape, whole, strict=True)) if part != all_]
-    if len(differing) != 1 or whole[differing[0]] != local.shape[differing[0]] * first.cut.size:
+    dim = differing[0] if differing else 0
+    if not first.cut.divides:
+        fits = (whole[dim], local.shape[dim]) == (first.cut.length, first.local.shape[first.cut.dim])
+    else:
+        fits = whole[dim] == local.shape[dim] * first.cut.size
+    if len(differing) != 1 or not fits:
         raise SplitError(
             f"{name} brings together what the ranks hold of the output of {first.source}",
             source=first.source,
             is_mixed=True,
         )
-    dim = differing[0]
     cut = first.cut.at(dim)
     if whole[dim] != first.cut.length:
         # Grouped queries: more heads than the first operand has; both are cut in the plainest way.

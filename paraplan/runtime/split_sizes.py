@@ -34,7 +34,10 @@ def reshaped_cut(cut: Cut, before: Sequence[int], after: Sequence[int]) -> Cut |
     for dim in range(new_start, new_end):
         count, rest = prod(after[new_start:dim]), prod(after[dim + 1 : new_end])
         segments = _one_of(lengths, repeats, count)
-        if segments is None or any(length % (rest * cut.size) for length in segments[0]):
+        if segments is None:
+            continue
+        is_as_before = rest == 1 and segments == ([*cut.segments], cut.repeats)  # an uneven one stays as it is
+        if not is_as_before and any(length % (rest * cut.size) for length in segments[0]):
             continue
         return Cut(
             dim=dim, segments=tuple(length // rest for length in segments[0]), size=cut.size, repeats=segments[1]
@@ -99,7 +102,8 @@ def _as_shape(name: str, tensor: SplitTensor, sizes: list[int]) -> SplitTensor:
     cut = reshaped_cut(tensor.cut, before, sizes)
     if cut is None:
         raise _uneven(name, tensor, before, sizes)
-    local = tensor.local.reshape(cut.local_shape(tuple(sizes)))
+    parts = cut.local_shape(tuple(sizes)) if cut.divides else (*sizes[: cut.dim], -1, *sizes[cut.dim + 1 :])
+    local = tensor.local.reshape(parts)
     return SplitTensor(local, cut, tensor.group, tensor.source)
 
 

@@ -12,7 +12,8 @@ class Cut:
     """A dimension that `size` ranks share. It consists of `segments`, repeated `repeats` times.
 
     Every segment is cut into `size` equal parts, one a rank, so a rank holds the parts of all segments in order. A
-    fused projection of query, key and value has three segments; a dimension cut in the plainest way has one.
+    fused projection of query, key and value has three segments; a dimension cut in the plainest way has one. That one
+    need not divide (a vocabulary): then the last ranks have fewer, or none.
     """
 
     dim: int
@@ -34,16 +35,26 @@ class Cut:
         """Return the same cut of another dimension."""
         return replace(self, dim=dim)
 
+    def local_length(self, index: int) -> int:
+        """Return how much of the dimension rank `index` holds."""
+        return sum(length for _, _, length in self.pieces(index))
+
     def local_shape(self, whole: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of one rank's part of a tensor of shape `whole`."""
+        """Return the shape of one rank's part of a tensor of shape `whole`, which divides."""
         return (*whole[: self.dim], whole[self.dim] // self.size, *whole[self.dim + 1 :])
 
     def whole_shape(self, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor of which one rank's part has shape `local`."""
-        return (*local[: self.dim], local[self.dim] * self.size, *local[self.dim + 1 :])
+        length = local[self.dim] * self.size if self.divides else self.length
+        return (*local[: self.dim], length, *local[self.dim + 1 :])
 
     def pieces(self, index: int) -> list[tuple[int, int, int]]:
         """Return what rank `index` holds along the dimension: (start in the whole, start in the part, length)."""
+        if not self.divides:
+            assert len(self.segments) == self.repeats == 1
+            share = -(-self.length // self.size)
+            start = min(index * share, self.length)
+            return [(start, 0, min(share, self.length - start))]
         found = []
         whole_start = local_start = 0
         for _ in range(self.repeats):

@@ -47,8 +47,15 @@ class TensorGroup:
         """Return the whole tensor of which every rank gives its part."""
         if self.handle is None:
             return local.new_empty(cut.whole_shape(local.shape))
+        missing = 0 if cut.divides else cut.local_length(0) - local.shape[cut.dim]
+        if missing:  # what travels has one length
+            local = torch.cat(
+                [local, local.new_zeros(*local.shape[: cut.dim], missing, *local.shape[cut.dim + 1 :])], cut.dim
+            )
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, local.contiguous(), group=self.handle)
+        if not cut.divides:
+            parts = [part.narrow(cut.dim, 0, cut.local_length(index)) for index, part in enumerate(parts)]
         return cut.join(parts)
 
     def sum_and_scatter(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:

@@ -42,7 +42,8 @@ def find_vocabulary_split(
     """Return how the embedding and the head of `model` are split over `size` ranks; `shadow` is it without values.
 
     A head is a linear layer outside of the blocks with as many outputs as an embedding there has rows. Both stay whole
-    where `size` does not divide them, or where what the model does with the logits needs all of them.
+    where what the model does with the logits needs all of them. Where `size` does not divide them the last rank has
+    fewer rows; nothing is padded.
     """
     outside = {
         name: module
@@ -58,8 +59,8 @@ def find_vocabulary_split(
     if not vocabulary:
         return VocabularySplit()
     reason = (
-        f"tp={size} does not divide a vocabulary of {vocabulary}"
-        if vocabulary % size
+        f"tp={size} leaves ranks without a part of a vocabulary of {vocabulary}"
+        if Cut(dim=0, segments=(vocabulary,), size=size).local_length(size - 1) < 1
         else _shared_reason(shadow, {*chosen, *ends})
         or next(filter(None, (_lookup_reason(model.get_submodule(name), size) for name in chosen)), None)
         or _logits_reason(shadow, ends, size, example_inputs)
@@ -88,7 +89,7 @@ def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: Tens
     for name in split.embeddings:
         module = held.get(name)
         if isinstance(module, nn.Embedding):
-            _look_up_own(module, group)
+            _look_up_own(module, group, cut)
     for name in split.heads:
         module = held.get(name)
         if isinstance(module, nn.Linear):
@@ -99,11 +100,10 @@ def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: Tens
     return {name: cut for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
-def _look_up_own(module: nn.Embedding, group: TensorGroup) -> None:
+def _look_up_own(module: nn.Embedding, group: TensorGroup, cut: Cut) -> None:
     """Make `module`, which holds this rank's rows, look up those and sum what all ranks found."""
     inner: Callable[[torch.Tensor], torch.Tensor] = module.forward
-    count = module.weight.shape[0]
-    start = group.index * count
+    start, _, count = cut.pieces(group.index)[0]
     if module.padding_idx is not None:  # its gradient is 0
         is_own = start <= module.padding_idx < start + count
         module.padding_idx = module.padding_idx - start if is_own else None
@@ -143,7 +143,7 @@ def _lookup_reason(module: nn.Module, size: int) -> str | None:
             part, group = copy.deepcopy(module), TensorGroup(size=size, index=index, handle=None)
             cut = Cut(dim=0, segments=(module.num_embeddings,), size=size)
             part.weight = nn.Parameter(cut.part(module.weight, index).contiguous())
-            _look_up_own(part, group)
+            _look_up_own(part, group, cut)
             found = found + part(tokens)
         expected = module(tokens)
     error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
@@ -171,8 +171,9 @@ def _trial_heads(shadow: nn.Module, heads: list[str], group: TensorGroup) -> Ite
 
     def trial(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(given: torch.Tensor) -> torch.Tensor:
-            local = enter_column(given, group).new_empty((*given.shape[:-1], module.out_features // group.size))
-            return SplitTensor(local, Cut(local.ndim - 1, (module.out_features,), group.size), group, VOCABULARY)
+            cut = Cut(given.ndim - 1, (module.out_features,), group.size)
+            local = enter_column(given, group).new_empty((*given.shape[:-1], cut.local_length(group.index)))
+            return SplitTensor(local, cut, group, VOCABULARY)
 
         return forward
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paraplan.runtime.context_rules import split_row_losses
 from paraplan.runtime.split_tensor import CONTEXT, SplitTensor
+from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup
 
 _NAMES = (
@@ -54,6 +55,7 @@ def split_cross_entropy(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         given["ignore_index"],
         given["label_smoothing"],
         logits.group,
+        logits.cut,
     )
     return _reduced(losses, target, ignored=given["ignore_index"], reduction=given["reduction"])
 
@@ -70,10 +72,16 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, smoothing: float, group: TensorGroup
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        ignored: int,
+        smoothing: float,
+        group: TensorGroup,
+        cut: Cut,
     ) -> torch.Tensor:
-        num_classes = logits.shape[-1]
-        local = target - group.index * num_classes
+        first, _, num_classes = cut.pieces(group.index)[0]
+        local = target - first
         is_mine = (local >= 0) & (local < num_classes)
         local = local.clamp(0, num_classes - 1)
         largest = logits.amax(dim=-1).float()
@@ -82,12 +90,12 @@ class _RowLosses(torch.autograd.Function):
         copied = logits.clone() if logits.dtype is torch.float32 else logits.float()
         shifted = copied.sub_(largest[:, None])
         of_target = shifted.gather(1, local[:, None]).squeeze(1) * is_mine
-        mean = shifted.sum(dim=-1) / (num_classes * group.size) if smoothing else torch.zeros_like(of_target)
+        mean = shifted.sum(dim=-1) / cut.length if smoothing else torch.zeros_like(of_target)
         exponentials = shifted.exp_()
         total, of_target, mean = group.sum(torch.stack([exponentials.sum(dim=-1), of_target, mean])).unbind(0)
         counts = target != ignored
         ctx.save_for_backward(exponentials.div_(total[:, None]), local, is_mine, counts)
-        ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, num_classes * group.size, logits.dtype
+        ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, cut.length, logits.dtype
         losses = total.log() - (1 - smoothing) * of_target - smoothing * mean
         return torch.where(counts, losses, 0.0)
 
@@ -95,9 +103,10 @@ class _RowLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         softmax, local, is_mine, counts = ctx.saved_tensors
         of_row = torch.where(counts, gradients[0], 0.0)
-        # d loss / d logit = softmax - (1 - smoothing) [is target] - smoothing / classes
-        of_logits = softmax * of_row[:, None]
+        # d loss / d logit = softmax - (1 - smoothing) [is target] - smoothing / classes, in place of the softmax: torch
+        # refuses a second backward pass.
+        of_logits = softmax.scatter_add_(1, local[:, None], (-(1 - ctx.smoothing) * is_mine.float())[:, None])
         if ctx.smoothing:
-            of_logits -= (of_row * (ctx.smoothing / ctx.num_classes))[:, None]
-        of_logits.scatter_add_(1, local[:, None], (-(1 - ctx.smoothing) * of_row * is_mine)[:, None])
-        return of_logits.to(ctx.dtype), None, None, None, None
+            of_logits -= ctx.smoothing / ctx.num_classes
+        of_logits *= of_row[:, None]
+        return of_logits.to(ctx.dtype), None, None, None, None, None

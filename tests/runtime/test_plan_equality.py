@@ -184,6 +184,15 @@ def test_experts_of_which_ranks_have_some_inner_units_train_as_in_one_process(ra
     assert_each_trains_the_same(four, "mixture", ranks, one_process)
 
 
+def test_a_vocabulary_that_tp_does_not_divide_trains_as_in_one_process(ranks: RankHarness, one_process) -> None:
+    plans = [
+        plan_of(tp=4, num_microbatches=3, sequence_parallel=True),
+        plan_of(dp=2, tp=2, num_microbatches=3, zero_stage=3),
+        plan_of(tp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=3),
+    ]
+    assert_each_trains_the_same(plans, "odd vocabulary", ranks, one_process)
+
+
 def test_parameters_on_several_stages_stay_equal(ranks: RankHarness, one_process) -> None:
     """Those of other ranks, and of the same one: interleaved stages that read one table."""
     plans = [

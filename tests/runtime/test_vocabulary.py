@@ -31,6 +31,13 @@ LOSSES: dict[str, Loss] = {
     ),
     "scaled": lambda logits, targets: F.cross_entropy(3 * torch.tanh(logits / 3).flatten(0, 1), targets.flatten()),
 }
+ODD_LOSSES: dict[str, Loss] = {
+    "masked": LOSSES["masked"],
+    "viewed": lambda logits, targets: F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1)),
+    "shifted": lambda logits, targets: F.cross_entropy(logits[:, :-1].transpose(1, 2), targets[:, 1:]),
+    "smoothed": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1),
+    "gathered": lambda logits, targets: F.nll_loss(logits.log_softmax(-1).flatten(0, 1), targets.flatten()),
+}
 GATHERED: dict[str, Loss] = {
     "weighted": lambda logits, targets: F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), weight=torch.linspace(1, 2, VOCABULARY)
@@ -121,17 +128,26 @@ def test_logits_are_gathered_for_other_losses_and_that_is_said_once(ranks: RankH
     assert said_by_second == []
 
 
-def _left_whole() -> list[tuple[list[float], dict[str, int], list[str]]]:
-    loss = [LOSSES["masked"]]
-    return [compared(Sorted, loss), compared(Odd, loss)]
+def _left_whole() -> tuple[list[float], dict[str, int], list[str]]:
+    return compared(Sorted, [LOSSES["masked"]])
 
 
 def test_what_is_left_whole_says_why(ranks: RankHarness) -> None:
-    (sorted_errors, sorted_rows, said), (odd_errors, odd_rows, odd_said) = ranks.run(_left_whole, size=2)[0]
-    assert sorted_errors + odd_errors == pytest.approx([0.0, 0.0], abs=1e-5)
-    assert (sorted_rows["head.weight"], odd_rows["head.weight"]) == (VOCABULARY, VOCABULARY + 1)
+    errors, rows, said = ranks.run(_left_whole, size=2)[0]
+    assert errors == pytest.approx([0.0], abs=1e-5)
+    assert rows["head.weight"] == VOCABULARY
     assert "head: mean brings together what the ranks hold" in said[0]
-    assert f"embedding: tp=2 does not divide a vocabulary of {VOCABULARY + 1}" in odd_said[-1]
+
+
+def _odd() -> tuple[list[float], dict[str, int], list[str]]:
+    return compared(Odd, [*ODD_LOSSES.values()])
+
+
+def test_a_vocabulary_that_does_not_divide_is_split_unevenly(ranks: RankHarness) -> None:
+    for rank, (errors, rows, said) in enumerate(ranks.run(_odd, size=2)):
+        assert dict(zip(ODD_LOSSES, errors, strict=True)) == pytest.approx(dict.fromkeys(ODD_LOSSES, 0.0), abs=1e-5)
+        assert rows["embedding.weight"] == rows["head.bias"] == VOCABULARY // 2 + (rank == 0)
+        assert ["log_softmax" in line for line in said] == [True] * (rank == 0)
 
 
 class _OwnLoss(torch.autograd.Function):

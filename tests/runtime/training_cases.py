@@ -169,12 +169,14 @@ class MixtureLayer(AttentionLayer):
 class Transformer(nn.Module):
     """A decoder of layers of one class, with an embedding and a head of its own."""
 
-    def __init__(self, layer: type[nn.Module] = AttentionLayer, num_layers: int = 3) -> None:
+    def __init__(
+        self, layer: type[nn.Module] = AttentionLayer, num_layers: int = 3, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.embedding = nn.Embedding(vocabulary, HIDDEN)
         self.layers = nn.ModuleList(layer() for _ in range(num_layers))
         self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head = nn.Linear(HIDDEN, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens)
@@ -198,7 +200,8 @@ MODELS = {
     "attention": lambda: Transformer(num_layers=4),
     "grouped": lambda: Transformer(GroupedLayer),
     "experts": lambda: Transformer(ExpertsLayer),
-    "mixture": lambda: Transformer(MixtureLayer),
+    "odd vocabulary": lambda: Transformer(num_layers=2, vocabulary=VOCABULARY + 1),
+    "mixture": lambda: Transformer(MixtureLayer, vocabulary=VOCABULARY + 1),
 }
 
 
