@@ -34,6 +34,7 @@ from paraplan.cli.options import (
     AttentionOption,
     CalibrationOption,
     CpOption,
+    DevicesOption,
     DpOption,
     GpusPerNodeOption,
     JsonOption,
@@ -57,6 +58,7 @@ from paraplan.cli.options import (
     TpOption,
     VirtualStagesOption,
     ZeroOption,
+    ZeroShardsOption,
 )
 from paraplan.cli.step_trace import TraceOption, write_trace
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
 
 _PLAN_OPTIONS = (
     *("dp", "tp", "pp", "cp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages"),
+    *("zero_shards", "devices_per_process"),
     *("sequence_parallel", "offload", "global_batch"),
 )
 
@@ -125,6 +128,8 @@ def estimate(
     pp: PpOption = 1,
     cp: CpOption = 1,
     zero: ZeroOption = 0,
+    zero_shards: ZeroShardsOption = None,
+    devices_per_process: DevicesOption = 1,
     micro_batch: MicroBatchOption = 1,
     recompute: RecomputeOption = RecomputeName.none,
     schedule: ScheduleOption = None,
@@ -175,6 +180,8 @@ def estimate(
             pp=pp,
             cp=cp,
             zero_stage=zero,
+            zero_shards=zero_shards,
+            devices_per_process=devices_per_process,
             micro_batch_size=micro_batch,
             num_microbatches=micro_batches(global_batch or dp * micro_batch, dp=dp, micro_batch_size=micro_batch),
             pipeline_schedule=(schedule or ScheduleChoice.one_forward_one_backward) if pp > 1 else schedule,

@@ -38,6 +38,12 @@ def read_cluster_for_plan(
     Raises `PlanError` where the plan has more ranks than the machines have GPUs.
     """
     cluster = read_cluster(profile, num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node)
+    if plan.devices_per_process > cluster.gpus_per_node:
+        raise PlanError(
+            f"one process divides its micro-batches over {plan.devices_per_process} GPUs, and {cluster.name} has "
+            f"{cluster.gpus_per_node}",
+            hint=f"use --devices-per-process {cluster.gpus_per_node}",
+        )
     if plan.world_size <= cluster.num_gpus:
         return cluster
     needed = math.ceil(plan.world_size / cluster.gpus_per_node)

@@ -166,6 +166,19 @@ MicroBatchOption = Annotated[int, _degree("micro-batch", "Sequences of one micro
 ZeroOption = Annotated[
     int, typer.Option("--zero", min=0, max=3, rich_help_panel=PLAN_PANEL, help="ZeRO stage; 0 is DDP.")
 ]
+ZeroShardsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--zero-shards",
+        min=2,
+        max=MOST_RANKS,
+        rich_help_panel=PLAN_PANEL,
+        help="ZeRO over groups of so many data-parallel ranks, with replicas between them (hybrid sharding).",
+    ),
+]
+DevicesOption = Annotated[
+    int, _degree("devices-per-process", "GPUs over which one process divides its micro-batches (DataParallel).")
+]
 RecomputeOption = Annotated[
     RecomputeName, typer.Option("--recompute", rich_help_panel=PLAN_PANEL, help="Activation checkpointing.")
 ]

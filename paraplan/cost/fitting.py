@@ -57,7 +57,7 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
     stage_of, recompute_of = (np.array(column) for column in zip(*_numbered(kinds), strict=True))
 
     def holds(kind: Ints, micro_batch: Ints, dp: Ints) -> Mask:
-        table = PlanTable.of_plans([plan.replace(stage_blocks=None, zero_shards=None)]).select(
+        table = PlanTable.of_plans([plan.replace(stage_blocks=None, zero_shards=None, devices_per_process=1)]).select(
             np.zeros(len(kind), dtype=np.int64)
         )
         sharded = np.where(dp * plan.cp > 1, stage_of[kind], 0)

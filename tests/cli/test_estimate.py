@@ -255,3 +255,13 @@ def test_a_known_family_is_estimated_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+
+
+def test_hybrid_sharding_and_data_parallel_in_one_process_are_estimated_from_options() -> None:
+    hybrid = ["gpt2-xl", "--profile", "dgx-a100", "--dp", "32", "--zero", "3", "--zero-shards", "8"]
+    assert "ZeRO-3 in groups of 8" in run("estimate", *hybrid)[1]
+    shared = ["gpt2", "--profile", "titan-rtx-x2", "--precision", "fp32", "--micro-batch", "8"]
+    assert "DataParallel over 2 GPUs" in run("estimate", *shared, "--devices-per-process", "2")[1]
+    status, _, stderr = run("estimate", *shared, "--devices-per-process", "3")
+    assert status == 2
+    assert "hint: use --devices-per-process 2" in stderr
