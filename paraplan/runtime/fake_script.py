@@ -14,6 +14,7 @@ import sys
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -52,7 +53,9 @@ def run_script(words: list[str], world: World) -> None:
         except Exception as error:  # the user's script, which may do anything
             explained = _explained(target, error)
             if explained is None:
-                raise
+                said = traceback.format_exception(type(error), error, _from_script(target, error))
+                sys.stderr.write("".join(said))
+                sys.exit(1)
             raise explained from error
     if not Path(os.environ[FAKE_VARIABLE]).exists():
         raise UsageError(
@@ -60,6 +63,14 @@ def run_script(words: list[str], world: World) -> None:
             "DistributedDataParallel, which --fake follows",
             hint="give it data for two steps; a model alone is traced by paraplan estimate file.py:factory --trace",
         )
+
+
+def _from_script(target: str, error: Exception) -> TracebackType | None:
+    """Return the traceback of `error` from the script's own first line on."""
+    step = error.__traceback__
+    while step is not None and not step.tb_frame.f_code.co_filename.endswith(target):
+        step = step.tb_next
+    return step or error.__traceback__
 
 
 def _explained(target: str, error: Exception) -> UsageError | None:
