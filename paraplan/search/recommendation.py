@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.files import PlanFile, PlannedPlacement
 from paraplan.plan.placement import place
 from paraplan.plan.traffic import axis_traffic
-from paraplan.search.budget import Budget, SizeOffer, budget, cheapest
-from paraplan.search.changes import Comparison, compare_with
-from paraplan.search.explain import Explanation, explain
 from paraplan.search.fixed import FREE, FixedChoices
 from paraplan.search.objective import Objective
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
-from paraplan.search.what_fits import fewest_gpus, largest_batch, longest_sequence
+
+if TYPE_CHECKING:  # what most calls do not ask for is imported when it is asked for
+    from paraplan.search.budget import Budget, SizeOffer
+    from paraplan.search.changes import Comparison
+    from paraplan.search.explain import Explanation
 
 Find = Literal["fewest-gpus", "largest-batch", "longest-sequence"]
 
@@ -68,8 +69,27 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
     """Return the answer to a question; raise `NoPlanFitsError` where no plan fits."""
     runnable_only = question.framework is None
     workload, found = _found(workload, question, runnable_only=runnable_only)
-    offers: tuple[SizeOffer, ...] = ()
+    result, workload, offers = _searched(workload, question, runnable_only=runnable_only)
+    return Recommendation(
+        workload=workload,
+        result=result,
+        placement=_placement(workload, result),
+        framework=question.framework,
+        found=found,
+        explanation=_explanation(result) if question.explains else None,
+        comparison=_comparison(workload, question.earlier, result) if question.earlier else None,
+        budget=_budget(workload, question.tokens, question.price_per_gpu_hour, result) if question.tokens else None,
+        offers=offers,
+    )
+
+
+def _searched(
+    workload: Workload, question: Question, *, runnable_only: bool
+) -> tuple[SearchResult, Workload, tuple[SizeOffer, ...]]:
+    """Return the search, the workload that it was for, and what other numbers of GPUs offered."""
     if question.objective == "cost":
+        from paraplan.search.budget import cheapest
+
         best = cheapest(
             workload,
             price_per_gpu_hour=question.price_per_gpu_hour,
@@ -79,31 +99,35 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
             with_second=question.explains,
             with_front=question.with_front,
         )
-        workload, result, offers = best.workload, best.result, best.offers
-    else:
-        result = search(
-            workload,
-            objective=question.objective,
-            num_candidates=question.num_candidates,
-            runnable_only=runnable_only,
-            fixed=question.fixed,
-            with_front=question.with_front,
-            with_second=question.explains,
-        )
-    explains = question.explains and result.second is not None
-    return Recommendation(
-        workload=workload,
-        result=result,
-        placement=_placement(workload, result),
-        framework=question.framework,
-        found=found,
-        explanation=explain(result.best, result.second) if explains and result.second else None,
-        comparison=compare_with(workload, question.earlier, result) if question.earlier else None,
-        budget=budget(workload, result.best, tokens=question.tokens, price_per_gpu_hour=question.price_per_gpu_hour)
-        if question.tokens
-        else None,
-        offers=offers,
+        return best.result, best.workload, best.offers
+    result = search(
+        workload,
+        objective=question.objective,
+        num_candidates=question.num_candidates,
+        runnable_only=runnable_only,
+        fixed=question.fixed,
+        with_front=question.with_front,
+        with_second=question.explains,
     )
+    return result, workload, ()
+
+
+def _explanation(result: SearchResult) -> Explanation | None:
+    from paraplan.search.explain import explain
+
+    return explain(result.best, result.second) if result.second else None
+
+
+def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> Comparison:
+    from paraplan.search.changes import compare_with
+
+    return compare_with(workload, earlier, result)
+
+
+def _budget(workload: Workload, tokens: float, price_per_gpu_hour: float | None, result: SearchResult) -> Budget:
+    from paraplan.search.budget import budget
+
+    return budget(workload, result.best, tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
 
 
 def _placement(workload: Workload, result: SearchResult) -> PlannedPlacement:
@@ -118,6 +142,8 @@ def _found(workload: Workload, question: Question, *, runnable_only: bool) -> tu
     training, cluster = workload.training, workload.cluster
     if question.find is None:
         return workload, None
+    from paraplan.search.what_fits import fewest_gpus, largest_batch, longest_sequence
+
     if question.find == "fewest-gpus":
         smallest = fewest_gpus(workload, runnable_only=runnable_only, fixed=question.fixed)
         if smallest is None:
