@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from paraplan.cost.estimate import estimate_plan, peak_memory, step_times
+from paraplan.cost.habits import MEGATRON_CORE, PARAPLAN, Habits
 from paraplan.cost.table import Floats
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
@@ -82,8 +84,9 @@ def test_replicas_of_small_groups_are_found_where_the_network_is_slow(workload: 
     assert best.step.step_time_s < whole.step.step_time_s
 
 
-def test_no_plan_is_faster_than_its_least_time(workload: MakeWorkload) -> None:
-    made = workload("llama-3-8b", seq_length=4096, global_batch_size=16)
+@pytest.mark.parametrize(("habits", "nodes"), [(PARAPLAN, 1), (MEGATRON_CORE, 2)])
+def test_no_plan_is_faster_than_its_least_time(workload: MakeWorkload, habits: Habits, nodes: int) -> None:
+    made = replace(workload("llama-3-8b", num_nodes=nodes, seq_length=4096, global_batch_size=16), habits=habits)
     for chunk in PlanSpace(made, False).chunks():
         some = chunk.table.select(np.arange(0, len(chunk.table), 7))
         assert (least_step_s(made, some) <= step_times(made, some).step_time_s * (1 + 1e-9)).all()
