@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paraplan.cost.activations import Cuts, cut_columns, saved_bytes, transient_bytes
+from paraplan.cost.habits import Habits
 from paraplan.cost.kernels import KernelTimes
 from paraplan.cost.known_cuts import Cut
 from paraplan.cost.table import RECOMPUTES, Floats, Ints, Mask, PlanTable, distinct_rows
@@ -90,8 +91,7 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
     boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
     kinds = list(dict.fromkeys(run.block for run in model.runs))
     order = [kinds.index(run.block) for run in model.runs for _ in range(run.count)]
-    if not habits.splits_experts:
-        kinds = [_with_whole_experts(kind) for kind in kinds]
+    kinds = [_as_run(kind, habits) for kind in kinds]
     parameters = [_parameters(kind, cuts) for kind in kinds]
     kept, later_kept = (
         [_kept_bytes(kind, workload, cuts, is_first=is_first) for kind in kinds] for is_first in (True, False)
@@ -135,6 +135,22 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
 def _running_sum(values: list[Floats], order: list[int]) -> Floats:
     columns = np.stack(values, axis=1)[:, order]
     return np.concatenate([np.zeros((len(columns), 1)), np.cumsum(columns, axis=1)], axis=1)
+
+
+def _as_run(block: BlockSpec, habits: Habits) -> BlockSpec:
+    """Return `block` with what a framework's blocks keep beside fused kernels, and how it divides experts."""
+    kept = block.saved_fused
+    if habits.repeats_key_heads and block.attention is not None:
+        repeats = block.attention.num_heads / block.attention.num_kv_heads
+        kept = tuple(
+            one.replace(elements_per_token=one.elements_per_token * repeats) if one.name in ("key", "value") else one
+            for one in kept
+        )
+    if habits.writes_out_gates:
+        names = {one.name for one in kept}
+        kept += tuple(one for one in block.saved if one.name == "activated gate" and one.name not in names)
+    block = block if kept is block.saved_fused else block.replace(saved_fused=kept)
+    return block if habits.splits_experts else _with_whole_experts(block)
 
 
 def _with_whole_experts(block: BlockSpec) -> BlockSpec:

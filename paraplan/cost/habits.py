@@ -54,6 +54,8 @@ class Habits(Record):
     Without `pads_vocabulary` a vocabulary that tp does not divide is left whole.
     `keeps_dummy_gradients`: Transformer Engine keeps a 16-bit tensor for each distinct shape of weight, where gradients
     are accumulated elsewhere.
+    `writes_out_gates`: where other kernels are fused, gated activations are not, and keep the activated gate too;
+    `repeats_key_heads`: there, keys and values of grouped queries are repeated to all heads and kept so.
     `writes_out_gelu`: GELUs are transformers' gelu_new, where kernels are not fused.
     `dropout` is the rate in GPT-like models whose own is not known.
     `state_bytes` is the size of an element of the optimizer's state.
@@ -102,6 +104,8 @@ class Habits(Record):
     allocates_every_receive: bool = False
     keeps_gathered_inputs: bool = False
     writes_out_gelu: bool = True
+    writes_out_gates: bool = False
+    repeats_key_heads: bool = False
     dropout: float = 0.1
     state_bytes: float = 4.0
     matmul_workspaces: Literal["none", "torch", "transformer_engine"] = "torch"
@@ -198,6 +202,16 @@ MEGATRON_2022 = MEGATRON_2021.replace(
     overlaps_tensor_backward=True,
     source="Korthikanti et al. 2022; Megatron-LM v3.0, megatron/core/tensor_parallel/layers.py: all-reduces of input "
     "gradients, and what sequence parallelism gathers and scatters, beside the gradients of weights",
+)
+
+FLAGSCALE = MEGATRON_2022.replace(
+    name="FlagScale",
+    default_attention="flash",
+    writes_out_gates=True,
+    repeats_key_heads=True,
+    source="FlagScale ed55532 (October 2023) and 26cd664 (January 2024), megatron/model/transformer.py, which scripts "
+    "take with --transformer-impl local, the default: SwiGLU of torch's own operations, keys and values by "
+    "repeat_interleave, apex's RMSNorm; gradients in fp32 buffers under bf16 (megatron/arguments.py)",
 )
 
 MEGATRON_DEEPSPEED = MEGATRON_2021.replace(
@@ -319,6 +333,7 @@ ALL_HABITS = (
     MEGATRON_CORE_LOCAL,
     MEGATRON_2021,
     MEGATRON_2022,
+    FLAGSCALE,
     MEGATRON_DEEPSPEED,
     FSDP,
     COMPOSER,
@@ -342,6 +357,7 @@ def habits_of(framework: str) -> Habits:
 _SIGNS: tuple[tuple[str, Habits], ...] = (
     ("deepspeed zero", DEEPSPEED_ZERO),
     ("megatron-deepspeed", MEGATRON_DEEPSPEED),
+    ("flagscale", FLAGSCALE),
     ("transformer-impl=local", MEGATRON_CORE_LOCAL),
     ("megatron-core", MEGATRON_CORE),
     ("+ te", MEGATRON_CORE),
