@@ -19,7 +19,7 @@ def unsupported_reason(
     Runnable are one process, also with DataParallel over its GPUs; DDP and ZeRO-1, 2 and 3 over `dp`, and over `dp` and
     `cp` together; ZeRO over groups of `dp` with replicas between them (hybrid sharding); a pipeline under GPipe, 1F1B,
     1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and
-    without sequence parallelism, alone or beside any of these but `cp` and zero bubble; each with
+    without sequence parallelism, alone or beside any of these but `cp`; each with
     the numbers of micro-batches that the schedule takes, and with recompute of none of the blocks, of their attention
     core or of all (zero bubble: none). The optimizer may be offloaded under each of these, parameters under ZeRO-3.
     `num_blocks` is the number of repeated blocks of the model and `precision` that of the training; what is None is not
@@ -93,8 +93,6 @@ def _schedule_reason(plan: ParallelPlan) -> str | None:
         return None if virtual > 1 else "virtual_pipeline_size=1: interleaved_1f1b needs two stages or more on a rank"
     if virtual > 1:
         return f"virtual_pipeline_size={virtual}: only interleaved_1f1b has more than one stage on a rank"
-    if plan.pipeline_schedule == "zero_bubble" and plan.tp > 1:
-        return f"tp={plan.tp}: zero_bubble takes backward passes in halves, which the ranks of a tp group would mix up"
     if plan.pipeline_schedule == "zero_bubble" and plan.recompute != "none":
         return f"recompute={plan.recompute}: zero_bubble would recompute for each half of a backward pass"
     return None

@@ -28,6 +28,7 @@ from paraplan.plan.training import TrainingPrecision
         ParallelPlan(dp=2, cp=4, zero_stage=3, recompute="full"),
         ParallelPlan(dp=8, zero_stage=3, zero_shards=4),
         ParallelPlan(devices_per_process=4, num_microbatches=2),
+        ParallelPlan(pp=2, tp=2, pipeline_schedule="zero_bubble", num_microbatches=2, sequence_parallel=True),
     ],
     ids=ParallelPlan.describe,
 )
@@ -43,7 +44,6 @@ def test_data_parallelism_zero_pipelines_and_split_layers_are_executed(plan: Par
         (ParallelPlan(dp=4, tp=2, zero_stage=3, zero_shards=2), "zero_shards=2: hybrid sharding"),
         (ParallelPlan(devices_per_process=2, recompute="full"), "devices_per_process=2, recompute=full"),
         (ParallelPlan(dp=2, zero_stage=2, offload="parameters"), "offload=parameters, zero_stage=2"),
-        (ParallelPlan(pp=2, tp=2, pipeline_schedule="zero_bubble", num_microbatches=2), "tp=2: zero_bubble"),
         (ParallelPlan(pp=2, recompute="full", pipeline_schedule="zero_bubble"), "recompute=full: zero_bubble"),
         (ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b"), "virtual_pipeline_size=1"),
         (

@@ -116,6 +116,15 @@ def test_four_ranks_with_split_layers_train_as_one_process(
     assert_each_trains_the_same(plans, "attention", ranks, one_process)
 
 
+def test_zero_bubble_beside_split_layers_trains_as_one_process(ranks: RankHarness, one_process) -> None:
+    """Both halves of a backward pass run the sums of the ranks of a `tp` group in one order."""
+    plans = [
+        plan_of(tp=2, pp=2, pipeline_schedule="zero_bubble", num_microbatches=count, sequence_parallel=split)
+        for count, split in ((2, False), (3, True), (6, False))
+    ]
+    assert_cases_train_the_same([*itertools.product(("attention", "grouped"), plans)], ranks, one_process)
+
+
 def test_four_parts_of_each_layer_train_as_one_process(ranks: RankHarness, one_process) -> None:
     plans = admitted_plans(4, recompute=("none",), counts=(2,), tp=4)
     assert_each_trains_the_same(plans, "attention", ranks, one_process)
@@ -135,6 +144,7 @@ def test_eight_ranks_train_as_one_process(ranks: RankHarness, one_process) -> No
         plan_of(dp=4, tp=2, zero_stage=3, num_microbatches=3, sequence_parallel=True, offload="parameters"),
         plan_of(dp=2, tp=4, zero_stage=2, num_microbatches=3, recompute="selective", offload="optimizer"),
         plan_of(dp=2, pp=4, zero_stage=1, pipeline_schedule="zero_bubble", num_microbatches=6, offload="optimizer"),
+        plan_of(dp=2, pp=2, tp=2, zero_stage=1, pipeline_schedule="zero_bubble", num_microbatches=6),
     ]
     assert_each_trains_the_same(plans, "attention", ranks, one_process)
 
@@ -180,6 +190,7 @@ def test_experts_of_which_ranks_have_some_inner_units_train_as_in_one_process(ra
     ]
     four = [plan_of(dp=2, tp=2, num_microbatches=3, zero_stage=zero_stage) for zero_stage in range(4)]
     four.append(plan_of(tp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=3))
+    four.append(plan_of(tp=2, pp=2, pipeline_schedule="zero_bubble", num_microbatches=6))
     assert_each_trains_the_same(two, "mixture", ranks, one_process)
     assert_each_trains_the_same(four, "mixture", ranks, one_process)
 
