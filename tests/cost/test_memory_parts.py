@@ -10,7 +10,15 @@ import pytest
 
 from paraplan.cost.blocks import block_costs
 from paraplan.cost.estimate import estimate_plan
-from paraplan.cost.habits import COMPOSER, MEGATRON_CORE, MEGATRON_CORE_LOCAL, MEGATRON_DEEPSPEED, Habits
+from paraplan.cost.habits import (
+    COMPOSER,
+    FLAGSCALE,
+    MEGATRON_2022,
+    MEGATRON_CORE,
+    MEGATRON_CORE_LOCAL,
+    MEGATRON_DEEPSPEED,
+    Habits,
+)
 from paraplan.cost.memory import host_bytes
 from paraplan.cost.optimizers import optimizer_states
 from paraplan.cost.rank_memory import RankMemory
@@ -313,3 +321,10 @@ def test_a_position_bias_is_kept_once_for_a_micro_batch(workload: MakeWorkload) 
     assert third - second == second - first
     # What does not grow with the micro-batch: the bias of each head and pair of tokens, and the 64-bit bucket of each.
     assert first - (second - first) == (2 * A + 8) * S * S
+
+
+def test_flagscale_keeps_the_activated_gate_and_keys_for_all_heads(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=S, attention="flash")
+    plain, own = (block_bytes(replace(made, habits=habits)) for habits in (MEGATRON_2022, FLAGSCALE))
+    # Two bytes for each of the gate's 14,336 features, and for the 24 heads of 128 that 8 of keys and of values lack.
+    assert own - plain == S * 2 * (14336 + 2 * 24 * 128)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paraplan.cost.habits import MEGATRON_CORE, MEGATRON_DEEPSPEED, PADDLE, TORCHTUNE, habits_of
+from paraplan.cost.habits import FLAGSCALE, MEGATRON_CORE, MEGATRON_DEEPSPEED, PADDLE, TORCHTUNE, habits_of
 from paraplan.cost.scoring import score_fits
 from paraplan.cost.validation import RunPrediction, habits_of_run, plan_of_run, predict_run, training_of_run
 from paraplan.cost.workload import Workload
@@ -49,7 +49,8 @@ def test_optimizers_are_known_by_their_words(words: str, optimizer: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("framework", "habits"), [("torchtune FSDP", TORCHTUNE), ("PaddlePaddle 2.5.1 (PaddleNLP)", PADDLE)]
+    ("framework", "habits"),
+    [("torchtune FSDP", TORCHTUNE), ("PaddlePaddle 2.5.1 (PaddleNLP)", PADDLE), ("FlagScale (Megatron-LM)", FLAGSCALE)],
 )
 def test_more_frameworks_are_known_by_the_words_of_their_names(framework: str, habits: object) -> None:
     assert habits_of(framework) == habits
