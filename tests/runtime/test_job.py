@@ -114,7 +114,7 @@ def test_steps_on_the_spot_take_any_size() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (lambda outputs, targets: outputs, r"a tensor of shape \(5, 6, 24\)"),
+        (lambda outputs, targets: outputs, r"a tensor of shape \(5, 8, 24\)"),
         (lambda outputs, targets: 1.0, "float"),
         (lambda outputs, targets: targets.sum(), r"a tensor of shape \(\)"),
     ],
@@ -250,7 +250,7 @@ def test_a_stages_error_that_a_user_can_mend_comes_out_as_it_is(ranks: RankHarne
     # The first stage waits for a gradient that never comes, and ends with its peer.
     with pytest.raises(RanksFailedError) as failure:
         ranks.run(_last_stage_raises, size=2)
-    assert "paraplan.errors.UsageError: loss_fn returned a tensor of shape (6, 6, 24)" in str(failure.value)
+    assert "paraplan.errors.UsageError: loss_fn returned a tensor of shape (6, 8, 24)" in str(failure.value)
 
 
 def _last_stage_raises() -> None:
