@@ -26,7 +26,8 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
     limits = thresholds or InterconnectThresholds()
     inside, between = node_verdict(cluster, limits), network_verdict(cluster, limits)
     needed = state + memory.activation_bytes + memory.workspace_bytes
-    has_choice = cluster.num_nodes == 1 < cluster.num_gpus and needed <= workload.usable_memory_bytes
+    has_gpus = cluster.gpu.vendor != "cpu"
+    has_choice = has_gpus and cluster.num_nodes == 1 < cluster.num_gpus and needed <= workload.usable_memory_bytes
     ddp_s, one_process_s = _steps_of_processes(workload) if has_choice else (None, None)
     return TreeFacts(
         num_gpus=cluster.num_gpus,
@@ -39,6 +40,7 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
         network=between,
         ddp_step_s=ddp_s,
         one_process_step_s=one_process_s,
+        has_gpus=has_gpus,
     )
 
 

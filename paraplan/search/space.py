@@ -13,6 +13,7 @@ import numpy as np
 from paraplan.cost.schedule_simulation import round_size
 from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
 from paraplan.plan.parallel import Axis
 from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
 from paraplan.search.fixed import FREE, FixedChoices, check_axes, check_micro_batch, nothing_has_all
@@ -73,6 +74,12 @@ class PlanSpace:
         num_gpus, batch = self.workload.cluster.num_gpus, self.workload.training.global_batch_size
         every = list(all_degrees(num_gpus))
         check_axes(self.fixed, every, self._reason_of, num_gpus=num_gpus, model_limit=self._model_limit)
+        self._offloads = range(len(OFFLOADS) if self.workload.cluster.gpu.vendor != "cpu" else 1)
+        if all(not self.fixed.allows(offload=OFFLOADS[offload]) for offload in self._offloads):
+            raise PlanError(
+                f"--offload {self.fixed.offload}: CPU processes have all on the host already",
+                hint="leave --offload out, or take a profile with GPUs",
+            )
         self._degrees = [each for each in every if self.fixed.allows(**each.sizes)]
         possible = (each for each in self._degrees if self._reason_of(each) is None)
         check_micro_batch(self.fixed, (max(1, batch // each.dp) for each in possible), global_batch_size=batch)
@@ -191,7 +198,7 @@ class PlanSpace:
         rows = [
             (zero, sequence, schedule, virtual, recompute, offload, split, shards)
             for zero, sequence, (schedule, virtual, recompute, split), offload, shards in product(
-                stages, parallel, cuts, range(len(OFFLOADS)), groups
+                stages, parallel, cuts, self._offloads, groups
             )
             if (zero or not shards)
             and self.fixed.allows(zero_stage=zero, sequence_parallel=bool(sequence), offload=OFFLOADS[offload])

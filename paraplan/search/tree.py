@@ -20,8 +20,8 @@ class TreeFacts(Record):
     `training_state_bytes` is parameters, gradients and optimizer state; `least_activation_bytes` what the smallest
     micro-batch adds under full recompute; `largest_layer_bytes` the training state of the largest single layer.
     `ddp_step_s` and `one_process_step_s` are steps of one micro-batch under DDP and under DataParallel in one process.
-    `node` says whether the links inside a node are fast (None where nothing is known of them), `network` those between
-    nodes (None with one node).
+    `has_gpus` is False of CPU processes. `node` says whether the links inside a node are fast (None where nothing is
+    known of them), `network` those between nodes (None with one node).
     """
 
     num_gpus: int
@@ -34,6 +34,7 @@ class TreeFacts(Record):
     network: Verdict | None = None
     ddp_step_s: float | None = None
     one_process_step_s: float | None = None
+    has_gpus: bool = True
 
     @property
     def needed_bytes(self) -> int:
@@ -95,7 +96,7 @@ def _model_fits(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
 
 def _processes(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
     """DataParallel in one process against DDP, as the guide's benchmark ranks them: GPT-2 on two TITAN RTX."""
-    if not _fits(facts) or facts.num_gpus == 1 or facts.num_nodes > 1 or facts.node is None:
+    if not _fits(facts) or facts.num_gpus == 1 or facts.num_nodes > 1 or facts.node is None or not facts.has_gpus:
         return None
     rule = "DDP, or DataParallel in one process?"
     because = (

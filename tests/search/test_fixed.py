@@ -94,3 +94,12 @@ def test_replicas_that_do_not_divide_the_batch_are_refused_with_those_that_do(wo
 def test_where_only_what_is_fixed_does_not_fit_the_hint_is_to_leave_it_out(workload: MakeWorkload) -> None:
     with pytest.raises(NoPlanFitsError, match="leave out --tp 1 and --pp 1 and --zero 0"):
         search(workload(**LLAMA), fixed=FixedChoices(tp=1, pp=1, zero_stage=0))
+
+
+def test_cpu_processes_offload_nothing(workload: MakeWorkload) -> None:
+    made = workload("gpt2", "cpu", global_batch_size=8, seq_length=128)
+    found = search(made, num_candidates=100)
+    assert {one.plan.offload for one in found.candidates} == {"none"}
+    assert search(made, fixed=FixedChoices(offload="none")).candidates
+    with pytest.raises(PlanError, match=r"--offload optimizer: CPU processes have all on the host already"):
+        search(made, fixed=FixedChoices(offload="optimizer"))

@@ -108,3 +108,10 @@ def test_the_threshold_between_fast_and_slow_decides() -> None:
     assert facts.node is not None
     assert "TP x DP" in decide(facts).families
     assert decide(facts.replace(node=facts.node.replace(is_fast=False))).families[0] == "PP"
+
+
+def test_cpu_processes_are_not_asked_about_dataparallel(workload: MakeWorkload) -> None:
+    made = workload("gpt2", "cpu", global_batch_size=8, seq_length=128)
+    rules = [decision.rule for decision in decide(tree_facts(made)).decisions]
+    assert rules
+    assert not any("DataParallel" in rule for rule in rules)
