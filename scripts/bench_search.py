@@ -110,7 +110,8 @@ def by_size() -> list[tuple[int, dict[str, float | str]]]:
         try:
             found.append((gpus, ask(Question("", "gpt3-175b", "dgx-a100", nodes, batch, 2048))))
         except subprocess.CalledProcessError as error:
-            found.append((gpus, {"plan": error.stderr.strip().splitlines()[-1][:100]}))
+            words = error.stderr.strip().splitlines()[-1].split("Error: ")[-1]
+            found.append((gpus, {"plan": words.partition(" with ")[0]}))
     return found
 
 
