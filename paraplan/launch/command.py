@@ -18,7 +18,7 @@ from paraplan.launch.guess import guess_ranks_per_node
 from paraplan.launch.hosts import END_WITH_STDIN, end_with_stdin, launch_on_hosts
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.report import render_error, say, write_report
-from paraplan.launch.request import check_script
+from paraplan.launch.request import check_script, forks_ranks
 from paraplan.launch.script import ScriptTraits, read_traits
 from paraplan.launch.spawner import RankStart
 
@@ -56,15 +56,20 @@ def _launch(arguments: Sequence[str]) -> int:
     if args.fake_rank is not None:
         raise ArgumentError(f"--fake-rank {args.fake_rank} without --fake", hint="add --fake and the number of ranks")
     check_script(args, Path.cwd())  # what is wrong with the script can be said before torch is imported
+    traits = ScriptTraits() if args.module else read_traits(Path(args.training_script))
+    fork = forks_ranks(args) and not traits.early_variables
+    with_torch = fork and not traits.is_self_contained
+    spawner = None if with_torch else _fork()  # without torch in it: it, and what it forks, stay small
+    if isinstance(spawner, RankStart):
+        _run_rank(spawner)
     is_chosen = _choose_import_threads(arguments)
     imported_threads = os.environ.get(_THREADS_VARIABLE)
-    from paraplan.launch.job import forks_ranks, supervise  # imports torch
+    from paraplan.launch.job import supervise  # imports torch
 
     if is_chosen:
         del os.environ[_THREADS_VARIABLE]
-    traits = ScriptTraits() if args.module else read_traits(Path(args.training_script))
-    fork = forks_ranks(args) and not traits.early_variables and not traits.is_self_contained
-    spawner = _fork(preload_runtime=fork and bool(traits.uses_runtime or args.plan))
+    if spawner is None:
+        spawner = _fork(preload_runtime=bool(traits.uses_runtime or args.plan))
     if isinstance(spawner, RankStart):
         _run_rank(spawner)
     gc.enable()
@@ -87,7 +92,7 @@ def _choose_import_threads(arguments: Sequence[str]) -> bool:
     return True
 
 
-def _fork(*, preload_runtime: bool) -> SpawnerHandle | RankStart:
+def _fork(*, preload_runtime: bool = False) -> SpawnerHandle | RankStart:
     from paraplan.launch.spawning import fork_spawner
 
     if preload_runtime:
@@ -98,8 +103,7 @@ def _fork(*, preload_runtime: bool) -> SpawnerHandle | RankStart:
 
 def _run_rank(start: RankStart) -> NoReturn:
     from paraplan.launch.bootstrap import FailureRecorder, run_target, watch_process
-    from paraplan.launch.elastic import target_of
-    from paraplan.launch.forked import enter_rank, leave_rank
+    from paraplan.launch.forked import enter_rank, leave_rank, target_of
 
     inherited = frozenset(sys.modules)
     enter_rank(start)

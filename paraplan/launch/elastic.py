@@ -30,7 +30,6 @@ from paraplan.launch.request import min_max_nodes
 from paraplan.launch.spawning import SpawnerHandle
 
 DEFAULT_MASTER_PORT = 29500
-_NO_INTERPRETER_OPTIONS = {"-u", "-m"}
 
 
 def rendezvous_arguments(arguments: Namespace) -> Namespace:
@@ -195,13 +194,3 @@ def with_bootstrap(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return an interpreter's command with our bootstrap before the script: `python -u bootstrap.py train.py ...`."""
     index = command.index("-u") + 1 if "-u" in command else 1
     return (*command[:index], str(Path(bootstrap.__file__)), *command[index:])
-
-
-def target_of(command: tuple[str, ...]) -> bootstrap.Target:
-    """Return what an interpreter's command `python -u [-m] NAME ARGUMENTS...` runs."""
-    words = list(command[1:])
-    options = set()
-    while words and words[0] in _NO_INTERPRETER_OPTIONS:
-        options.add(words.pop(0))
-    name, *arguments = words
-    return bootstrap.Target(name, tuple(arguments), is_module="-m" in options)

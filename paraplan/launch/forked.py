@@ -11,7 +11,20 @@ import threading
 from types import ModuleType
 from typing import NoReturn
 
+from paraplan.launch.bootstrap import Target
 from paraplan.launch.spawner import RankStart
+
+_INTERPRETER_OPTIONS = {"-u", "-m"}
+
+
+def target_of(command: tuple[str, ...]) -> Target:
+    """Return what an interpreter's command `python -u [-m] NAME ARGUMENTS...` runs."""
+    words = list(command[1:])
+    options = set()
+    while words and words[0] in _INTERPRETER_OPTIONS:
+        options.add(words.pop(0))
+    name, *arguments = words
+    return Target(name, tuple(arguments), is_module="-m" in options)
 
 
 def enter_rank(start: RankStart) -> None:

@@ -138,17 +138,6 @@ def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
         raise CheckFailedError(problems[0], hint="free the GPU or make another plan; --skip-preflight tries it anyway")
 
 
-def forks_ranks(args: Namespace) -> bool:
-    """Return whether the arguments let ranks be forked with torch imported; else they get interpreters of their own."""
-    return not (
-        args.start_method == "exec"
-        or args.no_python
-        or args.run_path
-        or args.numa_binding
-        or "PYTHON_EXEC" in os.environ
-    )
-
-
 def _report(request: LaunchRequest, job: JobRecord) -> int:
     if job.hang is not None:
         write_report(job.hang.render())

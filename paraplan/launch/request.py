@@ -226,6 +226,17 @@ def _check_local_world(nproc_per_node: str, *, num_gpus: int) -> None:
         raise ArgumentError(f"--nproc-per-node {number} leaves no rank to start", hint=f"use {_LOCAL_WORLD_WORDS}")
 
 
+def forks_ranks(arguments: argparse.Namespace) -> bool:
+    """Return whether ranks may be forked under these arguments; else they get interpreters of their own."""
+    return not (
+        arguments.start_method == "exec"
+        or arguments.no_python
+        or arguments.run_path
+        or arguments.numa_binding
+        or "PYTHON_EXEC" in os.environ
+    )
+
+
 def check_script(arguments: argparse.Namespace, current_folder: Path) -> None:
     """Raise `ArgumentError` where there is no such script, module or program."""
     script = arguments.training_script

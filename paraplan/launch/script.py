@@ -13,13 +13,15 @@ _READ_AT_IMPORT = ("ATEN_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "OPENBL
 _IMPORTERS = frozenset({"imp", "importlib", "multiprocessing", "pickle", "pkgutil", "runpy", "subprocess", "zipimport"})
 """Modules of the standard library that import others by name, or start programs that do."""
 
+_HARMLESS = (sys.stdlib_module_names | {"__main__"}) - _IMPORTERS
+
 
 @dataclass(frozen=True)
 class ScriptTraits:
     """`uses_runtime`: it probably imports paraplan. `early_variables`: what it sets for libraries to read at import.
 
     A script that sets such variables must import torch itself, after it has set them. One that `is_self_contained`
-    imports the standard library alone: to fork it from a process with torch would only cost memory.
+    imports the standard library alone: it is forked from a process without torch, which is smaller.
     """
 
     uses_runtime: bool = False
@@ -48,9 +50,9 @@ def read_traits(path: Path) -> ScriptTraits:
 def _imports_more(node: ast.AST) -> bool:
     """Whether a node imports something beside the standard library, or may do so by a name that is made at run time."""
     if isinstance(node, ast.Import):
-        return any(alias.name.partition(".")[0] not in sys.stdlib_module_names - _IMPORTERS for alias in node.names)
+        return any(alias.name.partition(".")[0] not in _HARMLESS for alias in node.names)
     if isinstance(node, ast.ImportFrom):
-        return bool(node.level) or (node.module or "").partition(".")[0] not in sys.stdlib_module_names - _IMPORTERS
+        return bool(node.level) or (node.module or "").partition(".")[0] not in _HARMLESS
     return isinstance(node, ast.Name) and node.id in ("__import__", "exec", "eval")
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 from typing import IO
 
 import pytest
@@ -32,12 +33,12 @@ from paraplan.plan.parallel import ParallelPlan
 pytestmark = pytest.mark.ranks
 
 SHOW_RANK = """
-    import typing_extensions  # scripts with the standard library alone are not forked
     import json, os, sys
     import __main__
     json.dump({
         "environment": dict(os.environ), "argv": sys.argv, "path": sys.path, "file": __file__,
         "orig_argv": sys.orig_argv[1:], "name": __name__, "main": sys.modules["__main__"] is __main__,
+        "has_torch": "torch" in sys.modules,
     }, open(sys.argv[1] + os.environ["RANK"], "w"))
 """
 CHOSEN_BY_EACH_JOB = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS"}
@@ -47,11 +48,18 @@ def read_ranks(prefix: Path, number: int) -> list[dict[str, object]]:
     return [json.loads(Path(f"{prefix}{rank}").read_text()) for rank in range(number)]
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "exec"])
+@pytest.mark.parametrize(
+    ("start_method", "more", "has_torch"),
+    [
+        ("spawn", "import typing_extensions", True),
+        ("spawn", "", False),  # what imports the standard library alone is forked from a process without torch
+        ("exec", "import typing_extensions", False),
+    ],
+)
 def test_a_rank_sees_what_it_sees_under_torchrun(
-    tmp_path: Path, scratch: Path, script: WriteScript, launch: Launch, start_method: str
+    tmp_path: Path, scratch: Path, script: WriteScript, launch: Launch, start_method: str, more: str, has_torch: bool
 ) -> None:
-    train = script(SHOW_RANK)
+    train = script(dedent(SHOW_RANK) + more)
     words = ["--nproc-per-node=2", "--max-restarts=3", train.name]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "theirs"), "--x", "--"],
@@ -68,7 +76,7 @@ def test_a_rank_sees_what_it_sees_under_torchrun(
     assert ours.returncode == 0, ours.stderr
     for their, our in zip(theirs, read_ranks(tmp_path / "theirs", 2), strict=True):
         their_environment, our_environment = their.pop("environment"), our.pop("environment")
-        assert our == their
+        assert our == their | {"has_torch": has_torch}
         assert our_environment.keys() == their_environment.keys()
         for name in their_environment.keys() - CHOSEN_BY_EACH_JOB:
             assert our_environment[name] == their_environment[name], name

@@ -45,6 +45,8 @@ def test_a_script_for_our_runtime_is_recognised(tmp_path: Path, text: str, uses:
     [
         ("import os, json\nfrom pathlib import Path", True),
         ("print(1)", True),
+        ("import __main__", True),
+        ("import os.path, xml.etree.ElementTree as tree", True),
         ("import torch", False),
         ("def main():\n    from train import loop", False),
         ("from . import loop", False),
