@@ -33,6 +33,7 @@ STEP_PARTS = (
     ("recompute_s", "recompute"),
     ("tensor_parallel_s", "tensor-parallel all-reduce"),
     ("context_parallel_s", "context-parallel all-to-all"),
+    ("expert_parallel_s", "expert-parallel all-to-all"),
     ("pipeline_bubble_s", "pipeline bubble"),
     ("pipeline_send_s", "pipeline send"),
     ("data_parallel_s", "data-parallel, not hidden"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paraplan.cost.table import Floats, Ints, Mask, PlanTable
-from paraplan.model.spec import BlockSpec, SavedTensor
+from paraplan.model.spec import BlockSpec, Parameter, SavedTensor
 from paraplan.plan.training import TrainingSpec
 
 _FIXED_BYTES = {"fp32": 4.0, "mask": 1.0}
@@ -22,7 +22,7 @@ class Cuts:
     `tokens` counts those of one micro-batch on one rank, `own_tokens` those of one of its sequences; `sequence_tp` the
     ranks that share the tensors outside of the tensor-parallel regions. `is_autocast` says that the model runs under
     autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits. `known_saved` has
-    what `saved_bytes` was asked before.
+    what `saved_bytes` was asked before. `ep` ranks share out the experts: each has as many rows for fewer experts.
     """
 
     tokens: Floats
@@ -34,6 +34,7 @@ class Cuts:
     is_autocast: bool
     keeps_gathered_inputs: bool
     has_fp32_weights: Mask
+    ep: Floats
     known_saved: dict[tuple[int, bool, bool, bool], Floats] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -46,7 +47,7 @@ class Cuts:
         keeps_gathered_inputs: bool = False,
     ) -> Cuts:
         """Return the cuts of `columns`, in the order of `cut_columns`."""
-        tp, sequence_parallel, cp, micro_batch_size, recompute, sharded = columns
+        tp, sequence_parallel, cp, micro_batch_size, recompute, sharded, ep = columns
         return cls(
             tokens=micro_batch_size * training.seq_length / cp,
             own_tokens=training.seq_length / cp,
@@ -57,6 +58,7 @@ class Cuts:
             is_autocast=autocast and training.precision != "fp32",
             keeps_gathered_inputs=keeps_gathered_inputs,
             has_fp32_weights=sharded == 0,
+            ep=ep.astype(float),
         )
 
     def residual_bytes(self, training: TrainingSpec, *, is_first: bool) -> Floats:
@@ -71,7 +73,7 @@ class Cuts:
 def cut_columns(table: PlanTable) -> tuple[Ints, ...]:
     """Return what tells one cut from another, in columns of whole numbers, one entry a plan."""
     is_sharded = (table.zero_stage > 0).astype(np.int64)
-    return table.tp, table.sequence_parallel, table.cp, table.device_batch_size, table.recompute, is_sharded
+    return table.tp, table.sequence_parallel, table.cp, table.device_batch_size, table.recompute, is_sharded, table.ep
 
 
 def saved_bytes(
@@ -119,6 +121,50 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, fus
             promoted = np.where(size >= largest, size + np.where(size == largest, promoted, 0.0), promoted)
         largest = np.maximum(largest, size)
     return np.maximum(largest, promoted)
+
+
+def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts) -> Floats:
+    """Return the bytes of the gradients of what each matmul and each norm of `block` gives, after the first stage.
+
+    That is what a backward pass taken in halves keeps for the weights (torch/distributed/pipelining/_backward.py,
+    `stage_backward_input`). Autocast does not know the grouped products of experts.
+    """
+    outputs = [
+        SavedTensor(
+            name=matmul.name,
+            elements_per_token=matmul.n * matmul.rows_per_token,
+            element_type="weights" if matmul.num_experts > 1 else "activation",
+            split="tensor" if matmul.split == "column" else "none",
+        )
+        for matmul in block.matmuls
+    ]
+    for parameter in block.parameters:
+        if len(parameter.shape) == 1 and parameter.name.endswith("weight") and not parameter.is_expert:
+            heads = _normed_heads(block, parameter)
+            outputs.append(
+                SavedTensor(
+                    name=parameter.name,
+                    elements_per_token=parameter.num_elements * (heads or 1),
+                    element_type=block.norm_output,
+                    split="tensor" if heads else "sequence",
+                )
+            )
+    return np.asarray(
+        sum(
+            (_tensor_bytes(block, output, training, cuts, is_first=False) for output in outputs),
+            np.zeros_like(cuts.tp),
+        )
+    )
+
+
+def _normed_heads(block: BlockSpec, weight: Parameter) -> int | None:
+    """Return how many heads a norm of queries or keys goes over one by one; None for a norm of a whole token."""
+    attention = block.attention
+    if attention is None or weight.num_elements != attention.qk_head_dim or "norm" not in weight.name:
+        return None
+    if "q_" in weight.name:
+        return attention.num_heads
+    return attention.num_kv_heads if "k_" in weight.name else None
 
 
 def _kept_tensors(block: BlockSpec, training: TrainingSpec, *, fused_kernels: bool) -> Iterator[SavedTensor]:

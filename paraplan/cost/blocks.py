@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paraplan.cost.activations import Cuts, cut_columns, saved_bytes, transient_bytes
+from paraplan.cost.activations import Cuts, cut_columns, output_gradient_bytes, saved_bytes, transient_bytes
 from paraplan.cost.habits import Habits
 from paraplan.cost.kernels import KernelTimes
 from paraplan.cost.known_cuts import Cut
 from paraplan.cost.table import RECOMPUTES, Floats, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
-from paraplan.model.spec import BlockSpec
+from paraplan.model.spec import BlockSpec, Parameter
 from paraplan.plan.training import TrainingSpec
 
 _FULL = RECOMPUTES.index("full")
@@ -29,15 +29,19 @@ class BlockCosts:
     `distinct_weight_parameters` counts the weights of distinct shapes of all blocks, each once;
     `score_bytes` are those of all scores of one micro-batch in one block, 0 where attention makes none;
     `largest_gradient_bytes` are those of the largest weight's gradient as a backward pass computes it;
+    `expert_parameters` are those of routed experts among `parameters`, which `ep` divides too;
     `copied_parameters` are those that autocast keeps a 16-bit copy of. `saved_bytes` are kept in the first pipeline
-    stage, `later_saved_bytes` in the others: under autocast the residual stream differs (`Cuts.residual_bytes`).
+    stage, `later_saved_bytes` in the others: under autocast the residual stream differs (`Cuts.residual_bytes`);
+    `output_gradient_bytes` are the gradients of what the matmuls and norms of a later stage give.
     """
 
     key: Ints
     parameters: Floats
+    expert_parameters: Floats
     copied_parameters: Floats
     saved_bytes: Floats
     later_saved_bytes: Floats
+    output_gradient_bytes: Floats
     forward_s: Floats
     backward_s: Floats
     recompute_s: Floats
@@ -52,6 +56,7 @@ class BlockCosts:
     head_parameters: Floats
     head_copied_parameters: Floats
     head_saved_bytes: Floats
+    head_output_gradient_bytes: Floats
     head_s: Floats
     boundary_bytes: Floats
     score_bytes: Floats
@@ -105,9 +110,11 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
     ]
     return {
         "parameters": _running_sum(parameters, order),
+        "expert_parameters": _running_sum([_expert_parameters(kind, cuts) for kind in kinds], order),
         "copied_parameters": _running_sum([_copied_parameters(kind, cuts) for kind in kinds], order),
         "saved_bytes": _running_sum(kept, order),
         "later_saved_bytes": _running_sum(later_kept, order),
+        "output_gradient_bytes": _running_sum([output_gradient_bytes(kind, training, cuts) for kind in kinds], order),
         "forward_s": _running_sum(forward, order),
         "backward_s": _running_sum([times.block_s(kind, backward=True) for kind in kinds], order),
         "recompute_s": _running_sum(
@@ -124,6 +131,7 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
         "head_parameters": _parameters(model.head, ends),
         "head_copied_parameters": _copied_parameters(model.head, ends),
         "head_saved_bytes": saved_bytes(model.head, training, cuts, fused_kernels=habits.fused_kernels),
+        "head_output_gradient_bytes": output_gradient_bytes(model.head, training, ends),
         "head_s": end_times.block_s(model.head)
         + end_times.block_s(model.head, backward=True)
         + end_times.loss_s(model.vocab_size or 0),
@@ -165,8 +173,20 @@ def _with_whole_experts(block: BlockSpec) -> BlockSpec:
 
 
 def _parameters(block: BlockSpec, cuts: Cuts) -> Floats:
-    split = sum(parameter.num_elements for parameter in block.parameters if parameter.tp_dim is not None)
-    return block.num_parameters - split + split / cuts.tp
+    own = [parameter for parameter in block.parameters if not parameter.is_expert]
+    return _divided(own, cuts.tp) + _expert_parameters(block, cuts)
+
+
+def _expert_parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+    return _divided([parameter for parameter in block.parameters if parameter.is_expert], cuts.tp) / cuts.ep
+
+
+def _divided(parameters: list[Parameter], tp: Floats) -> Floats:
+    whole, split = (
+        sum(one.num_elements for one in parameters if (one.tp_dim is not None) == is_split)
+        for is_split in (False, True)
+    )
+    return whole + split / tp
 
 
 def _copied_parameters(block: BlockSpec, cuts: Cuts) -> Floats:
@@ -189,7 +209,7 @@ def _largest_weight(kinds: list[BlockSpec], cuts: Cuts, expert_factor: Floats) -
     largest = np.zeros_like(cuts.tp)
     for matmul in (matmul for kind in kinds for matmul in kind.matmuls):
         elements = float(matmul.k * matmul.n * matmul.num_experts)
-        factor = expert_factor if matmul.num_experts > 1 else 1.0
+        factor = expert_factor / cuts.ep if matmul.num_experts > 1 else 1.0
         largest = np.maximum(largest, elements * factor / (1.0 if matmul.split == "none" else cuts.tp))
     return largest
 

@@ -46,6 +46,10 @@ class GroupLinks:
         """Return the seconds in which one rank sends `num_bytes` to all others, or sums theirs."""
         return self._time_s("broadcast", num_bytes)
 
+    def all_to_all_s(self, num_bytes: Floats) -> Floats:
+        """Return the seconds in which every rank sends `num_bytes`, an equal part to each of the group."""
+        return self._time_s("all_to_all", num_bytes)
+
     def send_s(self, num_bytes: Floats) -> Floats:
         """Return the seconds to send `num_bytes` to a neighbour in the group."""
         return self._time_s("send_recv", num_bytes)
@@ -92,6 +96,19 @@ def data_links(workload: Workload, table: PlanTable) -> tuple[GroupLinks, GroupL
     return (
         _links_of(workload, shards, stride, _REDUCTIONS),
         _links_of(workload, joined.dp // shards, stride * shards, ("all_reduce",)),
+    )
+
+
+def expert_links(workload: Workload, table: PlanTable) -> tuple[GroupLinks, GroupLinks]:
+    """Return what groups cross that share out the experts, and groups of ranks with the same experts.
+
+    The first are neighbours along cp and dp together, as many as `ep` says.
+    """
+    joined = table.joined_data_axes()
+    stride = _stride(joined, "dp")
+    return (
+        _links_of(workload, table.ep, stride, ("all_to_all",)),
+        _links_of(workload, joined.dp // table.ep, stride * table.ep, _REDUCTIONS),
     )
 
 

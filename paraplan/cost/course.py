@@ -139,22 +139,33 @@ def _timeline(plan: ParallelPlan, slots: list[RankSlot]) -> Timeline:
 
 
 def _slice(workload: Workload, plan: ParallelPlan, slot: RankSlot, operation: PipelineOperation) -> Slice:
-    """Return an operation with its transfers: those of tensor and context parallelism, then the send."""
+    """Return an operation with its transfers: those of tensor, context and expert parallelism, then the send.
+
+    The ranks that exchange rows of experts are among those of dp, where they are shown.
+    """
     forward_tp, forward_cp = slot.forward_tensor_parallel_s, slot.forward_context_parallel_s
+    forward_ep = slot.forward_expert_parallel_s
     seconds = {
-        "forward": (forward_tp, forward_cp, slot.send_s / 2),
-        "backward": (slot.tensor_parallel_s - forward_tp, slot.context_parallel_s - forward_cp, slot.send_s / 2),
+        "forward": (forward_tp, forward_cp, forward_ep, slot.send_s / 2),
+        "backward": (
+            slot.tensor_parallel_s - forward_tp,
+            slot.context_parallel_s - forward_cp,
+            slot.expert_parallel_s - forward_ep,
+            slot.send_s / 2,
+        ),
     }.get(operation.kind, ())
-    tp_s, cp_s, pp_s = (float(each[0]) / plan.virtual_pipeline_size for each in seconds) if seconds else (0.0,) * 3
+    lengths = tuple(float(each[0]) / plan.virtual_pipeline_size for each in seconds) if seconds else (0.0,) * 4
+    tp_s, cp_s, ep_s, pp_s = lengths
     # Of tensor parallelism, sequence parallelism makes gathers and scatters, which move the same bytes each way.
     split: tuple[Collective, ...] = ("all_gather", "reduce_scatter") if plan.sequence_parallel else ("all_reduce",)
     exchange: Collective = "send_recv" if workload.habits.rings_context else "all_to_all"
     parts: list[tuple[Axis, dict[Collective, float], float]] = [
         ("tp", dict.fromkeys(split, 1.0), tp_s),
         ("cp", {exchange: 1.0}, cp_s),
+        ("dp", {"all_to_all": 1.0}, ep_s),
         ("pp", {"send_recv": 1.0}, pp_s),
     ]
-    start = operation.end_s - min(tp_s + cp_s + pp_s, operation.end_s - operation.start_s)
+    start = operation.end_s - min(sum(lengths), operation.end_s - operation.start_s)
     transfers: list[Transfer] = []
     for axis, kinds, length in parts:
         transfers += _row(axis, kinds, start, min(length, operation.end_s - start))

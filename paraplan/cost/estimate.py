@@ -48,6 +48,7 @@ class StepEstimate(Record):
     recompute_s: float
     tensor_parallel_s: float
     context_parallel_s: float
+    expert_parallel_s: float = 0.0
     pipeline_bubble_s: float
     pipeline_send_s: float
     data_parallel_s: float
@@ -206,6 +207,7 @@ def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime) -> Step
         recompute_s=float(time.recompute_s[0]),
         tensor_parallel_s=float(time.tensor_parallel_s[0]),
         context_parallel_s=float(time.context_parallel_s[0]),
+        expert_parallel_s=float(time.expert_parallel_s[0]),
         pipeline_bubble_s=float(time.pipeline_bubble_s[0]),
         pipeline_send_s=float(time.pipeline_send_s[0]),
         data_parallel_s=float(time.data_parallel_s[0]),

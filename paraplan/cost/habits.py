@@ -33,7 +33,7 @@ class Habits(Record):
     `logit_bytes` is what the loss holds for each logit under mixed precision at its peak: torch's cross-entropy the
     16-bit logit, the fp32 log-probability and its gradient; a fused one the 16-bit logit and one fp32 tensor in place.
     `parallel_logit_bytes` is the same of a loss on logits that tensor parallelism divided, None as `logit_bytes`: in
-    paraplan's the 16-bit logit, the fp32 softmax, which its gradient takes the place of, and that in 16 bits.
+    paraplan's the fp32 softmax, which its gradient takes the place of, and that in 16 bits.
     `loss_traffic_per_logit` is what the loss moves through memory for each logit, forward and backward, counted by
     operation: 38 bytes in torch's cross-entropy on upcast logits, 52 in Megatron-LM's vocabulary-parallel one.
     `bucket_elements` is the size of each of two communication buckets, to reduce gradients and to gather parameters.
@@ -67,6 +67,7 @@ class Habits(Record):
     `flat_step_bytes` are copies of an own parameter's gradient that an optimizer step makes, all at once.
     `takes_loss_in_model`: labels are inputs of the model, which gives its loss, and fp32 logits, as outputs.
     `accumulates_apart`: gradients in fp32 are accumulated beside those that backward passes make.
+    `has_expert_parallel`: experts may go over ranks of dp and cp, which send tokens to each other (`ep` of a plan).
     `context_bytes` is the CUDA context where a framework's software has another than `CostConstants` names.
     """
 
@@ -116,6 +117,7 @@ class Habits(Record):
     flat_step_bytes: float = 0.0
     takes_loss_in_model: bool = False
     accumulates_apart: bool = False
+    has_expert_parallel: bool = False
     context_bytes: int | None = None
     source: str
 
@@ -141,7 +143,7 @@ PARAPLAN = Habits(
     fused_kernels=False,
     host_s_per_block=0.3e-3,
     default_attention="sdpa",
-    parallel_logit_bytes=8.0,
+    parallel_logit_bytes=6.0,
     source="paraplan.runtime: fp32 parameters under autocast, DDP and FSDP2",
 )
 
@@ -164,6 +166,7 @@ MEGATRON_CORE = Habits(
     loss_traffic_per_logit=52,
     keeps_dummy_gradients=True,
     matmul_workspaces="transformer_engine",
+    has_expert_parallel=True,
     source="Megatron-LM: 18 bytes per parameter, 6 + 12/d with the distributed optimizer (its README); "
     "Transformer Engine kernels; --overlap-grad-reduce and --overlap-param-gather; host: 53 ms for a step of 12 layers "
     "of 512 on H100 in its own tests (tests/functional_tests, golden values), over 26 passes of blocks and ends",

@@ -85,7 +85,7 @@ class KernelTimes:
         rows, n, k = (np.stack(each) for each in zip(*map(self._shape, distinct.values()), strict=True))
         # Backward: the gradient of the input, then that of the weight.
         shapes = [(rows, k, n), (k, n, rows)] if backward else [(rows, n, k)]
-        experts = np.array([[matmul.num_experts] for matmul in distinct.values()])
+        experts = np.stack([matmul.num_experts / self._expert_ranks(matmul) for matmul in distinct.values()])
         seconds = experts * sum(self._product_s(*shape) for shape in shapes) * self._misalignment(n, k)
         of_kind = dict(zip(distinct, seconds, strict=True))
         for kind in kinds:
@@ -95,10 +95,14 @@ class KernelTimes:
     def _shape(self, matmul: Matmul) -> tuple[Floats, Floats, Floats]:
         """Return rows, columns and inner size of a matmul on one rank, under each cut."""
         tp = self.cuts.tp
-        rows = self.cuts.tokens * matmul.rows_per_token / matmul.num_experts
+        rows = self.cuts.tokens * matmul.rows_per_token / matmul.num_experts * self._expert_ranks(matmul)
         n = matmul.n / tp if matmul.split == "column" else np.full_like(tp, matmul.n)
         k = matmul.k / tp if matmul.split == "row" else np.full_like(tp, matmul.k)
         return rows, n, k
+
+    def _expert_ranks(self, matmul: Matmul) -> Floats:
+        """Return over how many ranks the experts of a matmul go; a router is taken to load all alike."""
+        return self.cuts.ep if matmul.num_experts > 1 else np.ones_like(self.cuts.ep)
 
     def _product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source."""

@@ -74,7 +74,7 @@ class RankMemory:
         head = costs.head_parameters[key] * stage.is_last
         master = workload.habits.master_bytes if workload.is_mixed_precision else 0.0
         state_bytes = blocks * states.blocks + embedding * states.embedding + head * states.head
-        shards = table.shard_size.astype(float)
+        shards = _shards(table, costs, stage, blocks + embedding + head)
         chunks = chunk_in_flight(table, stage)
         return cls(
             workload=workload,
@@ -211,16 +211,6 @@ class RankMemory:
         return np.asarray(tokens * outputs / divisor * self.stage.is_last)
 
     @cached_property
-    def loss_bytes(self) -> Floats:
-        """Bytes that the loss holds for each logit at most."""
-        habits = self.workload.habits
-        whole = habits.logit_bytes if self.is_mixed else 3 * FP32
-        parts = whole
-        if habits.parallel_logit_bytes is not None:
-            parts = habits.parallel_logit_bytes if self.is_mixed else FP32
-        return np.where(self.table.tp > 1, parts, whole)
-
-    @cached_property
     def head_kept_bytes(self) -> Floats:
         """What the head keeps of all micro-batches in flight, without what the loss keeps of the logits."""
         kept = self.costs.head_saved_bytes[self.costs.key] * self.stage.is_last
@@ -273,22 +263,26 @@ class RankMemory:
         return np.where(copies, self.parameters * FP32, 0.0)
 
     @cached_property
-    def halves_bytes(self) -> Floats:
-        """Zero bubble: what micro-batches keep for the second half of their backward passes, that of the weights.
+    def takes_halves(self) -> Mask:
+        """Plans whose rank makes the gradients of activations before those of weights: the first does both at once."""
+        return np.asarray(self.is_zero_bubble & (self.stage.rank > 0))
 
-        That is the gradient of what each matmul and norm gave, of the micro-batch that is at the end of its first half
-        and of as many before it as the rank's place in the pipeline (ZB-H1, Qi et al. 2024, figure 3). Norms give fp32.
+    @cached_property
+    def half_done_bytes(self) -> Floats:
+        """What one micro-batch keeps from the first to the second half of its backward pass: gradients of outputs."""
+        if not self.takes_halves.any():
+            return np.zeros(len(self.table))
+        head = self.costs.head_output_gradient_bytes[self.costs.key] * self.stage.is_last
+        blocks = self.stage.sum(self.costs, self.costs.output_gradient_bytes)
+        return np.where(self.takes_halves, blocks + head, 0.0)
+
+    @cached_property
+    def waiting_bytes(self) -> Floats:
+        """The same of all micro-batches that wait for their second half while another one's first half begins.
+
+        Rank i puts off those of i micro-batches (ZB-H1, Qi et al. 2024, figure 3).
         """
-        model = self.workload.model
-        outputs = sum(
-            run.count * sum(matmul.n * matmul.rows_per_token for matmul in run.block.matmuls) for run in model.runs
-        )
-        each = outputs * self.compute_bytes / model.num_blocks + 2 * model.hidden_size * FP32
-        tokens = self.table.micro_batch_size * self.workload.training.seq_length / self.table.cp
-        head = self.num_logits * self.compute_bytes
-        halves = self.is_zero_bubble & (self.stage.rank > 0)
-        waiting = np.minimum(self.stage.rank + 1, self.table.num_microbatches)
-        return np.where(halves, waiting * (tokens * each * self.stage.num_blocks + head), 0.0)
+        return np.asarray(np.minimum(self.stage.rank, self.table.num_microbatches - 1) * self.half_done_bytes)
 
     @cached_property
     def makes_gradients(self) -> Mask:
@@ -357,6 +351,15 @@ class RankMemory:
             activation_bytes=activations,
             workspace_bytes=self.standing_workspace_bytes + workspace,
         )
+
+
+def _shards(table: PlanTable, costs: BlockCosts, stage: StageBlocks, parameters: Floats) -> Floats:
+    """Return by how much ZeRO divides `parameters`: experts only over the ranks that hold the same ones."""
+    shards = table.shard_size.astype(float)
+    if not (table.ep > 1).any():
+        return shards
+    experts = stage.sum(costs, costs.expert_parameters)
+    return np.asarray(shards * parameters / np.maximum(parameters + experts * (table.ep - 1), 1.0))
 
 
 def _padding(workload: Workload, table: PlanTable) -> Floats:

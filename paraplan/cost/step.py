@@ -8,8 +8,9 @@ import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
 from paraplan.cost.bubble import RankSeconds, bubble_s
-from paraplan.cost.collectives import GroupLinks, data_links, group_links
+from paraplan.cost.collectives import GroupLinks, data_links, expert_links, group_links
 from paraplan.cost.context import context_parallel_s
+from paraplan.cost.experts import Exchanges, expert_exchange_s, sharded_parameters
 from paraplan.cost.offload import offload_gather_s, offload_step_s
 from paraplan.cost.one_process import one_process_s
 from paraplan.cost.stages import StageBlocks, joined_ranks
@@ -26,6 +27,7 @@ class StepTime:
     recompute_s: Floats
     tensor_parallel_s: Floats
     context_parallel_s: Floats
+    expert_parallel_s: Floats
     pipeline_bubble_s: Floats
     pipeline_send_s: Floats
     data_parallel_s: Floats
@@ -43,8 +45,8 @@ class StepTime:
 class RankSlot:
     """Seconds that one micro-batch spends on one pipeline rank: `forward_s` of the total, `end_s` of the compute.
 
-    `forward_tensor_parallel_s` and `forward_context_parallel_s` are the forward pass's part of what is sent; of the
-    sends between stages it has half.
+    `forward_tensor_parallel_s`, `forward_context_parallel_s` and `forward_expert_parallel_s` are the forward pass's
+    part of what is sent; of the sends between stages it has half.
     """
 
     forward_s: Floats
@@ -54,14 +56,16 @@ class RankSlot:
     recompute_s: Floats
     tensor_parallel_s: Floats
     context_parallel_s: Floats
+    expert_parallel_s: Floats
     send_s: Floats
     forward_tensor_parallel_s: Floats
     forward_context_parallel_s: Floats
+    forward_expert_parallel_s: Floats
 
     @property
     def total_s(self) -> Floats:
         """Forward and backward."""
-        sends = self.tensor_parallel_s + self.context_parallel_s + self.send_s
+        sends = self.tensor_parallel_s + self.context_parallel_s + self.expert_parallel_s + self.send_s
         return np.asarray(self.compute_s + self.recompute_s + sends)
 
     @property
@@ -78,7 +82,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     not depend on where the blocks are cut.
     """
     links = _links(workload, table)
-    exchanges = context_parallel_s(workload, table)
+    exchanges = _exchanges(workload, table, links)
     slots = _slots(workload, table, costs, stages, links, exchanges)
     slowest = np.argmax(np.stack([slot.total_s for slot in slots]), axis=0)
     rows = np.arange(len(table))
@@ -91,13 +95,15 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
     wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
     parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
+    experts = _exchanged_experts(table, costs, stages)
     divided = one_process_s(workload, table, parameters)
-    sharded = parameters / np.where(table.zero_stage >= 1, table.shard_size, 1)
+    sharded = sharded_parameters(table, parameters, experts)
     return StepTime(
         compute_s=microbatches * of_slowest("compute_s"),
         recompute_s=microbatches * of_slowest("recompute_s"),
         tensor_parallel_s=microbatches * of_slowest("tensor_parallel_s"),
         context_parallel_s=microbatches * of_slowest("context_parallel_s"),
+        expert_parallel_s=microbatches * of_slowest("expert_parallel_s"),
         pipeline_bubble_s=bubble,
         pipeline_send_s=microbatches * of_slowest("send_s"),
         data_parallel_s=exposed + divided + offload_gather_s(workload, table, sharded),
@@ -119,13 +125,17 @@ def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats
 
 def rank_slots(workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> list[RankSlot]:
     """Return the seconds of one micro-batch on each of `stages`, as `step_time` counts them."""
-    links, exchanges = _links(workload, table), context_parallel_s(workload, table)
-    return _slots(workload, table, costs, stages, links, exchanges)
+    links = _links(workload, table)
+    return _slots(workload, table, costs, stages, links, _exchanges(workload, table, links))
 
 
 def _links(workload: Workload, table: PlanTable) -> dict[Axis, GroupLinks]:
     axes: tuple[Axis, ...] = ("tp", "pp")
     return {axis: group_links(workload, table, axis) for axis in axes}
+
+
+def _exchanges(workload: Workload, table: PlanTable, links: dict[Axis, GroupLinks]) -> Exchanges:
+    return Exchanges(*context_parallel_s(workload, table), *expert_exchange_s(workload, table, links["tp"]))
 
 
 def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:
@@ -141,15 +151,16 @@ def _slots(
     costs: BlockCosts,
     stages: list[StageBlocks],
     links: dict[Axis, GroupLinks],
-    exchanges: tuple[Floats, Floats],
+    exchanges: Exchanges,
 ) -> list[RankSlot]:
     """Return the slot of each of `stages`; those of a single plan are computed side by side."""
     if len(table) != 1:
         return [_slot(workload, table, costs, stage, links, exchanges) for stage in stages]
     rows = np.zeros(len(stages), dtype=np.int64)
     of_ranks = {axis: group.select(rows) for axis, group in links.items()}
-    of_blocks = exchanges[0][rows], exchanges[1][rows]
-    slot = _slot(workload, table.select(rows), costs.select(rows), joined_ranks(stages), of_ranks, of_blocks)
+    slot = _slot(
+        workload, table.select(rows), costs.select(rows), joined_ranks(stages), of_ranks, exchanges.select(rows)
+    )
     return [
         RankSlot(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot))) for rank in range(len(stages))
     ]
@@ -161,9 +172,9 @@ def _slot(
     costs: BlockCosts,
     stage: StageBlocks,
     links: dict[Axis, GroupLinks],
-    of_block: tuple[Floats, Floats],
+    of_block: Exchanges,
 ) -> RankSlot:
-    """Return the seconds of one micro-batch on a rank; `of_block` are the exchanges of context parallelism."""
+    """Return the seconds of one micro-batch on a rank; `of_block` are what context and expert parallelism exchange."""
     key, habits, tp, pp = costs.key, workload.habits, links["tp"], links["pp"]
     is_full = table.recompute == RECOMPUTES.index("full")
     forward, backward = stage.sum(costs, costs.forward_s), stage.sum(costs, costs.backward_s)
@@ -189,19 +200,21 @@ def _slot(
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
     gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
     sends = transfers * (habits.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
-    exchanges, backward_exchanges = (each * stage.num_blocks for each in of_block)
+    context, expert = of_block.context_s * stage.num_blocks, of_block.expert_s * stage.num_blocks
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
     return RankSlot(
-        forward_s=forward + forward_sends + exchanges + sends / 2 + ends / 3,
+        forward_s=forward + forward_sends + context + expert + sends / 2 + ends / 3,
         weight_s=backward / 2 + ends / 3,
         end_s=ends,
         compute_s=forward + backward + ends,
         recompute_s=recompute,
         tensor_parallel_s=forward_sends * (1 + is_full) + backward_sends,
-        context_parallel_s=exchanges + backward_exchanges,
+        context_parallel_s=context + of_block.context_backward_s * stage.num_blocks,
+        expert_parallel_s=expert + of_block.expert_backward_s * stage.num_blocks,
         send_s=sends,
         forward_tensor_parallel_s=forward_sends,
-        forward_context_parallel_s=exchanges,
+        forward_context_parallel_s=context,
+        forward_expert_parallel_s=expert,
     )
 
 
@@ -226,6 +239,14 @@ def _parameters(costs: BlockCosts, stage: StageBlocks) -> Floats:
     return stage.sum(costs, costs.parameters) + ends
 
 
+def _exchanged_experts(table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> Floats:
+    """Return the parameters of experts that a rank holds and not all others of dp and cp: 0 without ep."""
+    if not (table.ep > 1).any():
+        return np.zeros(len(table))
+    experts = np.max([stage.sum(costs, costs.expert_parameters) for stage in stages], axis=0)
+    return np.where(table.ep > 1, experts, 0.0)
+
+
 def _data_parallel(
     workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks], compute_s: Floats
 ) -> tuple[Floats, Floats]:
@@ -247,10 +268,17 @@ def _data_parallel(
     # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
     matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if habits.gathers_each_weight else 1
     units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
-    unit = parameters * gradient_bytes / units
+    experts = _exchanged_experts(table, costs, stages)
+    unit = (parameters - experts) * gradient_bytes / units
     # Ranks with equal shards then sum these (hybrid sharding; Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
     reduce_s = units * (links.reduce_scatter_s(unit) + replicas.all_reduce_s(unit / table.shard_size))
-    gather_s = units * links.all_gather_s(parameters * unit_bytes / units)
+    gather_s = units * links.all_gather_s((parameters - experts) * unit_bytes / units)
+    all_reduce_s = links.all_reduce_s((parameters - experts) * gradient_bytes)
+    if experts.any():  # go over the ranks that hold the same ones
+        _, alike = expert_links(workload, table)
+        reduce_s = reduce_s + units * alike.reduce_scatter_s(experts * gradient_bytes / units)
+        gather_s = gather_s + units * alike.all_gather_s(experts * unit_bytes / units)
+        all_reduce_s = all_reduce_s + alike.all_reduce_s(experts * gradient_bytes)
     block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
     # A weight whose backward pass is further from its recomputed forward pass than what may stay is gathered again
     # (DeepSpeed, stage3_max_reuse_distance).
@@ -260,7 +288,7 @@ def _data_parallel(
     wire = np.select(
         [is_zero_3, is_zero_2, is_zero_1],
         [microbatches * (gathers * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],
-        links.all_reduce_s(parameters * gradient_bytes),
+        all_reduce_s,
     )
     hidden = [microbatches * compute_s, compute_s * (1.0 if habits.overlaps_zero_1 else 0.0)]
     behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if habits.overlaps_gradients else 0.0))

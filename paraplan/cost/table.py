@@ -50,6 +50,7 @@ class PlanTable:
     order: Ints
     shards: Ints
     devices: Ints
+    ep: Ints
     splits: Ints = field(default_factory=lambda: np.zeros((1, 1), dtype=np.int64))
 
     @classmethod
@@ -78,6 +79,7 @@ class PlanTable:
             order=column(RANK_ORDERS.index(plan.rank_order) for plan in rows),
             shards=column(plan.zero_shards or 0 for plan in rows),
             devices=column(plan.devices_per_process for plan in rows),
+            ep=column(plan.ep for plan in rows),
             splits=splits,
         )
 
@@ -137,6 +139,7 @@ class PlanTable:
             tp=int(self.tp[row]),
             pp=int(self.pp[row]),
             cp=int(self.cp[row]),
+            ep=int(self.ep[row]),
             zero_stage=int(self.zero_stage[row]),
             zero_shards=int(self.shards[row]) or None,
             devices_per_process=int(self.devices[row]),

@@ -24,6 +24,9 @@ class ParallelPlan(Record):
     `stage_blocks` gives the number of blocks of each pipeline stage, None for an even split.
     `zero_shards` is the number of neighbours along `dp` that ZeRO shards over, with replicas of these groups between
     them (hybrid sharding: shard inside a node, replicate between nodes); None for all ranks of `dp` and `cp`.
+    `ep` ranks, neighbours along `cp` and `dp` together, share out the routed experts of every layer and send tokens to
+    them and back, all-to-all: it is no axis of its own, divides `dp * cp`, and leaves `dp * cp / ep` replicas of each
+    expert. Each expert is divided over `tp` as the other layers are (Megatron-Core, expert parallelism; 1 for none).
     `devices_per_process` GPUs share each micro-batch of a plan of one process, by torch.nn.DataParallel.
     `global_batch = micro_batch_size * num_microbatches * dp`.
     """
@@ -32,6 +35,7 @@ class ParallelPlan(Record):
     tp: int = Field(default=1, gt=0)
     pp: int = Field(default=1, gt=0)
     cp: int = Field(default=1, gt=0)
+    ep: int = Field(default=1, gt=0)
     zero_stage: Literal[0, 1, 2, 3] = 0
     zero_shards: int | None = Field(default=None, gt=1)
     sequence_parallel: bool = False
@@ -78,10 +82,27 @@ class ParallelPlan(Record):
             raise ValueError(f"zero_stage={self.zero_stage} with pp={self.pp}: beside a pipeline only stages 0 and 1")
         return self
 
+    @model_validator(mode="after")
+    def _experts_consistent(self) -> Self:
+        if (self.dp * self.cp) % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide dp={self.dp} x cp={self.cp}, over whose ranks experts go")
+        if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"ep={self.ep} with tp={self.tp}: tokens are sent to experts under sequence parallelism alone"
+            )
+        if self.ep > 1 and self.zero_shards is not None:
+            raise ValueError(f"ep={self.ep} with zero_shards={self.zero_shards}: experts are sharded over all replicas")
+        return self
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts: those over which their gradients are averaged, and ZeRO shards them."""
+        return self.dp * self.cp // self.ep
 
     @property
     def num_stages(self) -> int:
@@ -96,7 +117,7 @@ class ParallelPlan(Record):
     def describe(self) -> str:
         """Return the plan in the words of the field: `dp4 x pp2, ZeRO-1, 1f1b, micro-batch 2 x 8, recompute full`."""
         axes = " x ".join(
-            f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(self, axis) > 1
+            f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(self, axis) > 1
         )
         parts = [axes or "one process"]
         if self.devices_per_process > 1:

@@ -21,7 +21,8 @@ def unsupported_reason(
     1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and
     without sequence parallelism, alone or beside any of these but `cp`; each with
     the numbers of micro-batches that the schedule takes, and with recompute of none of the blocks, of their attention
-    core or of all (zero bubble: none). The optimizer may be offloaded under each of these, parameters under ZeRO-3.
+    core or of all (zero bubble: none). Experts go over `tp` like other layers, not over `ep`.
+    The optimizer may be offloaded under each of these, parameters under ZeRO-3.
     `num_blocks` is the number of repeated blocks of the model and `precision` that of the training; what is None is not
     looked at. Splits alone decide: whether the plan fits in memory is another question, and whether a model's heads
     divide over `tp` or `cp` is seen when it is prepared.
@@ -52,16 +53,15 @@ def rule_of(reason: str) -> str:
     return reason.partition(": ")[2] or reason
 
 
-def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int) -> str | None:
+def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int, ep: int = 1) -> str | None:
     """Return why no plan of these degrees can be executed, None where some can."""
-    for axis, size in (("tp", tp), ("pp", pp)):
-        if cp > 1 and size > 1:
-            return f"cp={cp}, {axis}={size}: context parallelism is executed beside dp alone"
+    if ep > 1:
+        return f"ep={ep}: experts are divided over tp, not over ep, which Megatron-Core has (--framework megatron-core)"
     return None
 
 
 def _axes_reason(plan: ParallelPlan) -> str | None:
-    reason = unsupported_axes(dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp)
+    reason = unsupported_axes(dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep)
     if reason is not None:
         return reason
     if plan.zero_shards is not None and plan.dp < plan.world_size:

@@ -21,6 +21,7 @@ STEP_PARTS = (
     ("recompute_s", "recompute"),
     ("tensor_parallel_s", "tensor-parallel communication"),
     ("context_parallel_s", "context-parallel communication"),
+    ("expert_parallel_s", "expert-parallel communication"),
     ("pipeline_bubble_s", "pipeline bubble"),
     ("pipeline_send_s", "pipeline sends"),
     ("data_parallel_s", "data-parallel communication that nothing hides"),

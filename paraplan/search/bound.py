@@ -7,6 +7,7 @@ import numpy as np
 from paraplan.cost.blocks import BlockCosts, block_costs
 from paraplan.cost.collectives import fastest_links
 from paraplan.cost.context import context_parallel_s
+from paraplan.cost.experts import expert_exchange_s
 from paraplan.cost.offload import offload_gather_s
 from paraplan.cost.step import optimizer_s
 from paraplan.cost.table import RECOMPUTES, SCHEDULES, Floats, PlanTable
@@ -40,7 +41,11 @@ def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     all_reduce_s = fastest_links(workload, table.tp, "all_reduce").all_reduce_s(activation)
     backward_sends = table.sequence_parallel if workload.habits.overlaps_tensor_backward else 2.0
-    exchanges = sum(context_parallel_s(workload, table, fastest_links(workload, table.cp, "all_gather")))
+    exchanges: Floats | int = sum(context_parallel_s(workload, table, fastest_links(workload, table.cp, "all_gather")))
+    if (table.ep > 1).any():
+        tensor = fastest_links(workload, table.tp, "all_reduce")
+        experts = fastest_links(workload, table.ep, "all_to_all")
+        exchanges = exchanges + sum(expert_exchange_s(workload, table, tensor, experts))
     sends = num_blocks * (all_reduce_s * (2.0 * (1 + is_full) + backward_sends) + exchanges)
     forward_s = costs.forward_s[key, -1]
     again = np.where(is_full, forward_s, costs.recompute_s[key, -1])

@@ -16,6 +16,7 @@ _FIELDS = (
     "tp",
     "pp",
     "cp",
+    "ep",
     "zero_stage",
     "zero_shards",
     "sequence_parallel",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from paraplan.errors import PlanError
-from paraplan.plan.parallel import Axis, Offload, Recompute, ScheduleName
+from paraplan.plan.parallel import Offload, Recompute, ScheduleName
 
-_AXES: tuple[Axis, ...] = ("tp", "pp", "cp", "dp")
+Degree = Literal["tp", "pp", "cp", "dp", "ep"]
+_DEGREES: tuple[Degree, ...] = ("tp", "pp", "cp", "dp", "ep")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class FixedChoices:
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
+    ep: int | None = None
     zero_stage: int | None = None
     micro_batch_size: int | None = None
     recompute: Recompute | None = None
@@ -38,9 +40,9 @@ class FixedChoices:
         return [_option(each.name, value) for each in fields(self) if (value := getattr(self, each.name)) is not None]
 
     @property
-    def axes(self) -> dict[Axis, int]:
+    def axes(self) -> dict[Degree, int]:
         """The fixed degrees."""
-        return {axis: degree for axis in _AXES if (degree := getattr(self, axis)) is not None}
+        return {axis: degree for axis in _DEGREES if (degree := getattr(self, axis)) is not None}
 
 
 FREE = FixedChoices()
@@ -48,8 +50,8 @@ FREE = FixedChoices()
 
 class _HasAxes(Protocol):
     @property
-    def sizes(self) -> dict[Axis, int]:
-        """Degrees by axis."""
+    def named(self) -> dict[Degree, int]:
+        """Degrees by name."""
 
 
 _Degrees = TypeVar("_Degrees", bound=_HasAxes)
@@ -61,7 +63,7 @@ def check_axes(
     reason_of: Callable[[_Degrees], str | None],
     *,
     num_gpus: int,
-    model_limit: Callable[[Axis, int], str | None],
+    model_limit: Callable[[Degree, int], str | None],
 ) -> None:
     """Raise `PlanError` where no product of `degrees` that can be executed has the fixed axes, with what would do.
 
@@ -69,9 +71,9 @@ def check_axes(
     """
     possible = [each for each in degrees if reason_of(each) is None]
     for axis, degree in fixed.axes.items():
-        if any(each.sizes[axis] == degree for each in possible):
+        if any(each.named[axis] == degree for each in possible):
             continue
-        with_it = [each for each in degrees if each.sizes[axis] == degree]
+        with_it = [each for each in degrees if each.named[axis] == degree]
         reasons = Counter(reason for each in with_it if (reason := reason_of(each)) is not None)
         indivisible = f"{degree} does not divide {num_gpus} GPUs"
         why = model_limit(axis, degree) or (reasons.most_common(1)[0][0] if reasons else indivisible)
@@ -110,12 +112,12 @@ def nothing_has_all(fixed: FixedChoices) -> PlanError:
     )
 
 
-def _agree(fixed: FixedChoices, degrees: _HasAxes, axes: Iterable[Axis]) -> bool:
-    return all(degrees.sizes[axis] == getattr(fixed, axis) for axis in axes)
+def _agree(fixed: FixedChoices, degrees: _HasAxes, axes: Iterable[Degree]) -> bool:
+    return all(degrees.named[axis] == getattr(fixed, axis) for axis in axes)
 
 
-def _listed(degrees: Iterable[_HasAxes], axis: Axis) -> str:
-    return _or(sorted({each.sizes[axis] for each in degrees}))
+def _listed(degrees: Iterable[_HasAxes], axis: Degree) -> str:
+    return _or(sorted({each.named[axis] for each in degrees}))
 
 
 def _or(values: Sequence[int]) -> str:

@@ -30,6 +30,6 @@ def simplest_of_the_best(
 
 
 def _complexity(table: PlanTable, row: int) -> tuple[int, ...]:
-    axes = sum(int(degrees[row] > 1) for degrees in (table.pp, table.tp, table.cp))
+    axes = sum(int(degrees[row] > 1) for degrees in (table.pp, table.tp, table.cp, table.ep))
     choices = (table.zero_stage[row], table.virtual[row] > 1, table.recompute[row], table.offload[row])
     return axes, *map(int, choices)

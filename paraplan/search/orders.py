@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Literal
 
 import numpy as np
 
-from paraplan.cost.collectives import group_links
+from paraplan.cost.collectives import expert_links, group_links
 from paraplan.cost.table import RANK_ORDERS, Floats, Ints, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis
@@ -25,14 +26,16 @@ class RankOrders:
     """The orders of ranks of each product of axes; times of groups are computed once for each size and distance."""
 
     workload: Workload
-    _seconds: dict[tuple[Axis, int, int], Floats] = field(default_factory=dict)
+    _seconds: dict[tuple[str, int, int], Floats] = field(default_factory=dict)
 
     def count(self, sizes: dict[Axis, int]) -> int:
         """Return how many orders differ: those of the axes that are divided."""
         return len({tuple(axis for axis in order if sizes[axis] > 1) for order in ORDERS})
 
-    def worth_pricing(self, sizes: dict[Axis, int]) -> list[int]:
+    def worth_pricing(self, sizes: dict[Axis, int], ep: int = 1) -> list[int]:
         """Return indices into RANK_ORDERS of orders that none beats or equals on all axes, Megatron-LM's before equals.
+
+        The groups of `ep` count as those of an axis, and so do the ranks with equal experts.
 
         An order is left out only where another has every collective of every axis, at every size from a kilobyte to a
         hundred gigabytes, at least as fast.
@@ -47,7 +50,7 @@ class RankOrders:
                 continue
             seen.add(divided)
             groups = [self._of_group(axis, divided, sizes) for axis in sorted(divided)]
-            seconds = np.concatenate([np.zeros(0), *groups, self._of_data_axes(order, sizes)])
+            seconds = np.concatenate([np.zeros(0), *groups, *self._of_data_axes(order, sizes, ep)])
             if any(bool((other <= seconds).all()) for _, other in kept):
                 continue
             kept = [(each, other) for each, other in kept if not bool((seconds <= other).all())]
@@ -56,15 +59,32 @@ class RankOrders:
 
     def _of_group(self, axis: Axis, divided: tuple[Axis, ...], sizes: dict[Axis, int]) -> Floats:
         stride = prod(sizes[inner] for inner in divided[divided.index(axis) + 1 :])
-        key = (axis, sizes[axis], stride)
+        return self._at(axis, sizes[axis], stride)
+
+    def _at(self, axis: Axis | Literal["ep"], size: int, stride: int) -> Floats:
+        key = (axis, size, stride)
         if key not in self._seconds:
-            self._seconds[key] = self._measure(axis, sizes[axis], stride)
+            self._seconds[key] = self._exchange(size, stride) if axis == "ep" else self._measure(axis, size, stride)
         return self._seconds[key]
 
-    def _of_data_axes(self, order: tuple[Axis, ...], sizes: dict[Axis, int]) -> Floats:
-        """Return the seconds of the ranks of dp and cp together."""
+    def _of_data_axes(self, order: tuple[Axis, ...], sizes: dict[Axis, int], ep: int) -> list[Floats]:
+        """Return the seconds of the ranks of dp and cp together, and of the parts of them that experts go over."""
         joined = sizes | {"dp": sizes["dp"] * sizes["cp"], "cp": 1}
-        return self._of_group("dp", order, joined) if joined["dp"] > 1 else np.zeros(0)
+        if joined["dp"] == 1:
+            return []
+        of_all = self._of_group("dp", order, joined)
+        if ep == 1:
+            return [of_all]
+        stride = prod(joined[inner] for inner in order[order.index("dp") + 1 :])
+        alike = joined["dp"] // ep
+        found = [of_all, self._at("ep", ep, stride)]
+        return [*found, self._at("dp", alike, stride * ep)] if alike > 1 else found
+
+    def _exchange(self, size: int, stride: int) -> Floats:
+        """Return the seconds in which neighbours along dp, `stride` ranks apart, send to each other, by size."""
+        table = _table({"dp": size, "tp": stride}, MEGATRON_RANK_ORDER)
+        links, _ = expert_links(self.workload, replace(table, ep=table.dp))
+        return np.concatenate([links.all_to_all_s(np.ones(1) * num_bytes) for num_bytes in _SIZES])
 
     def _measure(self, axis: Axis, size: int, stride: int) -> Floats:
         """Return the seconds of the collectives of an axis whose members stand `stride` ranks apart, by size."""
@@ -85,6 +105,6 @@ def _table(sizes: dict[Axis, int], rank_order: tuple[Axis, ...]) -> PlanTable:
 
     names = ("zero_stage", "sequence_parallel", "schedule", "recompute", "offload", "split", "order", "shards")
     zeros = {name: column(0) for name in names}
-    ones = {name: column(1) for name in ("micro_batch_size", "num_microbatches", "virtual", "devices")}
+    ones = {name: column(1) for name in ("micro_batch_size", "num_microbatches", "virtual", "devices", "ep")}
     axes = {axis: column(sizes.get(axis, 1)) for axis in MEGATRON_RANK_ORDER}
     return PlanTable(**axes, **zeros, **ones).ordered(rank_order)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import gcd
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import Axis
 from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
-from paraplan.search.fixed import FREE, FixedChoices, check_axes, check_micro_batch, nothing_has_all
+from paraplan.search.fixed import FREE, Degree, FixedChoices, check_axes, check_micro_batch, nothing_has_all
 from paraplan.search.orders import RankOrders
 from paraplan.search.splits import BalancedSplits
 
@@ -30,17 +31,23 @@ _GPIPE, _ONE_FORWARD, _INTERLEAVED, _ZERO_BUBBLE = (
 
 @dataclass(frozen=True)
 class Degrees:
-    """One product of axes."""
+    """One product of axes, and over how many of the ranks of dp and cp experts go."""
 
     dp: int
     tp: int
     pp: int
     cp: int
+    ep: int = 1
 
     @property
     def sizes(self) -> dict[Axis, int]:
         """The axes by name."""
         return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
+
+    @property
+    def named(self) -> dict[Degree, int]:
+        """All degrees by name."""
+        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +79,7 @@ class PlanSpace:
 
     def __post_init__(self) -> None:
         num_gpus, batch = self.workload.cluster.num_gpus, self.workload.training.global_batch_size
-        every = list(all_degrees(num_gpus))
+        every = list(all_degrees(num_gpus, num_experts=self._num_experts))
         check_axes(self.fixed, every, self._reason_of, num_gpus=num_gpus, model_limit=self._model_limit)
         self._offloads = range(len(OFFLOADS) if self.workload.cluster.gpu.vendor != "cpu" else 1)
         if all(not self.fixed.allows(offload=OFFLOADS[offload]) for offload in self._offloads):
@@ -80,13 +87,13 @@ class PlanSpace:
                 f"--offload {self.fixed.offload}: CPU processes have all on the host already",
                 hint="leave --offload out, or take a profile with GPUs",
             )
-        self._degrees = [each for each in every if self.fixed.allows(**each.sizes)]
+        self._degrees = [each for each in every if self.fixed.allows(**each.named)]
         possible = (each for each in self._degrees if self._reason_of(each) is None)
         check_micro_batch(self.fixed, (max(1, batch // each.dp) for each in possible), global_batch_size=batch)
         self._splits = BalancedSplits(self.workload)
         self._orders = RankOrders(self.workload)
         self._reasons: dict[tuple[int, ...], str | None] = {}
-        self._known_choices: dict[tuple[bool, bool, int, int], Ints] = {}
+        self._known_choices: dict[tuple[bool, bool, int, int, bool], Ints] = {}
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the plans that divide the batch and the model and that can be executed, a chunk at a time.
@@ -103,7 +110,7 @@ class PlanSpace:
                 self.rejected[reason] += len(choices) * len(sizes) * variants
                 continue
             self.variants.append(variants)
-            self.orders.append(self._orders.worth_pricing(degrees.sizes))
+            self.orders.append(self._orders.worth_pricing(degrees.sizes, degrees.ep))
             self.degrees.append(degrees)
             table = self._inside(degrees, choices, sizes)
             for kind, part in self._alike(table.select(self._executable(table, variants))):
@@ -124,7 +131,7 @@ class PlanSpace:
     def _reason_of(self, degrees: Degrees) -> str | None:
         return self._ruled_out(degrees) or self._unsupported_axes(degrees)
 
-    def _model_limit(self, axis: Axis, degree: int) -> str | None:
+    def _model_limit(self, axis: Degree, degree: int) -> str | None:
         """Return why a degree does not suit the model, on however many GPUs."""
         model = self.workload.model
         if axis == "tp" and any(limit % degree for limit in self._tp_limits):
@@ -135,6 +142,9 @@ class PlanSpace:
             }
             words = " and ".join(f"{own} attention and {shared} key-value heads" for own, shared in sorted(heads))
             return f"{degree} does not divide the {words} of {model.name}"
+        if axis == "ep" and self._num_experts % degree:
+            experts = f"has {self._num_experts} experts to a layer" if self._num_experts > 1 else "has no experts"
+            return f"{model.name} {experts}"
         if axis == "pp" and degree > model.num_blocks:
             return f"{degree} stages are more than the {model.num_blocks} blocks of {model.name}"
         return None
@@ -160,14 +170,22 @@ class PlanSpace:
     def _unsupported_axes(self, degrees: Degrees) -> str | None:
         """Return the reason why no plan of these degrees can be executed, whatever else it chooses."""
         if not self.runnable_only:
-            return None
-        reason = unsupported_axes(dp=degrees.dp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp)
+            if degrees.ep == 1 or self.workload.habits.has_expert_parallel:
+                return None
+            return f"{self.workload.habits.name} does not spread experts over ep"
+        reason = unsupported_axes(**degrees.named)
         return None if reason is None else rule_of(reason)
 
     @cached_property
     def _tp_limits(self) -> set[int]:
         limits = {run.block.tp_limit for run in self.workload.model.runs}
         return {limit for limit in limits if limit is not None}
+
+    @cached_property
+    def _num_experts(self) -> int:
+        """Experts of every layer that has some, or what their numbers have in common; 1 for a model without."""
+        counts = {one.num_experts for run in self.workload.model.runs for one in run.block.matmuls}
+        return gcd(*(counts - {1})) or 1
 
     def _micro_batch_sizes(self, degrees: Degrees) -> Ints:
         """Return the sizes of a micro-batch that divide a rank's share of the batch."""
@@ -178,12 +196,12 @@ class PlanSpace:
     def _choices(self, degrees: Degrees) -> Ints:
         """Return ZeRO stage, sequence parallelism, schedule, virtual stages, recompute, offload, cut, shards by row."""
         alone = degrees.dp if degrees.dp == self.workload.cluster.num_gpus else 1
-        key = (degrees.dp * degrees.cp > 1, degrees.tp > 1, degrees.pp, alone)
+        key = (degrees.dp * degrees.cp > 1, degrees.tp > 1, degrees.pp, alone, degrees.ep > 1)
         if key not in self._known_choices:
             self._known_choices[key] = self._new_choices(*key)
         return self._known_choices[key]
 
-    def _new_choices(self, is_sharded: bool, is_split: bool, pp: int, dp_alone: int) -> Ints:
+    def _new_choices(self, is_sharded: bool, is_split: bool, pp: int, dp_alone: int, has_experts: bool) -> Ints:
         stages = range(1 if not is_sharded else 2 if pp > 1 else 4)
         cuts = [
             (schedule, virtual, recompute, split)
@@ -192,9 +210,10 @@ class PlanSpace:
             if self.fixed.allows(schedule=SCHEDULES[schedule], recompute=name)
             for split in sorted({0, self._split(pp * virtual, name)})
         ]
-        parallel = range(2 if is_split else 1)
+        # Beside tp, tokens go to experts under sequence parallelism alone.
+        parallel = range(int(is_split and has_experts), 2 if is_split else 1)
         # Hybrid sharding over dp alone, as the runtime executes it: in groups of any size that divides the ranks.
-        groups = [0, *divisors(dp_alone)[1:-1]]
+        groups = [0] if has_experts else [0, *divisors(dp_alone)[1:-1]]
         rows = [
             (zero, sequence, schedule, virtual, recompute, offload, split, shards)
             for zero, sequence, (schedule, virtual, recompute, split), offload, shards in product(
@@ -241,6 +260,7 @@ class PlanSpace:
             order=constant(0),
             shards=shards,
             devices=constant(1),
+            ep=constant(degrees.ep),
         )
 
     def _alike(self, table: PlanTable) -> Iterator[tuple[tuple[bool, int], PlanTable]]:
@@ -283,6 +303,7 @@ class PlanSpace:
             np.zeros_like(table.order),
             np.minimum(table.shards, 2),
             table.devices,
+            np.ones_like(table.ep),
         )
         examples = PlanTable.of_columns(kinds)
         rows = list(zip(*(column.tolist() for column in kinds), strict=True))
@@ -307,12 +328,13 @@ class PlanSpace:
         return None
 
 
-def all_degrees(num_gpus: int) -> Iterator[Degrees]:
-    """Yield every product of dp, tp, pp and cp that equals `num_gpus`."""
+def all_degrees(num_gpus: int, *, num_experts: int = 1) -> Iterator[Degrees]:
+    """Yield each product of dp, tp, pp and cp that equals `num_gpus`, with every ep that suits it and the experts."""
     for tp in divisors(num_gpus):
         for pp in divisors(num_gpus // tp):
             for cp in divisors(num_gpus // tp // pp):
-                yield Degrees(dp=num_gpus // tp // pp // cp, tp=tp, pp=pp, cp=cp)
+                for ep in divisors(gcd(num_gpus // tp // pp, num_experts)):
+                    yield Degrees(dp=num_gpus // tp // pp // cp, tp=tp, pp=pp, cp=cp, ep=ep)
 
 
 def divisors(number: int) -> list[int]:

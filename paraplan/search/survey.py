@@ -190,7 +190,7 @@ def exceeds_host(workload: Workload, table: PlanTable, costs: BlockCosts | None 
 
 def kinds_of(table_like: Callable[[str], Ints]) -> tuple[Ints, Ints]:
     """Return the first row of each choice of axes and ZeRO stage, and the choice of each row."""
-    return first_rows(*(table_like(name).astype(np.int64) for name in ("dp", "tp", "pp", "cp", "zero_stage")))
+    return first_rows(*(table_like(name).astype(np.int64) for name in ("dp", "tp", "pp", "cp", "ep", "zero_stage")))
 
 
 @dataclass
