@@ -174,9 +174,11 @@ def _take_over(parser: LaunchParser, torchs: argparse.ArgumentParser) -> None:
 def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> argparse.Namespace:
     """Return the parsed arguments (None: of this process).
 
-    `nnodes` and `nproc_per_node` are None where neither the command line nor PET_ variables give them.
+    `nnodes`, `nproc_per_node` and `master_port` are None where neither the command line nor PET_ variables give them:
+    a torch before 2.13 has a port from the start, and does not know whether it was asked for.
     Raises `ArgumentError` for mistakes.
     """
     parser = build_parser()
-    defaults = {name: None for name in ("nnodes", "nproc_per_node") if f"PET_{name.upper()}" not in environment}
+    names = ("nnodes", "nproc_per_node", "master_port")
+    defaults = {name: None for name in names if f"PET_{name.upper()}" not in environment}
     return parser.parse_args(arguments, argparse.Namespace(**defaults))

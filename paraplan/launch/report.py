@@ -231,10 +231,14 @@ def _consequence(others: Sequence[RankFailure]) -> str:
             Cause.OWN_ERROR: "with an error of its own",
             Cause.ABORT: "by aborting",
             Cause.COMMUNICATION: "because a connection was lost",
-            Cause.STOPPED: "because the launcher stopped it",
+            Cause.STOPPED: "because the launcher stopped {}",
         }[failure.cause]
         by_cause.setdefault(became, []).append(failure.global_rank)
-    return "then ended: " + "; ".join(f"{ranks_in_words(ranks)} {became}" for became, ranks in by_cause.items())
+    parts = [
+        f"{ranks_in_words(ranks)} {became.format('it' if len(ranks) == 1 else 'them')}"
+        for became, ranks in by_cause.items()
+    ]
+    return "then ended: " + "; ".join(parts)
 
 
 def _shortened(line: str) -> str:

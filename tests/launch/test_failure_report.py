@@ -56,9 +56,12 @@ def test_a_report_says_where_on_the_axes_of_the_plan_the_rank_stood() -> None:
 
 
 def test_a_report_of_many_ranks_says_why_the_others_ended() -> None:
+    first = failed(2, record=deep_error(1))
     others = [failed(rank, cause=Cause.COMMUNICATION) for rank in (0, 1, 3)] + [failed(5, cause=Cause.STOPPED)]
-    text = render_failures([failed(2, record=deep_error(1)), *others], CONTEXT)
+    text = render_failures([first, *others], CONTEXT)
     assert "ranks 0-1, 3 because a connection was lost; rank 5 because the launcher stopped it" in text
+    others = [failed(rank, cause=Cause.STOPPED) for rank in (0, 1)]
+    assert "then ended: ranks 0-1 because the launcher stopped them\n" in render_failures([first, *others], CONTEXT)
 
 
 def test_a_node_whose_ranks_only_lost_connections_points_to_the_other_nodes() -> None:
