@@ -101,3 +101,20 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
             runs.append([rank])
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return ("rank " if len(ranks) == 1 else "ranks ") + text
+
+
+def broken_between_words(text: str, *, width: int, indent: int = 0, later_indent: int = 0) -> str:
+    """Return a message in lines of at most `width`; names are never broken.
+
+    The first line is `indent` shorter, for what stands before it; later ones begin with `later_indent` spaces.
+    """
+    import textwrap  # only for messages on a terminal
+
+    return textwrap.fill(
+        text,
+        width=max(width, 20),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * later_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )[indent:]

@@ -14,8 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from paraplan import __version__
-from paraplan.cli.terminal import broken_between_words
 from paraplan.errors import ParaplanError
+from paraplan.units import broken_between_words
 
 COMMANDS = (
     "topo",

@@ -1,4 +1,4 @@
-"""What commands print with: rich's console without spaces at the ends of lines, and messages broken between words."""
+"""What commands print with: rich's console without spaces at the ends of lines."""
 
 from __future__ import annotations
 
@@ -33,16 +33,3 @@ def make_console(**options: Any) -> Console:
 
     stream: Any = _WithoutEnds(sys.stdout)
     return Console(highlight=False, file=stream, **options)
-
-
-def broken_between_words(text: str, *, width: int, indent: int) -> str:
-    """Return a message in lines of at most `width`, the first one `indent` shorter; names are never broken."""
-    import textwrap  # only for errors
-
-    return textwrap.fill(
-        text,
-        width=max(width, 20),
-        initial_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )[indent:]

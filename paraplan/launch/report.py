@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -15,11 +16,12 @@ from paraplan.launch.failures import Cause, NodeFailure, RankFailure, first_fail
 from paraplan.launch.memory_kills import MemoryKillScope
 from paraplan.launch.spawning import signal_name
 from paraplan.launch.stacks import Stack, is_library
-from paraplan.units import format_bytes, ranks_in_words
+from paraplan.units import broken_between_words, format_bytes, ranks_in_words
 
 MAX_REPORT_LINES = 10
 _MAX_LINE = 200
 _MAX_PLACES = 3
+_ERROR_WORDS = ("error: ", "hint: ")
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,25 @@ def say(text: str) -> None:
 
 
 def write_report(text: str) -> None:
-    """Write lines of the launcher's own to stderr."""
+    """Write lines of the launcher's own to stderr; a terminal gets them broken between words, each as wide as it is."""
+    if sys.stderr.isatty():
+        text = fit_to_width(text, os.get_terminal_size(sys.stderr.fileno()).columns)
     sys.stderr.write(text)
     sys.stderr.flush()
+
+
+def fit_to_width(text: str, width: int) -> str:
+    """Return lines of the launcher's own in at most `width` columns: what is broken goes on further to the right.
+
+    The lines of an error go on at the left, as those of every command do. 0: a terminal that says nothing.
+    """
+    lines = []
+    for line in text.splitlines() if width else ():
+        indent = len(line) - len(line.lstrip())
+        later_indent = 0 if line.startswith(_ERROR_WORDS) else indent + 4
+        words = broken_between_words(line[indent:], width=width, indent=indent, later_indent=later_indent)
+        lines.append(" " * indent + words if len(line) > width else line)
+    return "".join(f"{line}\n" for line in lines) if lines else text
 
 
 def render_error(error: ParaplanError) -> str:

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
-from paraplan.cli.terminal import broken_between_words
 from paraplan.model.reader import bundled_models
+from paraplan.units import broken_between_words
 
 GPT2 = ["gpt2", "--seq-len", "1024", "--global-batch", "64"]
 COMMANDS = {
@@ -94,6 +94,14 @@ def test_names_in_a_hint_are_never_broken() -> None:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     assert all(len(line) <= 100 for line in plain.splitlines())
     assert set(bundled_models()) <= set(re.split(r"[\s,]+", plain))
+
+
+def test_an_error_of_a_launch_is_broken_between_words_on_a_terminal() -> None:
+    text = on_terminal(["launch", "--nproc-per-node", "two-of-them", "--plan", "auto", "no-such-script.py"], columns=50)
+    lines = text.splitlines()
+    assert len(lines) > 2
+    assert all(len(line) <= 50 for line in lines)
+    assert " ".join(lines).startswith("error: there is no script no-such-script.py")
 
 
 def test_a_message_in_a_pipe_is_one_line() -> None:

@@ -12,6 +12,7 @@ from paraplan.launch.report import (
     ReportContext,
     as_node_failure,
     describe_exit,
+    fit_to_width,
     render_failures,
 )
 from paraplan.launch.spawning import RankExit
@@ -187,6 +188,20 @@ def test_the_line_of_the_users_code_is_shown_where_the_traceback_is_long() -> No
     assert lines[2:4] == ['    File "/home/me/train.py", line 9, in step', "      f()"]
     assert lines[-1] == "  ValueError: boom"
     assert len(lines) == MAX_REPORT_LINES
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_terminal_gets_lines_that_break_between_words_and_go_on_to_the_right(width: int) -> None:
+    others = [failed(rank, cause=Cause.STOPPED) for rank in (0, 1)]
+    text = render_failures([failed(2, record=deep_error(1)), *others], CONTEXT)
+    fitted = fit_to_width(text, width)
+    assert fitted.split() == text.split()
+    assert max(map(len, fitted.splitlines())) <= width
+    assert "  host node7, local rank 2" in fitted
+    assert fit_to_width(text, 0) == fit_to_width(text, 200) == text
+    error = fit_to_width(f"error: {'word ' * 20}\nhint: short\n", width).splitlines()
+    assert len(error) > 2
+    assert all(line == line.lstrip() for line in error)
 
 
 def test_an_exit_without_a_known_signal_is_still_described() -> None:
