@@ -17,6 +17,7 @@ from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOpti
 from paraplan.cli.html import HtmlOption, require_files, write_estimate
 from paraplan.cli.inputs import (
     calibrated,
+    check_experts,
     check_plan_suits_model,
     check_plan_suits_sequence,
     check_precision,
@@ -36,6 +37,8 @@ from paraplan.cli.options import (
     CpOption,
     DevicesOption,
     DpOption,
+    EpOption,
+    FrameworkName,
     GpusPerNodeOption,
     JsonOption,
     MicroBatchOption,
@@ -48,6 +51,7 @@ from paraplan.cli.options import (
     PpOption,
     PrecisionName,
     PrecisionOption,
+    PricedFrameworkOption,
     ProfileOption,
     RecomputeName,
     RecomputeOption,
@@ -62,10 +66,12 @@ from paraplan.cli.options import (
 )
 from paraplan.cli.step_trace import TraceOption, write_trace
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.habits import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.model.reader import read_model
+from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan, micro_batches
 
 if TYPE_CHECKING:
@@ -73,7 +79,7 @@ if TYPE_CHECKING:
     from paraplan.runtime.fake_run import TracedMemory
 
 _PLAN_OPTIONS = (
-    *("dp", "tp", "pp", "cp", "zero", "micro_batch", "recompute", "schedule", "virtual_stages"),
+    *("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "virtual_stages"),
     *("zero_shards", "devices_per_process"),
     *("sequence_parallel", "offload", "global_batch"),
 )
@@ -127,6 +133,7 @@ def estimate(
     tp: TpOption = 1,
     pp: PpOption = 1,
     cp: CpOption = 1,
+    ep: EpOption = 1,
     zero: ZeroOption = 0,
     zero_shards: ZeroShardsOption = None,
     devices_per_process: DevicesOption = 1,
@@ -136,6 +143,7 @@ def estimate(
     virtual_stages: VirtualStagesOption = 1,
     sequence_parallel: SequenceParallelOption = False,
     offload: OffloadOption = OffloadName.none,
+    framework: PricedFrameworkOption = FrameworkName.paraplan,
     plan_path: PlanOption = None,
     html: HtmlOption = None,
     trace: TraceOption = None,
@@ -171,14 +179,18 @@ def estimate(
         check_limits(result, limits, model=model, file=from_deepspeed or from_accelerate, as_json=as_json)
         return
     choices: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
+    habits = habits_of(framework.value)
     if plan_path is not None:
-        plan, seq_len, choices = _from_file(plan_path, options_given(ctx), seq_len, choices)
+        file = read_plan_file(plan_path)
+        plan, seq_len, choices = _from_file(plan_path, file, options_given(ctx), seq_len, choices)
+        habits = habits_of(file.framework or habits.name) if "framework" not in options_given(ctx) else habits
     else:
         plan = make_plan(
             dp=dp,
             tp=tp,
             pp=pp,
             cp=cp,
+            ep=ep,
             zero_stage=zero,
             zero_shards=zero_shards,
             devices_per_process=devices_per_process,
@@ -194,9 +206,11 @@ def estimate(
     cluster = read_cluster_for_plan(profile, plan, num_nodes=nodes, gpus_per_node=gpus_per_node)
     check_precision(choices["precision"], cluster.gpu)
     check_plan_suits_model(plan, spec)
+    check_experts(plan, spec)
     training = read_training(spec, seq_len=seq_len, global_batch=plan.global_batch_size, **choices)
     check_plan_suits_sequence(plan, training)
-    workload = calibrated(Workload.of(spec, training, cluster, load_link_speeds()), calibration)
+    made = replace(Workload.of(spec, training, cluster, load_link_speeds()), habits=habits)
+    workload = calibrated(made, calibration)
     traced = _trace(model, plan, training) if trace_memory else None
     result = _estimate_and_print(workload, plan, traced, as_json=as_json)
     if trace is not None:
@@ -207,7 +221,7 @@ def estimate(
 
 
 def _from_file(
-    path: Path, given: frozenset[str], seq_len: int | None, choices: dict[str, Any]
+    path: Path, file: PlanFile, given: frozenset[str], seq_len: int | None, choices: dict[str, Any]
 ) -> tuple[ParallelPlan, int | None, dict[str, Any]]:
     """Return a plan file's plan and training; of the training, options that were given come first."""
     contradicting = [f"--{name.replace('_', '-')}" for name in _PLAN_OPTIONS if name in given]
@@ -216,7 +230,6 @@ def _from_file(
             f"{' and '.join(contradicting)} beside --plan {path}, which says it already",
             hint="leave out --plan, or the options; the file can be edited",
         )
-    file = read_plan_file(path)
     if file.training is None:
         return file.plan, seq_len, choices
     stored = {name: getattr(file.training, name) for name in choices if name not in given}

@@ -13,6 +13,7 @@ from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.html import write_estimate
 from paraplan.cli.inputs import (
     calibrated,
+    check_experts,
     check_plan_suits_model,
     check_precision,
     read_cluster,
@@ -39,7 +40,9 @@ from paraplan.units import format_bytes, format_count, format_seconds
 _MOST_CANDIDATES = 50
 _WORTH_CHANGING = 1.02
 
-_FIXED_BY_CONFIGURATION = ("dp", "tp", "pp", "cp", "zero", "schedule", "virtual_stages", "sequence_parallel", "offload")
+_FIXED_BY_CONFIGURATION = (
+    *("dp", "tp", "pp", "cp", "ep", "zero", "schedule", "virtual_stages", "sequence_parallel", "offload", "framework"),
+)
 
 
 class Foreign:
@@ -86,6 +89,7 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
     spec = read_model(options["model"], seq_length=options["seq_len"] or setup.seq_length)
     cluster = read_cluster_for_plan(profile, setup.plan, num_nodes=nodes, gpus_per_node=per_node)
     check_plan_suits_model(setup.plan, spec)
+    check_experts(setup.plan, spec)
     habits = habits_of(setup.framework)
     found = {"precision": setup.precision, "optimizer": setup.optimizer, "attention": setup.attention}
     choices: dict[str, Any] = {

@@ -16,6 +16,7 @@ from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import experts_reason
 from paraplan.plan.training import TrainingSpec
 
 
@@ -132,6 +133,14 @@ def check_plan_suits_model(plan: ParallelPlan, model: ModelSpec) -> None:
             f"stage_blocks sum to {sum(plan.stage_blocks)}, and {model.name} has {model.num_blocks} blocks",
             hint="make the plan again for this model with paraplan recommend",
         )
+
+
+def check_experts(plan: ParallelPlan, model: ModelSpec) -> None:
+    """Raise `PlanError` where expert parallelism does not divide the experts of a model, or it has none."""
+    reason, count = experts_reason(model, plan.ep), model.num_experts
+    if reason is not None:
+        fitting = [str(ep) for ep in range(1, count + 1) if count % ep == 0]
+        raise PlanError(f"ep={plan.ep}: {reason}", hint=f"use --ep {' or '.join(fitting)}")
 
 
 def check_plan_suits_sequence(plan: ParallelPlan, training: TrainingSpec) -> None:

@@ -161,6 +161,7 @@ DpOption = Annotated[int, _degree("dp", "Data-parallel ranks.")]
 TpOption = Annotated[int, _degree("tp", "Tensor-parallel ranks.")]
 PpOption = Annotated[int, _degree("pp", "Pipeline stages.")]
 CpOption = Annotated[int, _degree("cp", "Context-parallel ranks.")]
+EpOption = Annotated[int, _degree("ep", "Ranks of dp x cp that share out a mixture's experts (expert parallelism).")]
 VirtualStagesOption = Annotated[int, _degree("virtual-stages", "Stages per pipeline rank.")]
 MicroBatchOption = Annotated[int, _degree("micro-batch", "Sequences of one micro-batch.")]
 ZeroOption = Annotated[
@@ -197,7 +198,7 @@ SequenceParallelOption = Annotated[
 OffloadOption = Annotated[
     OffloadName, typer.Option("--offload", rich_help_panel=PLAN_PANEL, help="What lives in host memory.")
 ]
-FIXED_PANEL = "Fixed choices"
+FIXED_PANEL, SEARCH_PANEL = "Fixed choices", "Search"
 
 
 def _fixed(name: str, what: str, *, most: int = MOST_RANKS) -> Any:
@@ -208,6 +209,7 @@ FixedDpOption = Annotated[int | None, _fixed("dp", "so many data-parallel ranks"
 FixedTpOption = Annotated[int | None, _fixed("tp", "so many tensor-parallel ranks")]
 FixedPpOption = Annotated[int | None, _fixed("pp", "so many pipeline stages")]
 FixedCpOption = Annotated[int | None, _fixed("cp", "so many context-parallel ranks")]
+FixedEpOption = Annotated[int | None, _fixed("ep", "experts over so many ranks")]
 FixedMicroBatchOption = Annotated[int | None, _fixed("micro-batch", "so many sequences in a micro-batch")]
 FixedZeroOption = Annotated[
     int | None, typer.Option("--zero", min=0, max=3, rich_help_panel=FIXED_PANEL, help="Only this ZeRO stage.")
@@ -228,6 +230,22 @@ FixedSequenceParallelOption = Annotated[
 ]
 FixedOffloadOption = Annotated[
     OffloadName | None, typer.Option("--offload", rich_help_panel=FIXED_PANEL, help="Only this offload.")
+]
+FrameworkOption = Annotated[
+    FrameworkName,
+    typer.Option(
+        "--framework",
+        help="Plan for another framework: all that it may run, priced by its habits. paraplan does not launch it.",
+        rich_help_panel=SEARCH_PANEL,
+    ),
+]
+PricedFrameworkOption = Annotated[
+    FrameworkName,
+    typer.Option(
+        "--framework",
+        help="Whose habits lay out memory and time; a plan file's own by default.",
+        rich_help_panel=PLAN_PANEL,
+    ),
 ]
 PlanOption = Annotated[
     Path | None,

@@ -21,6 +21,7 @@ from paraplan.cli.inputs import (
     read_training,
 )
 from paraplan.cli.options import (
+    SEARCH_PANEL,
     TRAINING_PANEL,
     AttentionName,
     AttentionOption,
@@ -28,6 +29,7 @@ from paraplan.cli.options import (
     FindName,
     FixedCpOption,
     FixedDpOption,
+    FixedEpOption,
     FixedMicroBatchOption,
     FixedOffloadOption,
     FixedPpOption,
@@ -37,6 +39,7 @@ from paraplan.cli.options import (
     FixedTpOption,
     FixedZeroOption,
     FrameworkName,
+    FrameworkOption,
     GpusPerNodeOption,
     JsonOption,
     ModelArgument,
@@ -59,7 +62,7 @@ from paraplan.search.fixed import FixedChoices
 from paraplan.search.recommendation import Question
 
 app = typer.Typer(add_completion=False)
-SEARCH_PANEL, MONEY_PANEL = "Search", "Time and money"
+MONEY_PANEL = "Time and money"
 
 
 @app.command()
@@ -98,18 +101,12 @@ def recommend(
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = None,
-    framework: Annotated[
-        FrameworkName,
-        typer.Option(
-            "--framework",
-            help="Plan for another framework: all that it may run, priced by its habits. paraplan does not launch it.",
-            rich_help_panel=SEARCH_PANEL,
-        ),
-    ] = FrameworkName.paraplan,
+    framework: FrameworkOption = FrameworkName.paraplan,
     dp: FixedDpOption = None,
     tp: FixedTpOption = None,
     pp: FixedPpOption = None,
     cp: FixedCpOption = None,
+    ep: FixedEpOption = None,
     zero: FixedZeroOption = None,
     micro_batch: FixedMicroBatchOption = None,
     recompute: FixedRecomputeOption = None,
@@ -177,6 +174,7 @@ def recommend(
         tp=tp,
         pp=pp,
         cp=cp,
+        ep=ep,
         zero_stage=zero,
         micro_batch_size=micro_batch,
         recompute=recompute.value if recompute else None,

@@ -6,7 +6,7 @@ Shapes are those of one unsplit model. `split` fields say which of them tensor a
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 from pydantic import Field
@@ -195,6 +195,11 @@ class ModelSpec(Record):
     def num_blocks(self) -> int:
         """Number of repeated blocks (transformer layers), embedding and head not counted."""
         return sum(run.count for run in self.runs)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of every layer that has some, or what their numbers have in common; 1 for a model without."""
+        return gcd(*({one.num_experts for run in self.runs for one in run.block.matmuls} - {1})) or 1
 
     @property
     def blocks(self) -> list[BlockSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paraplan.errors import UnsupportedPlanError
+from paraplan.model.spec import ModelSpec
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 
@@ -58,6 +59,14 @@ def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int, ep: int = 1) -> str 
     if ep > 1:
         return f"ep={ep}: experts are divided over tp, not over ep, which Megatron-Core has (--framework megatron-core)"
     return None
+
+
+def experts_reason(model: ModelSpec, ep: int) -> str | None:
+    """Return why the experts of `model` cannot go over `ep` ranks, None where they can: for every framework alike."""
+    if model.num_experts % ep == 0:
+        return None
+    count = model.num_experts
+    return f"{model.name} has {f'{count} experts to a layer' if count > 1 else 'no experts'}"
 
 
 def _axes_reason(plan: ParallelPlan) -> str | None:

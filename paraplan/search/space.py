@@ -16,7 +16,7 @@ from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, Pla
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import Axis
-from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
+from paraplan.plan.support import experts_reason, rule_of, unsupported_axes, unsupported_reason
 from paraplan.search.fixed import FREE, Degree, FixedChoices, check_axes, check_micro_batch, nothing_has_all
 from paraplan.search.orders import RankOrders
 from paraplan.search.splits import BalancedSplits
@@ -79,7 +79,7 @@ class PlanSpace:
 
     def __post_init__(self) -> None:
         num_gpus, batch = self.workload.cluster.num_gpus, self.workload.training.global_batch_size
-        every = list(all_degrees(num_gpus, num_experts=self._num_experts))
+        every = list(all_degrees(num_gpus, num_experts=self.workload.model.num_experts))
         check_axes(self.fixed, every, self._reason_of, num_gpus=num_gpus, model_limit=self._model_limit)
         self._offloads = range(len(OFFLOADS) if self.workload.cluster.gpu.vendor != "cpu" else 1)
         if all(not self.fixed.allows(offload=OFFLOADS[offload]) for offload in self._offloads):
@@ -142,9 +142,8 @@ class PlanSpace:
             }
             words = " and ".join(f"{own} attention and {shared} key-value heads" for own, shared in sorted(heads))
             return f"{degree} does not divide the {words} of {model.name}"
-        if axis == "ep" and self._num_experts % degree:
-            experts = f"has {self._num_experts} experts to a layer" if self._num_experts > 1 else "has no experts"
-            return f"{model.name} {experts}"
+        if axis == "ep":
+            return experts_reason(model, degree)
         if axis == "pp" and degree > model.num_blocks:
             return f"{degree} stages are more than the {model.num_blocks} blocks of {model.name}"
         return None
@@ -180,12 +179,6 @@ class PlanSpace:
     def _tp_limits(self) -> set[int]:
         limits = {run.block.tp_limit for run in self.workload.model.runs}
         return {limit for limit in limits if limit is not None}
-
-    @cached_property
-    def _num_experts(self) -> int:
-        """Experts of every layer that has some, or what their numbers have in common; 1 for a model without."""
-        counts = {one.num_experts for run in self.workload.model.runs for one in run.block.matmuls}
-        return gcd(*(counts - {1})) or 1
 
     def _micro_batch_sizes(self, degrees: Degrees) -> Ints:
         """Return the sizes of a micro-batch that divide a rank's share of the batch."""

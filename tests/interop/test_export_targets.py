@@ -166,6 +166,29 @@ def test_megatron_shards_parameters_with_its_own_fsdp() -> None:
     assert "bf16" not in megatron("zero-3", precision="fp32")
 
 
+EXPERTS = {"dp": 8, "tp": 2, "pp": 2, "ep": 4, "zero_stage": 1, "sequence_parallel": True, "num_microbatches": 4}
+EXPERTS |= {"pipeline_schedule": "1f1b"}
+
+
+def test_experts_over_ranks_are_written_for_megatron() -> None:
+    text = export_plan(subject(EXPERTS), "megatron-lm").text
+    assert {"--expert-model-parallel-size 4", "--expert-tensor-parallel-size 2"} <= {
+        line.strip() for line in text.splitlines()
+    }
+    model = yaml.safe_load(export_plan(subject(EXPERTS), "megatron-bridge").text)["model"]
+    assert (model["expert_model_parallel_size"], model["expert_tensor_parallel_size"]) == (4, 2)
+    assert "expert" not in export_plan(subject("pipeline"), "megatron-lm").text
+    inside = export_plan(subject(EXPERTS | {"rank_order": ("dp", "pp", "cp", "tp")}), "megatron-lm", partial=True)
+    assert [gap.part for gap in inside.gaps] == ["ep=4"]
+
+
+@pytest.mark.parametrize("target", sorted(set(TARGETS) - {"megatron-lm", "megatron-bridge"}))
+def test_experts_over_ranks_are_refused_elsewhere_with_a_way_out(target: str) -> None:
+    with pytest.raises(UnsupportedPlanError, match="ep=4") as caught:
+        export_plan(subject({"dp": 8, "ep": 4}), target, partial=True)
+    assert "megatron-lm" in str(caught.value.hint)
+
+
 def test_an_order_of_ranks_that_megatron_lacks_is_a_gap() -> None:
     odd = subject({"dp": 4, "tp": 2, "rank_order": ("tp", "pp", "cp", "dp")})
     gaps = export_plan(odd, "megatron-lm", partial=True).gaps

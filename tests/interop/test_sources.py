@@ -192,6 +192,22 @@ def test_megatrons_older_spellings_are_understood() -> None:
     assert "transformer-impl=local" in setup.framework
 
 
+def test_megatrons_expert_parallelism_goes_there_and_back() -> None:
+    made = subject({"dp": 4, "tp": 2, "cp": 2, "ep": 8, "sequence_parallel": True, "num_microbatches": 2})
+    setup = megatron(export_plan(made, "megatron-lm").text, Given(num_gpus=16))
+    assert setup.plan == made.plan
+    assert setup.notes == ()
+    other = megatron(
+        "--micro-batch-size 1 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
+        "--tensor-model-parallel-size 2 --sequence-parallel"
+    )
+    assert other.plan.ep == 4
+    assert [note.split(":")[0] for note in other.notes] == [
+        "--expert-tensor-parallel-size",
+        "--moe-token-dispatcher-type allgather",
+    ]
+
+
 def test_megatrons_short_first_and_last_stages_become_an_uneven_cut() -> None:
     plan = megatron(
         "--pipeline-model-parallel-size 4 --num-layers 30 --decoder-first-pipeline-num-layers 7 "
@@ -209,6 +225,7 @@ def test_megatrons_short_first_and_last_stages_become_an_uneven_cut() -> None:
         ("--bf16", ["--micro-batch-size is missing"]),
         ("--micro-batch-size 3 --global-batch-size 32", ["--global-batch-size 32"]),
         ("--micro-batch-size 1 --recompute-granularity some", ["--recompute-granularity", "some"]),
+        ("--micro-batch-size 1 --expert-model-parallel-size 16", ["ep=16", "dp=8"]),
         ('--micro-batch-size "1', ["quotation"]),
         (
             "--micro-batch-size 1 --pipeline-model-parallel-size 2 --use-megatron-fsdp",

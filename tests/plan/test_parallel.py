@@ -24,6 +24,9 @@ from paraplan.plan.parallel import ParallelPlan, micro_batches
         ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (1, 2, 3)}, "names 3 stages, but the plan has 2"),
         ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (0, 3)}, "without a block"),
         ({"rank_order": ("pp", "dp", "tp", "tp")}, "each of pp, dp, cp and tp once"),
+        ({"dp": 4, "ep": 3}, "ep=3 does not divide dp=4 x cp=1"),
+        ({"dp": 2, "tp": 2, "ep": 2}, "under sequence parallelism alone"),
+        ({"dp": 4, "zero_stage": 3, "zero_shards": 2, "ep": 2}, "sharded over all replicas"),
         ({"dp": 0}, "greater than 0"),
         ({"data_parallel": 2}, "Extra inputs"),
     ],
@@ -53,3 +56,9 @@ def test_a_plan_describes_itself_in_the_words_of_the_field() -> None:
     plan = ParallelPlan(dp=4, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=8, recompute="full")
     assert plan.describe() == "dp4 x pp2, ZeRO-1, 1f1b, micro-batch 1 x 8, recompute full"
     assert ParallelPlan().describe() == "one process, micro-batch 1 x 1"
+    assert ParallelPlan(dp=4, cp=2, ep=8).describe() == "dp4 x cp2 x ep8, DDP, micro-batch 1 x 1"
+
+
+def test_experts_have_a_replica_for_each_group_of_ranks_that_shares_them_out() -> None:
+    assert ParallelPlan(dp=4, cp=2, ep=2).expert_replicas == 4
+    assert ParallelPlan(dp=4).expert_replicas == 4

@@ -41,8 +41,8 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
         )
     zero_stage = _zero_stage(fields) if dp * cp > 1 else 0
     optimizer, notes = optimizer_of(fields.text("--optimizer") or "adam")
-    if (fields.count("--expert-model-parallel-size") or 1) > 1:
-        notes.append("--expert-model-parallel-size: experts are priced as every rank holding all of them")
+    ep = fields.count("--expert-model-parallel-size") or 1
+    notes += _expert_notes(fields, tp) if ep > 1 else []
     stages = _stages(fields, pp)
     virtual = _virtual(fields, pp, len(stages) if stages else None)
     plan = make_plan(
@@ -51,6 +51,7 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
         tp=tp,
         pp=pp,
         cp=cp,
+        ep=ep,
         zero_stage=zero_stage,
         sequence_parallel="--sequence-parallel" in fields and tp > 1,
         micro_batch_size=micro,
@@ -74,6 +75,17 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
         attention=_attention(fields),
         notes=tuple(notes),
     )
+
+
+def _expert_notes(fields: Fields, tp: int) -> list[str]:
+    """Return where experts are laid out or sent otherwise than `ep` of a plan has it."""
+    notes = []
+    if (fields.count("--expert-tensor-parallel-size") or tp) != tp:
+        notes.append(f"--expert-tensor-parallel-size: experts are priced as divided over the {tp} ranks of tp")
+    kind = fields.text("--moe-token-dispatcher-type") or "allgather"
+    if kind != "alltoall":
+        notes.append(f"--moe-token-dispatcher-type {kind}: tokens are priced as sent all-to-all")
+    return notes
 
 
 def _options(arguments: str, source: str) -> Mapping[str, object]:

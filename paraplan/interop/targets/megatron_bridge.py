@@ -51,6 +51,12 @@ def _model(subject: Subject) -> dict[str, object]:
         "context_parallel_size": plan.cp,
         "sequence_parallel": plan.sequence_parallel,
     }
+    if plan.ep > 1:
+        model |= {
+            "expert_model_parallel_size": plan.ep,
+            "expert_tensor_parallel_size": plan.tp,
+            "moe_token_dispatcher_type": "alltoall",
+        }
     if subject.training is not None:
         model["seq_length"] = subject.training.seq_length
     num_blocks = file_model.num_blocks if file_model is not None else None

@@ -60,6 +60,12 @@ def megatron_arguments(subject: Subject) -> list[str]:
         f"--micro-batch-size {plan.micro_batch_size}",
         f"--global-batch-size {plan.global_batch_size}",
     ]
+    if plan.ep > 1:
+        arguments += [
+            f"--expert-model-parallel-size {plan.ep}",
+            f"--expert-tensor-parallel-size {plan.tp}",
+            "--moe-token-dispatcher-type alltoall",
+        ]
     arguments += ["--sequence-parallel"] * plan.sequence_parallel
     arguments += _pipeline(subject) + _sharding(plan) + _recompute(plan)
     if plan.offload == "optimizer":
@@ -83,6 +89,9 @@ def megatron_gaps(subject: Subject) -> list[Gap]:
         "Megatron-Core runs 1F1B, plain or interleaved; 1f1b takes gpipe's time with fewer activations",
     )
     gaps += field_gap(plan, "offload", ("none", "optimizer"), "Megatron-Core keeps parameters on the GPU")
+    if plan.ep > plan.cp and plan.pp > 1 and order_gap(plan, "", MEGATRON_RANK_ORDER):
+        reason = "outside of pp Megatron-Core lays dp out for experts too, so that these go over cp alone"
+        gaps.append(Gap(part=f"ep={plan.ep}", reason=reason))
     if plan.virtual_pipeline_size > 1 and plan.num_microbatches < plan.pp:
         part = f"num_microbatches={plan.num_microbatches}"
         gaps.append(Gap(part=part, reason=f"interleaving takes one for each of {plan.pp} stages or more"))

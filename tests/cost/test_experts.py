@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paraplan.cost.blocks import block_costs
+from paraplan.cost.collectives import expert_links
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.habits import MEGATRON_CORE
+from paraplan.cost.table import PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+
+MakeWorkload = Callable[..., Workload]
+DP = ParallelPlan(dp=8, num_microbatches=8)
+EXPERTS = 32 * 8 * 3 * 4096 * 14336  # Mixtral 8x7B: layers, experts, gate, up and down projection
+DENSE = 46_702_792_704 - EXPERTS
+
+
+@pytest.fixture
+def mixtral(workload: MakeWorkload) -> Workload:
+    return replace(workload("mixtral-8x7b", seq_length=4096), habits=MEGATRON_CORE)
+
+
+def parts(estimate: PlanEstimate) -> tuple[int, int, int]:
+    memory = estimate.memory[0]
+    return memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_state_bytes
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_each_rank_holds_its_share_of_the_experts_and_all_of_the_rest(mixtral: Workload, ep: int) -> None:
+    held = DENSE + EXPERTS / ep
+    parameters, gradients, states = parts(estimate_plan(mixtral, DP.replace(ep=ep)))
+    assert parameters == pytest.approx(2 * held, rel=1e-6)
+    assert gradients == pytest.approx(4 * held, rel=1e-6)
+    assert states == pytest.approx(12 * held, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "ep"), [(1, 2), (1, 8), (2, 4), (3, 2), (3, 8)])
+def test_zero_shards_experts_over_the_ranks_that_hold_the_same_ones(mixtral: Workload, stage: int, ep: int) -> None:
+    # A rank's shard does not depend on ep: each expert's state is once in the world, over dp / ep ranks or over dp.
+    states = parts(estimate_plan(mixtral, DP.replace(zero_stage=stage, ep=ep)))[2]
+    assert states == pytest.approx(12 * (DENSE + EXPERTS) / 8, rel=1e-6)
+
+
+def test_groups_of_experts_are_neighbours_and_cross_the_links_between_them(workload: MakeWorkload) -> None:
+    made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), habits=MEGATRON_CORE)
+    plans = [
+        ParallelPlan(dp=8, tp=2, ep=4, sequence_parallel=True),
+        ParallelPlan(dp=8, tp=2, ep=8, sequence_parallel=True),
+        ParallelPlan(dp=4, cp=2, tp=2, ep=4, sequence_parallel=True),
+    ]
+    exchange, alike = expert_links(made, PlanTable.of_plans(plans))
+    kinds = [exchange.speeds["all_to_all"][key].kind for key in exchange.key]
+    assert exchange.size.tolist() == [4, 8, 4]
+    assert alike.size.tolist() == [2, 1, 2]
+    assert kinds == ["nvswitch-4", "rdma", "nvswitch-4"]
+
+
+def test_the_exchange_is_counted_by_hand(mixtral: Workload) -> None:
+    # Two experts a token: forward two rows of 4096 elements there and back, backward their gradients there and back.
+    plan = DP.replace(ep=8)
+    exchange, _ = expert_links(mixtral, PlanTable.of_plans([plan]))
+    once = float(exchange.all_to_all_s(np.array([4096 * 2 * 4096 * 2.0]))[0])
+    step = estimate_plan(mixtral, plan).step
+    assert step.expert_parallel_s == pytest.approx(32 * 4 * once * plan.num_microbatches)
+    again = estimate_plan(mixtral, plan.replace(recompute="full")).step
+    assert again.expert_parallel_s == pytest.approx(1.5 * step.expert_parallel_s)
+    assert estimate_plan(mixtral, DP).step.expert_parallel_s == 0
+
+
+def test_beside_tensor_parallelism_a_layer_gathers_a_row_for_each_expert_of_a_token(mixtral: Workload) -> None:
+    plan = ParallelPlan(dp=4, tp=2, ep=4, sequence_parallel=True, num_microbatches=16)
+    split, plain = (estimate_plan(mixtral, each).step for each in (plan, plan.replace(ep=1)))
+    assert split.tensor_parallel_s == pytest.approx(plain.tensor_parallel_s, rel=0.05)
+    assert split.expert_parallel_s > 0
+
+
+def test_fewer_experts_with_more_rows_each_compute_no_slower(mixtral: Workload) -> None:
+    seconds = [estimate_plan(mixtral, DP.replace(ep=ep)).step.compute_s for ep in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_gradients_of_experts_are_averaged_over_fewer_ranks(mixtral: Workload) -> None:
+    wires = [estimate_plan(mixtral, DP.replace(ep=ep)).step.data_parallel_wire_s for ep in (1, 2, 8)]
+    assert wires == sorted(wires, reverse=True)
+    alone = estimate_plan(mixtral, DP.replace(ep=8)).step.data_parallel_wire_s
+    assert alone == pytest.approx(wires[0] * DENSE / (DENSE + EXPERTS), rel=0.1)
+
+
+def test_a_model_without_experts_has_none_to_share_out(workload: MakeWorkload) -> None:
+    made = replace(workload("llama-3-8b", seq_length=4096), habits=MEGATRON_CORE)
+    assert not block_costs(made, PlanTable.of_plans([DP])).expert_parameters.any()

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paraplan.cost.estimate import peak_memory, step_times
+from paraplan.cost.habits import DEEPSPEED_ZERO, MEGATRON_CORE
+from paraplan.cost.table import Floats
+from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import unsupported_reason
+from paraplan.search.bound import least_step_s
+from paraplan.search.fixed import FixedChoices
+from paraplan.search.orders import ORDERS
+from paraplan.search.search import search
+from paraplan.search.space import PlanSpace, all_degrees
+
+MakeWorkload = Callable[..., Workload]
+
+SMALL = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(("profile", "nodes", "batch"), [("rtx-3090-x2", 2, 4), ("aws-g5-12xlarge", 2, 8)])
+def test_the_search_over_experts_loses_nothing_that_brute_force_finds(
+    workload: MakeWorkload, mixture: str, profile: str, nodes: int, batch: int
+) -> None:
+    made = replace(workload(mixture, profile, num_nodes=nodes, global_batch_size=batch), habits=MEGATRON_CORE)
+    seconds, peaks = _all_plans(made)
+    found = search(made, num_candidates=1000, runnable_only=False)
+    assert found.candidates[0].step_time_s == pytest.approx(seconds.min())
+    assert {one.plan.ep for one in found.candidates} == {1, 2, 4}
+    smallest = search(made, objective="memory", runnable_only=False)
+    assert smallest.candidates[0].peak_memory_bytes == pytest.approx(peaks.min(), rel=1e-6)
+
+
+def _all_plans(made: Workload) -> tuple[Floats, Floats]:
+    """Return seconds and peak bytes of all plans that fit, under every order of ranks; none beats its least time."""
+    seconds, peaks = [], []
+    for chunk in PlanSpace(made, False).chunks():
+        peak = peak_memory(made, chunk.table)
+        fitting = chunk.table.select(peak <= made.usable_memory_bytes)
+        for order in ORDERS:
+            times = step_times(made, fitting.ordered(order)).step_time_s
+            assert (least_step_s(made, fitting) <= times * (1 + 1e-9)).all()
+            seconds.append(times)
+            peaks.append(peak[peak <= made.usable_memory_bytes])
+    return np.concatenate(seconds), np.concatenate(peaks)
+
+
+def test_every_degree_of_experts_is_tried_once(workload: MakeWorkload, mixture: str) -> None:
+    degrees = list(all_degrees(8, num_experts=4))
+    assert len(degrees) == len(set(degrees))
+    assert all(one.dp * one.cp % one.ep == 0 and one.ep in (1, 2, 4) for one in degrees)
+    assert {one.ep for one in all_degrees(8)} == {1}
+    made = replace(workload(mixture, "dgx-h100"), habits=MEGATRON_CORE)
+    found = {(plan.dp * plan.cp, plan.ep) for plan in _plans(PlanSpace(made, False))}
+    assert found == {(1, 1), (2, 1), (2, 2), *((4, ep) for ep in (1, 2, 4)), *((8, ep) for ep in (1, 2, 4))}
+
+
+def _plans(space: PlanSpace) -> list[ParallelPlan]:
+    return [chunk.table.plan(row) for chunk in space.chunks() for row in range(0, len(chunk.table), 5)]
+
+
+def test_experts_of_a_large_mixture_are_spread_by_megatron_core(workload: MakeWorkload) -> None:
+    made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), habits=MEGATRON_CORE)
+    assert search(made, runnable_only=False).best.plan.ep > 1
+
+
+@pytest.mark.parametrize(
+    ("runnable_only", "words"), [(True, "experts are divided over tp"), (False, "does not spread")]
+)
+def test_who_cannot_spread_experts_has_those_plans_counted_and_left_out(
+    workload: MakeWorkload, mixture: str, runnable_only: bool, words: str
+) -> None:
+    made = workload(mixture, "dgx-h100")
+    made = made if runnable_only else replace(made, habits=DEEPSPEED_ZERO)
+    found = search(made, num_candidates=1000, runnable_only=runnable_only)
+    assert {one.plan.ep for one in found.candidates} == {1}
+    assert sum(one.count for one in found.rejections if words in one.reason) > 1000
+
+
+def test_the_runtime_says_why_it_does_not_execute_ep(workload: MakeWorkload, mixture: str) -> None:
+    made = replace(workload(mixture, "dgx-h100"), habits=MEGATRON_CORE)
+    plan = search(made, runnable_only=False, fixed=FixedChoices(ep=4)).best.plan
+    assert plan.ep == 4
+    reason = unsupported_reason(plan)
+    assert reason is not None
+    assert reason.startswith("ep=4: experts are divided over tp")
+
+
+@pytest.mark.parametrize(
+    ("model", "ep", "message"),
+    [
+        ("llama-3-8b", 4, "--ep 4: llama-3-8b has no experts"),
+        ("mixtral-8x7b", 16, "--ep 16: mixtral-8x7b has 8 experts to a layer"),
+        ("mixtral-8x7b", 3, "--ep 3: mixtral-8x7b has 8 experts to a layer"),
+    ],
+)
+def test_an_ep_that_cannot_be_had_is_an_error_with_what_would_do(
+    workload: MakeWorkload, model: str, ep: int, message: str
+) -> None:
+    made = replace(workload(model, num_nodes=2), habits=MEGATRON_CORE)
+    with pytest.raises(PlanError) as caught:
+        PlanSpace(made, False, FixedChoices(ep=ep))
+    assert str(caught.value).startswith(message)
+    assert "use --ep 1" in str(caught.value.hint)
