@@ -1,464 +1,236 @@
-"""Step time and peak memory of the engine against the same parallelism written by hand in plain torch.
+"""Step time, CPU time and peak memory of the engine against the same parallelism written by hand in plain torch.
 
-    python scripts/bench_runtime.py                  every case on 2 ranks, then on 4
+    python scripts/bench_runtime.py                            every case on 2 ranks, then on 4
     python scripts/bench_runtime.py --only ddp --ranks 2 --pairs 20
+    python scripts/bench_runtime.py --rival accelerate deepspeed --no-memory
+    python scripts/bench_runtime.py --ranks 1                  one process, on the GPU where there is one
     python scripts/bench_runtime.py --json result.json
 
-Both sides run in the same ranks, in turns: a few steps of one, a few of the other, and so on. What is reported is the
-median over these pairs of the ratio of their times, so that a machine that is busy for a while slows both alike. Memory
-is compared in processes of their own: the largest resident size less what it was before the model was built. Where
-accelerate is installed, and DeepSpeed with a backend that runs here, they are compared too; what is skipped is said.
+All sides train the same weights on the same sequences with clipped gradients (`bench_runtime_sides.py`); the losses of
+the first steps are compared, and a side that trains otherwise ends the comparison. Where accelerate and DeepSpeed are
+installed they are compared too.
+
+Time: both sides run in the same ranks, in turns, a few steps of one, a few of the other, and so on. A ratio is the
+median over these pairs, with its quartiles. The wall time of a pair is that of the slowest rank. CPU time is user and
+system time of all ranks with all their threads, which other programs on the machine disturb far less. A rank that
+waits in a collective of gloo sleeps and costs none; one that spins (NCCL's do) would count its waiting as work.
+
+Memory: "tensors" is the largest sum of live tensors during a step, followed operator by operator, the same in every
+run. "memory" is the largest resident size of the process since its start less the pages of libraries, of which a side
+that calls more of them touches more, and less what the process had before the model was built. Both are measured in
+processes of their own. "sent" counts the collectives of a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
+import math
 import multiprocessing
 import os
-import resource
 import socket
 import statistics
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from train_lm import ByteModel
+from bench_runtime_plain import plain_step
+from bench_runtime_rivals import accelerate_step, deepspeed_step, is_installed
+from bench_runtime_sides import CPU_SIZE, GPU_SIZE, Case, Size, Step, build, device, engine_step
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.collective_count import CollectiveCount
+from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.noise import silence_known_noise
+from paraplan.runtime.step_reports import Yardstick, peak_flops_per_s
+from paraplan.runtime.storage_tracking import StorageTracker
+from paraplan.runtime.world import read_world
 
-LAYERS, HIDDEN, HEADS, TOKENS = 6, 384, 6, 128
-MICRO_BATCH, MICRO_BATCHES = 2, 4
-LEARNING_RATE = 1e-3
-
-Step = Callable[[], Any]
-Side = Callable[["Case", nn.Module], Step]
+SIDES: dict[str, Callable[[Case], Step]] = {
+    "engine": engine_step,
+    "plain": plain_step,
+    "accelerate": accelerate_step,
+    "deepspeed": deepspeed_step,
+}
+TINY_SIZE = Size(layers=4, hidden=32, heads=4, tokens=16, micro_batch=2)
+LOSS_TOLERANCE = 1e-3  # relative, after two steps; bf16 and other orders of sums stay well inside
 
 
 @dataclass(frozen=True)
-class Case:
-    """A plan, and the function that does the same by hand. `rival` names what that is."""
+class Ratio:
+    """What the engine takes as a share of what its rival takes: the median over pairs, and its quartiles."""
 
-    name: str
-    plan: ParallelPlan
-    rival: str
+    engine: float
+    rival: float
+    median: float
+    low: float
+    high: float
 
-    @property
-    def share(self) -> int:
-        """Sequences of a step on one rank."""
-        return self.plan.micro_batch_size * self.plan.num_microbatches
+    @classmethod
+    def of_pairs(cls, engine: Sequence[float], rival: Sequence[float]) -> Ratio:
+        """Return the ratio of values measured in pairs."""
+        ratios = sorted(ours / theirs for ours, theirs in zip(engine, rival, strict=True))
+        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        return cls(statistics.median(engine), statistics.median(rival), statistics.median(ratios), low, high)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one side does in a step on one rank: most bytes of live tensors, operators, collectives and their bytes."""
+
+    tensor_bytes: int
+    operators: int
+    collectives: int
+    collective_bytes: int
 
 
 @dataclass(frozen=True)
 class Result:
-    """Ratios of the engine to its rival, of steps in turns and of peaks; above 1 the engine is slower or larger."""
+    """The engine against its rival: times, and the two `Work`s and peaks of memory where these were measured."""
 
     case: str
     rival: str
     ranks: int
-    engine_ms: float
-    rival_ms: float
-    time_ratio: float
-    time_ratio_low: float
-    time_ratio_high: float
-    cpu_ratio: float
-    memory_ratio: float | None
-    engine_mib: float | None
-    rival_mib: float | None
+    wall_s: Ratio
+    cpu_s: Ratio
+    work: tuple[Work, Work] | None = None
+    memory_bytes: tuple[float, float] | None = None
+    mfu: tuple[float | None, float | None] | None = None
 
 
-def cases(ranks: int) -> list[Case]:
+def cases(ranks: int, size: Size | None = None) -> list[Case]:
     """Return what is compared on `ranks` ranks."""
-    batch = {"micro_batch_size": MICRO_BATCH, "num_microbatches": MICRO_BATCHES}
-    data: dict[str, Any] = {"dp": ranks, "micro_batch_size": 2 * MICRO_BATCH, "num_microbatches": 2}
-    pipeline = ParallelPlan(pp=ranks, pipeline_schedule="1f1b", **{**batch, "num_microbatches": 2 * ranks})
+    if ranks == 1:
+        return _cases_of_one_process(size or (GPU_SIZE if device().type == "cuda" else CPU_SIZE))
+    size = size or CPU_SIZE
+    data: dict[str, Any] = {"dp": ranks, "micro_batch_size": 2 * size.micro_batch, "num_microbatches": 2}
+    batch = {"micro_batch_size": size.micro_batch}
+    ddp, zero = ParallelPlan(**data), [ParallelPlan(zero_stage=stage, **data) for stage in (1, 2, 3)]
+    pipeline = ParallelPlan(pp=ranks, pipeline_schedule="1f1b", num_microbatches=2 * ranks, **batch)
     found = [
-        Case("one process", ParallelPlan(**batch), "plain") if ranks == 1 else None,
-        Case("ddp", ParallelPlan(**data), "plain"),
-        Case("zero 2", ParallelPlan(zero_stage=2, **data), "plain"),
-        Case("zero 3", ParallelPlan(zero_stage=3, **data), "plain"),
-        Case("pipeline", pipeline, "plain"),
-        Case("tensor", ParallelPlan(tp=ranks, **batch), "plain"),
+        Case("ddp", ddp, "plain", size),
+        Case("zero 2", zero[1], "plain", size),
+        Case("zero 3", zero[2], "plain", size),
+        Case("pipeline", pipeline, "plain", size),
+        Case("tensor", ParallelPlan(tp=ranks, num_microbatches=4, **batch), "plain", size),
+        Case("ddp", ddp, "accelerate", size),
+        Case("zero 3", zero[2], "accelerate", size),
+        *(Case(f"zero {plan.zero_stage}", plan, "deepspeed", size) for plan in zero),
     ]
-    chosen = [case for case in found if case is not None] if ranks > 1 else [found[0]]
-    known = [case for case in chosen if case is not None]
-    if ranks > 1 and importlib.util.find_spec("accelerate") is not None:
-        known += [
-            Case("ddp", ParallelPlan(**data), "accelerate"),
-            Case("zero 3", ParallelPlan(zero_stage=3, **data), "accelerate"),
-        ]
-    return known
+    return [case for case in found if case.rival == "plain" or is_installed(case.rival)]
 
 
-def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of both sides."""
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
-
-
-def build() -> nn.Module:
-    """Return the model of both sides, with the same weights."""
-    torch.manual_seed(0)
-    return ByteModel(num_layers=LAYERS, hidden_size=HIDDEN, num_heads=HEADS)
-
-
-def batch_of(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the share of one rank; ranks of one copy of the model have the same."""
-    copy_number = rank if case.plan.dp > 1 else 0
-    generator = torch.Generator().manual_seed(copy_number)
-    ids = torch.randint(256, (case.share, TOKENS + 1), generator=generator)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def engine_step(case: Case, model: nn.Module) -> Step:
-    """Return a step of the engine."""
-    job = runtime.init(case.plan, shows_progress=False)
-    engine = job.prepare(model, loss_fn=loss_fn, optimizer=adamw)
-    inputs, targets = batch_of(case, job.world.rank)
-    return lambda: engine.step(inputs, targets).item()
-
-
-def plain_step(case: Case, model: nn.Module) -> Step:
-    """Return a step of the same parallelism by hand."""
-    plan = case.plan
-    if plan.pp > 1:
-        return _plain_pipeline(case, model)
-    if plan.tp > 1:
-        _split_by_hand(model, plan.tp)
-    elif plan.zero_stage:
-        _shard_by_hand(model, frees=plan.zero_stage == 3)
-    elif plan.dp > 1:
-        from torch.nn.parallel import DistributedDataParallel
-
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    wrapped: Any = model
-    optimizer = adamw(model.parameters())
-    inputs, targets = batch_of(case, dist.get_rank() if dist.is_initialized() else 0)
-    loss_of = loss_fn if plan.tp == 1 else _loss_of_classes
-    pieces = list(zip(inputs.chunk(plan.num_microbatches), targets.chunk(plan.num_microbatches), strict=True))
-
-    def step() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros(())
-        for index, (piece, target) in enumerate(pieces):
-            is_last = index == len(pieces) - 1
-            with ExitStack() as stack:
-                if plan.zero_stage:
-                    wrapped.set_is_last_backward(is_last)
-                    if plan.zero_stage < 3:
-                        wrapped.set_reshard_after_backward(is_last)
-                elif plan.dp > 1 and not is_last:
-                    stack.enter_context(wrapped.no_sync())
-                loss = loss_of(wrapped(piece), target) / len(pieces)
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        optimizer.step()
-        if plan.dp > 1:
-            dist.all_reduce(total)
-        return float(total)
-
-    return step
-
-
-def _shard_by_hand(model: Any, *, frees: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=frees)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-
-
-class _Copy(torch.autograd.Function):
-    """The input of a column layer: gradients of the ranks are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-class _Sum(torch.autograd.Function):
-    """The output of a row layer: what the ranks have computed is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.contiguous()
-        dist.all_reduce(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-class _Column(nn.Module):
-    def __init__(self, linear: nn.Linear, rows: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach()[rows].clone())
-        self.bias = nn.Parameter(linear.bias.detach()[rows].clone())
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return F.linear(_Copy.apply(given), self.weight, self.bias)  # type: ignore[no-untyped-call]
-
-
-class _Row(nn.Module):
-    def __init__(self, linear: nn.Linear, columns: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach()[:, columns].clone())
-        self.bias = nn.Parameter(linear.bias.detach().clone())
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        summed: torch.Tensor = _Sum.apply(F.linear(given, self.weight))  # type: ignore[no-untyped-call]
-        return summed + self.bias
-
-
-class _Rows(nn.Module):
-    """An embedding of which this rank has the rows of some tokens."""
-
-    def __init__(self, embedding: nn.Embedding, size: int) -> None:
-        super().__init__()
-        rows = embedding.weight.shape[0] // size
-        self.first = rows * dist.get_rank()
-        self.weight = nn.Parameter(embedding.weight.detach()[self.first : self.first + rows].clone())
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        local = tokens - self.first
-        is_here = (local >= 0) & (local < len(self.weight))
-        found = F.embedding(local * is_here, self.weight) * is_here[..., None]
-        summed: torch.Tensor = _Sum.apply(found)  # type: ignore[no-untyped-call]
-        return summed
-
-
-class _Classes(nn.Module):
-    """A head of which this rank has some classes, without a bias."""
-
-    def __init__(self, linear: nn.Linear, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach().chunk(size)[dist.get_rank()].clone())
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return F.linear(_Copy.apply(given), self.weight)  # type: ignore[no-untyped-call]
-
-
-class _LossOfClasses(torch.autograd.Function):
-    """The mean cross-entropy of logits of which this rank has some classes."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        first = logits.shape[1] * dist.get_rank()
-        largest = logits.max(dim=1).values
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        shifted = logits - largest[:, None]
-        local = targets - first
-        is_here = (local >= 0) & (local < logits.shape[1])
-        local = local * is_here
-        exponents = shifted.exp()
-        both = torch.stack([exponents.sum(dim=1), shifted.gather(1, local[:, None])[:, 0] * is_here])
-        dist.all_reduce(both)
-        ctx.save_for_backward(exponents.div_(both[0][:, None]), local, is_here)
-        return (both[0].log() - both[1]).mean()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        shares, local, is_here = ctx.saved_tensors
-        shares[torch.arange(len(local)), local] -= is_here.to(shares.dtype)
-        return shares.mul_(gradient / len(local)), None
-
-
-def _loss_of_classes(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = _LossOfClasses.apply(logits.flatten(0, 1), targets.flatten())  # type: ignore[no-untyped-call]
-    return loss
-
-
-def _split_by_hand(model: Any, size: int) -> None:
-    """Split attention by heads, the MLP by its inner units, and the ends by vocabulary, as Megatron-LM does."""
-    rank = dist.get_rank()
-    model.byte_embedding, model.head = _Rows(model.byte_embedding, size), _Classes(model.head, size)
-    for block in model.blocks:
-        heads = torch.arange(HIDDEN).chunk(size)[rank]
-        inner = torch.arange(4 * HIDDEN).chunk(size)[rank]
-        block.qkv = _Column(block.qkv, torch.cat([heads + part * HIDDEN for part in range(3)]))
-        block.attention_out = _Row(block.attention_out, heads)
-        block.mlp_up, block.mlp_down = _Column(block.mlp_up, inner), _Row(block.mlp_down, inner)
-        block.num_heads //= size
-        block.forward = _split_forward(block)
-
-
-def _split_forward(block: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    b: Any = block
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        batch, tokens, _ = hidden.shape
-        heads = b.qkv(b.attention_norm(hidden)).view(batch, tokens, 3, b.num_heads, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + b.attention_out(attended.transpose(1, 2).reshape(batch, tokens, -1))
-        result: torch.Tensor = hidden + b.mlp_down(F.gelu(b.mlp_up(b.mlp_norm(hidden))))
-        return result
-
-    return forward
-
-
-class _Stage(nn.Module):
-    """Some consecutive blocks, with the embeddings before the first and the head after the last."""
-
-    def __init__(self, model: Any, start: int, end: int) -> None:
-        super().__init__()
-        self.byte_embedding = model.byte_embedding if start == 0 else None
-        self.position_embedding = model.position_embedding if start == 0 else None
-        self.blocks = model.blocks[start:end]
-        is_last = end == LAYERS
-        self.norm: Any = model.norm if is_last else None
-        self.head: Any = model.head if is_last else None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.byte_embedding is not None and self.position_embedding is not None:
-            positions = torch.arange(hidden.shape[1])
-            hidden = self.byte_embedding(hidden) + self.position_embedding(positions)
-        for block in self.blocks:
-            hidden = block(hidden)
-        if self.norm is not None and self.head is not None:
-            hidden = self.head(self.norm(hidden))
-        return hidden
-
-
-def _plain_pipeline(case: Case, model: nn.Module) -> Step:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    rank, size, count = dist.get_rank(), dist.get_world_size(), case.plan.num_microbatches
-    bounds = [round(LAYERS * stage / size) for stage in range(size + 1)]
-    part = _Stage(model, bounds[rank], bounds[rank + 1])
-    stage = PipelineStage(part, rank, size, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, count, loss_fn=loss_fn, scale_grads=True)
-    optimizer = adamw(part.parameters())
-    inputs, targets = batch_of(case, rank)
-    is_last = rank == size - 1
-
-    def step() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        losses: list[torch.Tensor] = []
-        arguments = (inputs,) if rank == 0 else ()
-        last: dict[str, Any] = {"target": targets, "losses": losses} if is_last else {}
-        schedule.step(*arguments, return_outputs=False, **last)
-        optimizer.step()
-        total = torch.stack(losses).mean().detach() if is_last else torch.zeros(())
-        dist.all_reduce(total)
-        return float(total)
-
-    return step
-
-
-def accelerate_step(case: Case, model: nn.Module) -> Step:
-    """Return a step through accelerate, with gradient accumulation as its users write it."""
-    from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    count = case.plan.num_microbatches
-    plugin = None
-    if case.plan.zero_stage:
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=case.plan.zero_stage == 3,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-            cpu_ram_efficient_loading=False,
-        )
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=count, fsdp_plugin=plugin)
-    wrapped, optimizer = accelerator.prepare(model, adamw(model.parameters()))
-    inputs, targets = batch_of(case, dist.get_rank())
-    pieces = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
-
-    def step() -> float:
-        total = torch.zeros(())
-        for piece, target in pieces:
-            with accelerator.accumulate(wrapped):
-                loss = loss_fn(wrapped(piece), target)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            total += loss.detach() / count
-        dist.all_reduce(total)
-        return float(total)
-
-    return step
-
-
-RIVALS: dict[str, Side] = {"plain": plain_step, "accelerate": accelerate_step}
+def _cases_of_one_process(size: Size) -> list[Case]:
+    plan = ParallelPlan(micro_batch_size=size.micro_batch, num_microbatches=2)
+    plain = Case("one process", plan, "plain", size, precision="bf16" if device().type == "cuda" else "fp32")
+    return [plain, replace(plain, name="one process, compiled", compile_backend="inductor")]
 
 
 def time_in_turns(case: Case, pairs: int, steps: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return seconds a step of the engine and of its rival, pair by pair: on the clock, and of this CPU."""
-    engine, rival = engine_step(case, build()), RIVALS[case.rival](case, build())
-    for step in (engine, rival):
-        step()
-        step()
+    """Return seconds a step of the engine and of its rival, pair by pair: on the clock, and of this rank's CPU.
+
+    Raises RuntimeError where the two do not train alike.
+    """
+    sides = (engine_step(case), SIDES[case.rival](case))
+    losses = [[float(step()) for _ in range(3)] for step in sides]
+    if not all(math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE) for ours, theirs in zip(*losses, strict=True)):
+        raise RuntimeError(f"{case.name} against {case.rival}: the losses of three steps differ: {losses}")
 
     def seconds(step: Step) -> tuple[float, float]:
         if dist.is_initialized():
             dist.barrier()
         started, busy = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            step()
+            loss = step()
+        float(loss)  # waits for a GPU
         return (time.perf_counter() - started) / steps, (time.process_time() - busy) / steps
 
     times: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for pair in range(pairs):
-        order = ((0, engine), (1, rival)) if pair % 2 == 0 else ((1, rival), (0, engine))
-        for side, step in order:
-            times[side].append(seconds(step))
+        for side in (0, 1) if pair % 2 == 0 else (1, 0):
+            times[side].append(seconds(sides[side]))
     return times
 
 
-def peak_bytes(case: Case, side: str) -> int:
-    """Return by how much three steps of one side raise the resident size of this rank."""
+class _Operators(CollectiveCount):  # type: ignore[no-untyped-call]  # torch leaves its base untyped
+    """Counts operators beside collectives."""
+
+    operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.operators += result is not NotImplemented  # a DTensor comes back with its local tensors
+        return result
+
+
+def work_of(case: Case, side: str) -> Work:
+    """Return what a step of one side does on this rank, once all is allocated. Nothing of it depends on time."""
+    tracker = StorageTracker(dict)
+    with tracker, tracker.following_resizes():
+        step = SIDES[side](case)
+        tracker.enter("forward")
+        step()
+        gc.collect()
+        tracker.forget_peak()
+        step()
+        tracker.settle()
+    with _Operators(build_mesh(case.plan, read_world(os.environ))) as counted:
+        step()
+    sent = counted.counted()
+    return Work(
+        tensor_bytes=tracker.peak.total_bytes,
+        operators=counted.operators,
+        collectives=sum(row.count for row in sent),
+        collective_bytes=sum(row.total_bytes for row in sent),
+    )
+
+
+def memory_bytes(case: Case, side: str) -> int | None:
+    """Return what three steps of one side need at most on this rank; None where the system does not say (not Linux)."""
     gc.collect()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step = engine_step(case, build()) if side == "engine" else RIVALS[case.rival](case, build())
+    on_gpu = device().type == "cuda"
+    before = 0 if on_gpu else _status_bytes("RssAnon")
+    step = SIDES[side](case)
     for _ in range(3):
         step()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
+    if on_gpu:
+        return int(torch.cuda.max_memory_allocated())
+    peak, files = _status_bytes("VmHWM"), _status_bytes("RssFile")
+    return None if peak is None or files is None or before is None else peak - files - before
 
 
-def _rank_main(
-    pipe: Any, rank: int, size: int, port: int, work: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _status_bytes(name: str) -> int | None:
+    """Return a size from Linux's account of this process (proc_pid_status(5)), None where there is none."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
+    return 1024 * int(lines[name].split()[0]) if name in lines else None
+
+
+def _rank_main(pipe: Any, rank: int, size: int, port: int, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
     silence_known_noise()
-    torch.set_num_threads(1)
+    if device().type == "cpu":
+        torch.set_num_threads(1)
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if size > 1:
         os.environ.update({name: str(value) for name, value in own.items()})
         runtime.init(shows_progress=False)
     try:
-        answer: tuple[str, Any] = ("returned", work(*arguments))
+        answer: tuple[str, Any] = ("returned", work(*given))
     except Exception:
         answer = ("raised", traceback.format_exc())
     pipe.send(answer)
@@ -496,79 +268,98 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def compare(case: Case, ranks: int, *, pairs: int, steps: int, with_memory: bool) -> Result:
-    """Return how the engine compares with the rival of `case`.
-
-    Time is that of the slowest rank in each pair; CPU time, which other programs disturb less, is that of all ranks.
-    """
+    """Return how the engine compares with the rival of `case`."""
     by_rank = on_ranks(ranks, time_in_turns, case, pairs, steps)
     turns = [list(zip(*(answer[side] for answer in by_rank), strict=True)) for side in (0, 1)]
-    engine, rival = ([max(wall for wall, _ in rank_times) for rank_times in side] for side in turns)
-    busy, rival_busy = (statistics.median(sum(cpu for _, cpu in rank_times) for rank_times in side) for side in turns)
-    ratios = sorted(ours / theirs for ours, theirs in zip(engine, rival, strict=True))
-    peaks: list[float | None] = [None, None]
-    if with_memory:
-        rounds = [[max(on_ranks(ranks, peak_bytes, case, side)) for side in ("engine", "rival")] for _ in range(3)]
-        peaks = [statistics.median(sizes) / 2**20 for sizes in zip(*rounds, strict=True)]
-    return Result(
-        case=case.name,
-        rival=case.rival,
-        ranks=ranks,
-        engine_ms=1000 * statistics.median(engine),
-        rival_ms=1000 * statistics.median(rival),
-        time_ratio=statistics.median(ratios),
-        time_ratio_low=ratios[len(ratios) // 4],
-        time_ratio_high=ratios[-1 - len(ratios) // 4],
-        cpu_ratio=busy / rival_busy,
-        memory_ratio=None if peaks[0] is None or not peaks[1] else peaks[0] / peaks[1],
-        engine_mib=peaks[0],
-        rival_mib=peaks[1],
-    )
+    wall = [[max(wall for wall, _ in rank_times) for rank_times in side] for side in turns]
+    busy = [[sum(cpu for _, cpu in rank_times) for rank_times in side] for side in turns]
+    result = Result(case.name, case.rival, ranks, Ratio.of_pairs(*wall), Ratio.of_pairs(*busy))
+    if ranks == 1:
+        result = replace(result, mfu=(_mfu(case, result.wall_s.engine), _mfu(case, result.wall_s.rival)))
+    if not with_memory:
+        return result
+    sides = ("engine", case.rival)
+    if case.compile_backend is None:  # what is compiled shows no operators
+        works = [on_ranks(ranks, work_of, case, side) for side in sides]
+        ours, theirs = (max(found, key=lambda work: work.tensor_bytes) for found in works)
+        result = replace(result, work=(ours, theirs))
+    peaks = [on_ranks(ranks, memory_bytes, case, side) for side in sides]
+    if None not in peaks[0]:
+        result = replace(result, memory_bytes=(max(peaks[0]), max(peaks[1])))
+    return result
+
+
+def _mfu(case: Case, step_time_s: float) -> float | None:
+    """Return the share of the GPU's peak that the model's FLOPs make up, None without a GPU that a profile knows."""
+    count = sum(parameter.numel() for parameter in build(case.size).parameters())
+    peak = peak_flops_per_s(device(), case.precision)
+    yardstick = Yardstick(num_ranks=1, peak_flops_per_s=peak, num_parameters=count)
+    return yardstick.mfu(step_time_s=step_time_s, tokens=case.share * case.size.tokens)
+
+
+def line_of(result: Result) -> str:
+    """Return one line of the table."""
+
+    def words(ratio: Ratio) -> str:
+        times = f"{1000 * ratio.engine:.0f}/{1000 * ratio.rival:.0f}"
+        return f"{times:>11} {ratio.median:.3f} ({ratio.low:.2f}-{ratio.high:.2f})"
+
+    work, memory = result.work, result.memory_bytes
+    tensors = "" if work is None else f"{work[0].tensor_bytes / work[1].tensor_bytes:.3f}"
+    sent = "" if work is None else f"{work[0].collectives}/{work[1].collectives}"
+    resident = "" if memory is None else f"{memory[0] / memory[1]:.3f}"
+    line = f"{result.case:<10} {result.rival:<10} {result.ranks:>5} {words(result.cpu_s)} {words(result.wall_s)}"
+    line += f" {tensors:>7} {resident:>6} {sent:>9}"
+    if result.mfu is not None:
+        shares = ["unknown" if share is None else f"{share:.1%}" for share in result.mfu]
+        line += f"\n  MFU {shares[0]}, by hand {shares[1]}"
+    return line.rstrip()
 
 
 def main() -> None:
     """Run the cases that the command line asks for and print a table."""
-    parser = argparse.ArgumentParser(description="The engine against plain torch, in turns.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--only", nargs="+", help="names of cases")
-    parser.add_argument("--rival", nargs="+", help="plain, accelerate")
+    parser = argparse.ArgumentParser(description="The engine against plain torch, accelerate and DeepSpeed, in turns.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="1: one process, on a GPU if there is one")
+    parser.add_argument("--only", nargs="+", help="names of cases: ddp, zero 1, zero 2, zero 3, pipeline, tensor")
+    parser.add_argument("--rival", nargs="+", choices=[side for side in SIDES if side != "engine"])
     parser.add_argument("--pairs", type=int, default=11)
     parser.add_argument("--steps", type=int, default=2, help="steps of each side of a pair")
-    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--no-memory", action="store_true", help="measure time alone")
+    parser.add_argument("--tiny", action="store_true", help="a model of some kilobytes: to see that all runs")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
-    count = sum(parameter.numel() for parameter in build().parameters())
-    print(
-        f"{count / 1e6:.1f} M parameters, {TOKENS} tokens, fp32 on the CPU, load {os.getloadavg()[0]:.1f}; "
-        f"{arguments.pairs} pairs of {arguments.steps} steps"
-    )
-    for name in ("accelerate", "deepspeed"):
-        if importlib.util.find_spec(name) is None:
-            print(f"skipped: {name} is not installed")
-        elif name == "deepspeed":
-            print("skipped: deepspeed, whose ZeRO needs an accelerator or a CPU backend that it builds itself")
-    print(f"{'case':<12} {'against':<10} ranks  engine ms  rival ms   time ratio (quartiles)  CPU ratio  memory MiB")
+    say_what_is_compared(arguments)
     results = []
     for ranks in arguments.ranks:
-        for case in cases(ranks):
-            if (arguments.only and case.name not in arguments.only) or (
-                arguments.rival and case.rival not in arguments.rival
-            ):
+        for case in cases(ranks, TINY_SIZE if arguments.tiny else None):
+            if arguments.only and case.name not in arguments.only:
                 continue
-            result = compare(
-                case, ranks, pairs=arguments.pairs, steps=arguments.steps, with_memory=not arguments.no_memory
-            )
-            results.append(asdict(result))
-            memory = ""
-            if result.memory_ratio is not None:
-                memory = f"{result.engine_mib:.0f} / {result.rival_mib:.0f}, {result.memory_ratio:.3f}"
-            print(
-                f"{result.case:<12} {result.rival:<10} {ranks:>5}  {result.engine_ms:>9.1f} {result.rival_ms:>9.1f}   "
-                f"{result.time_ratio:.3f} ({result.time_ratio_low:.3f}-{result.time_ratio_high:.3f})      "
-                f"{result.cpu_ratio:.3f}       {memory}",
-                flush=True,
-            )
+            if arguments.rival and case.rival not in arguments.rival:
+                continue
+            options = {"pairs": arguments.pairs, "steps": arguments.steps, "with_memory": not arguments.no_memory}
+            results.append(compare(case, ranks, **options))
+            print(line_of(results[-1]), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+
+
+def say_what_is_compared(arguments: argparse.Namespace) -> None:
+    """Print what the table below is of, and what is left out."""
+    size = cases(arguments.ranks[0], TINY_SIZE if arguments.tiny else None)[0].size
+    count = sum(parameter.numel() for parameter in build(size).parameters())
+    on_gpu = arguments.ranks == [1] and device().type == "cuda"
+    where = f"bf16 on {torch.cuda.get_device_name()}" if on_gpu else f"fp32 on {os.cpu_count()} CPU cores"
+    print(
+        f"{count / 1e6:.1f} M parameters, {size.tokens} tokens, {where}, load {os.getloadavg()[0]:.1f}, "
+        f"torch {torch.__version__}; {arguments.pairs} pairs of {arguments.steps} steps"
+    )
+    if 1 in arguments.ranks and not on_gpu:
+        print("no GPU here, so one process runs on the CPU, in fp32 and without MFU")
+    for name in ("accelerate", "deepspeed"):
+        if arguments.ranks != [1] and not is_installed(name) and name in (arguments.rival or SIDES):
+            print(f"left out: {name} is not installed")
+    head = f"{'CPU ms':>11} {'ratio (quartiles)':<17} {'wall ms':>11} {'ratio (quartiles)':<17}"
+    print(f"{'case':<10} {'against':<10} ranks {head} tensors memory      sent")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""What `bench_runtime.py` compares: cases with their sizes, and what all sides share - model, batches, loss, optimizer.
+
+Every side trains the same weights on the same sequences with AdamW, clips the norm of the whole gradient, and returns
+the mean loss over the global batch on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
+from torch import nn
+from train_lm import ByteModel
+
+from paraplan import runtime
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
+
+LEARNING_RATE = 1e-3
+MAX_GRAD_NORM = 1.0
+VOCABULARY = 256
+
+Step = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model and the micro-batch, in sequences, of a comparison."""
+
+    layers: int
+    hidden: int
+    heads: int
+    tokens: int
+    micro_batch: int
+
+
+CPU_SIZE = Size(layers=6, hidden=384, heads=6, tokens=128, micro_batch=2)
+GPU_SIZE = Size(layers=24, hidden=1024, heads=16, tokens=1024, micro_batch=8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan at a size, and what the engine is set against: the name of a side in `bench_runtime.SIDES`."""
+
+    name: str
+    plan: ParallelPlan
+    rival: str
+    size: Size = CPU_SIZE
+    precision: TrainingPrecision = "fp32"
+    compile_backend: str | None = None
+
+    @property
+    def share(self) -> int:
+        """Sequences of a step on one rank."""
+        return self.plan.micro_batch_size * self.plan.num_microbatches
+
+
+def device() -> torch.device:
+    """Return the GPU of a comparison in one process where there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of all sides."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+
+
+def build(size: Size) -> nn.Module:
+    """Return the model of all sides, with the same weights."""
+    torch.manual_seed(0)
+    return ByteModel(num_layers=size.layers, hidden_size=size.hidden, num_heads=size.heads)
+
+
+def batch_of(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the share of one rank; ranks of one copy of the model have the same."""
+    generator = torch.Generator().manual_seed(rank if case.plan.dp > 1 else 0)
+    ids = torch.randint(VOCABULARY, (case.share, case.size.tokens + 1), generator=generator)
+    return ids[:, :-1].contiguous().to(device()), ids[:, 1:].contiguous().to(device())
+
+
+def micro_batches_of(case: Case, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the share of one rank in micro-batches."""
+    inputs, targets = batch_of(case, rank)
+    count = case.plan.num_microbatches
+    return list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
+
+
+def engine_step(case: Case) -> Step:
+    """Return a step of the engine."""
+    job = runtime.init(case.plan, precision=case.precision, shows_progress=False)
+    engine = job.prepare(
+        build(case.size),
+        loss_fn=loss_fn,
+        optimizer=adamw,
+        max_grad_norm=MAX_GRAD_NORM,
+        compile_backend=case.compile_backend,
+    )
+    inputs, targets = batch_of(case, job.world.rank)
+    return lambda: engine.step(inputs, targets)
