@@ -84,7 +84,8 @@ class StuckCall:
             by_last.setdefault(last, []).append(rank)
         for last, ranks in sorted(by_last.items()):
             come = "has not come" if len(ranks) == 1 else "have not come"
-            after = f", after number {last} of the group" if last else ""
+            whose = "its" if len(ranks) == 1 else "their"
+            after = f", {whose} last in the group was number {last}" if last else ""
             lines.append(f"{ranks_in_words(ranks)} {come} to it{after}")
         return lines
 

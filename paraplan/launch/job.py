@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from paraplan.hardware.topology import NodeTopology
 
 
+_TORCHS_AGENT = "torch.distributed.elastic.agent.server.api"
 _PLANNER_S = 20.0  # what a report may wait for advice
 _OTHER_NODES_S = 15.0
 """How long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take."""
@@ -57,6 +59,7 @@ def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_t
     `ParaplanError` for what the user can mend before ranks start.
     """
     request = check_request(args, num_gpus=count_gpus(), current_folder=Path.cwd())
+    logging.getLogger(_TORCHS_AGENT).addFilter(lambda record: "death signal" not in str(record.msg))  # is said in words
     job = JobRecord()
     started = time.monotonic()
     status: int | None = None

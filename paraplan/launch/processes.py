@@ -22,9 +22,11 @@ from paraplan.launch.calls import DUMP_PREFIX, DUMP_VARIABLES, RankCalls, ask_fo
 from paraplan.launch.failures import Cause, RankFailure, first_failure, read_failure
 from paraplan.launch.hang import HangVerdict, HangWatch, count_waits
 from paraplan.launch.memory_kills import MemoryKills, count_memory_kills
+from paraplan.launch.report import say
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.stacks import Stack, ask_for_stacks, stack_by_py_spy
+from paraplan.units import ranks_in_words
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.plan.files import PlanFile
@@ -38,6 +40,9 @@ _ANSWER_S = 3.0
 _BOARD_INTERVAL_S = 1.0
 _ALONE_S = 3.0
 """How long ranks go on after those of another node have failed: most notice by a lost connection within this time."""
+
+_SILENT_S = 2.0
+"""How long ranks that are to end are waited for before the launcher says so."""
 
 
 @dataclass(frozen=True)
@@ -364,9 +369,19 @@ class RankProcesses(PContext):
         if self._is_running() and self._signals.count < 2:  # a second may strike before torch comes to stop the ranks
             with self._signals.held():
                 self._spawner.signal(death_sig)
-            self._wait_for_exits(self._settings.grace_s)
+            self._wait_for_exits(min(_SILENT_S, self._settings.grace_s))
+            if self._is_running() and self._settings.grace_s > _SILENT_S:
+                self._say_what_is_waited_for(death_sig)
+                self._wait_for_exits(self._settings.grace_s - _SILENT_S)
         if self._is_running():
             self._kill()
+
+    def _say_what_is_waited_for(self, death_sig: signal.Signals) -> None:
+        ranks = [self._global_rank(rank) for rank in self._running()]
+        say(
+            f"waiting up to {self._settings.grace_s:g} s for {ranks_in_words(ranks)} to end after {death_sig.name}; "
+            f"Ctrl-C kills {'it' if len(ranks) == 1 else 'them'}"
+        )
 
     def _kill(self) -> None:
         with self._signals.held():

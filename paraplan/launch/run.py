@@ -220,5 +220,7 @@ def _give_log_folder(arguments: Namespace, spawner: SpawnerHandle, *, keeps_logs
         spawner.own(str(folder.path))
     elif not arguments.log_dir and not keeps_logs:
         say(f"logs in {folder.path}")
+    elif not arguments.log_dir and not folder.path.is_relative_to(Path.cwd()):
+        say(f"{Path.cwd()} takes no new folder; logs in {folder.path}")
     arguments.log_dir = str(folder.path)
     return folder

@@ -28,7 +28,7 @@ def test_a_rank_that_waits_elsewhere_has_not_come() -> None:
     (stuck,) = find_stuck_calls(by_rank)
     assert stuck.describe() == [
         "ranks 0-2 in all_reduce number 2 of ranks 0-3",
-        "rank 3 has not come to it, after number 1 of the group",
+        "rank 3 has not come to it, its last in the group was number 1",
     ]
 
 

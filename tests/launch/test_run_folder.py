@@ -158,6 +158,10 @@ def test_a_second_ctrl_c_ends_ranks_that_would_have_had_more_time(
         word = read_until(process.stdout, lambda text: text.endswith(" "))
         process.send_signal(signal.SIGINT)
         read_until(process.stdout, lambda text: text == "asked ")  # the launcher has begun to stop the ranks
+        assert process.stderr is not None
+        said = read_until(process.stderr, lambda text: "after SIGINT; Ctrl-C kills it\n" in text)
+        assert "waiting up to 500 s for rank 0 to end" in said
+        assert "death signal" not in said
         assert is_alive(int(word))
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=PATIENCE_S) == 130

@@ -59,7 +59,8 @@ def test_a_hang_is_told_with_the_collective_in_which_ranks_wait(
     assert done.returncode == 124, done.stderr
     waiting, *places = done.stderr.splitlines()[-3:]
     told = (
-        r"  waiting: ranks 0-1 in all_reduce number (\d+) of ranks 0-2; rank 2 has not come to it, after number (\d+) "
+        r"  waiting: ranks 0-1 in all_reduce number (\d+) of ranks 0-2; "
+        r"rank 2 has not come to it, its last in the group was number (\d+)"
     )
     found = re.match(told, waiting)
     assert found is not None, done.stderr
