@@ -20,7 +20,7 @@ def unsupported_reason(
     Runnable are one process, also with DataParallel over its GPUs; DDP and ZeRO-1, 2 and 3 over `dp`, and over `dp` and
     `cp` together; ZeRO over groups of `dp` with replicas between them (hybrid sharding); a pipeline under GPipe, 1F1B,
     1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and
-    without sequence parallelism, alone or beside any of these but `cp`; each with
+    without sequence parallelism, and context parallelism, alone, together or beside any of these; each with
     the numbers of micro-batches that the schedule takes, and with recompute of none of the blocks, of their attention
     core or of all (zero bubble: none). Experts go over `tp` like other layers, not over `ep`.
     The optimizer may be offloaded under each of these, parameters under ZeRO-3.

@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.batches import call_model
 from paraplan.runtime.blocks import BlockStack
+from paraplan.runtime.split_tensor import SplitTensor
+from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.without_values import WAYS_TO_RUN, Context
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
@@ -30,10 +32,14 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class HiddenShape:
-    """The tensor that passes from one block to the next, for one micro-batch."""
+    """The tensor that passes from one block to the next, for one micro-batch.
+
+    Under context parallelism it has this rank's tokens; `cut` says which those are.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,9 @@ class _ChainProbe:
             where, hidden = self._find_hidden(index, args, kwargs)
             if index == 0:
                 self.reached_before = _leaves(hidden)
-            self.received.append(HiddenShape(shape=tuple(hidden.shape), dtype=hidden.dtype))
+            cut = hidden.cut if isinstance(hidden, SplitTensor) else None
+            own = hidden.local if isinstance(hidden, SplitTensor) else hidden
+            self.received.append(HiddenShape(shape=tuple(own.shape), dtype=own.dtype, cut=cut))
             return put_argument(where, _cut(hidden), args, kwargs)
 
         return enter
@@ -274,14 +282,18 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def example_of(model: nn.Module, example_inputs: Any) -> Any:
-    """Return inputs for `model` on the meta device: `example_inputs`, or where that is None those of `examine`."""
+def example_of(model: nn.Module, example_inputs: Any, *, multiple: int = 1) -> Any:
+    """Return inputs for `model` on the meta device: `example_inputs`, or where that is None those of `examine`.
+
+    Sequences that are made here have a multiple of so many tokens.
+    """
     if example_inputs is not None:
         return _on_meta(example_inputs)
+    tokens = -(-_EXAMPLE_TOKENS // multiple) * multiple
     own = getattr(model, "example_inputs", None)
     if own is not None:
-        return _on_meta(own(_EXAMPLE_BATCH, _EXAMPLE_TOKENS))
-    return torch.zeros(_EXAMPLE_BATCH, _EXAMPLE_TOKENS, dtype=torch.long, device="meta")
+        return _on_meta(own(_EXAMPLE_BATCH, tokens))
+    return torch.zeros(_EXAMPLE_BATCH, tokens, dtype=torch.long, device="meta")
 
 
 def block_calls(shadow: nn.Module, stack: BlockStack, inputs: Any) -> list[BlockCall | None]:

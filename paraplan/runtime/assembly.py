@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.blocks import BlockStack, find_blocks
-from paraplan.runtime.context_parallel import check_context, context_group
+from paraplan.runtime.context_parallel import check_context, context_group, keep_experts_apart
 from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync
 from paraplan.runtime.engine import RankPart
 from paraplan.runtime.execution import WholeModelExecution
 from paraplan.runtime.recompute import recompute_blocks
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.sharded_table import shard_tables
+from paraplan.runtime.tensor_group import TensorGroup
 from paraplan.runtime.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
 from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
 
@@ -61,14 +63,10 @@ def assemble_part(
     shard_tables(model, setting.plan, setting.mesh)
     if setting.plan.pp > 1:
         return _assemble_stages(model, stack, setting, example_inputs)
-    cuts = {}
-    if setting.plan.tp > 1:
-        split = _tensor_split(model, stack, setting, example_inputs)
-        cuts = apply_tensor_split(model, split, split.names, tensor_group(setting.mesh))
-    context = None
+    split = _layer_split(model, stack, setting, example_inputs)
+    cuts = {} if split is None else apply_tensor_split(model, split, split.names, tensor_group(setting.mesh))
     if setting.plan.cp > 1:
-        check_context(model, size=setting.plan.cp, example_inputs=example_inputs)
-        context = context_group(setting.mesh)
+        keep_experts_apart(model)
     blocks = [] if stack is None else stack.modules(model)
     called = _wrap(model, blocks, setting)
     execution = WholeModelExecution(
@@ -77,7 +75,7 @@ def assemble_part(
         loss_fn=setting.loss_fn,
         precision=setting.precision,
         device=setting.mesh.world.device,
-        context=context,
+        context=context_group(setting.mesh) if setting.plan.cp > 1 else None,
     )
     return RankPart(
         module=model,
@@ -87,6 +85,26 @@ def assemble_part(
         cuts=cuts,
         is_replica=isinstance(called, DistributedDataParallel),
     )
+
+
+def _layer_split(
+    model: nn.Module,
+    stack: BlockStack | None,
+    setting: Setting,
+    example_inputs: Any,
+    anatomy: Anatomy | None = None,
+) -> TensorSplit | None:
+    """Return how the layers of `model`, which is whole, are split over `tp`; see that it works on some tokens alone."""
+    plan = setting.plan
+    split = _tensor_split(model, stack, setting, example_inputs, anatomy) if plan.tp > 1 else None
+    if plan.cp > 1:
+        apply = None if split is None else partial(_split_copy, split)
+        check_context(model, size=plan.cp, example_inputs=example_inputs, tp=plan.tp, split_layers=apply)
+    return split
+
+
+def _split_copy(split: TensorSplit, shadow: nn.Module, group: TensorGroup) -> None:
+    apply_tensor_split(shadow, split, split.names, group)
 
 
 def _tensor_split(
@@ -120,7 +138,7 @@ def _assemble_stages(model: nn.Module, stack: BlockStack | None, setting: Settin
         )
 
     def find_split(anatomy: Anatomy) -> TensorSplit | None:
-        return _tensor_split(model, stack, setting, example_inputs, anatomy) if setting.plan.tp > 1 else None
+        return _layer_split(model, stack, setting, example_inputs, anatomy)
 
     return assemble_stages(model, stack, setting, example_inputs, find_split=find_split, wrap=_wrap)
 

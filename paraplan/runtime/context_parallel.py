@@ -7,6 +7,7 @@ tokens; what it computes token by token runs on a rank's own. In attention the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from paraplan.runtime.batches import call_model
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_experts import expert_weights, of_own_tokens
 from paraplan.runtime.tensor_group import TensorGroup
 
 _TOKENS = 1  # their dimension, in [batch, tokens]
@@ -58,17 +60,42 @@ def _split(value: Any, group: TensorGroup) -> Any:
     return SplitTensor(cut.part(value, group.index).contiguous(), cut, group, CONTEXT)
 
 
-def check_context(model: nn.Module, *, size: int, example_inputs: Any = None) -> None:
-    """Raise `UnsupportedPlanError` where `model` brings tokens together outside of attention, run without values."""
+def keep_experts_apart(model: nn.Module) -> None:
+    """Let the experts in `model`, which look at each token by itself, see this rank's tokens as plain tensors."""
+    for module in model.modules():
+        if expert_weights(module) is not None:
+            module.forward = of_own_tokens(module.forward)
+
+
+def check_context(
+    model: nn.Module,
+    *,
+    size: int,
+    example_inputs: Any = None,
+    tp: int = 1,
+    split_layers: Callable[[nn.Module, TensorGroup], object] | None = None,
+) -> None:
+    """Raise `UnsupportedPlanError` where `model` brings tokens together outside of attention, run without values.
+
+    `split_layers` leaves in a copy of the model the parts of one of `tp` ranks.
+    """
     group = TensorGroup(size=size, index=0, handle=None)
+    inputs = example_of(model, example_inputs, multiple=size * tp)
     shadow = meta_copy(model)
+    if split_layers is not None:
+        split_layers(shadow, TensorGroup(size=tp, index=0, handle=None))
+    keep_experts_apart(shadow)
 
     def attempt(tried: Any, _: object) -> None:
         with torch.no_grad():
             call_model(shadow, split_tokens(tried, group))
 
     try:
-        first_that_runs(shadow, example_of(shadow, example_inputs), attempt)
+        try:
+            first_that_runs(shadow, inputs, attempt)
+        except UsageError:
+            # Grouped matmuls (experts) have shapes in bf16 only.
+            first_that_runs(shadow.to(torch.bfloat16), inputs, attempt)
     except SplitError as error:
         raise context_error(error, group) from None
 

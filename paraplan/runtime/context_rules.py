@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from paraplan.runtime.rank_randomness import own_random_numbers
 from paraplan.runtime.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup, sum_over_ranks
+
+_HEADS = 1  # their dimension, in [batch, heads, tokens, size]
 
 
 def split_attention(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -27,19 +31,57 @@ def split_attention(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     group, cut = query.group, query.cut
     if any(one.cut.dim != one.ndim - 2 or one.ndim != 4 or len(one.cut.segments) > 1 for one in (query, key, value)):
         raise SplitError("attention over tokens that are not in the last dimension but one", source=CONTEXT)
-    for one in (query, key, value):
-        if one.shape[1] % group.size:
-            raise SplitError(f"cp={group.size} does not divide {one.shape[1]} heads", source=CONTEXT)
-    mask = given.get("attn_mask")
-    if isinstance(mask, SplitTensor):
-        raise SplitError("the mask of attention has some tokens alone", source=CONTEXT)
-    if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
-        given["attn_mask"] = Cut(dim=1, segments=(mask.shape[1],), size=group.size).part(mask, group.index)
-    query, key, value = (_exchange(one.local, 1, 2, group) for one in (query, key, value))
+    heads = _split_heads(query, key, value)
+    own = [one.local.local if heads is not None else one.local for one in (query, key, value)]
+    copies = _check_heads(own, group)
+    given["attn_mask"] = _own_mask(given.get("attn_mask"), heads, query.shape[1], group)
+    if copies > 1:  # fewer groups of queries than ranks: several ranks attend to the same keys and values
+        own[1:] = [one.repeat_interleave(copies, dim=_HEADS) for one in own[1:]]
+    query, key, value = (_exchange(one, _HEADS, 2, group) for one in own)
     is_random = (given.get("dropout_p") or 0.0) > 0.0
-    with own_random_numbers(group, query.device, is_active=is_random):
+    over_tp = nullcontext() if heads is None else own_random_numbers(heads.group, query.device, is_active=is_random)
+    with over_tp, own_random_numbers(group, query.device, is_active=is_random):
         attended = F.scaled_dot_product_attention(query, key, value, **given)
-    return SplitTensor(_exchange(attended, 2, 1, group), cut, group, CONTEXT)
+    attended = _exchange(attended, 2, _HEADS, group)
+    if heads is not None:
+        attended = SplitTensor(attended, heads.cut, heads.group, heads.source)
+    return SplitTensor(attended, cut, group, CONTEXT)
+
+
+def _split_heads(*operands: SplitTensor) -> SplitTensor | None:
+    """Return the first of query, key and value as the ranks of `tp` have split it by heads, None where none have."""
+    inner = [one.local for one in operands]
+    split = [one for one in inner if isinstance(one, SplitTensor)]
+    if not split:
+        return None
+    if len(split) < len(inner) or any(one.cut.dim != _HEADS or one.cut.repeats > 1 for one in split):
+        raise SplitError("attention over what the ranks of tp have not split by heads", source=CONTEXT)
+    return split[0]
+
+
+def _check_heads(operands: list[torch.Tensor], group: TensorGroup) -> int:
+    """Return how many times the heads of keys and values are to be repeated, so that every rank gets as many."""
+    queries, *others = (one.shape[_HEADS] for one in operands)
+    shared = others[0]
+    copies = group.size // math.gcd(shared, group.size)
+    if queries % group.size or queries % (shared * copies) or others[1] != shared:
+        raise SplitError(
+            f"cp={group.size} does not divide {queries} heads of queries that share {shared} of keys", source=CONTEXT
+        )
+    return copies
+
+
+def _own_mask(mask: Any, heads: SplitTensor | None, num_heads: int, group: TensorGroup) -> Any:
+    """Return the part of a mask for the heads that this rank attends with."""
+    if isinstance(mask, SplitTensor) and mask.source == CONTEXT:
+        raise SplitError("the mask of attention has some tokens alone", source=CONTEXT)
+    if mask is None or mask.ndim != 4 or mask.shape[_HEADS] == 1:
+        return mask
+    if isinstance(mask, SplitTensor):  # by heads, by the ranks of tp
+        mask = mask.local
+    elif heads is not None and mask.shape[_HEADS] == num_heads:
+        mask = heads.cut.part(mask, heads.group.index)
+    return Cut(dim=_HEADS, segments=(mask.shape[_HEADS],), size=group.size).part(mask, group.index)
 
 
 def split_loss(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,17 @@ from torch.utils import _pytree as pytree
 from paraplan.errors import ParaplanError
 from paraplan.runtime.anatomy import Anatomy, HiddenShape
 from paraplan.runtime.batches import MicroBatch
+from paraplan.runtime.context_parallel import split_tokens
 from paraplan.runtime.precision import half_type
 from paraplan.runtime.replica_gradients import ReplicaGradients
 from paraplan.runtime.schedules import MULTI, ReplicatedStage, Schedule, build_schedule
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.stage_module import StageModule
+from paraplan.runtime.tensor_group import TensorGroup
 from paraplan.runtime.ties import TiedGradients
 
 _KEPT_SHAPES = 4
+_Ends = tuple[HiddenShape | None, HiddenShape | None]  # what a stage receives and sends; None at the model's ends
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class PipelineExecution:
     """Micro-batches through the stages of a pipeline, one or more of them on each rank.
 
     Sizes of the hidden states follow from the shapes of a micro-batch, and a schedule is kept for each: buffers of
-    another size would end the process inside gloo. `apart` are the parameters that several stages of this rank share.
+    another size would end the process inside gloo. `apart` are the parameters that several stages of this rank share;
+    `context` is the `cp` group, whose ranks pass on the hidden states of their tokens.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class PipelineExecution:
         ties: TiedGradients,
         replicas: ReplicaGradients,
         apart: Sequence[nn.Parameter] = (),
+        context: TensorGroup | None = None,
     ) -> None:
         self._stages = stages
         self._anatomy = anatomy
@@ -65,7 +70,8 @@ class PipelineExecution:
         self._ties = ties
         self._replicas = replicas
         self._apart = apart
-        self._runs: OrderedDict[Any, tuple[Schedule, list[HiddenShape]]] = OrderedDict()
+        self._context = context
+        self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Run forward and backward passes, leave the gradients of the mean loss in place, and return that loss."""
@@ -81,9 +87,9 @@ class PipelineExecution:
             return self._run(micro_batches, trains=False)
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> torch.Tensor:
-        schedule, sent = self._schedule_for(micro_batches, trains=trains)
-        for stage, hidden in zip(self._stages, sent, strict=True):
-            stage.module.micro_batches, stage.module.sent = micro_batches, hidden
+        schedule, ends = self._schedule_for(micro_batches, trains=trains)
+        for stage, (received, sent) in zip(self._stages, ends, strict=True):
+            stage.module.micro_batches, stage.module.received, stage.module.sent = micro_batches, received, sent
         numbers = torch.arange(len(micro_batches))
         losses: list[torch.Tensor] = []
         arguments = (numbers,) if self._stages[0].index == 0 else ()
@@ -100,9 +106,11 @@ class PipelineExecution:
         finally:
             for stage in self._stages:
                 stage.module.micro_batches = ()
-        return sum((loss.detach() for loss in losses), torch.zeros((), device=self._mesh.world.device))
+        total = sum((loss.detach() for loss in losses), torch.zeros((), device=self._mesh.world.device))
+        # Each rank of `cp` has the whole loss, as many times as there are such ranks.
+        return total if self._context is None else total / self._context.size**2
 
-    def _schedule_for(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Schedule, list[HiddenShape]]:
+    def _schedule_for(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Schedule, list[_Ends]]:
         inputs = micro_batches[0].inputs
         shapes = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -116,36 +124,40 @@ class PipelineExecution:
         self._runs.move_to_end(key)
         return self._runs[key]
 
-    def _build(self, inputs: Any, *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[HiddenShape]]:
+    def _build(self, inputs: Any, *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[_Ends]]:
         name = self._setting.plan.pipeline_schedule
         assert name is not None
-        hidden = self._anatomy.hidden_shapes(inputs)
-        stages, sent = [], []
+        hidden = self._hidden_shapes(inputs)
+        stages: list[PipelineStage] = []
+        ends: list[_Ends] = []
         for local in self._stages:
-            received, leaving = self._ends(local.index, hidden, trains)
+            start, end = self._bounds[local.index]
+            received = hidden[start] if local.index else None
+            sent = hidden[end] if end < len(hidden) else None
             stage = (ReplicatedStage if name in MULTI else PipelineStage)(
                 local.called,
                 local.index,
                 len(self._bounds),
                 self._mesh.world.device,
-                input_args=(received,),
-                output_args=(leaving,),
+                # The first stage is given numbers of micro-batches, the last one gives losses.
+                input_args=(_example(received, trains) if received else torch.zeros(1, dtype=torch.long),),
+                output_args=(_example(sent, trains) if sent else torch.zeros(1, requires_grad=trains),),
                 group=self._mesh.group("pp"),
             )
             if isinstance(stage, ReplicatedStage):
                 stage.replicas, stage.averaged = self._replicas, local.averaged
             stages.append(stage)
-            sent.append(HiddenShape(shape=tuple(leaving.shape), dtype=leaving.dtype))
-        return build_schedule(name, stages, num_microbatches=num_microbatches, trains=trains), sent
+            ends.append((received, sent))
+        return build_schedule(name, stages, num_microbatches=num_microbatches, trains=trains), ends
 
-    def _ends(self, index: int, hidden: Sequence[HiddenShape], trains: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return examples of what stage `index` receives and sends; the ends get numbers and give the loss."""
-        start, end = self._bounds[index]
-        is_last = index == len(self._bounds) - 1
-        received = self._example(hidden[start], trains) if index else torch.zeros(1, dtype=torch.long)
-        return received, torch.zeros(1, requires_grad=trains) if is_last else self._example(hidden[end], trains)
-
-    def _example(self, hidden: HiddenShape, trains: bool) -> torch.Tensor:
+    def _hidden_shapes(self, inputs: Any) -> list[HiddenShape]:
+        """Return what each block receives on this rank, as it travels."""
+        if self._context is not None:  # without other ranks: shapes alone are followed
+            inputs = split_tokens(inputs, TensorGroup(size=self._context.size, index=0, handle=None))
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
-        dtype = half_type(self._setting.precision) or hidden.dtype
-        return torch.empty(hidden.shape, dtype=dtype, device="meta", requires_grad=trains)
+        half = half_type(self._setting.precision)
+        return [replace(one, dtype=half or one.dtype) for one in self._anatomy.hidden_shapes(inputs)]
+
+
+def _example(hidden: HiddenShape, trains: bool) -> torch.Tensor:
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=trains)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.anatomy import Anatomy, examine
 from paraplan.runtime.blocks import BlockStack
+from paraplan.runtime.context_parallel import context_group, keep_experts_apart
 from paraplan.runtime.engine import RankPart
 from paraplan.runtime.pipeline import LocalStage, PipelineExecution
 from paraplan.runtime.replica_gradients import ReplicaGradients
@@ -22,6 +23,7 @@ from paraplan.runtime.setting import Setting
 from paraplan.runtime.stage_module import StageModule
 from paraplan.runtime.stage_split import CutStage, cut_stage
 from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_group import TensorGroup
 from paraplan.runtime.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
 from paraplan.runtime.ties import TiedGradients, find_ties
 from paraplan.runtime.weights import lasting_buffers
@@ -64,6 +66,8 @@ def assemble_stages(
     anatomy = examine(model, stack, example_inputs)
     bounds = stage_bounds(stage_blocks(plan, len(stack)))
     split = find_split(anatomy)
+    if plan.cp > 1:
+        keep_experts_apart(anatomy.shadow)
     indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
     # Stages of one rank share their parameters, and each has the modules around them for itself.
     held = {id(parameter): parameter for parameter in model.parameters()}
@@ -78,7 +82,7 @@ def assemble_stages(
     stages = []
     for piece in pieces:
         called = wrap(piece.module, piece.blocks, setting, apart=apart, replicates=not by_schedule)
-        averaged = by_schedule and plan.zero_stage == 0 and plan.dp > 1
+        averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
         alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()
         stages.append(LocalStage(index=piece.index, module=piece.module, called=called, averaged=alone))
     return _rank_part(pieces, stages, anatomy=anatomy, bounds=bounds, setting=setting, apart=apart)
@@ -101,6 +105,8 @@ def _cut_piece(
         found = apply_tensor_split(model, split, anatomy.stack.names[start:end], tensor_group(setting.mesh))
         in_model = {own: name for name, own in cut.names.items()}
         cuts = {in_model[own]: place for own, place in found.items()}
+    if setting.plan.cp > 1:
+        keep_experts_apart(model)
     module = StageModule(
         model,
         cut.inject,
@@ -108,6 +114,7 @@ def _cut_piece(
         loss_fn=setting.loss_fn,
         precision=setting.precision,
         device=device,
+        context=_context(setting),
     )
     return _Piece(
         index=index,
@@ -116,6 +123,10 @@ def _cut_piece(
         names=cut.names,
         cuts=cuts,
     )
+
+
+def _context(setting: Setting) -> TensorGroup | None:
+    return context_group(setting.mesh) if setting.plan.cp > 1 else None
 
 
 def _rank_part(
@@ -136,8 +147,9 @@ def _rank_part(
         bounds=bounds,
         setting=setting,
         ties=TiedGradients(ties, parameters, mesh),
-        replicas=ReplicaGradients(group=mesh.group("dp")),
+        replicas=ReplicaGradients(group=mesh.replica_group),
         apart=tuple(held for held in parameters.values() if held in apart),
+        context=_context(setting),
     )
     repeated = {tie.name for tie in ties if tie.ranks[0] != mesh.coordinate("pp")}
     modules = [piece.module for piece in pieces]

@@ -109,7 +109,7 @@ def run_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     try:
         return _run(func, args, kwargs)
     except SplitError as error:
-        operands = split_operands(args, kwargs)
+        operands = _operands(args, kwargs)
         if not operands[0].group.gathers or any(operand.source != VOCABULARY for operand in operands):
             raise
         _say_once(_name(func), operands[0].group, error.message)
@@ -143,7 +143,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return func(*args, **kwargs)
     if name in _OF_THE_PART:
         return func(*_parts(args), **_parts(kwargs))
-    operands = split_operands(args, kwargs)
+    operands = _operands(args, kwargs)
     first = operands[0]
     rule = _RULES.get(name)
     if rule is not None:
@@ -169,6 +169,12 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return _wrap(name, result, _whole_shapes(name, func, args, kwargs, first.group), first)
 
 
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SplitTensor]:
+    """Return the operands that are split outermost: by tokens, where some are; what is split by heads then is whole."""
+    operands = split_operands(args, kwargs)
+    return [operand for operand in operands if operand.source == CONTEXT] or operands
+
+
 def _name(func: Callable[..., Any]) -> str:
     name: str = getattr(func, "__name__", "")
     if name == "__get__":  # a property: shape, dtype and the like
@@ -181,12 +187,14 @@ def _parts(tree: Any) -> Any:
 
 
 def _local(tree: Any, first: SplitTensor, *, aligned: bool) -> Any:
+    by_tokens = first.source == CONTEXT
+
     def local(leaf: Any) -> Any:
-        if isinstance(leaf, SplitTensor):
+        if isinstance(leaf, SplitTensor) and (leaf.source == CONTEXT) == by_tokens:
             return leaf.local
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if leaf.requires_grad and torch.is_grad_enabled() and first.source != CONTEXT:  # whose gradients stay partial
+        if leaf.requires_grad and torch.is_grad_enabled() and not by_tokens:  # whose gradients stay partial
             leaf = copy_to_ranks(leaf, first.group)
         return _narrowed(leaf, first) if aligned else leaf
 

@@ -4,11 +4,13 @@ Attention code writes sizes down (`view(batch, tokens, 3, num_heads, head_size)`
 tensor. A `SplitTensor` has the whole tensor's shape and one rank's values. Every torch function on it runs on the
 values; `split_rules` finds the sizes to pass and the dimension that is split in the result. Where a function would mix
 what several ranks hold, a `SplitError` is raised: nothing travels unless a layer of `tensor_layers` sends it.
+Beside context parallelism the part is a `SplitTensor` itself: tokens are split outside, heads of these tokens inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,6 +95,27 @@ def _hidden_loss() -> UnsupportedPlanError:
         "the loss hides what it does with logits, of which each rank of tp holds a part, in an autograd.Function",
         hint="use torch.nn.functional.cross_entropy, or tp=1",
     )
+
+
+def on_own_tokens(given: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return `work(given)`, under context parallelism of this rank's tokens, which the result has in the same place.
+
+    Layers that are split over `tp` know nothing of `cp`: what they split lies inside of what is split by tokens.
+    """
+    if not is_of_sequence(given):
+        return work(given)
+    assert isinstance(given, SplitTensor)
+    made, dim = work(given.local), given.cut.dim
+    cut, before, after = given.cut, given.local.shape[dim], made.shape[dim]
+    if before != after:  # tokens that the ranks of tp have split, or brought together
+        cut = replace(cut, segments=tuple(segment * after // before for segment in cut.segments))
+    whole: torch.Tensor = SplitTensor(made, cut, given.group, CONTEXT)
+    return whole
+
+
+def is_of_sequence(value: Any) -> bool:
+    """Whether `value` is a tensor of which this rank has some tokens under context parallelism."""
+    return isinstance(value, SplitTensor) and value.source == CONTEXT
 
 
 def split_operands(*values: Any) -> list[SplitTensor]:

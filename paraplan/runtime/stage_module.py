@@ -11,9 +11,12 @@ from paraplan.errors import UsageError
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import HiddenShape
 from paraplan.runtime.batches import MicroBatch, call_model
+from paraplan.runtime.context_parallel import context_error, split_tokens
 from paraplan.runtime.execution import LossFunction, weighted_loss
 from paraplan.runtime.precision import compute_context
+from paraplan.runtime.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.stage_split import Inject, StageEndError
+from paraplan.runtime.tensor_group import TensorGroup
 
 
 class StageModule(nn.Module):
@@ -21,7 +24,8 @@ class StageModule(nn.Module):
 
     The micro-batches of a step are handed over beforehand, whole, and the schedule passes their numbers: every stage
     makes its own masks and positions from the inputs. The loss goes by the weight of the micro-batch, so that the
-    gradients of a step add up to those of the mean over the global batch.
+    gradients of a step add up to those of the mean over the global batch. `context` is the `cp` group, whose ranks have
+    some tokens of each sequence: inputs and received hidden states are split, and plain tensors travel.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class StageModule(nn.Module):
         loss_fn: LossFunction,
         precision: TrainingPrecision,
         device: torch.device,
+        context: TensorGroup | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -41,7 +46,9 @@ class StageModule(nn.Module):
         self._loss_fn = loss_fn
         self._precision = precision
         self._device = device
+        self._context = context
         self.micro_batches: Sequence[MicroBatch] = ()
+        self.received: HiddenShape | None = None
         self.sent: HiddenShape | None = None
 
     def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
@@ -50,21 +57,36 @@ class StageModule(nn.Module):
         `received` is the hidden state before this stage; the first stage is given the number in its place.
         """
         micro_batch = self.micro_batches[int(number)]
+        inputs = micro_batch.inputs if self._context is None else split_tokens(micro_batch.inputs, self._context)
         if self._inject is not None:
-            self._inject[0].hold(received)
+            self._inject[0].hold(self._with_context(received))
         try:
             with compute_context(self._precision, self._device):
-                outputs = call_model(self.model, micro_batch.inputs)
+                outputs = call_model(self.model, inputs)
                 loss = weighted_loss(self._loss_fn(outputs, micro_batch.targets), micro_batch)
         except StageEndError as end:
             return self._sendable(end.hidden)
+        except SplitError as error:
+            if self._context is None:
+                raise
+            raise context_error(error, self._context) from error
         finally:
             if self._inject is not None:
                 self._inject[0].hold(None)
-        return loss.reshape(1)
+        # Ranks of `cp` have parts of one gradient, and data parallelism takes the mean over them too.
+        return loss.reshape(1) if self._context is None else (loss * self._context.size).reshape(1)
+
+    def _with_context(self, received: torch.Tensor) -> torch.Tensor:
+        cut = None if self.received is None else self.received.cut
+        if self._context is None or cut is None:
+            return received
+        whole: torch.Tensor = SplitTensor(received, cut, self._context, CONTEXT)
+        return whole
 
     def _sendable(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `hidden` as the next stage expects it; a buffer of another size would end the process inside gloo."""
+        if isinstance(hidden, SplitTensor):
+            hidden = hidden.local
         if self.sent is None or hidden.shape != self.sent.shape:
             raise UsageError(
                 f"this stage's hidden state has shape {tuple(hidden.shape)}, and {self.sent and self.sent.shape} was "

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import Anatomy
+from paraplan.runtime.split_tensor import SplitTensor
 
 
 class StageEndError(Exception):
@@ -104,6 +105,8 @@ class Phantom(_StandIn):
         def zeros(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
+            if isinstance(leaf, SplitTensor):  # this rank's tokens, under context parallelism
+                return SplitTensor(zeros(leaf.local), leaf.cut, leaf.group, leaf.source)
             dtype, device = self.__dict__["own_dtype"](leaf.dtype), self.__dict__["zeros_device"]
             return torch.zeros((), dtype=dtype, device=device).expand(leaf.shape)
 

@@ -7,7 +7,7 @@ experts, after it was weighed by the routing. Every rank computes with all exper
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paraplan.runtime.split_tensor import SEQUENCE, SplitError, SplitTensor, split_operands
+from paraplan.runtime.split_tensor import (
+    SEQUENCE,
+    SplitError,
+    SplitTensor,
+    is_of_sequence,
+    on_own_tokens,
+    split_operands,
+)
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup, copy_to_ranks, gather_to_ranks, sum_and_scatter, sum_over_ranks
 from paraplan.runtime.tensor_layers import LayerRole
@@ -88,14 +95,33 @@ def split_experts(module: nn.Module, role: LayerRole, group: TensorGroup, name: 
         setattr(module, parameter_name, nn.Parameter(part, requires_grad=whole.requires_grad))
     inner = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def work(*args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs, tokens = enter_experts(args, kwargs, group, name)
         with _shared_by_ranks(module, cuts, group):
             partial = inner(*args, **kwargs)
         return leave_experts(partial, tokens, group)
 
-    module.forward = forward
+    module.forward = of_own_tokens(work)
     return cuts
+
+
+def of_own_tokens(work: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `work`, which looks at each token by itself, as it is used under context parallelism as well."""
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        place = next((place for place, leaf in enumerate(leaves) if is_of_sequence(leaf)), None)
+        if place is None:
+            return work(*args, **kwargs)
+        own = [leaf.local if is_of_sequence(leaf) else leaf for leaf in leaves]
+
+        def of_first(first: torch.Tensor) -> torch.Tensor:
+            own_args, own_kwargs = pytree.tree_unflatten([*own[:place], first, *own[place + 1 :]], structure)
+            return work(*own_args, **own_kwargs)
+
+        return on_own_tokens(leaves[place], of_first)
+
+    return forward
 
 
 def enter_experts(

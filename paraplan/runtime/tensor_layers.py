@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 from paraplan.runtime.anatomy import put_argument
-from paraplan.runtime.split_tensor import SEQUENCE, SplitError, SplitTensor
+from paraplan.runtime.split_tensor import SEQUENCE, SplitError, SplitTensor, is_of_sequence, on_own_tokens
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import (
     TensorGroup,
@@ -150,7 +150,7 @@ def gathered_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     inner: Callable[..., torch.Tensor] = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        args, kwargs = pytree.tree_map(join_tokens, (args, kwargs))
+        args, kwargs = pytree.tree_map(_with_all_tokens, (args, kwargs))
         return inner(*args, **kwargs)
 
     return forward
@@ -165,19 +165,23 @@ def join_tokens(given: Any) -> Any:
     return join_parts(given.local, given.cut, given.group)
 
 
+def _with_all_tokens(given: Any) -> Any:
+    return on_own_tokens(given, join_tokens) if isinstance(given, SplitTensor) else given
+
+
 def column_forward(
     module: nn.Module, role: LayerRole, group: TensorGroup, name: str, *, is_direct: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward pass of a column layer that holds its part."""
 
-    def forward(given: torch.Tensor) -> torch.Tensor:
+    def column(given: torch.Tensor) -> torch.Tensor:
         local = _apply(module, enter_column(given, group), module.bias)
         if is_direct:
             return local
         cut = Cut(dim=local.ndim - 1, segments=role.segments, size=group.size)
         return SplitTensor(local, cut, group, name)
 
-    return forward
+    return lambda given: on_own_tokens(given, column)
 
 
 def enter_column(given: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -196,14 +200,14 @@ def row_forward(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward pass of a row layer that holds its part."""
 
-    def forward(given: torch.Tensor) -> torch.Tensor:
+    def row(given: torch.Tensor) -> torch.Tensor:
         if is_direct:
             return leave_row(_apply(module, given, None), module.bias, group, sequence_parallel=False)
         check_row_input(given, name)
         assert isinstance(given, SplitTensor)
         return leave_row(_apply(module, given.local, None), module.bias, group, sequence_parallel=sequence_parallel)
 
-    return forward
+    return lambda given: on_own_tokens(given, row)
 
 
 def check_row_input(given: torch.Tensor, name: str) -> None:
@@ -258,15 +262,21 @@ def run_block(
         if ends is not None:
             where = ends.hidden_argument
             hidden = args[where] if isinstance(where, int) else kwargs[where]
-            args, kwargs = put_argument(where, _enter_sequence(hidden, group, ends), args, kwargs)
+            entered = on_own_tokens(hidden, lambda own: _enter_sequence(own, group, ends))
+            args, kwargs = put_argument(where, entered, args, kwargs)
         output = inner(*args, **kwargs)
         first, *others = output if isinstance(output, tuple) else (output,)
-        left = first if ends is None else _leave_sequence(first, group, ends)
+        left = first if ends is None else on_own_tokens(first, lambda own: _leave_sequence(own, group, ends))
         # Attention weights beside the hidden state are of some heads alone.
-        others = [None if isinstance(other, SplitTensor) else other for other in others]
+        others = [None if _is_of_heads(other) else other for other in others]
         return (left, *others) if isinstance(output, tuple) else left
     finally:
         group.forget()
+
+
+def _is_of_heads(value: Any) -> bool:
+    inner = value.local if is_of_sequence(value) else value
+    return isinstance(inner, SplitTensor)
 
 
 def _enter_sequence(hidden: torch.Tensor, group: TensorGroup, ends: SequenceEnds) -> SplitTensor:

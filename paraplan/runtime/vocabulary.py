@@ -18,7 +18,7 @@ from torch import nn
 from paraplan.runtime.anatomy import example_of, first_that_runs
 from paraplan.runtime.batches import call_model
 from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.split_tensor import VOCABULARY, SplitError, SplitTensor
+from paraplan.runtime.split_tensor import VOCABULARY, SplitError, SplitTensor, on_own_tokens
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup, sum_over_ranks
 from paraplan.runtime.tensor_layers import LayerRole, column_forward, enter_column
@@ -108,11 +108,14 @@ def _look_up_own(module: nn.Embedding, group: TensorGroup, cut: Cut) -> None:
         is_own = start <= module.padding_idx < start + count
         module.padding_idx = module.padding_idx - start if is_own else None
 
-    def forward(tokens: torch.Tensor) -> torch.Tensor:
+    def look_up(tokens: torch.Tensor) -> torch.Tensor:
         own = tokens - start
         is_other = (own < 0) | (own >= count)
         found = inner(own.masked_fill(is_other, 0)).masked_fill(is_other[..., None], 0.0)
         return sum_over_ranks(found, group)
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        return on_own_tokens(tokens, look_up)
 
     module.forward = forward  # type: ignore[method-assign,assignment]
 

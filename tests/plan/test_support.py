@@ -26,6 +26,8 @@ from paraplan.plan.training import TrainingPrecision
         ParallelPlan(dp=2, recompute="selective", offload="optimizer"),
         ParallelPlan(dp=2, zero_stage=3, offload="parameters"),
         ParallelPlan(dp=2, cp=4, zero_stage=3, recompute="full"),
+        ParallelPlan(cp=2, tp=2, zero_stage=3, sequence_parallel=True),
+        ParallelPlan(cp=2, tp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=2),
         ParallelPlan(dp=8, zero_stage=3, zero_shards=4),
         ParallelPlan(devices_per_process=4, num_microbatches=2),
         ParallelPlan(pp=2, tp=2, pipeline_schedule="zero_bubble", num_microbatches=2, sequence_parallel=True),
@@ -40,7 +42,6 @@ def test_data_parallelism_zero_pipelines_and_split_layers_are_executed(plan: Par
 @pytest.mark.parametrize(
     ("plan", "word"),
     [
-        (ParallelPlan(cp=2, tp=2), "cp=2, tp=2: context parallelism"),
         (ParallelPlan(dp=4, tp=2, zero_stage=3, zero_shards=2), "zero_shards=2: hybrid sharding"),
         (ParallelPlan(devices_per_process=2, recompute="full"), "devices_per_process=2, recompute=full"),
         (ParallelPlan(dp=2, zero_stage=2, offload="parameters"), "offload=parameters, zero_stage=2"),
