@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -86,7 +86,12 @@ class KernelTimes:
         # Backward: the gradient of the input, then that of the weight.
         shapes = [(rows, k, n), (k, n, rows)] if backward else [(rows, n, k)]
         experts = np.stack([matmul.num_experts / self._expert_ranks(matmul) for matmul in distinct.values()])
-        seconds = experts * sum(self._product_s(*shape) for shape in shapes) * self._misalignment(n, k)
+        each = self._products_s(shapes) * self._misalignment(n, k)
+        is_fp32 = self._computes_experts_in_fp32 & np.array([[one.num_experts > 1] for one in distinct.values()])
+        if is_fp32.any():
+            whole = replace(self, training=self.training.replace(precision="fp32"))
+            each = np.where(is_fp32, whole._products_s(shapes), each)
+        seconds = experts * each
         of_kind = dict(zip(distinct, seconds, strict=True))
         for kind in kinds:
             total = total + of_kind[kind]
@@ -103,6 +108,14 @@ class KernelTimes:
     def _expert_ranks(self, matmul: Matmul) -> Floats:
         """Return over how many ranks the experts of a matmul go; a router is taken to load all alike."""
         return self.cuts.ep if matmul.num_experts > 1 else np.ones_like(self.cuts.ep)
+
+    @property
+    def _computes_experts_in_fp32(self) -> Mask:
+        """Cuts under autocast over fp32 weights: it does not know grouped products (ATen/autocast_mode.h of torch)."""
+        return self.cuts.has_fp32_weights & self.cuts.is_autocast
+
+    def _products_s(self, shapes: list[tuple[Floats, Floats, Floats]]) -> Floats:
+        return np.asarray(sum(self._product_s(*shape) for shape in shapes))
 
     def _product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source."""
