@@ -127,7 +127,8 @@ def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts) 
     """Return the bytes of the gradients of what each matmul and each norm of `block` gives, after the first stage.
 
     That is what a backward pass taken in halves keeps for the weights (torch/distributed/pipelining/_backward.py,
-    `stage_backward_input`). Autocast does not know the grouped products of experts.
+    `stage_backward_input`). Autocast does not know the grouped products of experts, and a norm whose output is cast to
+    the residual stream's type is scaled in fp32 before.
     """
     outputs = [
         SavedTensor(
@@ -145,7 +146,7 @@ def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts) 
                 SavedTensor(
                     name=parameter.name,
                     elements_per_token=parameter.num_elements * (heads or 1),
-                    element_type=block.norm_output,
+                    element_type="fp32" if block.norm_output == "residual" else block.norm_output,
                     split="tensor" if heads else "sequence",
                 )
             )
@@ -155,6 +156,24 @@ def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts) 
             np.zeros_like(cuts.tp),
         )
     )
+
+
+def first_half_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, fused_kernels: bool) -> Floats:
+    """Return what the backward pass of activations holds of a block beside gradients that stay and all that was kept.
+
+    That is the gradient of its largest tensor, or of a power: its own gradient, the three tensors of its formula
+    (tools/autograd, `pow_backward`), and gradients of other branches that wait for it, two of 16 bits or one of 32. An
+    activation's power comes before the gradients of most outputs of its block, a norm's after them.
+    """
+    largest = transient_bytes(block, training, cuts, fused_kernels=fused_kernels)
+    outputs = output_gradient_bytes(block, training, cuts)
+    for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
+        if tensor.is_powered:
+            size = _tensor_bytes(block, tensor, training, cuts, is_first=False)
+            waiting = size * 2 * training.activation_bytes / _FIXED_BYTES["fp32"]
+            to_come = outputs if tensor.split == "tensor" else 0.0
+            largest = np.maximum(largest, 4 * size + waiting - to_come)
+    return largest
 
 
 def _normed_heads(block: BlockSpec, weight: Parameter) -> int | None:

@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paraplan.cost.activations import Cuts, cut_columns, output_gradient_bytes, saved_bytes, transient_bytes
+from paraplan.cost.activations import (
+    Cuts,
+    cut_columns,
+    first_half_bytes,
+    output_gradient_bytes,
+    saved_bytes,
+    transient_bytes,
+)
 from paraplan.cost.habits import Habits
 from paraplan.cost.kernels import KernelTimes
 from paraplan.cost.known_cuts import Cut
@@ -25,7 +32,8 @@ class BlockCosts:
 
     Arrays are `[K, B + 1]` sums over the first 0..B repeated blocks, so that a stage is a difference of two columns,
     and `[K]` for embedding, head and the largest block. Bytes and seconds are those of one micro-batch on one rank.
-    `working_bytes` is what the costliest block holds, besides what was kept, while its backward pass runs;
+    `working_bytes` is what the costliest block holds, besides what was kept, while its backward pass runs, and
+    `first_half_bytes` while a backward pass runs that makes the gradients of activations alone;
     `distinct_weight_parameters` counts the weights of distinct shapes of all blocks, each once;
     `score_bytes` are those of all scores of one micro-batch in one block, 0 where attention makes none;
     `largest_gradient_bytes` are those of the largest weight's gradient as a backward pass computes it;
@@ -47,6 +55,7 @@ class BlockCosts:
     recompute_s: Floats
     largest_block_parameters: Floats
     working_bytes: Floats
+    first_half_bytes: Floats
     distinct_weight_parameters: Floats
     largest_weight_parameters: Floats
     largest_gradient_bytes: Floats
@@ -122,6 +131,9 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
         ),
         "largest_block_parameters": np.max(parameters, axis=0),
         "working_bytes": np.max(working, axis=0),
+        "first_half_bytes": np.max(
+            [first_half_bytes(kind, training, cuts, fused_kernels=habits.fused_kernels) for kind in kinds], axis=0
+        ),
         "distinct_weight_parameters": _distinct_weights(kinds, cuts),
         "largest_weight_parameters": _largest_weight(kinds, cuts, np.ones_like(cuts.tp)),
         "largest_gradient_bytes": _largest_gradient(kinds, training, cuts),

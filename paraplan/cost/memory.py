@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from paraplan.cost import moments
+from paraplan.cost import halves, loss_memory, moments
 from paraplan.cost.rank_memory import FP32, RankMemory, StageMemory
 from paraplan.cost.table import OFFLOADS, Floats
 
@@ -42,8 +42,9 @@ def _candidates(rank: RankMemory) -> list[StageMemory]:
         moments.end_of_backward(rank),
         moments.optimizer_step(rank),
     ]
-    if rank.is_zero_bubble.any():
-        found.append(moments.end_of_first_half(rank))
+    if rank.takes_halves.any():
+        found += [halves.end_of_first_half(rank), halves.later_first_half(rank)]
+        found += [halves.head_in_second_half(rank), halves.end_of_second_half(rank)]
     if rank.is_fsdp.any():
         found.append(moments.block_reduction(rank))
     return found
@@ -58,7 +59,7 @@ def cached_bytes(rank: RankMemory, peak: StageMemory) -> Floats:
     """
     if rank.workload.habits.matmul_workspaces == "none":
         return peak.total_bytes
-    beside = rank.loss_bytes * rank.num_logits + rank.bucket_bytes + rank.flat_step_bytes
+    beside = loss_memory.backward_bytes(rank) + rank.bucket_bytes + rank.flat_step_bytes
     return np.asarray(np.maximum(peak.total_bytes, moments.block_backward(rank).total_bytes + beside))
 
 

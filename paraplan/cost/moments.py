@@ -6,46 +6,35 @@ from dataclasses import fields
 
 import numpy as np
 
-from paraplan.cost.rank_memory import FP32, HALF, RankMemory, StageMemory
+from paraplan.cost import loss_memory
+from paraplan.cost.rank_memory import FP32, RankMemory, StageMemory
 from paraplan.cost.table import OFFLOADS, Floats, Mask
 
 
 def end_of_forward(rank: RankMemory) -> StageMemory:
-    """Return the moment when all weights have their copies, and the loss has made its tensors.
-
-    torch's cross-entropy holds 16-bit logits, their log-probabilities and a copy of these in fp32; in fp32 logits and
-    log-probabilities (ATen/native/LossNLL.cpp).
-    """
-    each = FP32 + 2 * HALF if rank.is_mixed else 2 * FP32
-    each = min(each, rank.workload.habits.logit_bytes) if rank.is_mixed else each
-    earlier = _loss_kept_bytes(rank) * (_losses_in_flight(rank) - 1)
+    """Return the moment when all weights have their copies, and the loss has made its tensors."""
+    kept = loss_memory.kept_bytes(rank) * (losses_in_flight(rank) - 1) + loss_memory.end_of_forward_bytes(rank)
     return rank.moment(
         parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=True),
         gradients=rank.gradient_bytes(at_end=False),
-        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + earlier + each * rank.num_logits,
-        workspace=np.zeros(len(rank.table)),
+        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept,
+        workspace=rank.waiting_bytes,
     )
 
 
-def _losses_in_flight(rank: RankMemory) -> Floats:
+def losses_in_flight(rank: RankMemory) -> Floats:
     """Return of how many micro-batches the loss's tensors are kept: taken in halves, the first half frees them."""
     return np.where(rank.is_zero_bubble, np.minimum(rank.head_in_flight, 1.0), rank.head_in_flight)
 
 
-def _loss_kept_bytes(rank: RankMemory) -> Floats:
-    """Return what the loss of one micro-batch keeps: 16-bit and fp32 log-probabilities; a fused one, one tensor."""
-    each = min(HALF + FP32, rank.workload.habits.logit_bytes) if rank.is_mixed else FP32
-    return np.asarray(each * rank.num_logits)
-
-
 def loss_backward(rank: RankMemory) -> StageMemory:
     """Return the moment when everything is kept, and the loss makes gradients of the size of the logits."""
-    kept = _loss_kept_bytes(rank)
+    kept = loss_memory.kept_bytes(rank)
     return rank.moment(
         parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=False),
         gradients=rank.gradient_bytes(at_end=False),
-        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept * _losses_in_flight(rank),
-        workspace=np.maximum(0.0, rank.loss_bytes * rank.num_logits - kept),
+        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept * losses_in_flight(rank),
+        workspace=np.maximum(0.0, loss_memory.backward_bytes(rank) - kept) + rank.waiting_bytes,
     )
 
 
@@ -57,7 +46,7 @@ def block_backward(rank: RankMemory) -> StageMemory:
     return rank.moment(
         parameters=rank.gathered_bytes(num_blocks=2) + rank.copied_bytes(in_forward=False),
         gradients=rank.gradient_bytes(at_end=False) + fresh,
-        activations=rank.kept_bytes + rank.passed_bytes + _loss_kept_bytes(rank) * (_losses_in_flight(rank) - 1),
+        activations=rank.kept_bytes + rank.passed_bytes + loss_memory.kept_bytes(rank) * (losses_in_flight(rank) - 1),
         workspace=_working_bytes(rank),
     )
 
@@ -69,18 +58,7 @@ def _working_bytes(rank: RankMemory) -> Floats:
     return np.asarray(costs.working_bytes[key] + costs.boundary_bytes[key] + gradient)
 
 
-def end_of_first_half(rank: RankMemory) -> StageMemory:
-    """Return the moment, under zero bubble, when the backward pass of the activations ends; it frees nothing before."""
-    moment = rank.moment(
-        parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=False),
-        gradients=rank.gradient_bytes(at_end=False),
-        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + _loss_kept_bytes(rank),
-        workspace=rank.halves_bytes + _working_bytes(rank),
-    )
-    return _where(rank.is_zero_bubble, moment)
-
-
-def _where(happens: Mask, moment: StageMemory) -> StageMemory:
+def where(happens: Mask, moment: StageMemory) -> StageMemory:
     """Return `moment` where it happens, and nothing elsewhere."""
     return StageMemory(
         **{field.name: np.where(happens, getattr(moment, field.name), 0.0) for field in fields(StageMemory)}
@@ -99,7 +77,7 @@ def block_reduction(rank: RankMemory) -> StageMemory:
         workspace=rank.costs.boundary_bytes[key],
     )
     # Stage 1 reduces after the last micro-batch only, when a pipeline holds no other.
-    return _where(rank.is_fsdp & ((rank.table.zero_stage > 1) | ~rank.accumulates), moment)
+    return where(rank.is_fsdp & ((rank.table.zero_stage > 1) | ~rank.accumulates), moment)
 
 
 def end_of_backward(rank: RankMemory) -> StageMemory:

@@ -269,12 +269,16 @@ class RankMemory:
 
     @cached_property
     def half_done_bytes(self) -> Floats:
-        """What one micro-batch keeps from the first to the second half of its backward pass: gradients of outputs."""
+        """What one micro-batch keeps from the first to the second half of its backward pass: gradients of outputs.
+
+        Beside those of matmuls and norms it is what the stage sends back.
+        """
         if not self.takes_halves.any():
             return np.zeros(len(self.table))
         head = self.costs.head_output_gradient_bytes[self.costs.key] * self.stage.is_last
         blocks = self.stage.sum(self.costs, self.costs.output_gradient_bytes)
-        return np.where(self.takes_halves, blocks + head, 0.0)
+        sent = self.costs.boundary_bytes[self.costs.key]
+        return np.where(self.takes_halves, blocks + head + sent, 0.0)
 
     @cached_property
     def waiting_bytes(self) -> Floats:

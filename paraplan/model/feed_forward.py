@@ -64,8 +64,8 @@ def activation_saved(
     part = kept(
         "activation internals", (steps - promoted) * inner, element_type=element_type, split="tensor", by="modules"
     )
-    for _ in range(promoted):
-        part += kept("power", inner, element_type="promoted", split="tensor", by="modules")
+    for place in range(promoted):
+        part += kept("power", inner, element_type="promoted", split="tensor", is_powered=place == 0, by="modules")
     part += kept("activation input", fused_steps * inner, element_type=element_type, split="tensor", by="fused")
     if is_gated:
         part += kept("up projection", inner, element_type=element_type, split="tensor")

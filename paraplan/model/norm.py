@@ -81,7 +81,8 @@ def _saved(
     if has_kernel:
         return part
     for what in _KEPT_IN_FP32[kind]:
-        part += kept(f"{name} {what}", elements, element_type="fp32", split=split, by="modules")
+        is_powered = what == "input in fp32"
+        part += kept(f"{name} {what}", elements, element_type="fp32", split=split, is_powered=is_powered, by="modules")
     for what in _KEPT_AS_ACTIVATION.get(kind, ()):
         part += kept(f"{name} {what}", elements, element_type=stream, split=split, by="modules")
     if kind == "rms_t5":

@@ -47,6 +47,7 @@ def kept(
     in_attention_core: bool = False,
     absent_in_fp32: bool = False,
     is_shared_by_batch: bool = False,
+    is_powered: bool = False,
     num_readers: int | None = None,
     by: KeptBy = "both",
 ) -> Part:
@@ -61,6 +62,7 @@ def kept(
         in_attention_core=in_attention_core,
         absent_in_fp32=absent_in_fp32,
         is_shared_by_batch=is_shared_by_batch,
+        is_powered=is_powered,
         num_readers=num_readers,
     )
     return Part(saved=(tensor,) if by != "fused" else (), saved_fused=(tensor,) if by != "modules" else ())

@@ -85,6 +85,7 @@ class SavedTensor(Record):
     parameters stay in fp32: promoted is what autocast computes in fp32 (norms, powers), residual has the type of the
     residual stream, weights that of the parameters: operators that autocast does not know, and casts to weights.
     Cast is what a model casts to fp32 itself for a matmul, which autocast casts back.
+    `is_powered` marks what a power reads, whose backward pass makes three tensors of that size.
     `num_readers` counts the matmuls that read the output of a norm: where that is fp32, autocast makes each its copy.
     None marks what is no such output.
     """
@@ -98,6 +99,7 @@ class SavedTensor(Record):
     in_attention_core: bool = False
     absent_in_fp32: bool = False
     is_shared_by_batch: bool = False
+    is_powered: bool = False
     num_readers: int | None = None
 
 

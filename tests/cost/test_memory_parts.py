@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paraplan.cost import loss_memory
 from paraplan.cost.blocks import block_costs
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.habits import (
@@ -180,7 +181,7 @@ def test_activations_of_a_rank_are_those_of_its_chunks_in_flight(workload: MakeW
 @pytest.mark.parametrize(("tp", "habits", "each"), [(1, MEGATRON_CORE, 6), (4, MEGATRON_CORE, 6), (1, COMPOSER, 4)])
 def test_the_loss_holds_its_bytes_a_logit(workload: MakeWorkload, tp: int, habits: Habits, each: int) -> None:
     held = rank(gpt(workload, habits), tp=tp, micro_batch_size=B)
-    assert held.loss_bytes * one(held.num_logits) == each * B * S * V / tp
+    assert one(loss_memory.backward_bytes(held)) == each * B * S * V / tp
 
 
 def test_torch_pipelines_allocate_every_receive_and_keep_what_is_in_flight(workload: MakeWorkload) -> None:
