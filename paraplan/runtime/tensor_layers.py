@@ -218,7 +218,9 @@ def check_row_input(given: torch.Tensor, name: str) -> None:
 
 
 def leave_row(partial: torch.Tensor, bias: Any, group: TensorGroup, *, sequence_parallel: bool) -> torch.Tensor:
-    """Return the sum of what the ranks computed plus `bias`: whole, or this rank's tokens of it."""
+    """Return the sum of what the ranks computed plus `bias`: whole, or this rank's tokens of it, in their type."""
+    if bias is not None:
+        bias = bias.to(partial.dtype)  # which autocast leaves in fp32
     if not sequence_parallel:
         total = sum_over_ranks(partial, group, is_product=True)
         return total if bias is None else total + bias
@@ -236,10 +238,12 @@ def leave_row(partial: torch.Tensor, bias: Any, group: TensorGroup, *, sequence_
 
 def _apply(module: nn.Module, given: torch.Tensor, bias: Any) -> torch.Tensor:
     weight = weight_of(module)
-    if _is_transposed(module):
-        product = given @ weight
-        return product if bias is None else product + bias
-    return F.linear(given, weight, bias)
+    if not _is_transposed(module):
+        return F.linear(given, weight, bias)
+    if bias is None:
+        return given @ weight
+    # One operation, as in the whole layer: autocast leaves a sum by itself in fp32, and all that follows it.
+    return torch.addmm(bias, given.flatten(0, -2), weight).view(*given.shape[:-1], -1)
 
 
 def _token_cut(tokens: int, group: TensorGroup) -> Cut:
