@@ -10,11 +10,15 @@ import torch.nn.functional as F  # noqa: N812
 from rank_harness import RankHarness
 from tiny_transformers import VOCABULARY, build
 from torch import nn
-from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, GroupedLayer, Transformer, loss_fn
+from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, GroupedLayer, Transformer, loss_fn, train
 
 from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.context_parallel import context_group
+from paraplan.runtime.split_tensor import CONTEXT, SplitTensor
+from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_parallel import tensor_group
 
 pytestmark = pytest.mark.ranks
 
@@ -152,3 +156,59 @@ def test_ranks_drop_out_of_their_own_tokens_differently(ranks: RankHarness) -> N
     first, second = ranks.run(_dropped_out, size=2)
     assert first.shape == second.shape == (4, 32, 24)
     assert not torch.equal(first, second)
+
+
+def _heads_dropped_out() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what is left of equal heads by this rank's dropout, [heads, tokens, size], and a number drawn after it."""
+    mesh = runtime.init(ParallelPlan(cp=2, tp=2, micro_batch_size=1)).mesh
+    torch.manual_seed(0)
+    local = torch.ones(1, 2, 16, 4)
+    by_heads = SplitTensor(local, Cut(dim=1, segments=(4,), size=2), tensor_group(mesh), "the heads")
+    query = SplitTensor(by_heads, Cut(dim=2, segments=(32,), size=2), context_group(mesh), CONTEXT)
+    attended = F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+    assert attended.shape == (1, 4, 32, 4)
+    return attended.local.local[0], torch.rand(1)
+
+
+def test_every_head_drops_out_differently_on_the_ranks_of_tp_and_cp(ranks: RankHarness) -> None:
+    found = ranks.run(_heads_dropped_out, size=4)
+    # Ranks stand with tp innermost: 0 and 1 have the first tokens of two heads each, 2 and 3 the others.
+    early, late = (torch.cat([part for part, _ in found[start : start + 2]]) for start in (0, 2))
+    heads = [*torch.cat([early, late], dim=1)]
+    for index, head in enumerate(heads):
+        assert not any(torch.equal(head, another) for another in heads[:index])
+    assert len({float(drawn) for _, drawn in found}) == 1
+
+
+def _in_half_precision(plan: ParallelPlan | None) -> list[float]:
+    return train("attention", plan, precision="bf16").losses
+
+
+def test_tokens_layers_and_stages_are_split_in_half_precision(ranks: RankHarness) -> None:
+    plan = ParallelPlan(
+        cp=2, tp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=3, micro_batch_size=4, sequence_parallel=True
+    )
+    expected = ranks.run_alone(_in_half_precision, None)
+    for losses in ranks.run(_in_half_precision, plan, size=8):
+        assert losses == pytest.approx(expected, rel=2e-2)  # roundings of 2**-8
+
+
+LENGTHS = (8, 4, 8, 16)
+
+
+def _losses_of_lengths(plan: ParallelPlan | None) -> list[float]:
+    job = runtime.init(plan)
+    torch.manual_seed(0)
+    engine = job.prepare(Transformer(), loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held, lr=0.5))
+    losses = []
+    for tokens in LENGTHS:
+        pairs = torch.randint(24, (2, 4, tokens), generator=torch.Generator().manual_seed(tokens))
+        losses.append(engine.step(*pairs).item())
+    return losses
+
+
+def test_sequences_of_other_lengths_pass_through_stages_that_have_some_of_their_tokens(ranks: RankHarness) -> None:
+    plan = ParallelPlan(cp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2)
+    expected = ranks.run_alone(_losses_of_lengths, None)
+    for losses in ranks.run(_losses_of_lengths, plan, size=4):
+        assert losses == pytest.approx(expected, rel=1e-5)

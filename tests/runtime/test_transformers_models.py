@@ -110,6 +110,24 @@ def test_unmodified_models_compute_the_same_in_three_dimensions(ranks: RankHarne
     assert_equal(["llama", "qwen2", "qwen3", "mixtral", "gpt2"], plan, ranks)
 
 
+def test_unmodified_models_compute_the_same_with_some_tokens_on_each_rank(ranks: RankHarness) -> None:
+    """Rotary and learned positions, two heads of keys to four of queries, and experts that see tokens one by one."""
+    options = {"num_microbatches": 2, "micro_batch_size": 4}
+    families = ["llama", "gemma3_text", "olmo2", "phi3", "stablelm", "gpt_neox", "gpt2", "falcon", "mixtral", "bert"]
+    assert_equal(families, ParallelPlan(cp=4, **options), ranks)
+    plan = ParallelPlan(cp=2, tp=2, sequence_parallel=True, recompute="full", **options)
+    assert_equal([*families, "qwen3", "qwen2_moe"], plan, ranks)
+    plan = ParallelPlan(cp=2, pp=2, pipeline_schedule="1f1b", **options)
+    assert_equal(["llama", "qwen2", "gpt2", "mixtral"], plan, ranks)
+
+
+def test_unmodified_models_compute_the_same_with_tokens_layers_and_stages_split(ranks: RankHarness) -> None:
+    plan = ParallelPlan(
+        cp=2, tp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=4
+    )
+    assert_equal(["llama", "qwen2", "gpt2", "mixtral"], plan, ranks)
+
+
 def _refused(family: str) -> str:
     with pytest.raises(UnsupportedPlanError) as refusal:
         compare([family], ParallelPlan(tp=2, micro_batch_size=8))
