@@ -48,15 +48,19 @@ class SplitTensor(torch.Tensor):
     cut: Cut
     group: TensorGroup
     source: str
+    _shape: torch.Size
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, cut: Cut, group: TensorGroup, source: str) -> SplitTensor:
-        """Return the whole tensor of which `local` is this rank's part."""
+    def __new__(
+        cls, local: torch.Tensor, cut: Cut, group: TensorGroup, source: str, shape: torch.Size | None = None
+    ) -> SplitTensor:
+        """Return the whole tensor of which `local` is this rank's part; `shape` where the whole's is known."""
         is_followed = source == VOCABULARY and group.gathers and local.requires_grad and torch.is_grad_enabled()
+        shape = torch.Size(cut.whole_shape(local.shape)) if shape is None else shape
         whole: SplitTensor = torch.Tensor._make_wrapper_subclass(
-            cls, cut.whole_shape(local.shape), dtype=local.dtype, device=local.device, requires_grad=is_followed
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=is_followed
         )
-        whole.local, whole.cut, whole.group, whole.source = local, cut, group, source
+        whole.local, whole.cut, whole.group, whole.source, whole._shape = local, cut, group, source, shape
         if is_followed:
             with torch._C.DisableTorchFunctionSubclass():
                 whole.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -65,6 +69,17 @@ class SplitTensor(torch.Tensor):
     # Its arguments are those of the parent, which torch does not type.
     def __init__(self, *_: Any) -> None:
         super().__init__()
+
+    # What models ask for most, without the way through __torch_function__.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # torch annotates an attribute
+        """The whole tensor's shape."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]  # torch annotates an attribute
+        """The number of dimensions."""
+        return len(self._shape)
 
     @classmethod
     def __torch_function__(

@@ -23,13 +23,15 @@ class TensorGroup:
 
     `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
     see `split_rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
-    `token_cuts` says how the tokens of hidden states are cut that layers have gathered, by all dimensions but the last.
+    `calls` holds what calls on split tensors came to (`split_replay`). `token_cuts` says how the tokens of hidden
+    states are cut that layers have gathered, by all dimensions but the last.
     """
 
     size: int
     index: int
     handle: dist.ProcessGroup | None
     shapes: dict[Any, Any] = field(default_factory=dict)
+    calls: dict[Any, Any] = field(default_factory=dict)
     draws: bool = False
     gathers: bool = True
     gathered: set[str] = field(default_factory=set)
