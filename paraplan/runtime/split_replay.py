@@ -20,7 +20,7 @@ RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "res
 """Functions whose answer is a reshaped part, whatever sizes they were given for the whole."""
 
 _KEPT_CALLS = 4096
-_PLAIN = (int, str, bool, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_PLAIN = (int, str, bool, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _NESTS = (tuple, list, torch.Size)
 
 
@@ -120,6 +120,8 @@ def _description(value: Any, split: list[SplitTensor], plain: list[torch.Tensor]
         return float  # a factor that changes with the step
     if kind in _NESTS:
         return tuple([_description(entry, split, plain) for entry in value])
+    if kind is slice:
+        return (slice, *[_description(bound, split, plain) for bound in (value.start, value.stop, value.step)])
     if kind is torch.Tensor or kind is nn.Parameter:
         plain.append(value)
         return value.shape

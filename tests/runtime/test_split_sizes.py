@@ -67,23 +67,23 @@ def test_joined_parts_are_the_whole(described: tuple[tuple[int, ...], Cut]) -> N
     assert torch.equal(cut.join([cut.part(whole, index) for index in range(TP)]), whole)
 
 
-@pytest.mark.parametrize(
-    ("segments", "code"),
-    [
-        ((24,), lambda x: x.view(2, 3, 4, 6).transpose(1, 2)),
-        ((24,), lambda x: x.reshape(2, 3, 4, 6).permute(2, 0, 1, 3).flatten(0, 1).unflatten(0, (4, 2))),
-        ((24,), lambda x: x.view(2, 3, -1, 6)[:, :, None].expand(2, 3, 5, 4, 6).transpose(2, 3)),
-        ((24,), lambda x: x.view(2, 3, 4, 6).repeat_interleave(3, dim=2)[..., :2]),
-        ((24,), lambda x: torch.cat([x.view(2, 3, 4, 6), -x.view(2, 3, 4, 6)], dim=-1) * torch.ones(12)),
-        ((8, 8, 8), lambda x: x.view(2, 3, 3, 4, 2).permute(2, 0, 3, 1, 4)[1]),
-        ((8, 8, 8), lambda x: torch.stack(x.chunk(3, dim=-1)).sum(0)),
-        ((8, 8, 8), lambda x: x.split(8, dim=2)[2] + x[..., 8:16]),
-        ((16, 4, 4), lambda x: x[..., :16].view(2, 3, 8, 2).softmax(-1)),
-        ((16, 4, 4), lambda x: x.split([16, 4, 4], dim=-1)[1].unsqueeze(0)),
-        ((24,), lambda x: x + numbered((24,))),
-        ((24,), lambda x: torch.where(numbered((2, 3, 24)) > 30, x, -x)),
-    ],
-)
+CODES = [
+    ((24,), lambda x: x.view(2, 3, 4, 6).transpose(1, 2)),
+    ((24,), lambda x: x.reshape(2, 3, 4, 6).permute(2, 0, 1, 3).flatten(0, 1).unflatten(0, (4, 2))),
+    ((24,), lambda x: x.view(2, 3, -1, 6)[:, :, None].expand(2, 3, 5, 4, 6).transpose(2, 3)),
+    ((24,), lambda x: x.view(2, 3, 4, 6).repeat_interleave(3, dim=2)[..., :2]),
+    ((24,), lambda x: torch.cat([x.view(2, 3, 4, 6), -x.view(2, 3, 4, 6)], dim=-1) * torch.ones(12)),
+    ((8, 8, 8), lambda x: x.view(2, 3, 3, 4, 2).permute(2, 0, 3, 1, 4)[1]),
+    ((8, 8, 8), lambda x: torch.stack(x.chunk(3, dim=-1)).sum(0)),
+    ((8, 8, 8), lambda x: x.split(8, dim=2)[2] + x[..., 8:16]),
+    ((16, 4, 4), lambda x: x[..., :16].view(2, 3, 8, 2).softmax(-1)),
+    ((16, 4, 4), lambda x: x.split([16, 4, 4], dim=-1)[1].unsqueeze(0)),
+    ((24,), lambda x: x + numbered((24,))),
+    ((24,), lambda x: torch.where(numbered((2, 3, 24)) > 30, x, -x)),
+]
+
+
+@pytest.mark.parametrize(("segments", "code"), CODES)
 def test_code_for_the_whole_gives_every_rank_its_part(segments: tuple[int, ...], code) -> None:
     whole = numbered((2, 3, 24))
     expected = code(whole)
@@ -91,6 +91,46 @@ def test_code_for_the_whole_gives_every_rank_its_part(segments: tuple[int, ...],
         result = code(split)
         assert result.shape == expected.shape
         assert torch.equal(result.local, result.cut.part(expected, split.group.index))
+
+
+@pytest.mark.parametrize(("segments", "code"), CODES)
+def test_calls_made_before_give_the_same_with_other_values_and_sizes(segments: tuple[int, ...], code) -> None:
+    cut = Cut(dim=2, segments=segments, size=TP)
+    group = TensorGroup(size=TP, index=1, handle=None)
+    for whole in (numbered((2, 3, 24)), 7 - numbered((2, 3, 24)), 5 * numbered((2, 3, 24)).sqrt()):
+        result = code(SplitTensor(cut.part(whole, 1), cut, group, "layer"))
+        expected = code(whole)
+        assert result.shape == expected.shape
+        assert (result.ndim, result.source, result.group) == (expected.ndim, "layer", group)
+        assert torch.equal(result.local, result.cut.part(expected, 1))
+    assert group.calls
+
+
+def test_a_remembered_call_follows_sizes_cuts_and_gradients() -> None:
+    group, cut = TensorGroup(size=TP, index=0, handle=None), Cut(dim=1, segments=(4,), size=TP)
+    scale = torch.ones(4, requires_grad=True)
+    for rows in (2, 2, 3, 2):
+        part = numbered((rows, 2))
+        split = SplitTensor(part, cut, group, "layer")
+        scaled = split * scale
+        assert scaled.shape == (rows, 4)
+        assert scaled.local.requires_grad
+        with torch.no_grad():
+            assert not (split * scale).local.requires_grad
+        assert split.add_(1.0) is split
+        assert torch.equal(split.local, numbered((rows, 2)) + 1)
+        assert split.float() is split
+    with pytest.raises(SplitError):
+        SplitTensor(numbered((2, 2)), cut, group, "layer").softmax(1)
+    assert SplitTensor(numbered((2, 2)), cut.at(0), group, "layer").softmax(1).cut.dim == 0
+
+
+def test_remembered_calls_draw_new_random_numbers() -> None:
+    group = TensorGroup(size=TP, index=0, handle=None)
+    split = SplitTensor(torch.ones(8, 32), Cut(dim=1, segments=(64,), size=TP), group, "layer")
+    drawn = [torch.nn.functional.dropout(split, 0.5).local for _ in range(3)]
+    assert not torch.equal(drawn[1], drawn[2])
+    assert torch.equal(torch.nn.functional.dropout(split, 0.0).local, torch.ones(8, 32))
 
 
 @pytest.mark.parametrize(
