@@ -21,6 +21,7 @@ from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profile_files import list_gpus
 from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.named import Fields, known_configs
 from paraplan.plan.runs import MeasuredRun, UnusableRow, read_runs
 
 app = typer.Typer(add_completion=False)
@@ -44,12 +45,13 @@ def validate(
     and set of GPUs, four plans or more: of it the rank correlation, and how much longer the plan with the best
     prediction took than the best of all.
     Blank cells take stated defaults: bf16, AdamW, the framework's attention kernel, degrees of 1, micro-batches of 1,
-    8 GPUs a node with NVLink where the GPU has it, a vocabulary of 50304. Without --calibration nothing is fitted.
+    8 GPUs a node with NVLink where the GPU has it, a vocabulary of 50304, and the shapes of the bundled model of that
+    name. Without --calibration nothing is fitted.
     """
     entries = [entry for path in files for entry in _read(path)]
     fitted = read_calibration(_text(calibration), source=str(calibration)) if calibration else None
-    gpus, links = list_gpus(), load_link_speeds()
-    rows: list[Row] = [(entry, _predict(entry, gpus, links, fitted)) for entry in entries]
+    gpus, links, known = list_gpus(), load_link_speeds(), known_configs()
+    rows: list[Row] = [(entry, _predict(entry, gpus, links, known, fitted)) for entry in entries]
     if as_json:
         typer.echo(json.dumps(_report(rows, everything=everything), indent=2))
         return
@@ -69,12 +71,16 @@ def _read(path: Path) -> list[MeasuredRun | UnusableRow]:
 
 
 def _predict(
-    entry: MeasuredRun | UnusableRow, gpus: list[GpuProfile], links: LinkSpeedTable, fitted: Calibration | None
+    entry: MeasuredRun | UnusableRow,
+    gpus: list[GpuProfile],
+    links: LinkSpeedTable,
+    known: dict[str, Fields],
+    fitted: Calibration | None,
 ) -> RunPrediction:
     if isinstance(entry, UnusableRow):
         return RunPrediction(id=entry.id, source="", gpu="", framework="", skipped=entry.reason)
     try:
-        workload = workload_of_run(entry, gpus, links)
+        workload = workload_of_run(entry, gpus, links, known)
         if fitted is not None:
             workload = fitted.applied_to(workload)
         return predict_run(entry, workload, plan_of_run(entry))

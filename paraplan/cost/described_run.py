@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import get_args
 
 from paraplan.cost.habits import Habits
 from paraplan.cost.validation import habits_of_run, padded_vocabulary, training_of_run
 from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
 from paraplan.hardware.described import DescribedMachines, described_cluster
 from paraplan.hardware.link_speed import LinkSpeedTable
 from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.config_file import ModelConfig
+from paraplan.model.named import Fields, named_config
+from paraplan.model.reader import read_fields
 from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
-from paraplan.model.spec import BlockSpec
-from paraplan.plan.runs import MeasuredRun
+from paraplan.model.spec import BlockSpec, ModelSpec
+from paraplan.plan.runs import SHAPES, MeasuredRun
 
 DEFAULT_VOCABULARY = 50304
 
 
-def workload_of_run(run: MeasuredRun, gpus: list[GpuProfile], links: LinkSpeedTable) -> Workload:
+def workload_of_run(
+    run: MeasuredRun, gpus: list[GpuProfile], links: LinkSpeedTable, known: Mapping[str, Fields] | None = None
+) -> Workload:
     """Return what is priced for a run.
 
     Blank cells: a GELU, a vocabulary of 50304, and what `described_cluster` assumes. Notes may say that there is no LM
-    head.
+    head. Shapes that are blank are those of the model of that name in `known` (`model.named.known_configs`).
     Raises `ParaplanError` for a GPU that no profile describes and for shapes that do not divide.
     """
     machines = DescribedMachines(
@@ -32,7 +39,7 @@ def workload_of_run(run: MeasuredRun, gpus: list[GpuProfile], links: LinkSpeedTa
         network_bits_per_s_per_gpu=run.inter_node_gbps_per_gpu and run.inter_node_gbps_per_gpu * 1e9,
     )
     habits = habits_of_run(run)
-    model = model_from_shapes(_shapes(run, habits))
+    model = _named_model(run, known or {}) or model_from_shapes(_shapes(run, habits))
     if "no lm head" in run.notes.lower():
         # A classifier: the vocabulary stays in the embedding alone.
         model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
@@ -45,7 +52,23 @@ def workload_of_run(run: MeasuredRun, gpus: list[GpuProfile], links: LinkSpeedTa
     )
 
 
+def _named_model(run: MeasuredRun, known: Mapping[str, Fields]) -> ModelSpec | None:
+    """Return the known model that a run names, None for a run that gives its shapes."""
+    blank = [name for name in SHAPES if getattr(run, name) is None]
+    if not blank:
+        return None
+    fields = named_config(known, run.model_name, num_layers=run.layers)
+    if fields is None:
+        raise PlanError(f"{', '.join(blank)} not given", hint="a model_name that is bundled says them too")
+    vocabulary = padded_vocabulary(run, run.vocab or int(fields["vocab_size"]))
+    config = ModelConfig(run.model_name, fields | {"vocab_size": vocabulary}, run.model_name, run.seq_len)
+    return read_fields(config)
+
+
 def _shapes(run: MeasuredRun, habits: Habits) -> TransformerShapes:
+    assert run.layers is not None
+    assert run.hidden is not None
+    assert run.heads is not None
     activation: Activation = "gelu"
     for known in get_args(Activation):
         if run.activation.lower() == known:

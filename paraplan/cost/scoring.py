@@ -150,7 +150,8 @@ def _grouped(pairs: Sequence[tuple[str, float]]) -> dict[str, ErrorSummary]:
 
 
 def _sweep_key(run: MeasuredRun) -> tuple[object, ...]:
-    model = (run.layers, run.hidden, run.heads, run.kv_heads, run.ffn_hidden, run.seq_len)
+    named = run.model_name if run.hidden is None else ""
+    model = (named, run.layers, run.hidden, run.heads, run.kv_heads, run.ffn_hidden, run.seq_len)
     return (run.source, *model, run.gpu, run.num_gpus, run.global_batch, run.precision, run.framework)
 
 
@@ -164,8 +165,9 @@ def _sweep(rows: Sequence[tuple[MeasuredRun, RunPrediction]]) -> Sweep | None:
         return None
     run = rows[0][0]
     chosen = float(measured[int(np.argmin(predicted))])
+    model = run.model_name if run.hidden is None else f"{run.layers} x {run.hidden}"
     return Sweep(
-        name=f"{run.source}: {run.layers} x {run.hidden}, batch {run.global_batch} on {run.num_gpus} {run.gpu}",
+        name=f"{run.source}: {model}, batch {run.global_batch} on {run.num_gpus} {run.gpu}",
         rows=len(predicted),
         rank_correlation=rank_correlation(predicted, measured),
         top1_regret=chosen / float(measured.min()) - 1,

@@ -109,7 +109,7 @@ def plan_of_run(run: MeasuredRun) -> ParallelPlan:
 
     Raises `PlanError` or `ValueError` (pydantic's) for degrees and batches that contradict each other.
     """
-    tp, pp, cp = run.tp or 1, run.pp or 1, run.cp or 1
+    tp, pp, cp, ep = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
     dp = run.dp or max(1, run.num_gpus // (tp * pp * cp))
     micro_batch = run.micro_batch or 1
     if run.dp and run.micro_batch and run.global_batch < dp * micro_batch and run.num_microbatches is None:
@@ -129,6 +129,7 @@ def plan_of_run(run: MeasuredRun) -> ParallelPlan:
             "tp": tp,
             "pp": pp,
             "cp": cp,
+            "ep": ep,
             "zero_stage": min(zero_stage, 1) if pp > 1 else zero_stage,
             "sequence_parallel": bool(run.sequence_parallel) and tp > 1,
             "micro_batch_size": micro_batch,
@@ -165,7 +166,7 @@ def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Run
 
 
 def _parallelism(plan: ParallelPlan) -> str:
-    axes = " x ".join(axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1)
+    axes = " x ".join(axis for axis in ("tp", "pp", "cp", "ep") if getattr(plan, axis) > 1)
     sharding = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "DDP" if plan.dp > 1 else ""
     return ", ".join(part for part in (axes, sharding) if part) or "one GPU"
 

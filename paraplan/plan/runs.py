@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from paraplan.errors import PlanError
 from paraplan.records import Record
 
-REQUIRED_COLUMNS = ("id", "gpu", "num_gpus", "layers", "hidden", "heads", "seq_len", "global_batch")
+SHAPES = ("layers", "hidden", "heads")
+REQUIRED_COLUMNS = ("id", "gpu", "num_gpus", *SHAPES, "seq_len", "global_batch")
 
 
 class MeasuredRun(Record):
     """One measured run. A blank cell is None; what a row leaves out is decided by whoever predicts it.
 
-    Shapes are those of the whole model; `micro_batch` and `global_batch` count sequences; `inter_node_gbps_per_gpu`
-    is in Gb/s, `measured_peak_mem_gib` in GiB, `params_b` in billions.
+    Shapes are those of the whole model, or blank where `model_name` says what it is; `micro_batch` and `global_batch`
+    count sequences; `inter_node_gbps_per_gpu` is in Gb/s, `measured_peak_mem_gib` in GiB, `params_b` in billions.
     """
 
     id: str
@@ -28,9 +29,9 @@ class MeasuredRun(Record):
     inter_node_gbps_per_gpu: float | None = None
     model_name: str = ""
     params_b: float | None = None
-    layers: int
-    hidden: int
-    heads: int
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
     kv_heads: int | None = None
     ffn_hidden: int | None = None
     vocab: int | None = None
@@ -98,7 +99,9 @@ def _row(row: Mapping[str, str | None], number: int) -> MeasuredRun | UnusableRo
             values[name] = _value(text, kind)
         except ValueError:
             return UnusableRow(id=identity, reason=f"{name}={text!r} is no number")
-    blank = [name for name in REQUIRED_COLUMNS if name not in values]
+    blank = [
+        name for name in REQUIRED_COLUMNS if name not in values and not (name in SHAPES and "model_name" in values)
+    ]
     if blank:
         return UnusableRow(id=identity, reason=f"{', '.join(blank)} not given")
     return MeasuredRun.model_validate(values)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from paraplan.cost.described_run import workload_of_run
 from paraplan.cost.habits import ALL_HABITS, FSDP, MEGATRON_CORE, MEGATRON_DEEPSPEED, PARAPLAN, habits_of
 from paraplan.cost.validation import (
     habits_of_run,
@@ -13,6 +14,10 @@ from paraplan.cost.validation import (
     training_of_run,
 )
 from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
+from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.hardware.profile_files import list_gpus
+from paraplan.model.named import known_configs
 from paraplan.plan.runs import MeasuredRun
 
 MakeWorkload = Callable[..., Workload]
@@ -45,6 +50,18 @@ def test_stated_cells_are_kept() -> None:
     plan = plan_of_run(run(tp=2, pp=2, vpp=3, zero_stage=1, micro_batch=4, sequence_parallel=True, recompute="full"))
     assert (plan.dp, plan.virtual_pipeline_size, plan.pipeline_schedule) == (2, 3, "interleaved_1f1b")
     assert (plan.num_microbatches, plan.sequence_parallel, plan.recompute) == (8, True, "full")
+
+
+def test_a_mixture_of_experts_is_known_by_its_name_and_its_experts_go_over_ep() -> None:
+    row = run(model_name="deepseekv2-4L", hidden=None, heads=None, layers=4, gpu="B200", framework="Megatron-Core")
+    row = row.replace(seq_len=4096, ep=8, zero_stage=1)
+    made = workload_of_run(row, list_gpus(), load_link_speeds(), known_configs())
+    assert (made.model.num_blocks, made.model.num_experts, made.model.vocab_size) == (4, 160, 102400)
+    prediction = predict_run(row, made, plan_of_run(row))
+    assert prediction.parallelism == "ep, ZeRO-1"
+    assert prediction.plan.startswith("dp8 x ep8, ZeRO-1")
+    with pytest.raises(PlanError, match="hidden, heads not given"):
+        workload_of_run(row.replace(model_name="another"), list_gpus(), load_link_speeds(), known_configs())
 
 
 @pytest.mark.parametrize(

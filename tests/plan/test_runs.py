@@ -24,6 +24,7 @@ def test_cells_are_read_with_their_types_and_blanks_are_unknown() -> None:
     ("row", "reason"),
     [
         ("a,H100-80GB,8,32,4096,32,2048,,,,,", "global_batch not given"),
+        ("a,H100-80GB,8,,,,2048,16,,,,", "layers, hidden, heads not given"),
         ("a,H100-80GB,eight,32,4096,32,2048,64,,,,", "num_gpus='eight' is no number"),
         ("a,H100-80GB,8,32,4096,32,2048,64,1.5,,,", "tp='1.5' is no number"),
         ("a,H100-80GB,8,32,4096,32,2048,64,1,perhaps,,", "sequence_parallel='perhaps' is no number"),
