@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError
@@ -55,7 +57,8 @@ def summed_gradients(
     """
     expected, mask = _expected(whole, call)
     try:
-        found = _gradients(part, call, mask=mask)
+        with _NoEmptyAttention():
+            found = _gradients(part, call, mask=mask)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return None  # sizes that the code names do not fit the parts
     errors = _errors(expected, found, cuts, group)
@@ -66,6 +69,18 @@ def summed_gradients(
     sums = {key: group.sum(found[key]) for key in unequal}
     errors = _errors({key: expected[key] for key in unequal}, sums, {}, group)
     return tuple(unequal) if all(error <= _TOLERANCE for error in errors.values()) else None
+
+
+class _NoEmptyAttention(TorchFunctionMode):
+    """Refuses attention without heads: torch 2.11 divides by their number, and the process ends by SIGFPE."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        if func is F.scaled_dot_product_attention and any(
+            isinstance(value, torch.Tensor) and not value.numel() for value in given
+        ):
+            raise ValueError("attention without heads")
+        return func(*args, **(kwargs or {}))
 
 
 def _expected(whole: nn.Module, call: BlockCall) -> tuple[dict[str, torch.Tensor], bool]:
