@@ -103,6 +103,9 @@ SPLIT_PLANS = {
     "split layers and pipeline": ParallelPlan(
         tp=2, pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3
     ),
+    "split tokens, layers and stages": ParallelPlan(
+        cp=2, tp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3
+    ),
     "one process": None,
 }
 
