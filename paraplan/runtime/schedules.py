@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -28,6 +29,10 @@ MULTI: dict[ScheduleName, type[PipelineScheduleMulti]] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
+
+
+_COUNTS_TWICE = torch.__version__ < "2.13"
+"""Whether torch's second half of a backward pass counts twice what one saved gradient of a group gives to another."""
 
 
 class ReplicatedStage(PipelineStage):
@@ -54,7 +59,46 @@ class ReplicatedStage(PipelineStage):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
-        return stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"], retain_graph=True), None
+        groups = bwd_kwargs["param_groups"]
+        if _COUNTS_TWICE:
+            _give_weights_their_gradients(groups)
+            return (), None
+        return stage_backward_weight(self.submod.parameters(), groups, retain_graph=True), None
+
+
+def _give_weights_their_gradients(groups: Sequence[dict[str, Any]]) -> None:
+    """Run the second half of a backward pass from what the first has saved, once for each gradient that it saved.
+
+    A group holds nodes of the graph ("intermediates"), what arrived at each of them in the first half ("grads"; None
+    where nothing did), and the ends of its parameters ("params"). A node that lies behind another one is given what it
+    had, not the sum of that and what comes to it again.
+    """
+    for group in groups:
+        arrived = group.pop("grads", None) or ()
+        nodes = zip(group.pop("intermediates"), arrived, strict=False)
+        saved = [(node, gradients) for node, gradients in nodes if gradients is not None]
+        starts = [
+            (GradientEdge(node, number), gradient)
+            for node, gradients in saved
+            for number, gradient in enumerate(gradients)
+            if gradient is not None
+        ]
+        if not starts:
+            continue
+        hooks = [node.register_prehook(lambda _, gradients=gradients: gradients) for node, gradients in saved]
+        try:
+            found = torch.autograd.grad(
+                [edge for edge, _ in starts],
+                [GradientEdge(end, 0) for end in group["params"]],
+                grad_outputs=[gradient for _, gradient in starts],
+                retain_graph=True,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for end, gradient in zip(group["params"], found, strict=True):
+            parameter = end.variable
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def build_schedule(
