@@ -188,8 +188,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             n = args[1].shape[-1]
             self.measured.products[self._scope].append(Product(2 * rows * k * n, dims=(1, rows, k, n)))
         elif formula is not None:
-            flops = int(formula(*args, **(kwargs or {}), out_val=out))
-            self.measured.products[self._scope].append(_product(func._overloadpacket, args, flops))
+            packet = func._overloadpacket
+            is_attention = packet in _causal_arguments()
+            flops = _attention_flops(*args[:3]) if is_attention else int(formula(*args, **(kwargs or {}), out_val=out))
+            self.measured.products[self._scope].append(_product(packet, args, flops))
         return out
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -239,6 +241,18 @@ def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _causal_arguments() -> dict[Any, int]:
+    """Return attention's kernels with the place of `is_causal` among their arguments."""
+    aten = torch.ops.aten
+    return {aten._scaled_dot_product_flash_attention: 4, aten._scaled_dot_product_efficient_attention: 6}
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Return the FLOPs of both products of attention; torch 2.11 counts none where heads share keys."""
+    batch, heads, length, size = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (size + value.shape[3])
+
+
 def _product(packet: Any, args: Any, flops: int) -> Product:
     aten = torch.ops.aten
     shapes = [tuple(value.shape) for value in args if isinstance(value, Tensor)]
@@ -246,10 +260,7 @@ def _product(packet: Any, args: Any, flops: int) -> Product:
         left, right = shapes[-2:]
         batch = left[0] if len(left) == 3 else 1
         return Product(flops, dims=(batch, left[-2], left[-1], right[-1]))
-    causal_argument = {
-        aten._scaled_dot_product_flash_attention: 4,
-        aten._scaled_dot_product_efficient_attention: 6,
-    }.get(packet)
+    causal_argument = _causal_arguments().get(packet)
     if causal_argument is not None:
         query, key, value = shapes[:3]
         heads = Attention(
