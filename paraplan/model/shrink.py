@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
@@ -45,12 +46,16 @@ _HEAD_DIM, _NO_HEADS_WIDTH, _SMALL_VOCABULARY, _SMALL_EXPERTS = 16, 64, 128, 4
 
 @dataclass(frozen=True)
 class Smaller:
-    """What a smaller model is made for: at most `num_layers` layers, `tp` ranks that share one, short sequences."""
+    """What a smaller model is made for: at most `num_layers` layers, `tp` ranks that share one, short sequences.
+
+    Each of these shares its heads with `cp` ranks that have other tokens.
+    """
 
     num_layers: int
     tp: int
     seq_length: int
     keeps_width: bool = False
+    cp: int = 1
 
 
 def shrink_fields(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
@@ -98,10 +103,11 @@ def _fewer_heads(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
     small: dict[str, Any] = {}
     width = _NO_HEADS_WIDTH
     if heads is not None and hidden is not None:
-        small_groups = None if groups is None else _fewer(groups, to.tp, least=1 if groups == 1 else 2)
-        small_heads = _fewer(heads, to.tp, least=2)
-        if groups is not None and small_groups is not None:
-            small_heads = small_groups * min(2, heads // groups)
+        small_heads, small_groups = _fewer(heads, to.tp * to.cp, least=2), None
+        if groups is not None:
+            sharing = to.tp if groups % (to.tp * to.cp) else to.tp * to.cp
+            small_groups = _fewer(groups, sharing, least=1 if groups == 1 else 2)
+            small_heads = small_groups * _queries(heads // groups, small_groups, to)
         head_dim = min(_HEAD_DIM, fields.get("head_dim") or hidden // heads)
         width = small_heads * head_dim
         small |= _each(fields, _HEADS, small_heads) | _each(fields, _GROUPS, small_groups or 0)
@@ -111,6 +117,12 @@ def _fewer_heads(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
         rotary = _AT_MOST["qk_rope_head_dim"]
         small |= _each(fields, ("head_dim",), rotary) | _each(fields, ("qk_head_dim",), 2 * rotary)
     return small
+
+
+def _queries(count: int, groups: int, to: Smaller) -> int:
+    """Return a few heads for each of `groups` in place of `count`, which `tp` and `cp` share out as they do those."""
+    copies = to.cp // gcd(max(1, groups // to.tp), to.cp)
+    return next((few for few in range(min(2, count), count) if few % copies == 0), count)
 
 
 def _each(fields: Mapping[str, Any], names: Iterable[str], limit: int) -> dict[str, int]:

@@ -50,7 +50,11 @@ def check(request: CheckRequest) -> RankFinding:
     torch.manual_seed(request.seed)
     plan = request.plan
     smaller = Smaller(
-        num_layers=request.max_layers, tp=plan.tp, seq_length=request.seq_length, keeps_width=request.keeps_width
+        num_layers=request.max_layers,
+        tp=plan.tp,
+        cp=plan.cp,
+        seq_length=request.seq_length,
+        keeps_width=request.keeps_width,
     )
     model = build_small(request.model, smaller)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 
+from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.rank_randomness import own_random_numbers
 from paraplan.runtime.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.tensor_cut import Cut
@@ -65,8 +66,10 @@ def _check_heads(operands: list[torch.Tensor], group: TensorGroup) -> int:
     shared = others[0]
     copies = group.size // math.gcd(shared, group.size)
     if queries % group.size or queries % (shared * copies) or others[1] != shared:
-        raise SplitError(
-            f"cp={group.size} does not divide {queries} heads of queries that share {shared} of keys", source=CONTEXT
+        shares = "" if queries == shared else f" that share {shared} of keys"
+        raise UnsupportedPlanError(
+            f"cp={group.size} does not divide the {queries} heads of queries{shares} that a rank of tp has",
+            hint="use degrees of tp and cp whose product divides the attention heads, or cp=1",
         )
     return copies
 

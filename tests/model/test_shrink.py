@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import lcm
 
 import pytest
 from hypothesis import given
@@ -75,6 +76,29 @@ def test_tp_divides_the_smaller_model_exactly_where_it_divides_the_model(
     assert small["num_attention_heads"] % small["num_key_value_heads"] == 0
     assert (small["num_attention_heads"] > small["num_key_value_heads"]) == (ratio > 1)
     assert small["hidden_size"] % small["num_attention_heads"] == 0
+
+
+@given(
+    groups=st.integers(1, 32), ratio=st.integers(1, 16), tp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2, 4, 8])
+)
+def test_heads_that_tp_and_cp_share_out_are_shared_out_in_the_smaller_model(
+    groups: int, ratio: int, tp: int, cp: int
+) -> None:
+    def shares(heads: int, groups: int) -> bool:
+        return groups % tp == 0 and (heads // tp) % lcm(groups // tp, cp) == 0
+
+    grouped = {
+        "num_attention_heads": groups * ratio,
+        "num_key_value_heads": groups,
+        "hidden_size": 64 * groups * ratio,
+    }
+    alike = {"n_head": groups, "n_embd": 64 * groups}
+    to = Smaller(num_layers=2, tp=tp, cp=cp, seq_length=16)
+    small = shrink_fields(grouped, to)
+    if shares(groups * ratio, groups):
+        assert shares(small["num_attention_heads"], small["num_key_value_heads"])
+    if groups % (tp * cp) == 0:
+        assert shrink_fields(alike, to)["n_head"] % (tp * cp) == 0
 
 
 @pytest.mark.parametrize("path", sorted((profiles_folder() / "models").glob("*.json")), ids=lambda path: path.stem)

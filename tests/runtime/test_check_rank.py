@@ -74,6 +74,19 @@ def test_plans_of_every_axis_are_equal_and_transformers_own_split_of_a_normed_qu
     assert all(finding.losses[0] == pytest.approx(finding.reference_losses[0], rel=1e-5) for finding in qwen)
 
 
+def test_tokens_beside_layers_and_stages_are_checked_on_a_model_whose_heads_they_share_out(
+    ranks: RankHarness, configs: dict[str, str]
+) -> None:
+    plans = {
+        "gpt2": ParallelPlan(cp=2, tp=2, sequence_parallel=True, num_microbatches=2),
+        "llama": ParallelPlan(cp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=2),
+    }
+    requests = [request(configs[family], plan) for family, plan in plans.items()]
+    for findings in ranks.run(check_all, requests, size=4, timeout_s=240.0):
+        assert not list(gaps_of(findings))
+        assert all(finding.num_compared > 0 for finding in findings)
+
+
 class Uneven(nn.Module):
     """A model whose second block does something else on rank 1: no plan over two ranks trains it as one process."""
 

@@ -111,6 +111,7 @@ def _refusals() -> list[str]:
         (Decoder(2), tokens),
         (Transformer(GroupedLayer), tokens),
         (Transformer(), torch.zeros(4, 5, dtype=torch.long)),
+        (Transformer(lambda: AttentionLayer(num_heads=1)), tokens),
     ]
     said = []
     for model, inputs in cases:
@@ -123,11 +124,12 @@ def _refusals() -> list[str]:
 
 
 def test_what_does_not_work_on_some_tokens_says_why(ranks: RankHarness) -> None:
-    for cumsum, written_out, odd in ranks.run(_refusals, size=2):
+    for cumsum, written_out, odd, one_head in ranks.run(_refusals, size=2):
         assert "cumsum works along the output of the sequence" in cumsum
         assert "cp=2: the model does not work on some tokens of a sequence alone: matmul" in written_out
         assert "scaled_dot_product_attention" in written_out
         assert "inputs of shape (4, 5) do not divide along their tokens over cp=2 ranks" in odd
+        assert "cp=2 does not divide the 1 heads of queries that a rank of tp has" in one_head
 
 
 class Dropping(AttentionLayer):
