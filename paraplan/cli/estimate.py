@@ -66,7 +66,7 @@ from paraplan.cli.options import (
 )
 from paraplan.cli.step_trace import TraceOption, write_trace
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
-from paraplan.cost.habits import habits_of
+from paraplan.cost.habits import PARAPLAN, habits_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.link_speed import load_link_speeds
@@ -258,6 +258,8 @@ def _estimate_and_print(
         return result
     from paraplan.cli import estimate_tables  # rich, which --json does without
 
+    if workload.habits.name != PARAPLAN.name:
+        typer.echo(f"By the habits of {workload.habits.name}, which paraplan does not launch:")
     estimate_tables.print_heading(workload, result)
     estimate_tables.print_estimate(workload, result)
     if traced is not None:

@@ -6,7 +6,20 @@ from typing import Any
 
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.fitting import largest_layer, what_fits
+from paraplan.cost.habits import PARAPLAN
 from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import unsupported_reason
+from paraplan.plan.training import training_notes
+
+
+def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
+    """Return what to know of an estimate, a sentence each: of its training, and whether paraplan runs the plan."""
+    notes = training_notes(workload.model, workload.training)
+    reason = unsupported_reason(plan, num_blocks=workload.model.num_blocks, precision=workload.training.precision)
+    if reason is None or workload.habits.name != PARAPLAN.name:
+        return notes
+    return (*notes, f"paraplan's own runtime does not execute this plan: {reason}")
 
 
 def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any]:
@@ -31,5 +44,6 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
             "gpu": cluster.gpu.name,
         },
         "largest_layer": largest_layer(workload).model_dump(),
+        "warnings": list(warnings_of(workload, estimate.plan)),
         "what_fits": [row.model_dump() for row in what_fits(workload, estimate.plan)],
     }

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paraplan.cli.estimate_report import warnings_of
 from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
 from paraplan.cost.course import pipeline_course
@@ -60,6 +61,13 @@ def print_heading(workload: Workload, estimate: PlanEstimate) -> None:
     else:
         verdict = "[bold red]does not fit[/bold red] in the host's memory"
     console.print(f"{estimate.plan.describe()}: {verdict}")
+    print_warnings(console, warnings_of(workload, estimate.plan))
+
+
+def print_warnings(console: Console, warnings: Sequence[str]) -> None:
+    """Print what to know beside a result."""
+    for warning in warnings:
+        console.print(f"[yellow]note: {warning}[/yellow]")
 
 
 def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:

@@ -88,6 +88,16 @@ def check_precision(precision: str, gpu: GpuProfile) -> None:
         raise UsageError(f"{gpu.title} has no {precision} arithmetic", hint=f"use {others}")
 
 
+def require_batch(global_batch: int | None, cluster: Cluster) -> int:
+    """Return the global batch; raise `UsageError` where none is given."""
+    if global_batch is None:
+        raise UsageError(
+            "--global-batch is missing: the sequences of one step over all GPUs",
+            hint=f"for example --global-batch {8 * cluster.num_gpus}",
+        )
+    return global_batch
+
+
 def read_training(
     model: ModelSpec, *, seq_len: int | None, global_batch: int, precision: str, optimizer: str, attention: str
 ) -> TrainingSpec:

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from paraplan.cli.inputs import (
     read_cluster,
     read_plan_file,
     read_training,
+    require_batch,
 )
 from paraplan.cli.options import (
     SEARCH_PANEL,
@@ -69,11 +70,14 @@ MONEY_PANEL = "Time and money"
 def recommend(
     model: ModelArgument,
     global_batch: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--global-batch", min=1, help="Sequences of one step over all GPUs.", rich_help_panel=TRAINING_PANEL
+            "--global-batch",
+            min=1,
+            help="Sequences of one step over all GPUs; has to be given.",
+            rich_help_panel=TRAINING_PANEL,
         ),
-    ],
+    ] = None,
     profile: ProfileOption = None,
     nodes: NodesOption = 1,
     gpus_per_node: GpusPerNodeOption = None,
@@ -164,9 +168,8 @@ def recommend(
     spec = read_model(model, seq_length=seq_len)
     cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
     check_precision(precision, cluster.gpu)
-    training = read_training(
-        spec, seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer, attention=attention
-    )
+    chosen: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
+    training = read_training(spec, seq_len=seq_len, global_batch=require_batch(global_batch, cluster), **chosen)
     earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
     fixed = FixedChoices(

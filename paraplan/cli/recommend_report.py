@@ -53,9 +53,10 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
     return {
         "decisions": [decision.model_dump() for decision in result.decisions],
         "plan": best.pop("plan"),
-        "estimate": best,
         "placement": answer.placement.model_dump(),
         "remark": result.remark,
+        "warnings": best.pop("warnings"),
+        "estimate": best,
         "found": answer.found,
         "framework": answer.framework,
         "fastest": estimate_report(workload, result.fastest) if result.fastest else None,

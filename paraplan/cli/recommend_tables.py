@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from paraplan.cli.estimate_tables import print_estimate
+from paraplan.cli.estimate_tables import print_estimate, print_warnings
 from paraplan.cli.recommend_report import commands
 from paraplan.cli.terminal import make_console
+from paraplan.plan.training import training_notes
 from paraplan.search.budget import Budget, SizeOffer
 from paraplan.search.changes import Comparison
 from paraplan.search.explain import Explanation, part_words
@@ -56,6 +57,7 @@ def _print_head(console: Console, answer: Recommendation) -> None:
         )
     if answer.found is not None:
         console.print(f"Found {answer.found}")
+    print_warnings(console, training_notes(model, training))
     console.print(f"\nRecommended: [bold green]{result.best.plan.describe()}[/bold green]")
     for line in _details(answer):
         console.print(f"  {line}")

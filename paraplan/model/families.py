@@ -83,6 +83,21 @@ def read_modern(config: ModelConfig, family: ModernFamily) -> ModelSpec:
     return build_decoder(config, modern_shape(config, family))
 
 
+def rotary_positions(config: ModelConfig) -> int | None:
+    """Return the longest sequence of rotary positions: those named, or what a scaling factor makes of them.
+
+    Configs name either the scaled length or, beside a `factor`, the one before (transformers, modeling_rope_utils.py).
+    """
+    named = config.optional_count("max_position_embeddings")
+    if named is None:
+        return None
+    scaling = config.section("rope_scaling") if config.has("rope_scaling") else config.section("rope_parameters")
+    factor = scaling.fields.get("factor")
+    if not isinstance(factor, (int, float)) or factor <= 1:
+        return named
+    return max(named, round(factor * (scaling.optional_count("original_max_position_embeddings") or named)))
+
+
 def modern_shape(config: ModelConfig, family: ModernFamily) -> DecoderShape:
     """Return the description of a config with Llama's field names."""
     hidden = config.count("hidden_size")
@@ -94,7 +109,7 @@ def modern_shape(config: ModelConfig, family: ModernFamily) -> DecoderShape:
     return DecoderShape(
         hidden=hidden,
         vocab_size=vocab_size,
-        max_seq_length=config.optional_count("max_position_embeddings"),
+        max_seq_length=rotary_positions(config),
         heads=modern_heads(config, family, hidden),
         attention=modern_attention(config, family),
         layers=layers,

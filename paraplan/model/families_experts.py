@@ -15,6 +15,7 @@ from paraplan.model.families import (
     Flag,
     ModernFamily,
     dense_mlp,
+    rotary_positions,
     windows,
 )
 from paraplan.model.feed_forward import ExpertsStyle, MlpStyle, experts, mlp, shared_expert_gate
@@ -126,7 +127,7 @@ def deepseek(config: ModelConfig) -> DecoderShape:
     return DecoderShape(
         hidden=hidden,
         vocab_size=config.count("vocab_size"),
-        max_seq_length=config.optional_count("max_position_embeddings"),
+        max_seq_length=rotary_positions(config),
         heads=heads,
         attention=AttentionStyle(
             projections=QKV,

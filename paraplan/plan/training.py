@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from paraplan.model.spec import ModelSpec
 from paraplan.records import Record
 
 TrainingPrecision = Literal["fp32", "bf16", "fp16"]
@@ -34,3 +35,15 @@ class TrainingSpec(Record):
     def activation_bytes(self) -> int:
         """Bytes of one activation element."""
         return 4 if self.precision == "fp32" else 2
+
+
+def training_notes(model: ModelSpec, training: TrainingSpec) -> tuple[str, ...]:
+    """Return what to know of a training that is no mistake: sequences longer than the model was made for."""
+    longest = model.max_seq_length
+    if longest is None or training.seq_length <= longest or model.has_learned_positions:
+        return ()
+    return (
+        f"sequences of {training.seq_length} tokens are longer than the {longest} that {model.name} was made for: "
+        "positions are computed and go on, but the model has not learned them; a config with rope scaling says that it "
+        "has",
+    )

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.records import Record
-from paraplan.search.fixed import FREE, FixedChoices
 from paraplan.search.results import SearchResult
-from paraplan.search.search import search
 from paraplan.search.what_fits import smaller_clusters
 
 SECONDS_PER_HOUR = 3600.0
+
+
+class SearchOn(Protocol):
+    """A search with everything chosen but the machines, which are those of the workload."""
+
+    def __call__(self, workload: Workload, *, explains_failure: bool) -> SearchResult:
+        """Return the ranked plans; say what would help where none fits, with `explains_failure`."""
 
 
 class Budget(Record):
@@ -69,35 +75,18 @@ def size_offer(workload: Workload, estimate: PlanEstimate, *, price_per_gpu_hour
     )
 
 
-def cheapest(
-    workload: Workload,
-    *,
-    price_per_gpu_hour: float | None,
-    num_candidates: int = 10,
-    runnable_only: bool = True,
-    fixed: FixedChoices = FREE,
-    with_second: bool = False,
-    with_front: bool = False,
-) -> Cheapest:
+def cheapest(workload: Workload, search_on: SearchOn, *, price_per_gpu_hour: float | None) -> Cheapest:
     """Return the number of GPUs, up to the workload's, whose best plan costs least for the same tokens.
 
-    Fewer GPUs rarely cost more; with a limit on memory or on time another number may win. Raises `NoPlanFitsError`
-    where no plan fits any of them.
+    `search_on` is asked about each number. Fewer GPUs rarely cost more; with a limit on memory or on time another
+    number may win. Raises `NoPlanFitsError` where no plan fits any of them.
     """
     offers: list[SizeOffer] = []
     best: tuple[float, Workload, SearchResult] | None = None
     for cluster in smaller_clusters(workload.cluster):
         part = replace(workload, cluster=cluster)
         try:
-            result = search(
-                part,
-                num_candidates=num_candidates,
-                runnable_only=runnable_only,
-                fixed=fixed,
-                explains_failure=False,
-                with_second=with_second,
-                with_front=with_front,
-            )
+            result = search_on(part, explains_failure=False)
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so few
             continue
         offer = size_offer(part, result.best, price_per_gpu_hour=price_per_gpu_hour)
@@ -105,6 +94,6 @@ def cheapest(
         if best is None or offer.gpu_hours_per_billion_tokens < best[0]:
             best = (offer.gpu_hours_per_billion_tokens, part, result)
     if best is None:
-        search(workload, runnable_only=runnable_only, fixed=fixed)  # says what is lacking
+        search_on(workload, explains_failure=True)  # says what is lacking
         raise AssertionError("a workload that fits is among its own parts")
     return Cheapest(workload=best[1], result=best[2], offers=tuple(offers))

@@ -87,29 +87,26 @@ def _searched(
     workload: Workload, question: Question, *, runnable_only: bool
 ) -> tuple[SearchResult, Workload, tuple[SizeOffer, ...]]:
     """Return the search, the workload that it was for, and what other numbers of GPUs offered."""
-    if question.objective == "cost":
-        from paraplan.search.budget import cheapest
+    objective: Objective = "throughput" if question.objective == "cost" else question.objective
 
-        best = cheapest(
+    def search_on(workload: Workload, *, explains_failure: bool) -> SearchResult:
+        return search(
             workload,
-            price_per_gpu_hour=question.price_per_gpu_hour,
+            objective=objective,
             num_candidates=question.num_candidates,
             runnable_only=runnable_only,
             fixed=question.fixed,
-            with_second=question.explains,
             with_front=question.with_front,
+            with_second=question.explains,
+            explains_failure=explains_failure,
         )
-        return best.result, best.workload, best.offers
-    result = search(
-        workload,
-        objective=question.objective,
-        num_candidates=question.num_candidates,
-        runnable_only=runnable_only,
-        fixed=question.fixed,
-        with_front=question.with_front,
-        with_second=question.explains,
-    )
-    return result, workload, ()
+
+    if question.objective != "cost":
+        return search_on(workload, explains_failure=True), workload, ()
+    from paraplan.search.budget import cheapest
+
+    best = cheapest(workload, search_on, price_per_gpu_hour=question.price_per_gpu_hour)
+    return best.result, best.workload, best.offers
 
 
 def _explanation(result: SearchResult) -> Explanation | None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from factory_script import FACTORY
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
@@ -16,33 +17,6 @@ from paraplan.plan.files import PlanFile
 
 LLAMA = ["llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096"]
 RECOMMEND = ["recommend", *LLAMA, "--global-batch", "64"]
-FACTORY = """
-import torch
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
-
-    def forward(self, hidden):
-        return hidden + self.down(torch.relu(self.up(hidden)))
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(256, 64)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
-        self.head = torch.nn.Linear(64, 256)
-
-    def forward(self, tokens):
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-def build():
-    return Model()
-"""
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -145,6 +119,41 @@ def test_a_broken_config_names_the_file(tmp_path: Path) -> None:
     status, _, stderr = run("recommend", str(path), "--profile", "dgx-h100", "--global-batch", "8")
     assert status == 2
     assert "config.json" in stderr
+
+
+def test_an_unknown_model_is_named_before_what_else_is_missing() -> None:
+    status, _, stderr = run("recommend", "nothere")
+    assert status == 2
+    assert "'nothere' is neither a file" in stderr
+    status, stdout, stderr = run("recommend", *LLAMA)
+    assert (status, stdout) == (2, "")
+    assert "--global-batch is missing" in stderr
+    assert "--global-batch 64" in stderr
+
+
+@pytest.mark.parametrize("command", [("recommend", "--global-batch", "8"), ("estimate", "--dp", "8", "--zero", "3")])
+def test_a_sequence_beyond_the_models_length_is_remarked_and_planned(command: tuple[str, ...]) -> None:
+    arguments = [command[0], "llama-3-8b", "--profile", "dgx-h100", *command[1:]]
+    status, stdout, stderr = run(*arguments, "--seq-len", "16384", "--json")
+    assert (status, stderr) == (0, "")
+    (warning,) = json.loads(stdout)["warnings"]
+    assert "16384 tokens are longer than the 8192" in warning
+    assert json.loads(run(*arguments, "--seq-len", "8192", "--json")[1])["warnings"] == []
+    words = " ".join(run(*arguments, "--seq-len", "16384")[1].split())
+    assert warning in words
+
+
+def test_experts_go_over_ranks_where_the_framework_has_it() -> None:
+    mixtral = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--nodes", "2", "--seq-len", "4096"]
+    mixtral += ["--global-batch", "64", "--ep", "8"]
+    status, stdout, stderr = run(*mixtral, "--framework", "megatron-core", "--json")
+    assert (status, stderr) == (0, "")
+    answer = json.loads(stdout)
+    assert answer["plan"]["ep"] == 8
+    assert answer["estimate"]["step"]["expert_parallel_s"] > 0
+    status, _, stderr = run(*mixtral)
+    assert status == 2
+    assert "--framework megatron-core" in stderr
 
 
 @pytest.mark.parametrize(

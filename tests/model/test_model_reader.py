@@ -56,6 +56,22 @@ def test_every_bundled_model_reads_and_says_where_its_shapes_come_from() -> None
         assert json.loads(path.read_text(encoding="utf-8"))["source"]
 
 
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({}, 256),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 1024),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, 256),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}, 1024),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}}, 256),
+    ],
+)
+def test_rope_scaling_makes_the_longest_sequence(
+    write_config: WriteConfig, scaling: dict[str, Any], longest: int
+) -> None:
+    assert read_model(str(write_config(**scaling))).max_seq_length == longest
+
+
 def test_a_near_name_is_offered_for_an_unknown_model() -> None:
     with pytest.raises(ModelError, match=r"did you mean llama-3-8b"):
         read_model("lama-3-8b")
