@@ -1,7 +1,7 @@
 """`paraplan launch --fake N train.py`: the real script as ranks of a world that is not there, one of each role.
 
-Each rank runs in a process of its own without GPUs, other ranks or values (`paraplan.runtime.fake_script`), and is
-compared with the estimate of the plan's model.
+Each rank runs in a process of its own without GPUs, other ranks or values, forked from one that has imported torch
+(`paraplan.runtime.fake_ranks`), and is compared with the estimate of the plan's model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paraplan.launch.fake_estimate import StageEstimate, estimate_stages
 from paraplan.launch.fake_report import FakeLaunchReport, render_report
 from paraplan.launch.report import say
 from paraplan.launch.request import PLAN_VARIABLE, check_script, read_plan_file
-from paraplan.plan.fake import FAKE_VARIABLE, MOST_FAKE_RANKS, FakeRankReport
+from paraplan.plan.fake import MOST_FAKE_RANKS, FakeRankReport
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
@@ -62,10 +62,9 @@ def show_fake_launch(args: Namespace) -> int:
     say(f"running {_counted(ranks)} of {args.fake} without a GPU: {plan.describe()}")
     plan_path = None if args.plan is None else str((Path.cwd() / args.plan).resolve())
     estimates = _Later(lambda: _estimates(file, plan_path, args.profile))
-    with tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(max(1, usable_cores())) as pool:
+    with tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
         estimates.start(pool)
-        runs = [pool.submit(_run, args, rank, plan_path, Path(folder) / f"{rank}.json") for rank in ranks]
-        reports = [run.result() for run in runs]
+        reports = _run(args, ranks, plan_path, Path(folder))
         stages, reason = estimates.result()
     report = FakeLaunchReport(
         script=args.training_script,
@@ -140,32 +139,45 @@ def _counted(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _run(args: Namespace, rank: int, plan_path: str | None, path: Path) -> FakeRankReport:
-    """Run the script as `rank`, which writes its report to `path`."""
-    command = [sys.executable, "-P", "-m", "paraplan.runtime.fake_script", *(["-m"] if args.module else [])]
-    command += [args.training_script, *args.training_script_args]
+def _run(args: Namespace, ranks: Sequence[int], plan_path: str | None, folder: Path) -> list[FakeRankReport]:
+    """Run the script as each of `ranks`, as many at once as there are cores; return their reports, left in `folder`."""
+    numbers = ",".join(map(str, ranks))
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "paraplan.runtime.fake_ranks",
+        str(folder),
+        str(max(1, usable_cores())),
+        numbers,
+    ]
+    command += [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
     done = subprocess.run(
         command,
-        env=_environment(os.environ, rank=rank, size=args.fake, plan_path=plan_path, path=path),
+        env=_environment(os.environ, size=args.fake, plan_path=plan_path),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
         check=False,
     )
-    if done.returncode or not path.exists():
-        raise _rank_error(rank, done.returncode, done.stderr)
-    return FakeRankReport.model_validate_json(path.read_text(encoding="utf-8"))
+    return [_report(rank, folder, done) for rank in ranks]
 
 
-def _environment(
-    outer: Mapping[str, str], *, rank: int, size: int, plan_path: str | None, path: Path
-) -> dict[str, str]:
+def _report(rank: int, folder: Path, done: subprocess.CompletedProcess[str]) -> FakeRankReport:
+    report, said, status = (folder / f"{rank}.{kind}" for kind in ("json", "err", "status"))
+    ended = int(status.read_text(encoding="ascii")) if status.exists() else done.returncode
+    if ended or not report.exists():
+        words = said.read_text(encoding="utf-8", errors="replace") if said.exists() else done.stderr
+        raise _rank_error(rank, ended, words)
+    return FakeRankReport.model_validate_json(report.read_text(encoding="utf-8"))
+
+
+def _environment(outer: Mapping[str, str], *, size: int, plan_path: str | None) -> dict[str, str]:
     dropped = {PLAN_VARIABLE, "PARAPLAN_METRICS"}
     package_folder = str(Path(paraplan.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_folder, outer.get("PYTHONPATH", "")]))
     found = {name: value for name, value in outer.items() if name not in dropped} | {
-        "RANK": str(rank),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
@@ -173,7 +185,6 @@ def _environment(
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": search_path,
         "PYTHONWARNINGS": "ignore",
-        FAKE_VARIABLE: str(path),
     }
     found.setdefault("OMP_NUM_THREADS", "1")
     return found if plan_path is None else found | {PLAN_VARIABLE: plan_path}

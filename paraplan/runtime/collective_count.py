@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -17,6 +20,7 @@ from paraplan.plan.fake import CountedCollective
 from paraplan.plan.parallel import Axis
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split_tensor import SplitTensor
+from paraplan.runtime.storage_tracking import DEVICE_OF
 
 # torch's names of operators in words (torch/csrc/distributed/c10d/Ops.cpp, and its functional collectives).
 _OPERATIONS = {
@@ -45,13 +49,25 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         self._axes = _axes_by_ranks(mesh)
         self._counts: Counter[tuple[str, str, int]] = Counter()
         self._bytes: Counter[tuple[str, str, int]] = Counter()
+        self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if any(issubclass(kind, (DTensor, SplitTensor)) for kind in types):
             return NotImplemented
-        if func.namespace in _NAMESPACES:
+        if func.namespace in _NAMESPACES and not self._is_paused:
             self._count(func, args)
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing in this context."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def forget(self) -> None:
         """Begin anew."""

@@ -20,6 +20,7 @@ from paraplan.runtime.engine import Engine, Equipment
 from paraplan.runtime.execution import LossFunction
 from paraplan.runtime.fake_rank import FakeRank, FakeRunEnd
 from paraplan.runtime.fake_run import NUM_STEPS, keep_operators, materialise
+from paraplan.runtime.fake_share import KeptOfLeft, StepShare, starts_uncounted
 from paraplan.runtime.fake_split import splits_without_values
 from paraplan.runtime.job import Job, SchedulerFactory
 from paraplan.runtime.loss_scale import LossScale
@@ -56,6 +57,7 @@ class FakeJob(Job):
         rank.patches.enter_context(
             splits_without_values(model, self.mesh, sequence_parallel=self.plan.sequence_parallel)
         )
+        rank.patches.enter_context(starts_uncounted(rank.collectives))
         with rank.on_host():  # where the script keeps the whole model
             materialise(model, self.device)
         with rank.running():
@@ -97,35 +99,35 @@ class FakeEngine(Engine):
         self._share = batch_size(inputs, targets)
         before = self._rank.collectives.copy() if self.num_steps else None
         self._rank.collectives.forget()
-        left = self._shorten()
+        left = self._shorten().left
         with self._rank.running():
+            kept = KeptOfLeft.of(self._part.execution, left if self.num_steps else 0)
+            self._rank.know(kept.gradients, "workspace")
             super().step(*pytree.tree_map(self._without_values, (inputs, targets)))
+            del kept
         self._rank.collectives.go_on(before, left)
         if self.num_steps >= NUM_STEPS:
             self._write_report()
             raise FakeRunEnd(0)
         return torch.zeros(())
 
-    def _shorten(self) -> int:
-        """Leave micro-batches out that are like others; return how many: of many in a row three tell of all.
-
-        Without a pipeline memory is the same from the second on, and each sends the same: the first step does two, the
-        second three. The batch is checked whole.
-        """
+    def _shorten(self) -> StepShare:
+        """Leave micro-batches out that are like others; return which. The batch is checked whole."""
         plan, mesh = self._plan, self._mesh
         shape = StepShape.of_plan(plan, is_fixed=self._job.file is not None)
         StepDivider(shape, mesh.grid).divide([self._share] * mesh.world.size, is_step=True)
-        count = 2 + self.num_steps
-        if plan.pp > 1 or shape.share != self._share or plan.num_microbatches <= count + 1:
-            self._size = self._share
-            return 0
-        self._size = count * plan.micro_batch_size
-        self._divider = StepDivider(replace(shape, num_microbatches=count), mesh.grid)
-        return plan.num_microbatches - count
+        share = StepShare.of_step(plan, self.num_steps)
+        self._size = self._share
+        if shape.share != self._share or not share.left:
+            return StepShare(count=plan.num_microbatches, left=0)
+        self._size = share.count * plan.micro_batch_size
+        self._divider = StepDivider(replace(shape, num_microbatches=share.count), mesh.grid)
+        return share
 
     def _without_values(self, leaf: Any) -> Any:
         is_batch = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == self._share
-        return without_values_of(leaf[: self._size] if is_batch else leaf)
+        whole = without_values_of(leaf)
+        return whole[: self._size] if is_batch else whole
 
     def eval_step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Return 0: what is not trained on needs less memory."""

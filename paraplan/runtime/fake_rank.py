@@ -77,6 +77,10 @@ class FakeRank:
         tracker.enter("forward")
         tracker.forget_peak()
 
+    def know(self, tensors: Iterable[torch.Tensor], use: StorageUse) -> None:
+        """Say what tensors that were made just now are for."""
+        self._tracker.mark({storage_of(tensor): use for tensor in tensors})
+
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that the step of `optimizer` begins. It takes the form that torch chooses for tensors on a GPU."""
         self._optimizer = optimizer

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.model.factory import call_user_code, explain
+from paraplan.plan.memory import MEMORY_PARTS, MemoryParts
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.training import OptimizerName, TrainingSpec
@@ -41,7 +42,12 @@ NUM_STEPS = 2
 LEARNING_RATE = 1e-3
 
 
-class TracedMemory(Record):
+class _TracedRank(Record):
+    rank: int
+    pipeline_stage: int
+
+
+class TracedMemory(MemoryParts, _TracedRank):
     """Bytes of one rank at the moment when most were allocated, over `NUM_STEPS` steps; the parts sum to `total_bytes`.
 
     Parameters include gathered ones and copies in another type; activations are all that the forward passes made;
@@ -49,14 +55,6 @@ class TracedMemory(Record):
     libraries keep is not seen (`CostConstants`).
     """
 
-    rank: int
-    pipeline_stage: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_state_bytes: int
-    activation_bytes: int
-    workspace_bytes: int
-    total_bytes: int
     phase: Phase
 
 
@@ -126,11 +124,10 @@ def trace_peak(
             raise explain(source, "steps were run without values", error) from error
     stage = mesh.coordinate("pp")
     parts = {f"{use}_bytes": size for use, size in peak.bytes_by_use.items()}
-    uses = ("parameter", "gradient", "optimizer_state", "activation", "workspace")
     report = TracedMemory(
         rank=rank,
         pipeline_stage=stage,
-        **{f"{use}_bytes": parts.get(f"{use}_bytes", 0) for use in uses},
+        **{name: parts.get(name, 0) for name in MEMORY_PARTS},
         total_bytes=peak.total_bytes,
         phase=peak.phase,
     )
@@ -255,7 +252,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return what tells the storage of a tensor from others, of a DTensor that of its local part."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` runs operators
     return int(local.untyped_storage()._cdata)
 
 

@@ -1,7 +1,5 @@
 """One rank of `paraplan launch --fake`: the user's script, in a world of ranks that do not exist.
 
-    python -m paraplan.runtime.fake_script [-m] train.py [arguments]
-
 The variables of torchrun name the rank, PARAPLAN_PLAN the plan and PARAPLAN_FAKE the file for the report. Modules are
 built without values: their parameters take no memory.
 """
@@ -112,7 +110,3 @@ def main(words: list[str]) -> int:
         sys.stderr.write(f"error: {error.message}\n{hint}")
         return error.exit_status
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

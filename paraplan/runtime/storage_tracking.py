@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,8 @@ _FIRST_USE: dict[Phase, StorageUse] = {
     "optimizer": "workspace",
 }
 _FSDP_FOLDER = "_fully_shard"
+DEVICE_OF = torch.ops.prim.device.default
+"""What autograd asks of a fake tensor, twice as often as anything is computed: a mode that answers saves the others."""
 
 
 @dataclass(eq=False)
@@ -73,6 +76,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._is_stale = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if any(_wraps(kind) for kind in types):
             return NotImplemented  # a DTensor or its like takes over, and comes back with its local tensors
         out = func(*args, **(kwargs or {}))

@@ -17,7 +17,7 @@ from paraplan.launch.fake_report import FakeLaunchReport, render_report
 from paraplan.launch.parser import parse_arguments
 from paraplan.plan.fake import CountedCollective, FakeRankReport
 from paraplan.plan.files import ModelReference, PlanFile
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import ParallelPlan, ScheduleName
 from paraplan.plan.training import TrainingSpec
 
 SCRIPT = """
@@ -137,18 +137,42 @@ def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path) -> None:
         assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (2 * block + ends), abs=64)  # and the loss
 
 
-def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(tmp_path: Path) -> None:
-    plan = ParallelPlan(dp=2, zero_stage=2, micro_batch_size=1, num_microbatches=8)
+@pytest.mark.parametrize("num_microbatches", [3, 4, 8])
+def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(
+    num_microbatches: int, tmp_path: Path
+) -> None:
+    plan = ParallelPlan(dp=2, zero_stage=2, micro_batch_size=1, num_microbatches=num_microbatches)
     write(tmp_path, plan)
     done = launch("--fake", "2", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (rank,) = FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks
     reduced = next(one for one in rank.collectives if one.operation == "reduce-scatter")
     # Four blocks and what stands outside of them, after every micro-batch; parameters are gathered once a step.
-    assert (reduced.group, reduced.count) == ("dp", 5 * 8)
-    assert reduced.total_bytes == pytest.approx(8 * 4 * rank.num_parameters, rel=0.01)
+    assert (reduced.group, reduced.count) == ("dp", 5 * num_microbatches)
+    assert reduced.total_bytes == pytest.approx(num_microbatches * 4 * rank.num_parameters, rel=0.01)
     gathered = next(one for one in rank.collectives if one.operation == "all-gather")
     assert gathered.count == 5
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_of_a_long_pipelined_step_as_much_is_run_as_tells_of_all(schedule: ScheduleName, tmp_path: Path) -> None:
+    whole = ParallelPlan(dp=2, pp=2, micro_batch_size=2, num_microbatches=4, pipeline_schedule=schedule)
+    long = whole.replace(num_microbatches=8)
+    found = []
+    for plan in (whole, long):
+        write(tmp_path, plan)
+        done = launch("--fake", "4", "--fake-rank", "2", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found.append(FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks[0])
+    few, many = found
+    boundary = 2 * 16 * 64 * 4  # bytes of one micro-batch's hidden state, which is received and sent once each
+    sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in many.collectives}
+    assert sent["receive", "pp"] == sent["send", "pp"] == (8, 8 * boundary)
+    # Of four more micro-batches: a buffer, their tokens and targets, a loss; zero bubble keeps gradients of inputs.
+    kept = boundary + 2 * (2 * 16 * 8) + 512
+    assert many.activation_bytes - few.activation_bytes == 4 * kept
+    assert many.workspace_bytes - few.workspace_bytes == (4 * boundary if schedule == "zero_bubble" else 0)
+    assert many.gradient_bytes == few.gradient_bytes
 
 
 def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""How many micro-batches of a step a fake run does: as many as tell of all, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _RecvInfo
+
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.collective_count import CollectiveCount
+from paraplan.runtime.execution import Execution
+from paraplan.runtime.pipeline import PipelineExecution
+from paraplan.runtime.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """Of a step's micro-batches `count` are run and `left` are not."""
+
+    count: int
+    left: int
+
+    @classmethod
+    def of_step(cls, plan: ParallelPlan, num_steps: int) -> StepShare:
+        """Return the share of the step after `num_steps`: the second does one more, which tells what one sends.
+
+        Memory is the same in every micro-batch from the second on; in a pipeline from when as many are in flight as
+        ever will be, but for what is kept of each (`KeptOfLeft`). All are run under GPipe, where all are in flight, and
+        where stages of one rank take turns.
+        """
+        whole = cls(count=plan.num_microbatches, left=0)
+        if plan.pp > 1 and (plan.pipeline_schedule == "gpipe" or plan.virtual_pipeline_size > 1):
+            return whole
+        first = 2 if plan.pp == 1 else plan.pp + 1
+        if plan.num_microbatches <= first + 1:
+            return whole
+        return cls(count=first + num_steps, left=plan.num_microbatches - first - num_steps)
+
+
+@dataclass(frozen=True)
+class KeptOfLeft:
+    """Tensors like those that a pipeline keeps of each of its micro-batches, for the ones that are not run.
+
+    `buffers` are made at the start of a schedule, to receive in, and the last stage keeps each loss beside them. Zero
+    bubble also keeps the gradient of each input (`gradients`), since it takes the backward pass in halves.
+    """
+
+    buffers: Sequence[torch.Tensor] = field(default=(), repr=False)
+    gradients: Sequence[torch.Tensor] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, execution: Execution, left: int) -> KeptOfLeft:
+        """Return them for `left` micro-batches, and drop the schedules that `execution` has, with their buffers."""
+        if not isinstance(execution, PipelineExecution) or not left:
+            return cls()
+        schedules = [schedule for schedule, _ in execution._runs.values()]
+        execution._runs.clear()
+        there = [one for schedule in schedules for one in _received_first(schedule, "args_recv_info")]
+        back = [one for schedule in schedules for one in _received_first(schedule, "grad_recv_info")]
+        in_halves = any(isinstance(schedule, PipelineScheduleMulti) for schedule in schedules)
+        losses = [torch.empty(()) for schedule in schedules if _stages(schedule)[-1].is_last for _ in range(left)]
+        return cls(
+            buffers=[*losses, *(torch.empty_like(one) for one in there + back for _ in range(left))],
+            gradients=[torch.empty_like(one) for one in there for _ in range(left)] if in_halves else (),
+        )
+
+
+def _stages(schedule: Schedule) -> Sequence[Any]:
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+
+
+def _received_first(schedule: Schedule, way: str) -> list[torch.Tensor]:
+    """Return the buffers in which `schedule` receives its first micro-batch."""
+    received = [info for stage in _stages(schedule) for info in getattr(stage, way).get(0, ())]
+    return [info.buffer for info in received if isinstance(info, _RecvInfo) and info.buffer is not None]
+
+
+@contextmanager
+def starts_uncounted(collectives: CollectiveCount) -> Iterator[None]:
+    """Leave out what neighbours send each other when a schedule is first used, and not in later steps."""
+    places: list[tuple[Any, str]] = [
+        (PipelineScheduleSingle, "_initialize_stage"),
+        (PipelineScheduleMulti, "_initialize_stages"),
+    ]
+    with ExitStack() as stack:
+        for owner, name in places:
+            plain = getattr(owner, name)
+
+            def start(schedule: Any, *args: Any, _plain: Any = plain, **options: Any) -> Any:
+                with collectives.paused():
+                    return _plain(schedule, *args, **options)
+
+            setattr(owner, name, start)
+            stack.callback(setattr, owner, name, plain)
+        yield
