@@ -17,13 +17,14 @@ waits in a collective of gloo sleeps and costs none; one that spins (NCCL's do) 
 
 Memory: "tensors" is the largest sum of live tensors during a step, followed operator by operator, the same in every
 run. "memory" is the largest resident size of the process since its start less the pages of libraries, of which a side
-that calls more of them touches more, and less what the process had before the model was built. Both are measured in
-processes of their own. "sent" counts the collectives of a step.
+that calls more of them touches more, and less what the process had before the model was built; malloc is told to give
+freed tensors back. Both are measured in processes of their own. "sent" counts the collectives of a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import math
@@ -65,6 +66,7 @@ SIDES: dict[str, Callable[[Case], Step]] = {
     "deepspeed": deepspeed_step,
 }
 TINY_SIZE = Size(layers=4, hidden=32, heads=4, tokens=16, micro_batch=2)
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LOSS_TOLERANCE = 1e-3  # relative, after two steps; bf16 and other orders of sums stay well inside
 
 
@@ -144,6 +146,7 @@ def time_in_turns(case: Case, pairs: int, steps: int) -> tuple[list[tuple[float,
     Raises RuntimeError where the two do not train alike.
     """
     sides = (engine_step(case), SIDES[case.rival](case))
+    _take_one_thread()  # accelerate has chosen another number
     losses = [[float(step()) for _ in range(3)] for step in sides]
     if not all(math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE) for ours, theirs in zip(*losses, strict=True)):
         raise RuntimeError(f"{case.name} against {case.rival}: the losses of three steps differ: {losses}")
@@ -199,8 +202,10 @@ def work_of(case: Case, side: str) -> Work:
 
 def memory_bytes(case: Case, side: str) -> int | None:
     """Return what three steps of one side need at most on this rank; None where the system does not say (not Linux)."""
-    gc.collect()
     on_gpu = device().type == "cuda"
+    if not on_gpu:
+        _give_tensors_their_own_pages()
+    gc.collect()
     before = 0 if on_gpu else _status_bytes("RssAnon")
     step = SIDES[side](case)
     for _ in range(3):
@@ -209,6 +214,13 @@ def memory_bytes(case: Case, side: str) -> int | None:
         return int(torch.cuda.max_memory_allocated())
     peak, files = _status_bytes("VmHWM"), _status_bytes("RssFile")
     return None if peak is None or files is None or before is None else peak - files - before
+
+
+def _give_tensors_their_own_pages() -> None:
+    """Have glibc's malloc give back what is freed, not keep more or less of it as chance has it (mallopt(3))."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 64 * 1024)
 
 
 def _status_bytes(name: str) -> int | None:
@@ -220,11 +232,16 @@ def _status_bytes(name: str) -> int | None:
     return 1024 * int(lines[name].split()[0]) if name in lines else None
 
 
+def _take_one_thread() -> None:
+    """Compute with one thread a rank, as torchrun has it, where ranks share the cores of a machine."""
+    if device().type == "cpu":
+        torch.set_num_threads(1)
+
+
 def _rank_main(pipe: Any, rank: int, size: int, port: int, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
     silence_known_noise()
-    if device().type == "cpu":
-        torch.set_num_threads(1)
+    _take_one_thread()
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if size > 1:
         os.environ.update({name: str(value) for name, value in own.items()})
