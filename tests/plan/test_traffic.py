@@ -38,3 +38,18 @@ def test_a_pipeline_sends_an_activation_and_its_gradient() -> None:
 def test_axes_of_one_rank_send_nothing() -> None:
     assert traffic() == AxisTraffic(tp=0, cp=0, dp=0, pp=0)
     assert traffic(cp=2).cp > 0
+
+
+def test_rows_of_tokens_go_to_experts_along_the_axes_that_hold_them() -> None:
+    mixtral = read_model("mixtral-8x7b")
+
+    def of(**values: object) -> AxisTraffic:
+        return axis_traffic(ParallelPlan.model_validate(values), TRAINING, mixtral)
+
+    # Two experts a token: 2 rows there and back, forward and backward, in 32 layers; 3 of 4 leave the rank.
+    rows = 4 * 2 * 32 * 3 / 4 * 4096 * 4096 * 2
+    assert of(dp=8, ep=4).dp - of(dp=8).dp == pytest.approx(rows)
+    around = {"dp": 2, "cp": 4}
+    assert of(**around, ep=4).cp - of(**around).cp == pytest.approx(rows / 4)
+    assert of(**around, ep=4).dp == of(**around).dp
+    assert of(**around, ep=8).dp > of(**around).dp
