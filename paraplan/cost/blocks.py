@@ -37,6 +37,8 @@ class BlockCosts:
     `distinct_weight_parameters` counts the weights of distinct shapes of all blocks, each once;
     `score_bytes` are those of all scores of one micro-batch in one block, 0 where attention makes none;
     `largest_gradient_bytes` are those of the largest weight's gradient as a backward pass computes it;
+    `tied_parameters` are those of the head's matrix, which a last stage has beside its own where it is the embedding's;
+    `second_half_bytes` are those of gradients of weights in a backward pass that makes nothing else;
     `expert_parameters` are those of routed experts among `parameters`, which `ep` divides too;
     `copied_parameters` are those that autocast keeps a 16-bit copy of. `saved_bytes` are kept in the first pipeline
     stage, `later_saved_bytes` in the others: under autocast the residual stream differs (`Cuts.residual_bytes`);
@@ -59,10 +61,12 @@ class BlockCosts:
     distinct_weight_parameters: Floats
     largest_weight_parameters: Floats
     largest_gradient_bytes: Floats
+    second_half_bytes: Floats
     embedding_parameters: Floats
     embedding_saved_bytes: Floats
     embedding_s: Floats
     head_parameters: Floats
+    tied_parameters: Floats
     head_copied_parameters: Floats
     head_saved_bytes: Floats
     head_output_gradient_bytes: Floats
@@ -137,10 +141,12 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
         "distinct_weight_parameters": _distinct_weights(kinds, cuts),
         "largest_weight_parameters": _largest_weight(kinds, cuts, np.ones_like(cuts.tp)),
         "largest_gradient_bytes": _largest_gradient(kinds, training, cuts),
+        "second_half_bytes": np.max([_second_half_bytes(kind, training, cuts) for kind in kinds], axis=0),
         "embedding_parameters": _parameters(model.embedding, ends),
         "embedding_saved_bytes": saved_bytes(model.embedding, training, cuts, fused_kernels=habits.fused_kernels),
         "embedding_s": times.moved_s(3.0 * boundary),
         "head_parameters": _parameters(model.head, ends),
+        "tied_parameters": _largest_weight([model.head], ends, np.ones_like(cuts.tp)),
         "head_copied_parameters": _copied_parameters(model.head, ends),
         "head_saved_bytes": saved_bytes(model.head, training, cuts, fused_kernels=habits.fused_kernels),
         "head_output_gradient_bytes": output_gradient_bytes(model.head, training, ends),
@@ -230,6 +236,25 @@ def _largest_gradient(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts
     """Return the bytes of the largest gradient of a weight, in the type in which its product is computed."""
     expert_bytes = np.where(cuts.is_autocast & cuts.has_fp32_weights, 4.0, training.activation_bytes)
     return training.activation_bytes * _largest_weight(kinds, cuts, expert_bytes / training.activation_bytes)
+
+
+def _second_half_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts) -> Floats:
+    """Return the most that a backward pass of weights alone holds of their gradients, one after the other.
+
+    That is one as it is computed and in fp32, where these differ, and the fp32 one before it, which torch still holds
+    (torch/distributed/pipelining/_backward.py, `stage_backward_weight`).
+    """
+    has_fp32 = cuts.has_fp32_weights if cuts.is_autocast else np.full_like(cuts.has_fp32_weights, fill_value=False)
+    added = np.where(has_fp32, 4.0, training.activation_bytes)
+    copies = np.where(has_fp32, training.activation_bytes, 0.0)
+    largest, before = np.zeros_like(cuts.tp), np.zeros_like(cuts.tp)
+    for matmul in block.matmuls:
+        is_expert = matmul.num_experts > 1
+        share = (1.0 if matmul.split == "none" else cuts.tp) * (cuts.ep if is_expert else 1.0)
+        elements = matmul.k * matmul.n * matmul.num_experts / share
+        largest = np.maximum(largest, before + elements * (added + (0.0 if is_expert else copies)))
+        before = elements * added
+    return largest
 
 
 def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts) -> Floats:

@@ -4,7 +4,8 @@ The first half makes the gradients of activations and keeps its graph, so that n
 reads; the gradients of what each matmul and norm gave wait beside it. The second half makes the gradients of the
 weights, one after the other in the model's order, and frees what waited for each; the activations go with the last
 (torch/distributed/pipelining/_backward.py, `stage_backward_input` and `stage_backward_weight`). The first stage does
-all in its second half (stage.py, `backward_one_chunk`).
+all in its second half (stage.py, `backward_one_chunk`). FSDP adds up what a second half made where the next first half
+passes the unit: until then it stands beside the sum, in 16 bits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from paraplan.cost import loss_memory, moments
-from paraplan.cost.rank_memory import FP32, RankMemory, StageMemory
+from paraplan.cost.rank_memory import RankMemory, StageMemory
 from paraplan.cost.table import Floats
 
 
@@ -40,27 +41,32 @@ def later_first_half(rank: RankMemory) -> StageMemory:
     return moments.where(rank.takes_halves & ~rank.has_earlier_gradients & has_next, moment)
 
 
-def head_in_second_half(rank: RankMemory) -> StageMemory:
-    """Return the moment when the second half makes the gradient of a head that is tied, the first of the weights."""
+def start_of_second_half(rank: RankMemory) -> StageMemory:
+    """Return the moment when the second half makes the first gradients of weights: a tied head's, a block's."""
+    is_tied = rank.stage.is_last & rank.workload.model.tied_embeddings
+    of_block = np.where(rank.has_earlier_gradients, rank.costs.second_half_bytes[rank.costs.key], 0.0)
     moment = _moment(
         rank,
         activations=rank.kept_bytes + rank.head_kept_bytes,
-        workspace=rank.waiting_bytes + rank.half_done_bytes + _head_gradient_bytes(rank),
+        workspace=rank.waiting_bytes
+        + rank.half_done_bytes
+        + np.maximum(of_block, moments.head_gradient_bytes(rank) * is_tied),
         at_end=False,
     )
-    is_first = rank.takes_halves & rank.stage.is_last & rank.workload.model.tied_embeddings
-    return moments.where(is_first, moment)
+    return moments.where(rank.takes_halves, moment)
 
 
 def end_of_second_half(rank: RankMemory) -> StageMemory:
     """Return the moment when the second half makes the last gradient of a weight: an untied head's, or a block's."""
     costs, key = rank.costs, rank.costs.key
     has_head = rank.stage.is_last & (not rank.workload.model.tied_embeddings)
-    head = costs.head_output_gradient_bytes[key] + _head_gradient_bytes(rank)
+    head = costs.head_output_gradient_bytes[key] + moments.head_gradient_bytes(rank)
     moment = _moment(
         rank,
         activations=rank.kept_bytes + rank.head_kept_bytes,
-        workspace=rank.waiting_bytes + np.where(has_head, head, costs.largest_gradient_bytes[key]),
+        workspace=rank.waiting_bytes
+        + np.where(has_head, head, costs.largest_gradient_bytes[key])
+        + np.where(rank.is_fsdp, rank.parameters * rank.compute_bytes, 0.0),
         at_end=True,
     )
     return moments.where(rank.takes_halves, moment)
@@ -77,11 +83,6 @@ def _moment(rank: RankMemory, *, activations: Floats, workspace: Floats, at_end:
 
 def _working_bytes(rank: RankMemory) -> Floats:
     """Return what the first half of a block's backward pass has beside what stays for the second."""
-    return np.asarray(rank.costs.first_half_bytes[rank.costs.key] + rank.costs.boundary_bytes[rank.costs.key])
-
-
-def _head_gradient_bytes(rank: RankMemory) -> Floats:
-    """Return the gradient of the head's matrix as computed, and its fp32 copy unless that becomes the gradient."""
-    weight = rank.costs.head_copied_parameters[rank.costs.key]
-    added = np.where(rank.has_earlier_gradients, FP32, 0.0)
-    return np.asarray(weight * (added + (rank.compute_bytes if rank.is_mixed else 0.0)))
+    key = rank.costs.key
+    unadded = np.where(rank.is_fsdp, rank.block_parameters * rank.compute_bytes, 0.0)
+    return np.asarray(rank.costs.first_half_bytes[key] + rank.costs.boundary_bytes[key] + unadded)

@@ -1,7 +1,8 @@
 """Memory of one rank of each pipeline stage at its peak, by parts that sum.
 
-A step has a few moments at which a rank may hold most: the end of the forward pass, the loss's backward pass, that of a
-block, the end of the backward pass, and the optimizer's step. Each is added up by parts; the largest is the peak.
+A step has a few moments at which a rank may hold most: the end of the forward pass, the backward pass of the loss, of
+the head and of a block, the end of the backward pass, and the optimizer's step. Each is added up by parts; the largest
+is the peak.
 `docs/memory.md` says how, with the sources.
 """
 
@@ -38,13 +39,14 @@ def _candidates(rank: RankMemory) -> list[StageMemory]:
     found = [
         moments.end_of_forward(rank),
         moments.loss_backward(rank),
+        moments.head_backward(rank),
         moments.block_backward(rank),
         moments.end_of_backward(rank),
         moments.optimizer_step(rank),
     ]
     if rank.takes_halves.any():
         found += [halves.end_of_first_half(rank), halves.later_first_half(rank)]
-        found += [halves.head_in_second_half(rank), halves.end_of_second_half(rank)]
+        found += [halves.start_of_second_half(rank), halves.end_of_second_half(rank)]
     if rank.is_fsdp.any():
         found.append(moments.block_reduction(rank))
     return found

@@ -18,7 +18,7 @@ def end_of_forward(rank: RankMemory) -> StageMemory:
         parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=True),
         gradients=rank.gradient_bytes(at_end=False),
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept,
-        workspace=rank.waiting_bytes,
+        workspace=rank.unfinished_bytes,
     )
 
 
@@ -34,8 +34,31 @@ def loss_backward(rank: RankMemory) -> StageMemory:
         parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=False),
         gradients=rank.gradient_bytes(at_end=False),
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept * losses_in_flight(rank),
-        workspace=np.maximum(0.0, loss_memory.backward_bytes(rank) - kept) + rank.waiting_bytes,
+        workspace=np.maximum(0.0, loss_memory.backward_bytes(rank) - kept) + rank.unfinished_bytes,
     )
+
+
+def head_backward(rank: RankMemory) -> StageMemory:
+    """Return the moment when the gradient of the head's matrix is there, and the head has let go of the rest."""
+    copies = rank.copied_bytes(in_forward=False)
+    head = rank.costs.head_copied_parameters[rank.costs.key] * rank.stage.is_last
+    own_copy = np.minimum(head * rank.workload.habits.copy_bytes, copies)
+    becomes = np.where(rank.makes_gradients, head * FP32, 0.0)
+    earlier = loss_memory.kept_bytes(rank) * (losses_in_flight(rank) - 1)
+    moment = rank.moment(
+        parameters=rank.gathered_bytes(num_blocks=0) + copies - own_copy,
+        gradients=rank.gradient_bytes(at_end=False) + becomes,
+        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + earlier,
+        workspace=head_gradient_bytes(rank) * rank.stage.is_last,
+    )
+    return where(~rank.takes_halves & ~rank.is_fsdp & rank.workload.habits.frees_gradients, moment)
+
+
+def head_gradient_bytes(rank: RankMemory) -> Floats:
+    """Return the gradient of the head's matrix as computed, and its fp32 copy unless that becomes the gradient."""
+    weight = rank.costs.head_copied_parameters[rank.costs.key]
+    added = np.where(rank.makes_gradients, 0.0, FP32)
+    return np.asarray(weight * (added + (rank.compute_bytes if rank.is_mixed else 0.0)))
 
 
 def block_backward(rank: RankMemory) -> StageMemory:
@@ -82,13 +105,20 @@ def block_reduction(rank: RankMemory) -> StageMemory:
 
 def end_of_backward(rank: RankMemory) -> StageMemory:
     """Return the moment of the last gradients: the embedding's, and what FSDP reduces of all outside of the blocks."""
-    others = (rank.in_flight - 1) / np.maximum(rank.in_flight, 1.0)
+    kept = rank.kept_bytes + rank.head_kept_bytes
+    of_one = kept / np.maximum(rank.in_flight, 1.0)
     embedding = rank.costs.embedding_parameters[rank.costs.key] * rank.stage.is_first * FP32
-    is_apart = rank.workload.habits.frees_gradients & (rank.table.zero_stage == 0)
+    # The first gradient stays as it is: another one beside it is that of a later micro-batch, which has fewer others.
+    is_first = rank.makes_gradients & rank.accumulates
+    is_later = is_first & (embedding > of_one)
+    is_apart = rank.workload.habits.frees_gradients & (rank.table.zero_stage == 0) & (is_later | ~is_first)
+    num_others = np.maximum(rank.in_flight - np.where(is_later, 2, 1), 0.0)
+    others = of_one * num_others
+    copies = rank.copied_bytes(in_forward=False) * num_others / np.maximum(rank.in_flight, 1.0)
     return rank.moment(
-        parameters=rank.gathered_bytes(num_blocks=0),
+        parameters=rank.gathered_bytes(num_blocks=0) + copies,
         gradients=rank.gradient_bytes(at_end=True) + rank.reduced_bytes(rank.root_parameters),
-        activations=(rank.kept_bytes + rank.head_kept_bytes) * others + rank.passed_bytes,
+        activations=others + rank.passed_bytes,
         workspace=np.where(is_apart, embedding, np.where(rank.table.zero_stage == 1, rank.bucket_bytes, 0.0)),
     )
 

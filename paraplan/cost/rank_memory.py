@@ -70,7 +70,7 @@ class RankMemory:
         key = costs.key
         blocks = stage.sum(costs, costs.parameters)
         is_tied = stage.is_last & (table.pp > 1) & workload.model.tied_embeddings
-        embedding = costs.embedding_parameters[key] * (stage.is_first | is_tied)
+        embedding = np.where(stage.is_first, costs.embedding_parameters[key], costs.tied_parameters[key] * is_tied)
         head = costs.head_parameters[key] * stage.is_last
         master = workload.habits.master_bytes if workload.is_mixed_precision else 0.0
         state_bytes = blocks * states.blocks + embedding * states.embedding + head * states.head
@@ -287,6 +287,12 @@ class RankMemory:
         Rank i puts off those of i micro-batches (ZB-H1, Qi et al. 2024, figure 3).
         """
         return np.asarray(np.minimum(self.stage.rank, self.table.num_microbatches - 1) * self.half_done_bytes)
+
+    @cached_property
+    def unfinished_bytes(self) -> Floats:
+        """The same, and the last second half's gradients of weights, which FSDP adds up in the next first half."""
+        unadded = self.takes_halves & self.is_fsdp & self.has_earlier_gradients
+        return np.asarray(self.waiting_bytes + np.where(unadded, self.parameters * self.compute_bytes, 0.0))
 
     @cached_property
     def makes_gradients(self) -> Mask:
