@@ -30,6 +30,7 @@ from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.model.reader import find_config, read_config
 from paraplan.model.spec import ModelSpec
+from paraplan.plan.memory_record import MEMORY_PARTS
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
@@ -38,7 +39,6 @@ from paraplan.runtime.noise import silence_known_noise
 from paraplan.units import format_bytes
 
 PEAK_TOLERANCE, PART_TOLERANCE, PART_FLOOR = 0.03, 0.05, 0.01
-PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes")
 PLAIN = "plain transformer"
 # Configurations that are not bundled: an encoder, and two small mixtures of experts, one with a shared expert.
 OWN_CONFIGS: dict[str, dict[str, Any]] = {
@@ -117,6 +117,12 @@ CASES = (
     Case("gpt2", 1024, pipeline(4, 8, "gpipe"), stages=(0, 1, 3)),
     Case("gpt2", 1024, pipeline(2, 8, "interleaved_1f1b", virtual_pipeline_size=2), stages=(0, 1)),
     Case("gpt2", 1024, pipeline(2, 8, "zero_bubble"), stages=(0, 1)),
+    Case("gpt2", 1024, pipeline(4, 8, "zero_bubble"), stages=(1, 3)),
+    Case("gpt2", 1024, pipeline(4, 4, "zero_bubble"), "fp32", stages=(0, 1, 3)),
+    Case("gpt2", 1024, pipeline(4, 8, "zero_bubble", dp=2, zero_stage=1), stages=(1, 3)),
+    Case("gpt2", 1024, pipeline(2, 8, "zero_bubble", tp=2), stages=(0, 1)),
+    Case("gpt2", 1024, pipeline(2, 8, tp=2), stages=(0, 1)),
+    Case("gpt2", 256, pipeline(4, 4), stages=(0, 3)),
     Case("gpt2", 1024, {"micro_batch_size": 4, "num_microbatches": 2, "recompute": "selective"}),
     Case("gpt2", 1024, {"micro_batch_size": 2}, attention="eager"),
     Case("gpt2", 1024, {"tp": 2, "dp": 2, "micro_batch_size": 2}),
@@ -124,6 +130,7 @@ CASES = (
     Case("qwen2.5-0.5b", 2048, {"dp": 8, "micro_batch_size": 2}),
     Case("qwen2.5-0.5b", 2048, {"dp": 8, "zero_stage": 1, "micro_batch_size": 2}),
     Case("qwen2.5-0.5b", 2048, {"micro_batch_size": 2, "num_microbatches": 2, "recompute": "full"}),
+    Case("qwen2.5-0.5b", 2048, pipeline(4, 8, "zero_bubble"), stages=(1, 3)),
     Case("llama-2-7b", 4096, {"dp": 1024, "zero_stage": 3}),
     Case("llama-2-7b", 4096, pipeline(8, 16, dp=8, zero_stage=1), stages=(0, 1, 7)),
     Case("llama-2-7b", 4096, pipeline(8, 16, dp=128, recompute="full"), stages=(0, 1, 7)),
@@ -142,6 +149,7 @@ CASES = (
     Case("small-moe", 2048, {"dp": 4, "zero_stage": 1, "num_microbatches": 2}),
     Case("small-moe", 2048, pipeline(2, 4), stages=(0, 1)),
     Case("small-moe", 2048, pipeline(2, 4, dp=2), "fp32", stages=(0, 1)),
+    Case("small-moe", 2048, pipeline(4, 8, "zero_bubble"), stages=(0, 1, 3)),
     Case("small-moe", 2048, {"tp": 4}),
     Case("small-mixtral", 2048, {"dp": 4, "num_microbatches": 2}),
     Case("small-mixtral", 2048, {"dp": 4, "recompute": "full"}),
@@ -218,7 +226,7 @@ def print_row(case: Case, stage: int) -> bool:
         f"  ({traced.phase}, {time.perf_counter() - began:.0f} s)",
         flush=True,
     )
-    for part in PARTS:
+    for part in MEMORY_PARTS:
         ours, theirs = getattr(predicted, part), getattr(traced, part)
         if abs(ours - theirs) > max(PART_TOLERANCE * theirs, PART_FLOOR * traced.total_bytes):
             print(f"    {part}: {format_bytes(ours)} predicted, {format_bytes(theirs)} traced")

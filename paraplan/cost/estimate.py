@@ -11,13 +11,18 @@ from paraplan.cost.stages import even_stage, inner_ranks
 from paraplan.cost.step import StepTime, step_time
 from paraplan.cost.table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
+from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
 
 _SMALL_ROWS = 8_000
 
 
-class MemoryEstimate(Record):
+class _OfStage(Record):
+    pipeline_stage: int
+
+
+class MemoryEstimate(MemoryParts, _OfStage):
     """Bytes that one rank of a pipeline stage allocates at its peak; the parts sum to `total_bytes`.
 
     The total is what `torch.cuda.max_memory_allocated` shows, `device_bytes` what `nvidia-smi` shows beside it. Parts
@@ -25,13 +30,6 @@ class MemoryEstimate(Record):
     `host_bytes` is what offload keeps in the host's memory for this rank.
     """
 
-    pipeline_stage: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_state_bytes: int
-    activation_bytes: int
-    workspace_bytes: int
-    total_bytes: int
     device_bytes: int
     host_bytes: int = 0
 
@@ -172,16 +170,7 @@ def stage_memories(workload: Workload, plan: ParallelPlan) -> tuple[MemoryEstima
 def _memory_record(
     workload: Workload, stage: int, memory: StageMemory, *, cached: float, on_host: float
 ) -> MemoryEstimate:
-    parts = {
-        name: round(float(getattr(memory, name)[stage]))
-        for name in (
-            "parameter_bytes",
-            "gradient_bytes",
-            "optimizer_state_bytes",
-            "activation_bytes",
-            "workspace_bytes",
-        )
-    }
+    parts = {name: round(float(getattr(memory, name)[stage])) for name in MEMORY_PARTS}
     total = sum(parts.values())
     at_least, at_most = (
         workload.constants.device_bytes(

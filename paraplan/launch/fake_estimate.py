@@ -11,20 +11,13 @@ from pathlib import Path
 
 import paraplan
 from paraplan.launch.planning import CPU_PROFILE
-from paraplan.records import Record
+from paraplan.plan.memory_record import MemoryParts
 
 _PATIENCE_S = 600.0  # a model given as code imports torch and is traced
 
 
-class StageEstimate(Record):
+class StageEstimate(MemoryParts):
     """The predicted peak of one pipeline stage by parts, in bytes."""
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_state_bytes: int
-    activation_bytes: int
-    workspace_bytes: int
-    total_bytes: int
 
 
 def estimate_stages(model: str, *, plan_path: str, profile: str | None) -> tuple[Sequence[StageEstimate], str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paraplan.plan.memory_record import MemoryParts
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record
@@ -24,25 +25,22 @@ class CountedCollective(Record):
     total_bytes: int
 
 
-class FakeRankReport(Record):
-    """Bytes of one rank at the moment when most were allocated; the parts sum to `total_bytes`.
-
-    `phase` is what the rank was doing then. `num_parameters` are those of the whole model. `collectives` are those of
-    the second step, the first of which makes buffers and groups. `left_out` says what of the script was not run.
-    """
-
+class _FakeRank(Record):
     rank: int
     world_size: int
     pipeline_stage: int
     plan: ParallelPlan
     precision: TrainingPrecision
     num_parameters: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_state_bytes: int
-    activation_bytes: int
-    workspace_bytes: int
-    total_bytes: int
+
+
+class FakeRankReport(MemoryParts, _FakeRank):
+    """Bytes of one rank at the moment when most were allocated; the parts sum to `total_bytes`.
+
+    `phase` is what the rank was doing then. `num_parameters` are those of the whole model. `collectives` are those of
+    the second step, the first of which makes buffers and groups. `left_out` says what of the script was not run.
+    """
+
     phase: str
     collectives: tuple[CountedCollective, ...] = ()
     left_out: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.model.factory import call_user_code, explain
-from paraplan.plan.memory import MEMORY_PARTS, MemoryParts
+from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.training import OptimizerName, TrainingSpec
