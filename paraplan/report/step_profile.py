@@ -196,17 +196,27 @@ def _spans(events: Iterable[TraceEvent]) -> Spans:
 
 
 def _marks(events: Sequence[TraceEvent], name: str, *, on_gpu: bool) -> list[TraceEvent]:
-    """Return the marks of a name, those on the GPU's clock where there are any; steps meet without a gap."""
+    """Return the marks of a name, those on the GPU's clock where there are any; steps meet without a gap.
+
+    On a GPU a step has a mark on each stream, over its own kernels there (Kineto's GpuUserEventMap goes by device and
+    stream): it lasts from the first of them to the last.
+    """
     categories = ("gpu_user_annotation", "user_annotation") if on_gpu else ("user_annotation",)
     for category in categories:
         found = [event for event in events if event.category == category and event.name.startswith(name)]
         if found:
             break
-    found.sort(key=lambda event: event.start_s)
-    if name == _STEP:
-        met = [event._replace(end_s=max(event.end_s, after.start_s)) for event, after in pairwise(found)]
-        return [*met, *found[-1:]]
-    return found
+    if name != _STEP:
+        return found
+    steps: dict[str, TraceEvent] = {}
+    for event in found:
+        other = steps.get(event.name, event)
+        steps[event.name] = event._replace(
+            start_s=min(event.start_s, other.start_s), end_s=max(event.end_s, other.end_s)
+        )
+    ordered = sorted(steps.values(), key=lambda event: event.start_s)
+    met = [event._replace(end_s=max(event.end_s, after.start_s)) for event, after in pairwise(ordered)]
+    return [*met, *ordered[-1:]]
 
 
 def _collective(event: TraceEvent, *, on_gpu: bool) -> str | None:

@@ -115,6 +115,69 @@ def test_kernels_are_compute_and_those_of_nccl_are_communication() -> None:
     assert profile.communication_s == pytest.approx({"all_reduce": 20e-6, "all_to_all": 5e-6, "send_recv": 5e-6})
 
 
+# A step of FSDP with three streams as torch.profiler exports it from CUDA, in microseconds: category, name, stream,
+# start, length, and what Kineto adds to kernels of NCCL. Written by hand in the shape of pytorch/pytorch#131462 and of
+# Kineto's sources (activity types; GpuUserEventMap, which makes a mark for each stream).
+CUDA_STEP = [
+    ("user_annotation", "ProfilerStep#{step}", None, 0, 90, {}),
+    ("cpu_op", "aten::mm", None, 1, 80, {}),
+    ("cpu_op", "c10d::_allgather_base_", None, 1, 3, {}),
+    ("cuda_runtime", "cudaLaunchKernel", None, 2, 5, {}),
+    ("overhead", "Activity Buffer Request", None, 2, 50, {}),
+    ("ac2g", "ac2g", 7, 10, 0, {}),
+    ("gpu_user_annotation", "ProfilerStep#{step}", 7, 12, 86, {}),
+    ("gpu_user_annotation", "ProfilerStep#{step}", 20, 10, 60, {}),
+    ("gpu_user_annotation", "ProfilerStep#{step}", 24, 0, 2, {}),
+    ("gpu_user_annotation", "nccl:_all_gather_base", 20, 10, 20, {}),
+    ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 24, 0, 2, {}),
+    (
+        "kernel",
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        20,
+        10,
+        20,
+        {"Collective name": "_allgather_base", "Group size": 8, "dtype": "BFloat16", "Process Group Name": "0"},
+    ),
+    ("kernel", "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNN", 7, 12, 20, {}),
+    ("kernel", "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...> > >(...)", 7, 32, 10, {}),
+    ("kernel", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", 7, 42, 18, {}),
+    ("kernel", "ncclSymkDevKernel_ReduceScatter_LDMC_sum_bf16", 20, 50, 20, {}),  # named by NCCL alone
+    ("gpu_user_annotation", "Optimizer.step#AdamW.step", 7, 80, 18, {}),
+    ("kernel", "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>(...)", 7, 80, 18, {}),
+]
+
+
+def cuda_events(*, steps: int) -> list[dict[str, Any]]:
+    return [
+        event(
+            name.format(step=3 + step),
+            category,
+            100 * step + start,
+            length_us,
+            pid=4711 if stream is None else 0,
+            tid=4711 if stream is None else stream,
+            args=more | ({} if stream is None else {"stream": stream, "device": 0}),
+        )
+        for step in range(steps)
+        for category, name, stream, start, length_us, more in CUDA_STEP
+    ]
+
+
+@pytest.mark.parametrize("form", ["plain", "packed", "list"])
+def test_steps_of_several_cuda_streams_are_counted_once(form: str) -> None:
+    events = cuda_events(steps=2)
+    data = json.dumps(events).encode() if form == "list" else measured(*events, distributedInfo={"rank": 5})
+    profile = measured_profile(read_trace(gzip.compress(data) if form == "packed" else data, source="rank5.json.gz"))
+    assert (profile.steps, profile.on_gpu, profile.rank) == (2, True, None if form == "list" else 5)
+    # From the copy at 0 to the optimizer's end at 198; computing 2 + 48 + 18 of each 100, sending 10-30 and 50-70.
+    assert profile.step_s == pytest.approx(99e-6)
+    assert profile.compute_s == pytest.approx(68e-6)
+    assert profile.exposed_s == pytest.approx(12e-6)
+    assert profile.optimizer_s == pytest.approx(18e-6)
+    assert profile.communication_s == pytest.approx({"all_gather": 20e-6, "reduce_scatter": 20e-6})
+    assert profile.compute_s + profile.exposed_s + profile.idle_s == pytest.approx(profile.step_s)
+
+
 def test_without_marks_the_steps_are_those_that_the_user_counts() -> None:
     trace = measured(event("aten::mm", "cpu_op", 0, 300), event("gloo:send", "user_annotation", 300, 100))
     profile = measured_profile(read_trace(trace, source="a"), steps=4)
