@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_GRACE_S = 3.0
+_SLACK_S = 60.0  # for a rank to show its stacks and end, once its own time is over
+_GRACE_S = 10.0  # for the other ranks to answer, once one has failed
 # What ranks of nearly every test would import, each for itself: the compiler comes with FSDP and pipelines.
 _IMPORTED_ONCE = ("paraplan.runtime", "paraplan.runtime.pipeline_assembly", "paraplan.runtime.split_rules")
 _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint", "pytest")
@@ -62,7 +63,7 @@ class RankHarness:
                 connections.append(ours)
                 processes.append(process)
             try:
-                answers = _collect(connections, deadline_s=time.monotonic() + timeout_s + _GRACE_S)
+                answers = _collect(connections, deadline_s=time.monotonic() + timeout_s + _SLACK_S)
             finally:
                 for connection in connections:
                     connection.close()

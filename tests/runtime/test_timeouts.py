@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import RankHarness
+from torch.distributed.device_mesh import DeviceMesh
 from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, Decoder, loss_fn
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.pipeline import PipelineExecution
 from paraplan.runtime.timeouts import CollectiveTimeoutError, Position, default_timeout, timeout_error, waited_s
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
+WAIT_S = 60  # for a message that does not come; long enough to make the group that waits so
 WAITING = Position("all_reduce over dp", (0, 1, 2, 3), "main in train.py line 9")
 READING = Position(None, (), "read in data.py line 40")
 
@@ -86,6 +90,40 @@ def test_a_rank_that_never_comes_is_named_with_its_place(inside: bool, call: str
     said, _ = ranks.run(_never_meet, inside, size=2)
     assert f"rank 0 waited 2 s in {call} of ranks 0-1 (engine.step after 1 steps)" in said
     assert "rank 1 did not come to it, and is at _take_a_long_rest in test_timeouts.py line" in said
+
+
+def _never_sent() -> str:
+    """Do a step, then one in which the first stage rests; return what the last stage is told, which waits for it."""
+    plan = ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=GLOBAL_BATCH // 2)
+    job = runtime.init(plan)
+    torch.manual_seed(0)
+    model = Prepared(2)
+    engine = job.prepare(model, loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held, lr=0.1))
+    ids = torch.randint(VOCABULARY, (GLOBAL_BATCH, TOKENS + 1))
+    engine.step(ids[:, :-1], ids[:, 1:])
+    # The wait for a message ends with the timeout that its group was made with; batches of another shape use this one.
+    soon = dist.new_group(timeout=timedelta(seconds=WAIT_S), group_desc="mesh_pp")
+    execution = engine._part.execution
+    assert isinstance(execution, PipelineExecution)
+    execution._mesh = replace(execution._mesh, device_mesh=DeviceMesh.from_group(soon, "cpu", mesh_dim_names=("pp",)))
+    watch = engine._equipment.timeouts
+    assert watch is not None
+    watch._answers_s = PATIENCE_S
+    if job.is_main:
+        model.before = _take_a_long_rest
+    # Torch's stage wraps what is raised in it.
+    with pytest.raises(RuntimeError if job.is_main else CollectiveTimeoutError) as end:
+        engine.step(ids[:, 2:-1], ids[:, 3:])
+    if not job.is_main:
+        _store().set("is over", "yes")
+    return str(end.value)
+
+
+@pytest.mark.ranks
+def test_a_stage_that_never_sends_is_named_with_its_place(ranks: RankHarness) -> None:
+    _, said = ranks.run(_never_sent, size=2, timeout_s=280.0)
+    assert f"rank 1 waited {WAIT_S} s in a send or receive over pp of ranks 0-1 (engine.step after 1 steps)" in said
+    assert "rank 0 did not come to it, and is at _take_a_long_rest in test_timeouts.py line" in said
 
 
 def _timeouts_of_groups() -> list[timedelta]:
