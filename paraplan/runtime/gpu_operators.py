@@ -40,7 +40,7 @@ _IN_FP32 = frozenset(
     }
 )
 
-_REPLACED = _IN_FP32 | {F.scaled_dot_product_attention, F.dropout}
+_REPLACED = _IN_FP32 | {F.scaled_dot_product_attention, F.dropout, F.cross_entropy}
 
 
 class GpuOperators(AsOnGpu):
