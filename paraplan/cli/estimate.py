@@ -34,6 +34,7 @@ from paraplan.cli.options import (
     AttentionName,
     AttentionOption,
     CalibrationOption,
+    CompileOption,
     CpOption,
     DevicesOption,
     DpOption,
@@ -129,6 +130,7 @@ def estimate(
     precision: PrecisionOption = PrecisionName.bf16,
     optimizer: OptimizerOption = OptimizerChoice.adamw,
     attention: AttentionOption = AttentionName.sdpa,
+    compiled: CompileOption = False,
     dp: DpOption = 1,
     tp: TpOption = 1,
     pp: PpOption = 1,
@@ -178,7 +180,12 @@ def estimate(
         result = estimate_foreign(foreign, ctx.params, options_given(ctx))
         check_limits(result, limits, model=model, file=from_deepspeed or from_accelerate, as_json=as_json)
         return
-    choices: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
+    choices: dict[str, Any] = {
+        "precision": precision,
+        "optimizer": optimizer,
+        "attention": attention,
+        "compiled": compiled,
+    }
     habits = habits_of(framework.value)
     if plan_path is not None:
         file = read_plan_file(plan_path)

@@ -49,10 +49,7 @@ def print_heading(workload: Workload, estimate: PlanEstimate) -> None:
     nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
     console.print(f"[bold]{model.name}[/bold], {format_count(model.parameters.total)} parameters")
     console.print(f"{nodes}: {cluster.num_gpus} x {cluster.gpu.title}")
-    console.print(
-        f"global batch {training.global_batch_size} x {training.seq_length} tokens, "
-        f"{training.precision}, {training.optimizer}, {training.attention} attention"
-    )
+    console.print(f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.title}")
     over = estimate.peak_memory_bytes - estimate.usable_memory_bytes
     if estimate.fits:
         verdict = "[bold green]fits[/bold green]"

@@ -97,6 +97,7 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
     }
     if setup.attention is None and "attention" not in given:
         choices["attention"] = habits.default_attention
+    choices["compiled"] = options["compiled"]
     check_precision(choices["precision"], cluster.gpu)
     training = read_training(
         spec, seq_len=options["seq_len"] or setup.seq_length, global_batch=setup.plan.global_batch_size, **choices

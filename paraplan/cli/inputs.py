@@ -99,7 +99,14 @@ def require_batch(global_batch: int | None, cluster: Cluster) -> int:
 
 
 def read_training(
-    model: ModelSpec, *, seq_len: int | None, global_batch: int, precision: str, optimizer: str, attention: str
+    model: ModelSpec,
+    *,
+    seq_len: int | None,
+    global_batch: int,
+    precision: str,
+    optimizer: str,
+    attention: str,
+    compiled: bool,
 ) -> TrainingSpec:
     """Return the training spec; the sequence length defaults to the model's longest.
 
@@ -121,6 +128,7 @@ def read_training(
         precision=precision,
         optimizer=optimizer,
         attention=attention,
+        compiled=compiled,
     )
 
 

@@ -141,6 +141,14 @@ AttentionOption = Annotated[
     AttentionName,
     typer.Option("--attention", help="The attention kernel; eager keeps all scores.", rich_help_panel=TRAINING_PANEL),
 ]
+CompileOption = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="torch.compile compiles the repeated blocks.",
+        rich_help_panel=TRAINING_PANEL,
+    ),
+]
 CalibrationOption = Annotated[
     Path | None,
     typer.Option(

@@ -27,6 +27,7 @@ from paraplan.cli.options import (
     AttentionName,
     AttentionOption,
     CalibrationOption,
+    CompileOption,
     FindName,
     FixedCpOption,
     FixedDpOption,
@@ -85,6 +86,7 @@ def recommend(
     precision: PrecisionOption = PrecisionName.bf16,
     optimizer: OptimizerOption = OptimizerChoice.adamw,
     attention: AttentionOption = AttentionName.sdpa,
+    compiled: CompileOption = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Write the recommended plan to this file.")
     ] = None,
@@ -169,7 +171,8 @@ def recommend(
     cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
     check_precision(precision, cluster.gpu)
     chosen: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
-    training = read_training(spec, seq_len=seq_len, global_batch=require_batch(global_batch, cluster), **chosen)
+    batch = require_batch(global_batch, cluster)
+    training = read_training(spec, seq_len=seq_len, global_batch=batch, compiled=compiled, **chosen)
     earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
     fixed = FixedChoices(

@@ -47,10 +47,7 @@ def _print_head(console: Console, answer: Recommendation) -> None:
     nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
     console.print(f"[bold]{model.name}[/bold], {format_count(model.parameters.total)} parameters")
     console.print(f"{nodes}: {cluster.num_gpus} x {cluster.gpu.title}")
-    console.print(
-        f"global batch {training.global_batch_size} x {training.seq_length} tokens, "
-        f"{training.precision}, {training.optimizer}, {training.attention} attention"
-    )
+    console.print(f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.title}")
     if answer.framework is not None:
         console.print(
             f"[yellow]For {answer.framework}, by its habits; paraplan's own runtime does not launch this plan.[/yellow]"

@@ -21,8 +21,9 @@ class Cuts:
     `keeps_gathered_inputs` says that matmuls keep what sequence parallelism gathers for them, as `Habits` has it.
     `tokens` counts those of one micro-batch on one rank, `own_tokens` those of one of its sequences; `sequence_tp` the
     ranks that share the tensors outside of the tensor-parallel regions. `is_autocast` says that the model runs under
-    autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits. `known_saved` has
-    what `saved_bytes` was asked before. `ep` ranks share out the experts: each has as many rows for fewer experts.
+    autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits. `is_compiled` says
+    that torch.compile chooses what a block keeps. `known_saved` has what `saved_bytes` was asked before. `ep` ranks
+    share out the experts: each has as many rows for fewer experts.
     """
 
     tokens: Floats
@@ -35,6 +36,7 @@ class Cuts:
     keeps_gathered_inputs: bool
     has_fp32_weights: Mask
     ep: Floats
+    is_compiled: bool = False
     known_saved: dict[tuple[int, bool, bool, bool], Floats] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -96,8 +98,23 @@ def saved_bytes(
         for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
             if not (without_attention_core and tensor.in_attention_core):
                 total = total + _tensor_bytes(block, tensor, training, cuts, is_first=is_first)
+        if cuts.is_compiled:
+            total = total + _entry_bytes(block, training, cuts, is_first=is_first)
         cuts.known_saved[key] = total
     return cuts.known_saved[key]
+
+
+def _entry_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, is_first: bool) -> Floats:
+    """Return what the input of a compiled block takes beyond the activations' type.
+
+    Of the inputs of its norms only the first is the residual stream, whatever the type of that is; the next is
+    computed again from it and from what the attention gave.
+    """
+    inputs = [tensor for tensor in block.saved_fused if tensor.element_type == "promoted"]
+    if not inputs:
+        return np.zeros_like(cuts.tp)
+    wider = cuts.residual_bytes(training, is_first=is_first) - training.activation_bytes
+    return np.asarray(cuts.tokens * inputs[0].elements_per_token * wider / cuts.sequence_tp)
 
 
 def transient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, fused_kernels: bool) -> Floats:
@@ -208,6 +225,8 @@ def _element_bytes(
     block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, cuts: Cuts, *, is_first: bool
 ) -> Floats | float:
     residual = cuts.residual_bytes(training, is_first=is_first)
+    if cuts.is_compiled and (tensor.num_readers is not None or tensor.element_type == "promoted"):
+        return training.activation_bytes
     if tensor.num_readers is not None and cuts.is_autocast:
         wide = {
             "promoted": np.ones_like(cuts.has_fp32_weights),

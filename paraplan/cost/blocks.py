@@ -103,25 +103,27 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
 def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
     """Return the columns of `BlockCosts` for some cuts."""
     model, training, habits = workload.model, workload.training, workload.habits
+    ends = _priced_ends(workload, cuts)
+    if training.compiled:  # the blocks, not what stands around them
+        cuts, habits = replace(cuts, is_compiled=True), habits.compiled()
     times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, habits)
-    ends = replace(cuts, tp=habits.vocabulary_tp(cuts.tp, model.vocabulary))
-    end_times = replace(times, cuts=ends)
-    boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
     kinds = list(dict.fromkeys(run.block for run in model.runs))
     order = [kinds.index(run.block) for run in model.runs for _ in range(run.count)]
     kinds = [_as_run(kind, habits) for kind in kinds]
     parameters = [_parameters(kind, cuts) for kind in kinds]
+    fused = habits.fused_kernels
     kept, later_kept = (
-        [_kept_bytes(kind, workload, cuts, is_first=is_first) for kind in kinds] for is_first in (True, False)
+        [_kept_bytes(kind, workload, cuts, fused_kernels=fused, is_first=is_first) for kind in kinds]
+        for is_first in (True, False)
     )
     forward = [times.block_s(kind) for kind in kinds]
     working = [
-        saved_bytes(kind, training, cuts, fused_kernels=habits.fused_kernels)
+        saved_bytes(kind, training, cuts, fused_kernels=fused)
         - less
-        + transient_bytes(kind, training, cuts, fused_kernels=habits.fused_kernels)
+        + transient_bytes(kind, training, cuts, fused_kernels=fused)
         for kind, less in zip(kinds, kept, strict=True)
     ]
-    return {
+    return ends | {
         "parameters": _running_sum(parameters, order),
         "expert_parameters": _running_sum([_expert_parameters(kind, cuts) for kind in kinds], order),
         "copied_parameters": _running_sum([_copied_parameters(kind, cuts) for kind in kinds], order),
@@ -136,12 +138,23 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
         "largest_block_parameters": np.max(parameters, axis=0),
         "working_bytes": np.max(working, axis=0),
         "first_half_bytes": np.max(
-            [first_half_bytes(kind, training, cuts, fused_kernels=habits.fused_kernels) for kind in kinds], axis=0
+            [first_half_bytes(kind, training, cuts, fused_kernels=fused) for kind in kinds], axis=0
         ),
         "distinct_weight_parameters": _distinct_weights(kinds, cuts),
         "largest_weight_parameters": _largest_weight(kinds, cuts, np.ones_like(cuts.tp)),
         "largest_gradient_bytes": _largest_gradient(kinds, training, cuts),
         "second_half_bytes": np.max([_second_half_bytes(kind, training, cuts) for kind in kinds], axis=0),
+        "score_bytes": _score_bytes(kinds, training, cuts),
+    }
+
+
+def _priced_ends(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
+    """Return the columns of the embedding, of the head with the loss, and of what blocks hand on."""
+    model, training, habits = workload.model, workload.training, workload.habits
+    ends = replace(cuts, tp=habits.vocabulary_tp(cuts.tp, model.vocabulary))
+    times = KernelTimes(training, workload.cluster.gpu, ends, workload.constants, habits)
+    boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
+    return {
         "embedding_parameters": _parameters(model.embedding, ends),
         "embedding_saved_bytes": saved_bytes(model.embedding, training, cuts, fused_kernels=habits.fused_kernels),
         "embedding_s": times.moved_s(3.0 * boundary),
@@ -150,11 +163,10 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
         "head_copied_parameters": _copied_parameters(model.head, ends),
         "head_saved_bytes": saved_bytes(model.head, training, cuts, fused_kernels=habits.fused_kernels),
         "head_output_gradient_bytes": output_gradient_bytes(model.head, training, ends),
-        "head_s": end_times.block_s(model.head)
-        + end_times.block_s(model.head, backward=True)
-        + end_times.loss_s(model.vocab_size or 0),
+        "head_s": times.block_s(model.head)
+        + times.block_s(model.head, backward=True)
+        + times.loss_s(model.vocab_size or 0),
         "boundary_bytes": boundary,
-        "score_bytes": _score_bytes(kinds, training, cuts),
     }
 
 
@@ -264,10 +276,17 @@ def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts) -> 
     return np.asarray(cuts.tokens * cuts.seq_length * heads / cuts.tp * training.activation_bytes)
 
 
-def _kept_bytes(block: BlockSpec, workload: Workload, cuts: Cuts, *, is_first: bool) -> Floats:
-    training, fused = workload.training, workload.habits.fused_kernels
+def _kept_bytes(block: BlockSpec, workload: Workload, cuts: Cuts, *, fused_kernels: bool, is_first: bool) -> Floats:
+    training = workload.training
     whole, rest = (
-        saved_bytes(block, training, cuts, fused_kernels=fused, is_first=is_first, without_attention_core=without)
+        saved_bytes(
+            block,
+            training,
+            cuts,
+            fused_kernels=fused_kernels,
+            is_first=is_first,
+            without_attention_core=without,
+        )
         for without in (False, True)
     )
     width = workload.model.hidden_size * cuts.residual_bytes(training, is_first=is_first)

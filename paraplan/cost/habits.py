@@ -14,6 +14,9 @@ from paraplan.plan.training import AttentionKind
 from paraplan.records import Record
 from paraplan.units import MIB
 
+FUSED_TRAFFIC = 1.6
+"""Bytes that a forward pass of fused kernels moves outside of matmuls, for each byte that it keeps; see `Habits`."""
+
 
 class Habits(Record):
     """One framework's choices. Bytes are per parameter.
@@ -121,6 +124,13 @@ class Habits(Record):
     context_bytes: int | None = None
     source: str
 
+    def compiled(self) -> Habits:
+        """Return the habits of blocks that torch.compile compiles: what stands between matmuls is fused.
+
+        What the host needs to start a block is left as it is: nobody has measured it for compiled ones.
+        """
+        return self.replace(fused_kernels=True, traffic_per_saved_byte=FUSED_TRAFFIC)
+
     def vocabulary_tp(self, tp: NDArray[np.float64], vocabulary: int) -> NDArray[np.float64]:
         """Return over how many ranks the embedding and a head of `vocabulary` outputs are divided, for each of `tp`."""
         if not self.splits_vocabulary:
@@ -161,7 +171,7 @@ MEGATRON_CORE = Habits(
     splits_pipeline_sends=True,
     flash_generation=3,
     uses_tf32=True,
-    traffic_per_saved_byte=1.6,
+    traffic_per_saved_byte=FUSED_TRAFFIC,
     logit_bytes=6,
     loss_traffic_per_logit=52,
     keeps_dummy_gradients=True,
@@ -194,7 +204,7 @@ MEGATRON_2021 = Habits(
     splits_pipeline_sends=True,
     default_attention="eager",
     uses_tf32=True,
-    traffic_per_saved_byte=1.6,
+    traffic_per_saved_byte=FUSED_TRAFFIC,
     logit_bytes=6,
     loss_traffic_per_logit=52,
     source="Narayanan et al. 2021, section 3; fused scale-mask-softmax and bias-GeLU, attention scores kept",
@@ -252,7 +262,7 @@ FSDP = Habits(
 COMPOSER = FSDP.replace(
     name="Composer",
     fused_kernels=True,
-    traffic_per_saved_byte=1.6,
+    traffic_per_saved_byte=FUSED_TRAFFIC,
     flash_generation=1,
     dropout=0,
     logit_bytes=4,
@@ -301,7 +311,7 @@ HF_TRAINER = Habits(
 NVIDIA_EXAMPLES = HF_TRAINER.replace(
     name="NVIDIA DeepLearningExamples",
     fused_kernels=True,
-    traffic_per_saved_byte=1.6,
+    traffic_per_saved_byte=FUSED_TRAFFIC,
     uses_tf32=True,
     source="NVIDIA/DeepLearningExamples in NVIDIA's containers, which allow TF32 for fp32 matmuls; apex's LayerNorm",
 )

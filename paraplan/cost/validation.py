@@ -95,6 +95,7 @@ def training_of_run(run: MeasuredRun, habits: Habits) -> TrainingSpec:
         precision=precision,
         optimizer=_optimizer(run.optimizer.lower()),
         attention=attention,
+        compiled=bool(run.torch_compile),
     )
 
 

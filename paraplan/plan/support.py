@@ -13,7 +13,11 @@ RUNNABLE_PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def unsupported_reason(
-    plan: ParallelPlan, *, num_blocks: int | None = None, precision: TrainingPrecision | None = None
+    plan: ParallelPlan,
+    *,
+    num_blocks: int | None = None,
+    precision: TrainingPrecision | None = None,
+    compiled: bool = False,
 ) -> str | None:
     """Return why the runtime cannot execute `plan`, or None where it can.
 
@@ -25,23 +29,29 @@ def unsupported_reason(
     core or of all (zero bubble: none). Experts go over `tp` like other layers, not over `ep`.
     The optimizer may be offloaded under each of these, parameters under ZeRO-3.
     `num_blocks` is the number of repeated blocks of the model and `precision` that of the training; what is None is not
-    looked at. Splits alone decide: whether the plan fits in memory is another question, and whether a model's heads
-    divide over `tp` or `cp` is seen when it is prepared.
+    looked at. Blocks that torch.compile compiles (`compiled`) are neither split nor copied. Splits alone decide:
+    whether the plan fits in memory is another question, and whether a model's heads divide over `tp` or `cp` is seen
+    when it is prepared.
     """
     reasons = (
         _axes_reason(plan),
         _pipeline_reason(plan, num_blocks),
         _memory_reason(plan),
         _precision_reason(precision),
+        compiled_reason(plan) if compiled else None,
     )
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def check_supported(
-    plan: ParallelPlan, *, num_blocks: int | None = None, precision: TrainingPrecision | None = None
+    plan: ParallelPlan,
+    *,
+    num_blocks: int | None = None,
+    precision: TrainingPrecision | None = None,
+    compiled: bool = False,
 ) -> None:
     """Raise `UnsupportedPlanError` with the reason and a way out if the runtime cannot execute `plan`."""
-    reason = unsupported_reason(plan, num_blocks=num_blocks, precision=precision)
+    reason = unsupported_reason(plan, num_blocks=num_blocks, precision=precision, compiled=compiled)
     if reason is not None:
         raise UnsupportedPlanError(
             f"this runtime cannot execute the plan '{plan.describe()}': {reason}",
@@ -67,6 +77,17 @@ def experts_reason(model: ModelSpec, ep: int) -> str | None:
         return None
     count = model.num_experts
     return f"{model.name} has {f'{count} experts to a layer' if count > 1 else 'no experts'}"
+
+
+def compiled_reason(plan: ParallelPlan) -> str | None:
+    """Return why torch.compile cannot compile the blocks of a model under `plan`, None where it can."""
+    if plan.tp > 1:
+        return f"tp={plan.tp}: layers that are split run code that torch.compile does not follow"
+    if plan.devices_per_process > 1:
+        return f"devices_per_process={plan.devices_per_process}: DataParallel copies blocks anew in every step"
+    if plan.virtual_pipeline_size > 1:
+        return f"virtual_pipeline_size={plan.virtual_pipeline_size}: copies of blocks are not compiled"
+    return None
 
 
 def _axes_reason(plan: ParallelPlan) -> str | None:

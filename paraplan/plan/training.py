@@ -18,6 +18,7 @@ class TrainingSpec(Record):
     """One training step as the user wants it, whatever the plan. The batch is counted in sequences.
 
     bf16 and fp16 mean mixed precision: matmuls and activations in 16 bits, optimizer state and master weights in fp32.
+    `compiled` says that torch.compile compiles the model's repeated blocks; what stands around them is not.
     """
 
     global_batch_size: int = Field(gt=0)
@@ -25,6 +26,13 @@ class TrainingSpec(Record):
     precision: TrainingPrecision = "bf16"
     optimizer: OptimizerName = "adamw"
     attention: AttentionKind = "sdpa"
+    compiled: bool = False
+
+    @property
+    def title(self) -> str:
+        """How a step computes, for people: "bf16, adamw, sdpa attention"."""
+        compiled = ", compiled blocks" if self.compiled else ""
+        return f"{self.precision}, {self.optimizer}, {self.attention} attention{compiled}"
 
     @property
     def tokens_per_step(self) -> int:

@@ -40,8 +40,7 @@ def workload_lines(workload: Workload) -> list[str]:
     nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
     return [
         f"{format_count(model.parameters.total)} parameters on {nodes}: {cluster.num_gpus} x {cluster.gpu.title}",
-        f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.precision}, "
-        f"{training.optimizer}, {training.attention} attention",
+        f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.title}",
     ]
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.model.trace import stack_names
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import compiled_reason
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,7 @@ def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, 
 
     Raises `PlanError` where the model has no blocks, or they are to be split or copied.
     """
-    reason = None
-    if plan.tp > 1:
-        reason = f"tp={plan.tp}: layers that are split run code that torch.compile does not follow"
-    elif plan.devices_per_process > 1:
-        reason = f"devices_per_process={plan.devices_per_process}: DataParallel copies blocks anew in every step"
-    elif plan.virtual_pipeline_size > 1:
-        reason = f"virtual_pipeline_size={plan.virtual_pipeline_size}: copies of blocks are not compiled"
+    reason = compiled_reason(plan)
     if reason is not None:
         raise UnsupportedPlanError(f"compile_backend={backend!r} with {reason}", hint="leave out compile_backend")
     if stack is None:

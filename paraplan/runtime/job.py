@@ -99,7 +99,8 @@ class Job:
         `count_targets(targets)` says, by default those other than -100 where targets are whole numbers, else the
         sequences. `optimizer` is called with a list of this rank's parameters and returns their optimizer, `scheduler`
         with that optimizer; it is stepped after every step. `max_grad_norm` clips the norm of the whole model's
-        gradient. `compile_backend` ("inductor") has torch.compile compile each of the repeated blocks.
+        gradient. `compile_backend` ("inductor", also where the plan was made with --compile) has torch.compile compile
+        each of the repeated blocks.
         Every rank starts from the weights of rank 0. Ranks of a `dp` group draw different random numbers afterwards
         (dropout). `example_inputs` is a small batch to find the model's structure by, for a pipeline over a model whose
         inputs are not token ids. `weights` is a safetensors file, or a folder of them, from which every rank reads its
@@ -153,6 +154,8 @@ class Job:
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=reads)
         share_weights(model, self.world)
         names = names_of_ties(model)
+        if compile_backend is None and _is_compiled(self.file):
+            compile_backend = "inductor"
         if compile_backend is not None:
             compile_blocks(model, stack, compile_backend, plan=self.plan)
         part = assemble_part(model, stack, setting, example_inputs=example_inputs)
@@ -271,7 +274,7 @@ def init(
             hint=f"start {chosen.world_size} ranks, or make a plan for {world.size}",
         )
     precision = _agreed_precision(precision, file)
-    check_supported(chosen, precision=precision)
+    check_supported(chosen, precision=precision, compiled=_is_compiled(file))
     check_devices(chosen, torch.cuda.device_count())
     is_fake = FAKE_VARIABLE in os.environ
     timeouts = None
@@ -346,6 +349,10 @@ def _agreed_precision(precision: TrainingPrecision | None, file: PlanFile | None
             hint="leave precision out of runtime.init, or make a plan for it",
         )
     return precision or planned or "fp32"
+
+
+def _is_compiled(file: PlanFile | None) -> bool:
+    return file is not None and file.training is not None and file.training.compiled
 
 
 def _leave_group() -> None:

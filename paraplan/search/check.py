@@ -97,7 +97,10 @@ def _suits(workload: Workload, plan: ParallelPlan) -> Finding:
 
 
 def _supported(workload: Workload, plan: ParallelPlan) -> Finding:
-    reason = unsupported_reason(plan, num_blocks=workload.model.num_blocks, precision=workload.training.precision)
+    training = workload.training
+    reason = unsupported_reason(
+        plan, num_blocks=workload.model.num_blocks, precision=training.precision, compiled=training.compiled
+    )
     message = "paraplan.runtime executes it" if reason is None else f"paraplan.runtime does not execute it: {reason}"
     return Finding(name="supported", passed=reason is None, message=message)
 

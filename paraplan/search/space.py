@@ -312,7 +312,8 @@ class PlanSpace:
 
     def _reason(self, table: PlanTable, row: int) -> str | None:
         if self.runnable_only:
-            return unsupported_reason(table.plan(row), precision=self.workload.training.precision)
+            training = self.workload.training
+            return unsupported_reason(table.plan(row), precision=training.precision, compiled=training.compiled)
         count, pp = int(table.num_microbatches[row]), int(table.pp[row])
         if table.schedule[row] == _INTERLEAVED and count % round_size(count, pp):
             return "interleaved stages need micro-batches in equal rounds, such as a multiple of pp"

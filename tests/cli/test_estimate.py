@@ -230,3 +230,18 @@ def test_hybrid_sharding_and_data_parallel_in_one_process_are_estimated_from_opt
     status, _, stderr = run("estimate", *shared, "--devices-per-process", "3")
     assert status == 2
     assert "hint: use --devices-per-process 2" in stderr
+
+
+def test_compiled_blocks_are_faster_keep_less_and_stand_in_the_plan(tmp_path: Path) -> None:
+    options = ["gpt2", "--profile", "dgx-a100", "--seq-len", "1024"]
+    plain = json.loads(run("estimate", *options, "--micro-batch", "8", "--json")[1])
+    compiled = json.loads(run("estimate", *options, "--micro-batch", "8", "--compile", "--json")[1])
+    assert compiled["step"]["step_time_s"] < plain["step"]["step_time_s"]
+    assert compiled["peak_memory_bytes"] < plain["peak_memory_bytes"]
+
+    path = tmp_path / "plan.json"
+    status, stdout, _ = run("recommend", *options, "--global-batch", "64", "--compile", "-o", str(path))
+    assert status == 0
+    assert "bf16, adamw, sdpa attention, compiled blocks" in stdout
+    assert json.loads(path.read_text(encoding="utf-8"))["training"]["compiled"] is True
+    assert "compiled blocks" in run("estimate", "gpt2", "--profile", "dgx-a100", "--plan", str(path))[1]

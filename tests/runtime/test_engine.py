@@ -20,6 +20,7 @@ from paraplan import runtime
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.memory_fault import RankMemoryError
 
@@ -293,13 +294,18 @@ def test_a_model_without_blocks_has_nothing_to_compile() -> None:
         prepared(None, nn.Bilinear(2, 2, 2), compile_backend="aot_eager")
 
 
-def compile_split_blocks() -> str:
-    return message_of(lambda: prepared(plan_of(tp=2), Transformer(), compile_backend="aot_eager"))
+def compile_split_blocks() -> tuple[str, str]:
+    asked = message_of(lambda: prepared(plan_of(tp=2), Transformer(), compile_backend="aot_eager"))
+    training = TrainingSpec(global_batch_size=BATCH, seq_length=8, precision="fp32", compiled=True)
+    return asked, message_of(lambda: runtime.init(PlanFile(plan=plan_of(tp=2), training=training)))
 
 
 @pytest.mark.ranks
 def test_blocks_split_over_tp_are_not_compiled(ranks: RankHarness) -> None:
-    assert "compile_backend='aot_eager' with tp=2" in ranks.run(compile_split_blocks, size=2)[0]
+    asked, planned = ranks.run(compile_split_blocks, size=2)[0]
+    assert "compile_backend='aot_eager' with tp=2" in asked
+    assert "cannot execute the plan" in planned
+    assert "tp=2: layers that are split run code that torch.compile does not follow" in planned
 
 
 # Numbers about a run

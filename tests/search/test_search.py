@@ -182,6 +182,16 @@ def test_every_plan_of_the_space_is_one_that_the_runtime_executes_and_the_others
             assert unsupported_reason(plan, num_blocks=12, precision="fp32") is None
 
 
+def test_compiled_blocks_are_neither_split_nor_copied(workload: MakeWorkload) -> None:
+    made = workload("gpt2", global_batch_size=24, precision="fp32", compiled=True)
+    space = PlanSpace(made)
+    for chunk in space.chunks():
+        assert set(chunk.table.tp.tolist()) == {1}
+        assert set(chunk.table.virtual.tolist()) == {1}
+    assert space.rejected["layers that are split run code that torch.compile does not follow"] > 0
+    assert space.rejected["copies of blocks are not compiled"] > 0
+
+
 def test_plans_for_other_frameworks_hold_what_the_runtime_does_not_execute(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", seq_length=4096)
     own, other = search(made), search(made, runnable_only=False)
