@@ -128,7 +128,6 @@ def cases(ranks: int, size: Size | None = None) -> list[Case]:
         Case("pipeline", pipeline, "plain", size),
         Case("tensor", ParallelPlan(tp=ranks, num_microbatches=4, **batch), "plain", size),
         Case("ddp", ddp, "accelerate", size),
-        Case("zero 3", zero[2], "accelerate", size),
         *(Case(f"zero {plan.zero_stage}", plan, "deepspeed", size) for plan in zero),
     ]
     return [case for case in found if case.rival == "plain" or is_installed(case.rival)]
@@ -375,6 +374,8 @@ def say_what_is_compared(arguments: argparse.Namespace) -> None:
     for name in ("accelerate", "deepspeed"):
         if arguments.ranks != [1] and not is_installed(name) and name in (arguments.rival or SIDES):
             print(f"left out: {name} is not installed")
+    if arguments.ranks != [1] and is_installed("accelerate") and "accelerate" in (arguments.rival or SIDES):
+        print("left out: FSDP2 of accelerate, which trains with DDP in its place on ranks without a GPU")
     head = f"{'CPU ms':>11} {'ratio (quartiles)':<17} {'wall ms':>11} {'ratio (quartiles)':<17}"
     print(f"{'case':<10} {'against':<10} ranks {head} tensors memory      sent")
 

@@ -35,8 +35,10 @@ def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Col
         return square
 
     # Both squares travel together: over dp and cp those of shards, and over tp those of parts.
+    has_shards = any(isinstance(gradient, DTensor) for gradient in gradients.values())  # alike on the ranks of a group
     sharded = summed(
-        torch.stack([square_of(is_split=part, is_sharded=True) for part in (False, True)]), mesh.shard_group
+        torch.stack([square_of(is_split=part, is_sharded=True) for part in (False, True)]),
+        mesh.shard_group if has_shards else None,
     )
     whole, part = sharded + torch.stack([square_of(is_split=part, is_sharded=False) for part in (False, True)])
     return summed(whole + summed(part.clone(), mesh.group("tp")), mesh.group("pp")).sqrt()

@@ -90,13 +90,16 @@ class _RowLosses(torch.autograd.Function):
         copied = logits.clone() if logits.dtype is torch.float32 else logits.float()
         shifted = copied.sub_(largest[:, None])
         of_target = shifted.gather(1, local[:, None]).squeeze(1) * is_mine
-        mean = shifted.sum(dim=-1) / cut.length if smoothing else torch.zeros_like(of_target)
+        means = [shifted.sum(dim=-1) / cut.length] if smoothing else []
         exponentials = shifted.exp_()
-        total, of_target, mean = group.sum(torch.stack([exponentials.sum(dim=-1), of_target, mean])).unbind(0)
+        sums = torch.stack([exponentials.sum(dim=-1), of_target, *means])
+        total, of_target, *means = group.sum(sums, in_place=True).unbind(0)
         counts = target != ignored
         ctx.save_for_backward(exponentials.div_(total[:, None]), local, is_mine, counts)
         ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, cut.length, logits.dtype
-        losses = total.log() - (1 - smoothing) * of_target - smoothing * mean
+        losses = total.log() - (1 - smoothing) * of_target
+        if smoothing:
+            losses -= smoothing * means[0]
         return torch.where(counts, losses, 0.0)
 
     @staticmethod
