@@ -183,7 +183,12 @@ def _print_step(console: Console, estimate: PlanEstimate) -> None:
     table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     for justify in ("left", "right", "right"):
         table.add_column(justify=justify)
-    for name, title in STEP_PARTS:
+    titles = dict(STEP_PARTS)
+    if estimate.plan.offload != "none":
+        titles["optimizer_s"] = "optimizer, on the host"
+    if estimate.plan.offload == "parameters":
+        titles["data_parallel_s"] = "data-parallel and copies from the host"
+    for name, title in titles.items():
         seconds = getattr(step, name)
         if seconds > 0:
             table.add_row(title, format_seconds(seconds), f"{seconds / step.step_time_s:.1%}")

@@ -55,7 +55,7 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "plan": best.pop("plan"),
         "placement": answer.placement.model_dump(),
         "remark": result.remark,
-        "warnings": best.pop("warnings"),
+        "warnings": [*best.pop("warnings"), *([answer.offload] if answer.offload else [])],
         "estimate": best,
         "found": answer.found,
         "framework": answer.framework,

@@ -12,6 +12,7 @@ from rich.table import Table
 from paraplan.cli.estimate_tables import print_estimate, print_warnings
 from paraplan.cli.recommend_report import commands
 from paraplan.cli.terminal import make_console
+from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import training_notes
 from paraplan.search.budget import Budget, SizeOffer
 from paraplan.search.changes import Comparison
@@ -19,6 +20,8 @@ from paraplan.search.explain import Explanation, part_words
 from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import Candidate, SearchResult
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_seconds
+
+_EQUAL = 1.02
 
 
 def print_answer(answer: Recommendation, *, plan_path: Path | None, seconds: float) -> None:
@@ -60,9 +63,16 @@ def _print_head(console: Console, answer: Recommendation) -> None:
         console.print(f"  {line}")
     if result.remark is not None:
         console.print(f"  {result.remark}")
+    if answer.offload is not None:
+        print_warnings(console, [answer.offload])
     if result.fastest is not None:
         gain = result.best.step.step_time_s / result.fastest.step.step_time_s - 1
-        console.print(f"Outside the tree's answer, predicted {gain:.0%} faster: {result.fastest.plan.describe()}")
+        plan = result.fastest.plan
+        options = " ".join(f"--{name} {getattr(plan, name)}" for name in ("dp", "tp", "pp", "cp", "ep"))
+        console.print(
+            f"Outside the tree's answer, predicted {gain:.0%} faster: {plan.describe()} "
+            f"(take it with {options.removesuffix(' --ep 1')})"
+        )
 
 
 def _details(answer: Recommendation) -> list[str]:
@@ -86,7 +96,11 @@ def _print_tree_and_plans(console: Console, result: SearchResult) -> None:
         console.print(Padding(f"{decision.question} [bold]{decision.outcome}[/bold]", (0, 2)))
         console.print(Padding(f"[dim]{decision.because}[/dim]", (0, 4)))
     console.print("\n[bold]Plans[/bold], best first (* = a family that the tree names)")
-    console.print(_plans(result.candidates, result))
+    shown = without_equals(result.candidates, result.best.plan)
+    console.print(_plans(shown, result))
+    if hidden := len(result.candidates) - len(shown):
+        more = "more puts" if hidden == 1 else "more put"
+        console.print(f"   [dim]{hidden} {more} cp in the place of dp, not over 2 % faster (--json lists them)[/dim]")
     if result.rejections:
         console.print("\n[bold]Ruled out[/bold]")
         console.print(_rejections(result))
@@ -189,6 +203,25 @@ def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:
             style="bold green" if chosen else "",
         )
     return table
+
+
+def without_equals(candidates: tuple[Candidate, ...], chosen: ParallelPlan) -> tuple[Candidate, ...]:
+    """Return candidates without those that are another one with cp for dp, and less than 2 % apart from it."""
+    kept: list[Candidate] = []
+    for one in sorted(candidates, key=lambda one: one.plan.cp):
+        is_equal = any(
+            _without_cp(one.plan) == _without_cp(other.plan)
+            and one.plan.cp > other.plan.cp
+            and one.step_time_s > other.step_time_s / _EQUAL
+            for other in kept
+        )
+        if not is_equal or one.plan == chosen:
+            kept.append(one)
+    return tuple(one for one in candidates if one in kept)
+
+
+def _without_cp(plan: ParallelPlan) -> tuple[object, ...]:
+    return plan.tp, plan.pp, plan.ep, plan.dp * plan.cp, plan.zero_stage, plan.offload, plan.recompute
 
 
 def _rejections(result: SearchResult) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Literal
 
 from paraplan.plan.parallel import Axis, ParallelPlan
@@ -109,6 +110,7 @@ def smaller_plan(plan: ParallelPlan, *, max_ranks: int) -> ParallelPlan:
     is_same_pipeline = pp == plan.pp
     return plan.replace(
         **degrees,
+        ep=gcd(plan.ep, degrees["dp"] * degrees["cp"]),
         num_microbatches=min(count, 2) if pp == 1 else count,
         micro_batch_size=min(plan.micro_batch_size, 2),
         virtual_pipeline_size=plan.virtual_pipeline_size if is_same_pipeline else min(plan.virtual_pipeline_size, 2),
@@ -123,8 +125,11 @@ def without(plan: ParallelPlan, axis: Axis) -> ParallelPlan:
         changes["sequence_parallel"] = False
     if axis == "pp":
         changes |= {"pipeline_schedule": None, "virtual_pipeline_size": 1, "stage_blocks": None}
-    if axis in ("dp", "cp") and plan.dp * plan.cp == getattr(plan, axis):
-        changes["zero_stage"] = 0
+    if axis in ("dp", "cp"):
+        rest = plan.dp * plan.cp // getattr(plan, axis)
+        changes["ep"] = gcd(plan.ep, rest)
+        if rest == 1:
+            changes["zero_stage"] = 0
     return plan.replace(**changes)
 
 

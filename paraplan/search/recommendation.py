@@ -43,7 +43,8 @@ class Question:
 class Recommendation:
     """The answer: the workload that was planned for (another one where something was to be found), and the search.
 
-    `found` says in a sentence what `Question.find` found. What was not asked for is None or empty.
+    `found` says in a sentence what `Question.find` found, `offload` what offload costs and what would do without it.
+    What was not asked for is None or empty.
     """
 
     workload: Workload
@@ -51,6 +52,7 @@ class Recommendation:
     placement: PlannedPlacement
     framework: str | None = None
     found: str | None = None
+    offload: str | None = None
     explanation: Explanation | None = None
     comparison: Comparison | None = None
     budget: Budget | None = None
@@ -76,6 +78,7 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
         placement=_placement(workload, result),
         framework=question.framework,
         found=found,
+        offload=_offload(workload, question, result, runnable_only=runnable_only),
         explanation=_explanation(result) if question.explains else None,
         comparison=_comparison(workload, question.earlier, result) if question.earlier else None,
         budget=_budget(workload, question.tokens, question.price_per_gpu_hour, result) if question.tokens else None,
@@ -113,6 +116,14 @@ def _explanation(result: SearchResult) -> Explanation | None:
     from paraplan.search.explain import explain
 
     return explain(result.best, result.second) if result.second else None
+
+
+def _offload(workload: Workload, question: Question, result: SearchResult, *, runnable_only: bool) -> str | None:
+    if result.best.plan.offload == "none":
+        return None
+    from paraplan.search.without_offload import offload_remark
+
+    return offload_remark(workload, result.best, runnable_only=runnable_only, fixed=question.fixed)
 
 
 def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> Comparison:

@@ -143,6 +143,35 @@ def test_a_sequence_beyond_the_models_length_is_remarked_and_planned(command: tu
     assert warning in words
 
 
+def test_a_plan_that_offloads_says_what_it_costs_and_what_would_do_without() -> None:
+    small = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
+    answer = json.loads(run(*small, "--json")[1])
+    assert answer["plan"]["offload"] == "optimizer"
+    (warning,) = answer["warnings"]
+    assert warning.endswith("It would fit with 16 GPUs (--nodes 2) or --optimizer adamw_8bit")
+    for way in (["--nodes", "2"], ["--optimizer", "adamw_8bit"]):
+        other = json.loads(run(*small, *way, "--json")[1])
+        assert (other["plan"]["offload"], other["warnings"]) == ("none", [])
+    assert json.loads(run(*small, "--offload", "optimizer", "--json")[1])["warnings"] == []
+
+
+def test_a_faster_plan_outside_of_the_tree_is_had_with_the_options_that_are_named() -> None:
+    slow = ["recommend", "qwen2.5-7b", "--profile", "rtx-4090-x4", "--seq-len", "4096", "--global-batch", "64"]
+    fastest = json.loads(run(*slow, "--json")[1])["fastest"]["plan"]
+    words = " ".join(run(*slow)[1].split())
+    options = words.partition("(take it with ")[2].partition(")")[0]
+    assert options
+    assert json.loads(run(*slow, *options.split(), "--json")[1])["plan"] == fastest
+
+
+def test_plans_that_differ_in_cp_for_dp_alone_are_counted_in_a_line() -> None:
+    small = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
+    shown, answer = run(*small)[1], json.loads(run(*small, "--json")[1])
+    table = shown.partition("best first")[2].partition("Ruled out")[0]
+    hidden = int(table.partition(" more put")[0].split()[-1])
+    assert table.count("GiB") + hidden == len(answer["candidates"]) == 10
+
+
 def test_experts_go_over_ranks_where_the_framework_has_it() -> None:
     mixtral = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--nodes", "2", "--seq-len", "4096"]
     mixtral += ["--global-batch", "64", "--ep", "8"]
