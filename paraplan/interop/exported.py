@@ -148,6 +148,7 @@ def runtime_gap(subject: Subject) -> list[Gap]:
         subject.plan,
         num_blocks=model.num_blocks if model is not None else None,
         precision=training.precision if training is not None else None,
+        compiled=training is not None and training.compiled,
     )
     if reason is None:
         return []
@@ -161,11 +162,16 @@ def launch_words(subject: Subject, *, plan_path: str) -> str:
     return shlex.join([*order, "--plan", plan_path, subject.script])
 
 
-def shared_notes(subject: Subject) -> list[str]:
-    """Return what no format of a trainer has a place for: missing precision and the like, and the order of GPUs."""
+def shared_notes(subject: Subject, *, compiles: bool = False) -> list[str]:
+    """Return what a trainer's format has no place for: missing precision and the like, the order of GPUs, compiling.
+
+    `compiles` says that the format has a place for torch.compile.
+    """
     notes = []
     if subject.training is None:
         notes.append("precision, optimizer and sequence length: not in the plan file")
+    elif subject.training.compiled and not compiles:
+        notes.append("torch.compile: the plan was made for compiled blocks")
     if subject.gpu_order is not None:
         notes.append(f"CUDA_VISIBLE_DEVICES={subject.gpu_order}: in this order groups use the fastest links")
     return notes

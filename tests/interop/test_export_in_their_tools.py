@@ -27,7 +27,8 @@ for path in sys.argv[1:]:
         degrees = {axis: getattr(arguments, f"parallelism_config_{axis}_size")
                    for axis in ("dp_replicate", "dp_shard", "tp", "cp")}
         size = ParallelismConfig(**{f"{axis}_size": degree for axis, degree in degrees.items()}).total_size
-    print(path, arguments.num_processes, arguments.use_fsdp, arguments.use_deepspeed, arguments.multi_gpu, size)
+    print(path, arguments.num_processes, arguments.use_fsdp, arguments.use_deepspeed, arguments.multi_gpu, size,
+          arguments.dynamo_backend, arguments.dynamo_use_regional_compilation)
 """
 TRAINER = """
 import sys
@@ -36,7 +37,7 @@ for path in sys.argv[1:]:
     (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)
     plugin = arguments.fsdp_plugin_args or {}
     print(path, arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps,
-          plugin.get("fsdp_version"), plugin.get("reshard_after_forward"))
+          plugin.get("fsdp_version"), plugin.get("reshard_after_forward"), arguments.torch_compile)
 """
 
 
@@ -52,21 +53,21 @@ def read_by(program: str, target: str, plans: list[str], folder: Path, **trainin
 
 
 def test_accelerate_reads_its_configurations(tmp_path: Path) -> None:
-    found = read_by(ACCELERATE, "accelerate", list(PLANS), tmp_path)
+    found = read_by(ACCELERATE, "accelerate", list(PLANS), tmp_path, compiled=True)
     assert set(found) == set(PLANS)
-    assert found["ddp"] == ["8", "False", "False", "True", "1"]
-    assert found["zero-3"] == ["8", "True", "False", "False", "1"]
-    assert found["fsdp, tp and cp"] == ["8", "True", "False", "False", "8"]
-    assert found["zero-1 offloaded"] == ["16", "False", "True", "False", "1"]
+    assert found["ddp"] == ["8", "False", "False", "True", "1", "INDUCTOR", "True"]
+    assert found["zero-3"] == ["8", "True", "False", "False", "1", "INDUCTOR", "True"]
+    assert found["fsdp, tp and cp"] == ["8", "True", "False", "False", "8", "INDUCTOR", "True"]
+    assert found["zero-1 offloaded"] == ["16", "False", "True", "False", "1", "INDUCTOR", "True"]
 
 
 def test_transformers_reads_its_arguments(tmp_path: Path) -> None:
     # DeepSpeed's would need DeepSpeed, and 16 bits a GPU.
-    found = read_by(TRAINER, "hf-trainer", ["ddp", "zero-2", "zero-3"], tmp_path, precision="fp32")
+    found = read_by(TRAINER, "hf-trainer", ["ddp", "zero-2", "zero-3"], tmp_path, precision="fp32", compiled=True)
     assert found == {
-        "ddp": ["1", "2", "None", "None"],
-        "zero-2": ["1", "1", "2", "False"],
-        "zero-3": ["2", "4", "2", "True"],
+        "ddp": ["1", "2", "None", "None", "True"],
+        "zero-2": ["1", "1", "2", "False", "True"],
+        "zero-3": ["2", "4", "2", "True", "True"],
     }
 
 

@@ -58,7 +58,9 @@ def to_accelerate(subject: Subject) -> Exported:
             notes.append("tensor parallelism: load the model with a tp_plan, as accelerate's nd_parallel example does")
     elif plan.recompute == "full":
         notes.append("recompute=full: in the script, model.gradient_checkpointing_enable()")
-    notes += shared_notes(subject)
+    if subject.training is not None and subject.training.compiled:
+        config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    notes += shared_notes(subject, compiles=True)
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="accelerate", text=text, gaps=tuple(gaps), notes=tuple(notes))
 

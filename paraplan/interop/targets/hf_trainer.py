@@ -28,9 +28,11 @@ def to_hf_trainer(subject: Subject) -> Exported:
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
     }
-    notes = shared_notes(subject)
+    notes = shared_notes(subject, compiles=True)
     if training is not None:
         arguments |= {"bf16": training.precision == "bf16", "fp16": training.precision == "fp16"}
+        if training.compiled:
+            arguments["torch_compile"] = True
         if training.optimizer in _OPTIMIZERS:
             arguments["optim"] = _OPTIMIZERS[training.optimizer]
         if training.optimizer == "sgd_momentum":
