@@ -240,6 +240,11 @@ def _element_bytes(
         return residual
     if tensor.element_type == "cast":
         return training.activation_bytes if cuts.is_autocast else _FIXED_BYTES["fp32"]
+    has_fp32_weights = cuts.has_fp32_weights & cuts.is_autocast
     if tensor.element_type == "weights":
-        return np.where(cuts.has_fp32_weights & cuts.is_autocast, _FIXED_BYTES["fp32"], training.activation_bytes)
+        return np.where(has_fp32_weights, _FIXED_BYTES["fp32"], training.activation_bytes)
+    if tensor.element_type == "weights_copy":
+        return np.where(has_fp32_weights, training.activation_bytes, 0.0)
+    if tensor.element_type == "promoted_copy":
+        return training.activation_bytes if cuts.is_autocast else 0.0
     return _FIXED_BYTES.get(tensor.element_type, training.activation_bytes)

@@ -196,7 +196,10 @@ def _with_whole_experts(block: BlockSpec) -> BlockSpec:
     parameters = [one.replace(tp_dim=None) if one.is_expert else one for one in block.parameters]
     matmuls = [one.replace(split="none") if one.num_experts > 1 else one for one in block.matmuls]
     saved, saved_fused = (
-        tuple(one.replace(split="none") if one.element_type == "weights" else one for one in tensors)
+        tuple(
+            one.replace(split="none") if one.element_type == "weights" and not one.in_attention_core else one
+            for one in tensors
+        )
         for tensors in (block.saved, block.saved_fused)
     )
     return block.replace(parameters=tuple(parameters), matmuls=tuple(matmuls), saved=saved, saved_fused=saved_fused)

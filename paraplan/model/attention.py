@@ -56,6 +56,7 @@ class AttentionStyle:
     `projections` names query, key, value and output, or the one fused projection and the output.
     `rotary` says that rotary positions make new query and key tensors.
     How transformers runs it, under eager attention: `softmax_in_fp32`, probabilities computed in fp32 and cast back;
+    `has_sinks`, scores joined with a parameter, whose type probabilities then have (gpt-oss);
     `products_in_fp32`, query and key cast to fp32; `is_capped`, scores squeezed by tanh (Gemma 2). Under fused kernels:
     `copies_output`, the output laid out anew for its projection because the query was made by a concatenation;
     `position_bias`, a bias for each head and pair of tokens (T5); `masks_each_layer`, a mask made anew by every layer
@@ -72,6 +73,7 @@ class AttentionStyle:
     qk_norm_kind: NormKind = "rms"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     softmax_in_fp32: bool = True
+    has_sinks: bool = False
     products_in_fp32: bool = False
     is_capped: bool = False
     copies_output: bool = False
@@ -189,7 +191,10 @@ def _score(
 def _probabilities(num_heads: int, style: AttentionStyle) -> Part:
     part = _score("capped scores", num_heads) if style.is_capped else Part()
     if not style.softmax_in_fp32:
-        part += _score("probabilities", num_heads, element_type="promoted")
+        part += _score("probabilities", num_heads, element_type="weights" if style.has_sinks else "promoted")
+        if style.dropout == 0:
+            copy: ElementType = "weights_copy" if style.has_sinks else "promoted_copy"
+            part += _score("probabilities cast back", num_heads, by="modules", element_type=copy)
     else:
         part += _score("probabilities in fp32", num_heads, by="modules", element_type="fp32")
         part += _score("probabilities", num_heads, by="fused")

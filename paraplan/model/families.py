@@ -74,6 +74,7 @@ class ModernFamily:
     final_norm: str = "model.norm"
     dropouts: Mapping[str, tuple[str, ...]] | None = None
     softmax_in_fp32: bool = True
+    has_sinks: bool = False
     copies_output: bool = False
     layers: Callable[[ModelConfig, ModernFamily, int], tuple[LayerKind, ...]] | None = None
 
@@ -147,6 +148,7 @@ def modern_attention(config: ModelConfig, family: ModernFamily) -> AttentionStyl
         qkv_bias=choose(config, family.qkv_bias),
         output_bias=choose(config, family.output_bias),
         softmax_in_fp32=family.softmax_in_fp32,
+        has_sinks=family.has_sinks,
         copies_output=family.copies_output,
         is_capped=config.has("attn_logit_softcapping") and config.model_type != "gemma3_text",
         dropout=config.fraction("attention_dropout"),

@@ -174,6 +174,7 @@ EXPERTS: dict[str, ModernFamily] = {
     "gpt_oss": ModernFamily(
         norm="rms_in_fp32",
         softmax_in_fp32=False,
+        has_sinks=True,
         qkv_bias=_BIAS_ALL,
         output_bias=_BIAS_ALL,
         head_dim=64,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from paraplan.model.spec import AttentionKernel, SavedTensor
 
-_FIXED_BYTES = {"fp32": 4, "mask": 1, "cast": 4}
+_FIXED_BYTES = {"fp32": 4, "mask": 1, "cast": 4, "promoted_copy": 0, "weights_copy": 0}  # without autocast
 
 
 def saved_bytes(

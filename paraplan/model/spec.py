@@ -14,7 +14,9 @@ from pydantic import Field
 from paraplan.records import Record
 
 AttentionKernel = Literal["flash", "sdpa", "eager"]
-ElementType = Literal["activation", "fp32", "mask", "promoted", "residual", "weights", "cast"]
+ElementType = Literal[
+    "activation", "fp32", "mask", "promoted", "residual", "weights", "cast", "promoted_copy", "weights_copy"
+]
 ActivationSplit = Literal["tensor", "sequence", "none"]
 NormOutput = Literal["promoted", "weights", "residual"]
 
@@ -84,7 +86,8 @@ class SavedTensor(Record):
     The element types "promoted", "residual" and "weights" differ from "activation" under autocast alone, where
     parameters stay in fp32: promoted is what autocast computes in fp32 (norms, powers), residual has the type of the
     residual stream, weights that of the parameters: operators that autocast does not know, and casts to weights.
-    Cast is what a model casts to fp32 itself for a matmul, which autocast casts back.
+    Cast is what a model casts to fp32 itself for a matmul, which autocast casts back. Copies in 16 bits of what is
+    promoted, or of what has the weights' type, are there where that is in fp32 under autocast.
     `is_powered` marks what a power reads, whose backward pass makes three tensors of that size.
     `num_readers` counts the matmuls that read the output of a norm: where that is fp32, autocast makes each its copy.
     None marks what is no such output.

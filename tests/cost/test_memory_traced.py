@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -75,6 +75,23 @@ MIXTRAL = {
 }
 
 
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 16384,
+    "max_position_embeddings": TOKENS,
+    "tie_word_embeddings": False,
+}
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -110,14 +127,16 @@ class Plain(nn.Module):
         return logits
 
 
-def of_config(fields: dict[str, Any]) -> tuple[ModelSpec, Callable[[], Any]]:
+def of_config(
+    fields: dict[str, Any], attention: Literal["sdpa", "eager"] = "sdpa"
+) -> tuple[ModelSpec, Callable[[], Any]]:
     transformers = pytest.importorskip("transformers", reason="compares with transformers' classes")
 
     def build() -> Any:
         own = json.loads(json.dumps(fields))
         model_class = getattr(transformers, own["architectures"][0])
         config = transformers.AutoConfig.for_model(own.pop("model_type"), **own)
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = attention
         if hasattr(config, "use_cache"):
             config.use_cache = False
         return model_class(config)
@@ -126,9 +145,17 @@ def of_config(fields: dict[str, Any]) -> tuple[ModelSpec, Callable[[], Any]]:
 
 
 def compare(
-    spec: ModelSpec, build: Callable[[], Any], plan: ParallelPlan, precision: TrainingPrecision, stage: int = 0
+    spec: ModelSpec,
+    build: Callable[[], Any],
+    plan: ParallelPlan,
+    precision: TrainingPrecision,
+    stage: int = 0,
+    *,
+    attention: Literal["sdpa", "eager"] = "sdpa",
 ) -> None:
-    training = TrainingSpec(global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision=precision)
+    training = TrainingSpec(
+        global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision=precision, attention=attention
+    )
     workload = Workload.of(spec, training, cluster_from_profile("dgx-h100"), load_link_speeds())
     # No library runs in a trace, so what cuBLAS keeps for itself is left out.
     workload = replace(workload, constants=workload.constants.replace(counts_matmul_workspaces=False))
@@ -179,6 +206,37 @@ def test_the_estimate_with_recompute_is_what_the_runtime_holds() -> None:
     spec, build = of_config(LLAMA)
     plan = ParallelPlan(micro_batch_size=8, num_microbatches=2, recompute="full")
     compare(spec, build, plan, "bf16")
+
+
+ZERO_BUBBLE = {"pp": 2, "pipeline_schedule": "zero_bubble", "num_microbatches": 4, "micro_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "plan", "precision"),
+    [
+        (LLAMA, {}, "bf16"),
+        (GPT2, {"num_microbatches": 2}, "fp32"),
+        (GPT2, {"dp": 2, "zero_stage": 1}, "bf16"),
+        (GPT2, {"tp": 2}, "bf16"),
+    ],
+    ids=["Llama", "as many micro-batches as stages", "ZeRO-1", "tensor parallel"],
+)
+def test_halves_of_backward_passes_keep_what_the_runtime_keeps(
+    fields: dict[str, Any], plan: dict[str, Any], precision: TrainingPrecision
+) -> None:
+    spec, build = of_config(fields)
+    compare(spec, build, ParallelPlan.model_validate(ZERO_BUBBLE | plan), precision, stage=1)
+
+
+@pytest.mark.parametrize("plan", [{}, {"dp": 2, "zero_stage": 2}], ids=["weights in fp32", "weights in 16 bits"])
+def test_probabilities_beside_sinks_have_the_weights_type(plan: dict[str, Any]) -> None:
+    spec, build = of_config(GPT_OSS, "eager")
+    compare(spec, build, ParallelPlan.model_validate({"micro_batch_size": 2} | plan), "bf16", attention="eager")
+
+
+def test_probabilities_that_are_not_dropped_are_kept_in_both_types() -> None:
+    spec, build = of_config(GPT2 | {"attn_pdrop": 0.0}, "eager")
+    compare(spec, build, ParallelPlan(micro_batch_size=2), "bf16", attention="eager")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
