@@ -22,8 +22,9 @@ from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.cores import usable_cores
 from paraplan.launch.fake_estimate import StageEstimate, estimate_stages
 from paraplan.launch.fake_report import FakeLaunchReport, render_report
+from paraplan.launch.planning import AUTO, make_plan
 from paraplan.launch.report import say
-from paraplan.launch.request import PLAN_VARIABLE, check_script, read_plan_file
+from paraplan.launch.request import PLAN_VARIABLE, _planner_request, check_script, read_plan_file
 from paraplan.plan.fake import MOST_FAKE_RANKS, FakeRankReport
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -36,7 +37,6 @@ _CONTRADICTING = {
     "nproc_per_node": "--nproc-per-node",
     "hostfile": "--hostfile",
     "gpus": "--gpus",
-    "model": "--model",
     "dry_run": "--dry-run",
     "no_python": "--no-python",
     "run_path": "--run-path",
@@ -55,14 +55,16 @@ def show_fake_launch(args: Namespace) -> int:
     That is 1 where a rank needs more than the memory of the profile's GPU. Raises `ArgumentError`, `PlanError` and
     `FakeRankError`.
     """
-    file = _checked(args)
-    plan = file.plan if file is not None else ParallelPlan(dp=args.fake)
-    ranks = _ranks(args, plan)
+    _check(args)
     cluster = None if args.profile is None else cluster_from_profile(args.profile)
-    say(f"running {_counted(ranks)} of {args.fake} without a GPU: {plan.describe()}")
-    plan_path = None if args.plan is None else str((Path.cwd() / args.plan).resolve())
-    estimates = _Later(lambda: _estimates(file, plan_path, args.profile))
     with tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
+        path = _plan_path(args, Path(folder))
+        file = None if path is None else _checked_plan(path, args)
+        plan = file.plan if file is not None else ParallelPlan(dp=args.fake)
+        ranks = _ranks(args, plan)
+        say(f"running {_counted(ranks)} of {args.fake} without a GPU: {plan.describe()}")
+        plan_path = None if path is None else str(path.resolve())
+        estimates = _Later(lambda: _estimates(file, plan_path, args.profile))
         estimates.start(pool)
         reports = _run(args, ranks, plan_path, Path(folder))
         stages, reason = estimates.result()
@@ -93,33 +95,57 @@ class _Later:
         return self._future.result()
 
 
-def _checked(args: Namespace) -> PlanFile | None:
-    """Return the plan file, None without one. Raises `ArgumentError` and `PlanError` for what cannot be run."""
+def _check(args: Namespace) -> None:
+    """Raise `ArgumentError` for a command line that cannot be followed."""
     if not 1 <= args.fake <= MOST_FAKE_RANKS:
         raise ArgumentError(f"--fake {args.fake} is outside 1..{MOST_FAKE_RANKS} ranks", hint="give the world's size")
     given = [words for name, words in _CONTRADICTING.items() if getattr(args, name, None)]
     if given:
         raise ArgumentError(
             f"--fake {args.fake} and {given[0]} contradict each other: no rank is started",
-            hint="leave one of them out; a plan is made with paraplan recommend -o plan.json",
+            hint="leave one of them out",
         )
     if args.fake_rank is not None and not 0 <= args.fake_rank < args.fake:
         raise ArgumentError(f"--fake-rank {args.fake_rank} is outside a world of {args.fake} ranks", hint="from 0 on")
     check_script(args, Path.cwd())
-    if args.plan == "auto":
-        raise ArgumentError("--fake runs a plan that is there, not --plan auto", hint="paraplan recommend -o plan.json")
-    if args.plan is None:
-        return None
-    file = read_plan_file(Path.cwd() / args.plan)
+    if args.plan == AUTO and args.model is None:
+        raise ArgumentError(
+            "--fake --plan auto needs --model, to make a plan for", hint="name the model, or a plan file"
+        )
+
+
+def _plan_path(args: Namespace, folder: Path) -> Path | None:
+    """Return the plan file that is asked for, None for none; with --model it is made in `folder`."""
+    planner = _planner_request(args, num_gpus=0)
+    if planner is None:
+        return None if args.plan is None else Path.cwd() / args.plan
+    assert planner.profile is not None  # the one asked for, or that of CPUs
+    cluster = cluster_from_profile(planner.profile)
+    per_node = args.fake if cluster.gpu.vendor == "cpu" else min(args.fake, cluster.gpus_per_node)
+    if args.fake % per_node:
+        raise ArgumentError(
+            f"--fake {args.fake} is no multiple of the {per_node} GPUs of a {planner.profile}",
+            hint=f"use --fake {args.fake // per_node * per_node}",
+        )
+    path = folder / "plan.json"
+    text = make_plan(planner, num_nodes=args.fake // per_node, ranks_per_node=per_node, environment=dict(os.environ))
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _checked_plan(path: Path, args: Namespace) -> PlanFile:
+    """Return the plan file at `path`. Raises `PlanError` for a plan that cannot be run so."""
+    file = read_plan_file(path)
+    name = args.plan if args.model is None else f"made for {args.model}"
     if file.plan.world_size != args.fake:
         raise PlanError(
-            f"the plan {args.plan}, '{file.plan.describe()}', is for {file.plan.world_size} ranks, "
+            f"the plan {name}, '{file.plan.describe()}', is for {file.plan.world_size} ranks, "
             f"and --fake says {args.fake}",
             hint=f"use --fake {file.plan.world_size}, or make a plan for {args.fake}",
         )
     if file.plan.offload != "none":
         raise PlanError(
-            f"{args.plan} has offload={file.plan.offload}: what lies on the host cannot be told apart without a GPU",
+            f"the plan {name} has offload={file.plan.offload}: without a GPU, what lies on the host is not told apart",
             hint="use a plan with offload=none",
         )
     check_supported(file.plan, precision=file.training.precision if file.training is not None else "fp32")
@@ -207,7 +233,7 @@ def _estimates(
 ) -> tuple[Sequence[StageEstimate], str | None]:
     """Return the estimate of each stage; none, and the reason, where the model is not known."""
     if file is None or plan_path is None:
-        return (), "the launch has no --plan, whose file names the model"
+        return (), "the launch has neither --model nor --plan, whose file names the model"
     if file.model is None:
         return (), "the plan file names no model"
     return estimate_stages(file.model.source or file.model.name, plan_path=plan_path, profile=profile)

@@ -5,19 +5,23 @@ What the script asks of GPUs is answered by the CPU; numbers that it reads of te
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.fake_job import without_values_of
@@ -64,6 +68,16 @@ class _Zeros(TorchFunctionMode):
 def _is_gpu(value: Any) -> bool:
     return (isinstance(value, torch.device) and value.type == "cuda") or (
         isinstance(value, str) and value.partition(":")[0] == "cuda"
+    )
+
+
+def _refuse_sharding(*_: Any, **__: Any) -> NoReturn:
+    caller = sys._getframe(1)
+    where = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
+    raise UsageError(
+        f"{where} shards the model by torch's FSDP itself, which --fake does not follow",
+        hint="let the engine of paraplan.runtime shard it under a plan with zero_stage=3, or price it with paraplan "
+        "estimate MODEL --zero 3",
     )
 
 
@@ -125,6 +139,8 @@ class PlainScript:
             (nn.Module, "cuda", lambda module, *_: module),
             (torch.cuda, "set_device", lambda *_: None),
             (dist, "init_process_group", lambda *_, **__: None),  # the world is there
+            (fsdp, "fully_shard", _refuse_sharding),
+            (fsdp.FullyShardedDataParallel, "__init__", _refuse_sharding),
         ]
         for owner, name, value in replaced:
             stack.callback(setattr, owner, name, getattr(owner, name))

@@ -82,6 +82,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -89,7 +90,9 @@ dist.init_process_group("nccl")
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-if "--alone" not in sys.argv:
+if "--sharded" in sys.argv:
+    model = fully_shard(model)
+elif "--alone" not in sys.argv:
     model = DistributedDataParallel(model, device_ids=[int(os.environ["LOCAL_RANK"])])
 data = TensorDataset(torch.randn(64, 256), torch.randn(64, 256))
 for inputs, targets in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
@@ -175,6 +178,17 @@ def test_of_a_long_pipelined_step_as_much_is_run_as_tells_of_all(schedule: Sched
     assert many.gradient_bytes == few.gradient_bytes
 
 
+def test_a_plan_is_made_for_the_world_that_is_not_there(tmp_path: Path) -> None:
+    write(tmp_path)
+    words = ["--fake", "16", "--model", "train.py:build", "--global-batch", "32", "--seq-len", "16"]
+    done = launch(*words, "--profile", "dgx-h100", "--json", "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = FakeLaunchReport.model_validate(json.loads(done.stdout))
+    assert (report.no_estimate, report.fits) == (None, True)
+    assert {rank.plan.world_size for rank in report.ranks} == {16}
+    assert {rank.plan.global_batch_size for rank in report.ranks} == {32}
+
+
 def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
     done = launch("--fake", "4", "--json", "train.py", folder=tmp_path)
@@ -189,11 +203,18 @@ def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path) -> None:
     assert (average.operation, average.group, average.total_bytes) == ("all-reduce", "dp", 4 * num_parameters)
 
 
-def test_a_model_that_nothing_is_followed_of_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--alone", "neither under an engine of paraplan.runtime nor DistributedDataParallel"),
+        ("--sharded", "train.py, line 16 shards the model by torch's FSDP itself, which --fake does not follow"),
+    ],
+)
+def test_a_model_that_nothing_is_followed_of_is_told(argument: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
-    done = launch("--fake", "4", "train.py", "--alone", folder=tmp_path)
+    done = launch("--fake", "4", "train.py", argument, folder=tmp_path)
     assert done.returncode == 2
-    assert "neither under an engine of paraplan.runtime nor DistributedDataParallel" in done.stderr
+    assert words in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -215,7 +236,13 @@ def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
         (["--fake", "4", "--plan", "plan.json"], "is for 8 ranks, and --fake says 4"),
         (["--fake", "8", "--fake-rank", "8"], "--fake-rank 8 is outside a world of 8 ranks"),
         (["--fake", "8", "--nproc-per-node", "8"], "--nproc-per-node contradict each other"),
-        (["--fake", "8", "--plan", "auto"], "not --plan auto"),
+        (["--fake", "8", "--plan", "auto"], "--plan auto needs --model"),
+        (["--fake", "8", "--model", "gpt2"], "--model needs --global-batch"),
+        (["--fake", "8", "--seq-len", "64"], "there is no --model"),
+        (
+            ["--fake", "12", "--model", "gpt2", "--global-batch", "24", "--profile", "dgx-h100"],
+            "--fake 12 is no multiple of the 8 GPUs of a dgx-h100",
+        ),
     ],
 )
 def test_a_world_that_cannot_be_is_refused_before_anything_runs(
