@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
 import os
@@ -53,8 +54,7 @@ def _launch(arguments: Sequence[str]) -> int:
         from paraplan.launch.fake import show_fake_launch  # imports pydantic too
 
         return show_fake_launch(args)
-    if args.fake_rank is not None:
-        raise ArgumentError(f"--fake-rank {args.fake_rank} without --fake", hint="add --fake and the number of ranks")
+    _refuse_preview_options(args)
     check_script(args, Path.cwd())  # what is wrong with the script can be said before torch is imported
     traits = ScriptTraits() if args.module else read_traits(Path(args.training_script))
     fork = forks_ranks(args) and not traits.early_variables
@@ -81,6 +81,18 @@ def _launch(arguments: Sequence[str]) -> int:
         return supervise(args, spawner, fork=fork, imported_threads=imported_threads)
     finally:
         spawner.close()
+
+
+def _refuse_preview_options(args: argparse.Namespace) -> None:
+    """Raise `ArgumentError` for options that a launch of real ranks would leave out in silence."""
+    if args.fake_rank is not None:
+        raise ArgumentError(f"--fake-rank {args.fake_rank} without --fake", hint="add --fake and the number of ranks")
+    for option, is_given in (("--json", args.json), ("--profile", args.profile and args.model is None)):
+        if is_given:
+            raise ArgumentError(
+                f"{option} changes nothing without --dry-run or --fake",
+                hint="add one of them; options of the script come after the script",
+            )
 
 
 def _choose_import_threads(arguments: Sequence[str]) -> bool:

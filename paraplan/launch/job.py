@@ -23,10 +23,10 @@ from paraplan.errors import CheckFailedError, ParaplanError, PlanError
 from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.failures import first_failure, first_node_failure
 from paraplan.launch.hang import HANG_EXIT_STATUS
-from paraplan.launch.meeting import meeting_error
+from paraplan.launch.meeting import meeting_error, meeting_warnings
 from paraplan.launch.memory_kills import count_memory_kills, new_memory_kill
 from paraplan.launch.planning import PlannerRequest, make_plan
-from paraplan.launch.preflight import Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
+from paraplan.launch.preflight import Findings, Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
 from paraplan.launch.processes import JobRecord
 from paraplan.launch.report import (
     ReportContext,
@@ -112,8 +112,16 @@ def _run(
     except (ValueError, AssertionError, OSError) as error:
         if job.attempts or isinstance(error, ParaplanError):
             raise
-        raise ArgumentError(str(error).rstrip("."), hint="paraplan launch --help lists the options") from error
+        raise _refusal(str(error), request.arguments) from error
     return 0
+
+
+def _refusal(said: str, arguments: Namespace) -> ArgumentError:
+    """Return what torch said against the arguments, before any rank was started."""
+    if f"'{arguments.rdzv_backend}' is not registered" in said:
+        unknown = f"there is no --rdzv-backend {arguments.rdzv_backend}"
+        return ArgumentError(unknown, hint="torch has static, c10d, etcd and etcd-v2")
+    return ArgumentError(said.rstrip("."), hint="paraplan launch --help lists the options")
 
 
 def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
@@ -125,7 +133,7 @@ def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
         peak_bytes=request.predicted_peak_bytes,
         num_parameters=model.num_parameters if model is not None else None,
     )
-    found = [check_disks(needs, folder=Path.cwd())]
+    found = [check_disks(needs, folder=Path.cwd()), Findings(warnings=meeting_warnings(request.arguments))]
     if node is not None:
         view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})
         is_available = torch.cuda.is_available()

@@ -78,6 +78,24 @@ def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], 
     )
 
 
+def meeting_warnings(arguments: Namespace) -> tuple[str, ...]:
+    """Return what may keep nodes from meeting, of one that is to meet others."""
+    host = _endpoint_host(_endpoint(arguments))
+    if min_max_nodes(arguments.nnodes)[1] == 1 or arguments.rdzv_backend not in ("static", "c10d") or not host:
+        return ()
+    if addresses_of(host):
+        return ()
+    return (f"no address of {host}, where the nodes are to meet, is known on this node; torch asks for it again",)
+
+
+def _endpoint(arguments: Namespace) -> str:
+    return arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port or 29500}"
+
+
+def _endpoint_host(endpoint: str) -> str:
+    return (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+
+
 def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) -> MeetingError:
     """Return what torch `said` about a failed meeting as one sentence with something to do.
 
@@ -90,8 +108,8 @@ def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) 
             f"port {port[1]} of this host is taken" + (f" by {listener}" if listener else ""),
             hint="give another --master-port or --rdzv-endpoint; without them one node takes a free port by itself",
         )
-    endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port or 29500}"
-    host = (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+    endpoint = _endpoint(arguments)
+    host = _endpoint_host(endpoint)
     addresses = addresses_of(host)
     if not addresses:
         return MeetingError(f"no address of {host} is known on this node", hint="give the first node's address")

@@ -191,7 +191,7 @@ def _check_hang_timeout(arguments: argparse.Namespace) -> None:
     if timeout_s is None:
         return
     if not timeout_s > 0:
-        raise ArgumentError(f"--hang-timeout {timeout_s} is no time to wait", hint="use a number of seconds above 0")
+        raise ArgumentError(f"--hang-timeout {timeout_s:g} is no time to wait", hint="use a number of seconds above 0")
     if sys.platform != "linux":
         raise ArgumentError("--hang-timeout watches ranks through /proc, which only Linux has", hint="leave it out")
     if arguments.no_python or arguments.run_path:

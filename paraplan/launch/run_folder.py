@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import paraplan
+from paraplan.launch.arguments import ArgumentError
 
 RUNS_FOLDER = "paraplan-runs"
 """Where runs are kept, in the current folder, without --log-dir."""
@@ -76,11 +77,16 @@ class RunFolder:
 def open_run_folder(arguments: Namespace, *, keeps_logs: bool, current_folder: Path) -> RunFolder:
     """Make the folder of a run: --log-dir, a new one in `paraplan-runs`, or a temporary one without `keeps_logs`.
 
-    Where the current folder takes no files it is a temporary folder that stays.
+    Where the current folder takes no files it is a temporary folder that stays. Raises `ArgumentError` for a --log-dir
+    that cannot be made.
     """
     if arguments.log_dir:
         path = Path(arguments.log_dir)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise ArgumentError(f"--log-dir {path} cannot be made: {reason}", hint="name another folder") from None
         return RunFolder(path)
     if not keeps_logs:
         has_logs = arguments.redirects != "0" or arguments.tee != "0"

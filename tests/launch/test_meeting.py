@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from launching import free_port
 
-from paraplan.launch.meeting import MeetingError, meeting_error, open_static_store
+from paraplan.launch.meeting import MeetingError, meeting_error, meeting_warnings, open_static_store
 
 LONG = timedelta(seconds=120)
 
@@ -82,3 +82,20 @@ def test_the_nodes_that_came_to_an_elastic_meeting_are_named() -> None:
         "here are gpu-a, gpu-b"
         in meeting_error("RendezvousTimeoutError: ", arguments(nnodes="3"), came=["gpu-a", "gpu-b"]).message
     )
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "nnodes", "is_warned"),
+    [
+        ("no-such-host.invalid:29500", "2", True),
+        ("no-such-host.invalid:29500", "1", False),
+        ("127.0.0.1:2", "2", False),
+    ],
+)
+def test_a_meeting_point_that_this_node_does_not_know_is_said_before_it_is_waited_for(
+    endpoint: str, nnodes: str, is_warned: bool
+) -> None:
+    arguments = Namespace(rdzv_endpoint=endpoint, rdzv_backend="c10d", nnodes=nnodes)
+    warnings = meeting_warnings(arguments)
+    assert bool(warnings) is is_warned
+    assert all("no address of no-such-host.invalid" in warning for warning in warnings)

@@ -27,6 +27,7 @@ from launching import (
     wait_until_dead,
 )
 
+from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.failures import last_lines
 from paraplan.launch.run_folder import RUNS_FOLDER, open_run_folder
 from paraplan.plan.files import PlanFile
@@ -178,6 +179,13 @@ def test_without_logs_or_where_nothing_can_be_written_the_folder_is_elsewhere(tm
     folder = open_run_folder(arguments, keeps_logs=True, current_folder=tmp_path / "no" / "such")
     assert not folder.is_temporary
     folder.path.rmdir()
+
+
+def test_a_log_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = Namespace(log_dir=str(tmp_path / "file" / "logs"))
+    with pytest.raises(ArgumentError, match="file/logs cannot be made: Not a directory"):
+        open_run_folder(arguments, keeps_logs=True, current_folder=tmp_path)
 
 
 def test_the_last_lines_of_a_log_are_what_stands_at_its_end(tmp_path: Path) -> None:
