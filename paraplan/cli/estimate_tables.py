@@ -160,7 +160,9 @@ def _print_fitting(console: Console, workload: Workload, estimate: PlanEstimate)
         console.print(f"[dim]recompute {' and '.join(unsupported)} is not executed by paraplan's own runtime[/dim]")
     layer = largest_layer(workload)
     size = f"{layer.name}, {format_count(layer.num_parameters)} parameters"
-    verdict = "fits a GPU alone" if layer.fits else "fits no GPU: a pipeline alone cannot train it, tp or ZeRO-3 can"
+    has_ep = workload.model.num_experts > 1 and workload.habits.has_expert_parallel
+    ways = "tp, ep or ZeRO-3" if has_ep else "tp or ZeRO-3"
+    verdict = "fits a GPU alone" if layer.fits else f"fits no GPU: a pipeline alone cannot train it, {ways} can"
     console.print(f"Largest layer: {size}, trains in {format_bytes(layer.training_state_bytes)} and {verdict}")
 
 
