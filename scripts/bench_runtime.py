@@ -136,7 +136,7 @@ def cases(ranks: int, size: Size | None = None) -> list[Case]:
 def _cases_of_one_process(size: Size) -> list[Case]:
     plan = ParallelPlan(micro_batch_size=size.micro_batch, num_microbatches=2)
     plain = Case("one process", plan, "plain", size, precision="bf16" if device().type == "cuda" else "fp32")
-    return [plain, replace(plain, name="one process, compiled", compile_backend="inductor")]
+    return [plain, replace(plain, name="compiled", compile_backend="inductor")]
 
 
 def time_in_turns(case: Case, pairs: int, steps: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
@@ -290,7 +290,7 @@ def compare(case: Case, ranks: int, *, pairs: int, steps: int, with_memory: bool
     wall = [[max(wall for wall, _ in rank_times) for rank_times in side] for side in turns]
     busy = [[sum(cpu for _, cpu in rank_times) for rank_times in side] for side in turns]
     result = Result(case.name, case.rival, ranks, Ratio.of_pairs(*wall), Ratio.of_pairs(*busy))
-    if ranks == 1:
+    if device().type == "cuda":
         result = replace(result, mfu=(_mfu(case, result.wall_s.engine), _mfu(case, result.wall_s.rival)))
     if not with_memory:
         return result
@@ -324,11 +324,11 @@ def line_of(result: Result) -> str:
     tensors = "" if work is None else f"{work[0].tensor_bytes / work[1].tensor_bytes:.3f}"
     sent = "" if work is None else f"{work[0].collectives}/{work[1].collectives}"
     resident = "" if memory is None else f"{memory[0] / memory[1]:.3f}"
-    line = f"{result.case:<10} {result.rival:<10} {result.ranks:>5} {words(result.cpu_s)} {words(result.wall_s)}"
+    line = f"{result.case:<11} {result.rival:<10} {result.ranks:>5} {words(result.cpu_s)} {words(result.wall_s)}"
     line += f" {tensors:>7} {resident:>6} {sent:>9}"
     if result.mfu is not None:
-        shares = ["unknown" if share is None else f"{share:.1%}" for share in result.mfu]
-        line += f"\n  MFU {shares[0]}, by hand {shares[1]}"
+        shares = ["unknown, as no profile has this GPU" if share is None else f"{share:.1%}" for share in result.mfu]
+        line += f"\n  MFU {shares[0]}; by hand {shares[1]}"
     return line.rstrip()
 
 
@@ -336,7 +336,7 @@ def main() -> None:
     """Run the cases that the command line asks for and print a table."""
     parser = argparse.ArgumentParser(description="The engine against plain torch, accelerate and DeepSpeed, in turns.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="1: one process, on a GPU if there is one")
-    parser.add_argument("--only", nargs="+", help="names of cases: ddp, zero 1, zero 2, zero 3, pipeline, tensor")
+    parser.add_argument("--only", nargs="+", help="names of cases, as the table has them")
     parser.add_argument("--rival", nargs="+", choices=[side for side in SIDES if side != "engine"])
     parser.add_argument("--pairs", type=int, default=11)
     parser.add_argument("--steps", type=int, default=2, help="steps of each side of a pair")
@@ -377,7 +377,7 @@ def say_what_is_compared(arguments: argparse.Namespace) -> None:
     if arguments.ranks != [1] and is_installed("accelerate") and "accelerate" in (arguments.rival or SIDES):
         print("left out: FSDP2 of accelerate, which trains with DDP in its place on ranks without a GPU")
     head = f"{'CPU ms':>11} {'ratio (quartiles)':<17} {'wall ms':>11} {'ratio (quartiles)':<17}"
-    print(f"{'case':<10} {'against':<10} ranks {head} tensors memory      sent")
+    print(f"{'case':<11} {'against':<10} ranks {head} tensors memory      sent")
 
 
 if __name__ == "__main__":

@@ -81,6 +81,11 @@ class SplitTensor(torch.Tensor):
         """The number of dimensions."""
         return len(self._shape)
 
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # torch annotates an attribute
+        """The type of the values."""
+        return self.local.dtype
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
