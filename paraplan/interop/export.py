@@ -45,6 +45,18 @@ TARGETS: dict[str, Target] = {
     "skypilot": Target(to_skypilot, "SkyPilot's YAML"),
 }
 
+_KNOWN_AS = {
+    **dict.fromkeys(("kubernetes", "k8s", "kubeflow"), "pytorchjob, trainjob or jobset, and --image"),
+    **dict.fromkeys(("nemo", "bridge"), "megatron-bridge"),
+    "megatron": "megatron-lm, or megatron-bridge for NeMo's recipes",
+    **dict.fromkeys(("hf", "huggingface", "transformers", "trainer", "trainingarguments"), "hf-trainer"),
+    "sbatch": "slurm",
+    "sky": "skypilot",
+    **dict.fromkeys(("zero", "ds"), "deepspeed"),
+    "fsdp": "accelerate or torchtitan",
+}
+"""Targets by other words for them."""
+
 
 def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Exported:
     """Return the plan in the words of `target`, a name of `TARGETS`.
@@ -53,7 +65,10 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
     plan, unless `partial` asks for the rest.
     """
     if target not in TARGETS:
-        raise UsageError(f"there is no target {target!r}", hint=near_names(target, TARGETS))
+        meant = _KNOWN_AS.get(target.lower())
+        raise UsageError(
+            f"there is no target {target!r}", hint=f"use {meant}" if meant else near_names(target, TARGETS)
+        )
     if subject.plan.devices_per_process > 1:
         raise UnsupportedPlanError(
             f"devices_per_process={subject.plan.devices_per_process}: DataParallel in one process is written for no "

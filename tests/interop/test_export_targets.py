@@ -52,6 +52,17 @@ def test_what_cannot_be_expressed_is_an_error_that_names_all_of_it() -> None:
     assert "--partial" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("word", "target"),
+    [("kubernetes", "pytorchjob, trainjob or jobset"), ("NeMo", "megatron-bridge"), ("sbatch", "slurm"), ("hf", "hf-")],
+)
+def test_another_word_for_a_target_leads_to_it(word: str, target: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        export_plan(subject("ddp"), word)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(f"use {target}")
+
+
 def test_an_unknown_target_is_named_with_its_neighbours() -> None:
     with pytest.raises(UsageError, match="deepspede") as caught:
         export_plan(subject("ddp"), "deepspede")

@@ -86,7 +86,7 @@ def megatron_gaps(subject: Subject) -> list[Gap]:
         plan,
         "pipeline_schedule",
         (None, "1f1b", "interleaved_1f1b"),
-        "Megatron-Core runs 1F1B, plain or interleaved; 1f1b takes gpipe's time with fewer activations",
+        "Megatron-Core runs 1F1B, plain or interleaved; use 1f1b or interleaved_1f1b",
     )
     gaps += field_gap(plan, "offload", ("none", "optimizer"), "Megatron-Core keeps parameters on the GPU")
     if plan.ep > plan.cp and plan.pp > 1 and order_gap(plan, "", MEGATRON_RANK_ORDER):
