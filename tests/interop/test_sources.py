@@ -170,6 +170,10 @@ def test_accelerate_may_name_a_deepspeed_file() -> None:
         ("distributed_type: MULTI_GPU\nnum_processes: many", ["num_processes", "many"]),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp4", ["mixed_precision", "fp4"]),
         ("distributed_type: FSDP\nfsdp_config:\n  fsdp_reshard_after_forward: maybe", ["fsdp_config.fsdp_reshard"]),
+        (
+            "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_version: 9",
+            ["fsdp_config.fsdp_version", "9"],
+        ),
         ("distributed_type: FSDP\nnum_processes: 8\nparallelism_config: 3", ["parallelism_config", "an object"]),
         ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO", ["compute_environment"]),
     ],
@@ -223,6 +227,7 @@ def test_megatrons_short_first_and_last_stages_become_an_uneven_cut() -> None:
         ("--micro-batch-size", ["--micro-batch-size", "a whole number"]),
         ("--tensor-model-parallel-size 3 --micro-batch-size 1", ["tp 3", "8 GPUs"]),
         ("--bf16", ["--micro-batch-size is missing"]),
+        ("--tensor-model-paralel-size 2 --micro-batch-size 1", ["--tensor-model-paralel-size is no option"]),
         ("--micro-batch-size 3 --global-batch-size 32", ["--global-batch-size 32"]),
         ("--micro-batch-size 1 --recompute-granularity some", ["--recompute-granularity", "some"]),
         ("--micro-batch-size 1 --expert-model-parallel-size 16", ["ep=16", "dp=8"]),

@@ -81,6 +81,9 @@ def _fsdp(fields: Fields, given: Given) -> Setup:
     if "parallelism_config_sp_size" in sizes and sizes.count("parallelism_config_sp_size") != 1:
         notes.append("sp_size: sequences split over heads are not priced")
     dp = data_parallel_ranks(fields.source, given.num_gpus, **degrees)
+    version = fsdp.count("fsdp_version")
+    if version not in (None, 1, 2):
+        raise fsdp.error("fsdp_version", "1 or 2")
     stage = _stage(fsdp)
     values = degrees | {"dp": dp, "zero_stage": stage if dp * degrees["cp"] > 1 else 0}
     plan = values | {"offload": "parameters" if fsdp.flag("fsdp_offload_params") else "none"}

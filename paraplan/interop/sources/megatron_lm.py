@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Mapping
@@ -13,6 +14,25 @@ from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.training import AttentionKind, TrainingPrecision
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_READ = frozenset(
+    f"--{name}"
+    for name in (
+        *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
+        *("expert-model-parallel-size", "expert-tensor-parallel-size", "moe-token-dispatcher-type"),
+        *("micro-batch-size", "global-batch-size", "seq-length", "num-layers", "optimizer", "bf16", "fp16"),
+        *("sequence-parallel", "use-distributed-optimizer", "optimizer-cpu-offload", "use-tp-pp-dp-mapping"),
+        *("use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp", "data-parallel-sharding-strategy"),
+        *("recompute-granularity", "recompute-activations", "checkpoint-activations", "transformer-impl"),
+        *("pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
+        *("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"),
+        *("use-flash-attn", "attention-backend"),
+    )
+)
+_MISSPELT = 0.93
+"""An option as near to one of `_READ` as this (difflib's ratio) is that one misspelt.
+
+Of the 924 options in Megatron-LM's sources (commit d98e8a64dd) none is nearer than 0.88 to one that is read here.
+"""
 _ATTENTION: dict[str, AttentionKind] = {"flash": "flash", "fused": "flash", "unfused": "eager", "local": "eager"}
 
 
@@ -105,6 +125,10 @@ def _options(arguments: str, source: str) -> Mapping[str, object]:
             options[name] = word
     if not options:
         raise PlanError(f"{source} holds no option", hint='for example "--tensor-model-parallel-size 2 ..."')
+    for name in options.keys() - _READ:
+        meant = difflib.get_close_matches(name, sorted(_READ), n=1, cutoff=_MISSPELT)
+        if meant:
+            raise PlanError(f"{source}: {name} is no option of Megatron-LM", hint=f"did you mean {meant[0]}?")
     return options
 
 
