@@ -127,6 +127,8 @@ CASES = (
     Case("gpt2", 1024, {"micro_batch_size": 2}, attention="eager"),
     Case("gpt2", 1024, {"tp": 2, "dp": 2, "micro_batch_size": 2}),
     Case("gpt2", 1024, {"tp": 2, "dp": 2, "micro_batch_size": 2, "sequence_parallel": True}),
+    Case("gpt2", 1024, pipeline(4, 8, "zero_bubble", recompute="full", micro_batch_size=2), stages=(0, 1, 3)),
+    Case("gpt2", 1024, pipeline(2, 8, "zero_bubble", recompute="selective"), stages=(0, 1)),
     Case("gpt2", 1024, {"cp": 2, "dp": 2, "micro_batch_size": 4}),
     Case("gpt2", 1024, {"cp": 2, "tp": 2, "micro_batch_size": 4}),
     Case("gpt2", 1024, {"cp": 2, "tp": 2, "micro_batch_size": 4, "sequence_parallel": True}),

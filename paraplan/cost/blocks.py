@@ -42,6 +42,7 @@ class BlockCosts:
     `expert_parameters` are those of routed experts among `parameters`, which `ep` divides too;
     `copied_parameters` are those that autocast keeps a 16-bit copy of. `saved_bytes` are kept in the first pipeline
     stage, `later_saved_bytes` in the others: under autocast the residual stream differs (`Cuts.residual_bytes`);
+    `recomputed_bytes` are what a later stage's backward pass makes again of them;
     `output_gradient_bytes` are the gradients of what the matmuls and norms of a later stage give.
     """
 
@@ -51,6 +52,7 @@ class BlockCosts:
     copied_parameters: Floats
     saved_bytes: Floats
     later_saved_bytes: Floats
+    recomputed_bytes: Floats
     output_gradient_bytes: Floats
     forward_s: Floats
     backward_s: Floats
@@ -116,6 +118,10 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
         [_kept_bytes(kind, workload, cuts, fused_kernels=fused, is_first=is_first) for kind in kinds]
         for is_first in (True, False)
     )
+    again = [
+        saved_bytes(kind, training, cuts, fused_kernels=fused, is_first=False) - less
+        for kind, less in zip(kinds, later_kept, strict=True)
+    ]
     forward = [times.block_s(kind) for kind in kinds]
     working = [
         saved_bytes(kind, training, cuts, fused_kernels=fused)
@@ -129,6 +135,7 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
         "copied_parameters": _running_sum([_copied_parameters(kind, cuts) for kind in kinds], order),
         "saved_bytes": _running_sum(kept, order),
         "later_saved_bytes": _running_sum(later_kept, order),
+        "recomputed_bytes": _running_sum(again, order),
         "output_gradient_bytes": _running_sum([output_gradient_bytes(kind, training, cuts) for kind in kinds], order),
         "forward_s": _running_sum(forward, order),
         "backward_s": _running_sum([times.block_s(kind, backward=True) for kind in kinds], order),

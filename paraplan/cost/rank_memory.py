@@ -271,14 +271,19 @@ class RankMemory:
     def half_done_bytes(self) -> Floats:
         """What one micro-batch keeps from the first to the second half of its backward pass: gradients of outputs.
 
-        Beside those of matmuls and norms it is what the stage sends back.
+        Beside those of matmuls and norms it is what the stage sends back, and what the first half has computed again,
+        which the second reads too: with full recompute the 16-bit copies of all weights are among it.
         """
         if not self.takes_halves.any():
             return np.zeros(len(self.table))
         head = self.costs.head_output_gradient_bytes[self.costs.key] * self.stage.is_last
         blocks = self.stage.sum(self.costs, self.costs.output_gradient_bytes)
         sent = self.costs.boundary_bytes[self.costs.key]
-        return np.where(self.takes_halves, blocks + head + sent, 0.0)
+        again = self.stage.sum(self.costs, self.costs.recomputed_bytes)
+        if self.workload.habits.copy_bytes and self.is_mixed:
+            copied = self.stage.sum(self.costs, self.costs.copied_parameters) * self.workload.habits.copy_bytes
+            again = again + np.where((self.table.recompute == _FULL) & (self.table.zero_stage == 0), copied, 0.0)
+        return np.where(self.takes_halves, blocks + head + sent + again, 0.0)
 
     @cached_property
     def waiting_bytes(self) -> Floats:

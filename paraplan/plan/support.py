@@ -26,7 +26,7 @@ def unsupported_reason(
     1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and
     without sequence parallelism, and context parallelism, alone, together or beside any of these; each with
     the numbers of micro-batches that the schedule takes, and with recompute of none of the blocks, of their attention
-    core or of all (zero bubble: none). Experts go over `tp` like other layers, not over `ep`.
+    core or of all. Experts go over `tp` like other layers, not over `ep`.
     The optimizer may be offloaded under each of these, parameters under ZeRO-3.
     `num_blocks` is the number of repeated blocks of the model and `precision` that of the training; what is None is not
     looked at. Blocks that torch.compile compiles (`compiled`) are neither split nor copied. Splits alone decide:
@@ -123,8 +123,6 @@ def _schedule_reason(plan: ParallelPlan) -> str | None:
         return None if virtual > 1 else "virtual_pipeline_size=1: interleaved_1f1b needs two stages or more on a rank"
     if virtual > 1:
         return f"virtual_pipeline_size={virtual}: only interleaved_1f1b has more than one stage on a rank"
-    if plan.pipeline_schedule == "zero_bubble" and plan.recompute != "none":
-        return f"recompute={plan.recompute}: zero_bubble would recompute for each half of a backward pass"
     return None
 
 

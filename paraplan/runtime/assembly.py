@@ -151,7 +151,7 @@ def _wrap(
     apart: frozenset[nn.Parameter] = frozenset(),
     replicates: bool = True,
 ) -> nn.Module:
-    recompute_blocks(blocks, setting.plan.recompute)
+    recompute_blocks(blocks, setting.plan.recompute, in_halves=setting.plan.pipeline_schedule == "zero_bubble")
     return apply_data_parallelism(
         module,
         blocks,

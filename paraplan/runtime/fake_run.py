@@ -208,20 +208,25 @@ def keep_operators(block: nn.Module) -> None:
 def attention_again_on_gpu() -> Iterator[None]:
     """Let an attention core that is run again in the backward pass use a GPU's operators there too."""
     module: Any = recompute
-    plain = module.checkpoint
+    plain = {name: getattr(module, name) for name in ("checkpoint", "keep_inputs_alone")}
 
-    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-        def on_gpu(*inner: Any) -> Any:
-            with nullcontext() if torch._C._len_torch_function_stack() > 0 else GpuOperators():
-                return function(*inner)
+    def on_gpu(again: Callable[..., Any]) -> Callable[..., Any]:
+        def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+            def inner(*given: Any) -> Any:
+                with nullcontext() if torch._C._len_torch_function_stack() > 0 else GpuOperators():
+                    return function(*given)
 
-        return plain(on_gpu, *args, **kwargs)
+            return again(inner, *args, **kwargs)
 
-    module.checkpoint = checkpoint
+        return run
+
+    for name, again in plain.items():
+        setattr(module, name, on_gpu(again))
     try:
         yield
     finally:
-        module.checkpoint = plain
+        for name, again in plain.items():
+            setattr(module, name, again)
 
 
 def _forward_on_gpu(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -16,20 +16,24 @@ from torch.utils.checkpoint import checkpoint
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import Recompute
+from paraplan.runtime.recompute_in_halves import keep_inputs_alone
 
 
-def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute) -> None:
-    """Make `blocks` of a model, in their order, keep for the backward pass what `recompute` leaves them."""
+def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute, *, in_halves: bool = False) -> None:
+    """Make `blocks` of a model, in their order, keep for the backward pass what `recompute` leaves them.
+
+    `in_halves`: the schedule takes backward passes in two halves, both of which read what was computed again.
+    """
     if recompute == "full":
         for block in blocks:
-            recompute_in_backward(block)
+            recompute_in_backward(block, in_halves=in_halves)
     elif recompute == "selective":
-        calls = _AttentionCalls()
+        calls = _AttentionCalls(in_halves=in_halves)
         for block in blocks:
             recompute_attention(block, calls, is_last=block is blocks[-1])
 
 
-def recompute_in_backward(block: nn.Module) -> None:
+def recompute_in_backward(block: nn.Module, *, in_halves: bool = False) -> None:
     """Make `block` keep only its inputs for the backward pass, and run its forward pass again there.
 
     The forward of the instance is wrapped, not the module: names of parameters stay, and hooks of the module (those of
@@ -38,6 +42,8 @@ def recompute_in_backward(block: nn.Module) -> None:
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if in_halves:
+            return keep_inputs_alone(lambda *given: inner(*given[:-1], **given[-1]), *args, kwargs)
         return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False)
 
     block.forward = forward
@@ -46,6 +52,7 @@ def recompute_in_backward(block: nn.Module) -> None:
 @dataclass
 class _AttentionCalls:
     count: int = 0
+    in_halves: bool = False
 
 
 def recompute_attention(block: nn.Module, calls: _AttentionCalls, *, is_last: bool) -> None:
@@ -87,6 +94,8 @@ class _KeepsInputs(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         # Modes around this one are no longer there when the backward pass runs the core again.
         around = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if self._calls.in_halves:
+            return keep_inputs_alone(partial(func, **(kwargs or {})), *args, around=lambda: _entered(around))
         return checkpoint(
             partial(func, **(kwargs or {})),
             *args,

@@ -23,6 +23,7 @@ from paraplan.plan.training import TrainingPrecision
         ParallelPlan(tp=2, pp=2, dp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=2),
         ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=6, num_microbatches=3),
         ParallelPlan(pp=4, pipeline_schedule="zero_bubble", num_microbatches=8, dp=2),
+        ParallelPlan(pp=2, pipeline_schedule="zero_bubble", num_microbatches=2, recompute="selective"),
         ParallelPlan(dp=2, recompute="selective", offload="optimizer"),
         ParallelPlan(dp=2, zero_stage=3, offload="parameters"),
         ParallelPlan(dp=2, cp=4, zero_stage=3, recompute="full"),
@@ -45,7 +46,6 @@ def test_data_parallelism_zero_pipelines_and_split_layers_are_executed(plan: Par
         (ParallelPlan(dp=4, tp=2, zero_stage=3, zero_shards=2), "zero_shards=2: hybrid sharding"),
         (ParallelPlan(devices_per_process=2, recompute="full"), "devices_per_process=2, recompute=full"),
         (ParallelPlan(dp=2, zero_stage=2, offload="parameters"), "offload=parameters, zero_stage=2"),
-        (ParallelPlan(pp=2, recompute="full", pipeline_schedule="zero_bubble"), "recompute=full: zero_bubble"),
         (ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b"), "virtual_pipeline_size=1"),
         (
             ParallelPlan(pp=4, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, num_microbatches=9),

@@ -125,6 +125,18 @@ def test_zero_bubble_beside_split_layers_trains_as_one_process(ranks: RankHarnes
     assert_cases_train_the_same([*itertools.product(("attention", "grouped"), plans)], ranks, one_process)
 
 
+def test_zero_bubble_with_recompute_trains_as_one_process(ranks: RankHarness, one_process) -> None:
+    """What the first half of a backward pass has run again is read by the second half too."""
+    options = {"pp": 2, "pipeline_schedule": "zero_bubble", "num_microbatches": 6}
+    plans = [
+        plan_of(**options, tp=2, recompute="full", sequence_parallel=True),
+        plan_of(**options, dp=2, recompute="selective", zero_stage=1),
+        plan_of(**options, cp=2, recompute="full"),
+        plan_of(pp=4, pipeline_schedule="zero_bubble", num_microbatches=4, recompute="full"),
+    ]
+    assert_cases_train_the_same([*(("attention", plan) for plan in plans), ("mixture", plans[1])], ranks, one_process)
+
+
 def test_four_parts_of_each_layer_train_as_one_process(ranks: RankHarness, one_process) -> None:
     plans = admitted_plans(4, recompute=("none",), counts=(2,), tp=4)
     assert_each_trains_the_same(plans, "attention", ranks, one_process)
