@@ -169,6 +169,7 @@ def _fit_to_runs(path: Path, output: Path | None, *, as_json: bool) -> None:
     from paraplan.cost.calibration import calibrate_to_runs
     from paraplan.hardware.link_speed import load_link_speeds
     from paraplan.hardware.profile_files import list_gpus
+    from paraplan.model.named import known_configs
     from paraplan.plan.runs import MeasuredRun, UnusableRow, read_runs
 
     try:
@@ -179,7 +180,13 @@ def _fit_to_runs(path: Path, output: Path | None, *, as_json: bool) -> None:
     rows = read_runs(text, source=str(path))
     measured = [row for row in rows if isinstance(row, MeasuredRun)]
     unusable = tuple(f"{row.id}: {row.reason}" for row in rows if isinstance(row, UnusableRow))
-    fitted = calibrate_to_runs(measured, list_gpus(), load_link_speeds(), source=f"{path.name}, {dt.date.today()}")
+    fitted = calibrate_to_runs(
+        measured,
+        list_gpus(),
+        load_link_speeds(),
+        source=f"{path.name}, {dt.date.today()}",
+        known=known_configs(),
+    )
     fitted = fitted.replace(skipped=unusable + fitted.skipped)
     if as_json:
         typer.echo(fitted.model_dump_json(indent=2))

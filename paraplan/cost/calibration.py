@@ -18,6 +18,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.link_speed import LinkSpeedTable
 from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.named import Fields
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.runs import MeasuredRun
 from paraplan.records import Record
@@ -130,18 +131,24 @@ def scaled(workload: Workload, factors: Mapping[KnobName, float]) -> Workload:
 
 
 def calibrate_to_runs(
-    runs: Sequence[MeasuredRun], gpus: list[GpuProfile], links: LinkSpeedTable, *, source: str
+    runs: Sequence[MeasuredRun],
+    gpus: list[GpuProfile],
+    links: LinkSpeedTable,
+    *,
+    source: str,
+    known: Mapping[str, Fields] | None = None,
 ) -> Calibration:
     """Return the calibration to the step times of `runs`; runs without one, or that cannot be priced, are skipped.
 
-    `source` says where the runs are from. Raises `PlanError` for fewer than three runs that can be used.
+    `source` says where the runs are from, `known` which models are meant by name. Raises `PlanError` for fewer than
+    three runs that can be used.
     """
     usable, skipped, used = [], [], []
     for run in runs:
         try:
             if run.measured_step_time_s is None:
                 raise PlanError("no step time was measured", hint="fill in measured_step_time_s")
-            workload = workload_of_run(run, gpus, links)
+            workload = workload_of_run(run, gpus, links, known)
             usable.append(CalibrationRun(workload, plan_of_run(run), run.measured_step_time_s))
             used.append(run)
         except (ParaplanError, ValidationError) as error:

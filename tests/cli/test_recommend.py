@@ -143,6 +143,19 @@ def test_a_sequence_beyond_the_models_length_is_remarked_and_planned(command: tu
     assert warning in words
 
 
+def test_a_plan_for_another_framework_is_estimated_by_its_habits(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    options = ["--profile", "dgx-h100", "--nodes", "2"]
+    made = run("recommend", "mixtral-8x7b", *options, "--seq-len", "4096", "--global-batch", "64", "--ep", "4",
+               "--framework", "megatron-core", "-o", path, "--json")  # fmt: skip
+    step = json.loads(made[1])["estimate"]["step"]
+    answer = json.loads(run("estimate", "mixtral-8x7b", *options, "--plan", path, "--json")[1])
+    assert (answer["plan"]["ep"], answer["step"], answer["warnings"]) == (4, step, [])
+    own = json.loads(run("estimate", "mixtral-8x7b", *options, "--plan", path, "--framework", "paraplan", "--json")[1])
+    assert own["step"] != step
+    assert "does not execute this plan: ep=4" in own["warnings"][0]
+
+
 def test_a_plan_that_offloads_says_what_it_costs_and_what_would_do_without() -> None:
     small = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
     answer = json.loads(run(*small, "--json")[1])
