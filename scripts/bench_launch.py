@@ -198,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="numbers of ranks")
     parser.add_argument("--pairs", type=int, default=10, help="interleaved pairs for each line")
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="which scripts to launch")
     parser.add_argument("--json", type=Path, help="write the medians to this file too")
     parser.add_argument("--launches", type=int, help="measure nothing: launch so often, and count what is left behind")
     options = parser.parse_args()
@@ -209,9 +210,9 @@ def main() -> None:
     print(f"{'script':14}{'ranks':>5}   {'last first line s':^21}{'wall s':^21}{'CPU s':^21}{'peak PSS MiB':^21}")
     print(f"{'':22}" + f"{'torchrun':>8}{'ours':>7}{'':6}" * 4)
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in SCRIPTS.items():
+        for name in options.scripts:
             script = Path(folder) / f"{name.replace(' ', '_')}.py"
-            script.write_text(text + "\n")
+            script.write_text(SCRIPTS[name] + "\n")
             for num_ranks in options.ranks:
                 medians = compare(script, num_ranks=num_ranks, num_pairs=options.pairs)
                 cells = [
@@ -221,8 +222,8 @@ def main() -> None:
                 ]
                 print(f"{name:14}{num_ranks:5}   " + "".join(cells), flush=True)
                 results.append({"script": name, "ranks": num_ranks} | {k: v._asdict() for k, v in medians.items()})
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
+                if options.json:  # what has been measured is kept if the rest is cut off
+                    options.json.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":
