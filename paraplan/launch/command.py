@@ -6,6 +6,7 @@ import argparse
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +32,14 @@ _THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 def launch_here(arguments: Sequence[str]) -> int:
     """Launch as `arguments` say and return the exit status of the job. Ranks never return from here."""
+    launcher = os.getpid()
     try:
         return _launch(arguments)
+    except KeyboardInterrupt:  # while torch is imported, or nodes are waited for: no handler of torch's is there yet
+        if os.getpid() != launcher:
+            raise  # the script's own, in a rank
+        say("SIGINT ended the launch; no rank runs")
+        return 128 + signal.SIGINT
     except ParaplanError as error:
         write_report(render_error(error))
         return error.exit_status
@@ -64,8 +71,12 @@ def _launch(arguments: Sequence[str]) -> int:
         _run_rank(spawner)
     is_chosen = _choose_import_threads(arguments)
     imported_threads = os.environ.get(_THREADS_VARIABLE)
-    from paraplan.launch.job import supervise  # imports torch
-
+    try:
+        from paraplan.launch.job import supervise  # imports torch
+    except KeyboardInterrupt:
+        if spawner is not None:
+            spawner.close()
+        raise
     if is_chosen:
         del os.environ[_THREADS_VARIABLE]
     if spawner is None:

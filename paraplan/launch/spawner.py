@@ -91,6 +91,7 @@ class Spawner:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (*_IGNORED, signal.SIGCHLD):
             signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that are started would inherit
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since before the fork
         actions: dict[str, Callable[[dict[str, Any]], RankStart | None]] = {
             "start": self._start,
             "signal": self._signal,

@@ -195,10 +195,12 @@ def fork_spawner() -> SpawnerHandle | spawner.RankStart:
     Only for a process with a single thread that has not touched CUDA: ranks inherit its modules and nothing else.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # of a spawner that has no handler for it yet
     pid = os.fork()
     if pid == 0:
         ours.close()
         return spawner.Spawner(theirs).serve()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     theirs.close()
     return SpawnerHandle(ours, pid=pid)
 

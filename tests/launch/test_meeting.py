@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import signal
 import socket
+import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
-from launching import free_port
+from launching import PATIENCE_S, Start, WriteScript, free_port, names_in
 
 from paraplan.launch.meeting import MeetingError, meeting_error, meeting_warnings, open_static_store
 
@@ -99,3 +102,26 @@ def test_a_meeting_point_that_this_node_does_not_know_is_said_before_it_is_waite
     warnings = meeting_warnings(arguments)
     assert bool(warnings) is is_warned
     assert all("no address of no-such-host.invalid" in warning for warning in warnings)
+
+
+def is_listened_on(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.ranks
+def test_ctrl_c_while_other_nodes_are_waited_for_ends_the_launch_in_one_line(
+    scratch: Path, script: WriteScript, start: Start
+) -> None:
+    port = free_port()
+    meeting = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    with start(*meeting, script("raise SystemExit(3)")) as process:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_listened_on(port) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=PATIENCE_S) == 130
+        said = process.stderr.read() if process.stderr else ""
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == "paraplan: SIGINT ended the launch; no rank runs"
+    assert names_in(scratch) == []
