@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -10,11 +9,11 @@ import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
 from paraplan.cost.optimizers import OptimizerStates, optimizer_states
+from paraplan.cost.shard_padding import shard_padding
 from paraplan.cost.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
-from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable, distinct_rows
+from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.cost.workspaces import matmul_workspace_bytes
-from paraplan.plan.sharding import padded_share, sharded_dimension
 
 _FULL = RECOMPUTES.index("full")
 _ZERO_BUBBLE, _INTERLEAVED = SCHEDULES.index("zero_bubble"), SCHEDULES.index("interleaved_1f1b")
@@ -90,7 +89,7 @@ class RankMemory:
             chunks_in_flight=chunks,
             in_flight=mean_in_flight(table, chunks),
             head_in_flight=one_chunk_in_flight(table, stage, table.virtual - 1),
-            padding=_padding(workload, table),
+            padding=shard_padding(workload, table),
         )
 
     @cached_property
@@ -375,28 +374,3 @@ def _shards(table: PlanTable, costs: BlockCosts, stage: StageBlocks, parameters:
         return shards
     experts = stage.sum(costs, costs.expert_parameters)
     return np.asarray(shards * parameters / np.maximum(parameters + experts * (table.ep - 1), 1.0))
-
-
-def _padding(workload: Workload, table: PlanTable) -> Floats:
-    """Return how much larger than an even share FSDP's shards are; the first rank holds the rows that are left over.
-
-    Without tp the runtime divides each parameter along `sharded_dimension`, with it along the first.
-    """
-    if not workload.habits.shards_with_fsdp:
-        return np.ones(len(table))
-    model = workload.model
-    elements: Counter[tuple[int, ...]] = Counter()
-    for block, count in ((model.embedding, 1), *((run.block, run.count) for run in model.runs), (model.head, 1)):
-        for parameter in block.parameters:
-            elements[parameter.shape or (1,)] += parameter.num_elements * count
-    kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
-    ratios = [_mean_padding(elements, int(size), chooses=tp == 1) for size, tp in zip(*kinds, strict=True)]
-    return np.array(ratios)[kind]
-
-
-def _mean_padding(elements: Counter[tuple[int, ...]], num_shards: int, *, chooses: bool) -> float:
-    padded = 0.0
-    for shape, count in elements.items():
-        dim = sharded_dimension(shape, num_shards) if chooses else 0
-        padded += count * padded_share(shape[dim], num_shards)
-    return padded / elements.total()

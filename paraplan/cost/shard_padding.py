@@ -1,0 +1,36 @@
+"""How much larger than an even share the shards are that FSDP makes of parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from paraplan.cost.table import Floats, PlanTable, distinct_rows
+from paraplan.cost.workload import Workload
+from paraplan.plan.sharding import padded_share, sharded_dimension
+
+
+def shard_padding(workload: Workload, table: PlanTable) -> Floats:
+    """Return how much larger than an even share FSDP's shards are; the first rank holds the rows that are left over.
+
+    Without tp the runtime divides each parameter along `sharded_dimension`, with it along the first.
+    """
+    if not workload.habits.shards_with_fsdp:
+        return np.ones(len(table))
+    model = workload.model
+    elements: Counter[tuple[int, ...]] = Counter()
+    for block, count in ((model.embedding, 1), *((run.block, run.count) for run in model.runs), (model.head, 1)):
+        for parameter in block.parameters:
+            elements[parameter.shape or (1,)] += parameter.num_elements * count
+    kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
+    ratios = [_mean_padding(elements, int(size), chooses=tp == 1) for size, tp in zip(*kinds, strict=True)]
+    return np.array(ratios)[kind]
+
+
+def _mean_padding(elements: Counter[tuple[int, ...]], num_shards: int, *, chooses: bool) -> float:
+    padded = 0.0
+    for shape, count in elements.items():
+        dim = sharded_dimension(shape, num_shards) if chooses else 0
+        padded += count * padded_share(shape[dim], num_shards)
+    return padded / elements.total()
