@@ -82,8 +82,8 @@ def group_links(workload: Workload, table: PlanTable, axis: Axis) -> GroupLinks:
     Members of a group stand `stride` ranks apart (see `RankGrid`). The slowest group decides. Groups that leave a node
     at the same time share its NICs. Raises `ProfileError` for several nodes without a network.
     """
-    sizes = _sizes(table)
-    return _links_of(workload, sizes[axis], _stride(table, axis), ("send_recv",) if axis == "pp" else _REDUCTIONS)
+    kinds: dict[Axis, tuple[Collective, ...]] = {"pp": ("send_recv",), "cp": (*_REDUCTIONS, "all_to_all")}
+    return _links_of(workload, _sizes(table)[axis], _stride(table, axis), kinds.get(axis, _REDUCTIONS))
 
 
 def data_links(workload: Workload, table: PlanTable) -> tuple[GroupLinks, GroupLinks]:

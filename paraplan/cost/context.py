@@ -35,7 +35,7 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
     tokens = table.micro_batch_size * training.seq_length / table.cp
     num_bytes = tokens * width * training.activation_bytes / table.tp
     links = links or group_links(workload, table, "cp")
-    once = np.where(table.cp > 1, links.all_gather_s(num_bytes), 0.0)
+    once = np.where(table.cp > 1, (links.all_gather_s if rings else links.all_to_all_s)(num_bytes), 0.0)
     if rings:
         once = once * (workload.constants.overlap_slowdown - 1)
     return once, once * (1 + (table.recompute == RECOMPUTES.index("full")))

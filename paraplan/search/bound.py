@@ -12,6 +12,7 @@ from paraplan.cost.offload import offload_gather_s
 from paraplan.cost.step import optimizer_s
 from paraplan.cost.table import RECOMPUTES, SCHEDULES, Floats, PlanTable
 from paraplan.cost.workload import Workload
+from paraplan.hardware.profiles import Collective
 
 _GPIPE, _ONE_FORWARD, _INTERLEAVED, _ZERO_BUBBLE = (
     SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
@@ -41,7 +42,8 @@ def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     all_reduce_s = fastest_links(workload, table.tp, "all_reduce").all_reduce_s(activation)
     backward_sends = table.sequence_parallel if workload.habits.overlaps_tensor_backward else 2.0
-    exchanges: Floats | int = sum(context_parallel_s(workload, table, fastest_links(workload, table.cp, "all_gather")))
+    kind: Collective = "all_gather" if workload.habits.rings_context else "all_to_all"
+    exchanges: Floats | int = sum(context_parallel_s(workload, table, fastest_links(workload, table.cp, kind)))
     if (table.ep > 1).any():
         tensor = fastest_links(workload, table.tp, "all_reduce")
         experts = fastest_links(workload, table.ep, "all_to_all")

@@ -95,7 +95,9 @@ class RankOrders:
         one = np.ones(1)
         if axis == "pp":
             return np.concatenate([links.send_s(one * num_bytes) for num_bytes in _SIZES])
-        collectives = (links.all_reduce_s, links.all_gather_s, links.reduce_scatter_s)
+        collectives = [links.all_reduce_s, links.all_gather_s, links.reduce_scatter_s]
+        if axis == "cp":
+            collectives.append(links.all_to_all_s)
         return np.concatenate([time_s(one * num_bytes) for time_s in collectives for num_bytes in _SIZES])
 
 

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from paraplan.cost.context import context_parallel_s
+from paraplan.cost.habits import MEGATRON_CORE
+from paraplan.cost.table import PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+
+MakeWorkload = Callable[..., Workload]
+
+
+def test_tokens_for_heads_between_nodes_wait_for_each_gpus_own_nic(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", num_nodes=2, seq_length=262144)
+    table = PlanTable.of_plans([ParallelPlan(dp=2, cp=8), ParallelPlan(cp=16)])
+    inside, across = context_parallel_s(made, table)[0]
+    # Queries, keys, values, outputs of 16,384 tokens a rank, 10,240 elements of 2 bytes: 8 of 16 parts leave the node,
+    # over a NIC of 50 GB/s for each GPU, of which a collective reaches a part.
+    least = 16384 * 10240 * 2 * 8 / 16 / 50e9
+    assert least < across < 1.5 * least
+    assert inside < across / 2
+    rings = context_parallel_s(replace(made, habits=MEGATRON_CORE), table)[0]
+    assert rings[1] < across
+
+
+def test_recompute_exchanges_again(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=8192)
+    plan = ParallelPlan(cp=8)
+    forward, backward = context_parallel_s(made, PlanTable.of_plans([plan, plan.replace(recompute="full")]))
+    assert backward / forward == pytest.approx([1, 2])
