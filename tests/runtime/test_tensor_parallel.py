@@ -16,6 +16,8 @@ from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.split_tensor import SplitTensor
 from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.tensor_group import TensorGroup
+from paraplan.runtime.tensor_layers import LayerRole, split_linear
 from paraplan.runtime.tensor_parallel import tensor_group
 
 TWO_PARTS = ParallelPlan(tp=2, micro_batch_size=12)
@@ -191,3 +193,25 @@ def test_whole_parameters_stay_equal_on_all_ranks_under_dropout(plan: ParallelPl
     assert parameters.keys() == other_parameters.keys()
     for name, value in parameters.items():
         assert torch.equal(value, other_parameters[name]), name
+
+
+class Conv1D(nn.Module):
+    """A linear layer as transformers' GPT-2 has it, with its weight as [inputs, outputs]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.ones(nx, nf)), nn.Parameter(torch.ones(nf))
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("make", [Conv1D, lambda outputs, inputs: nn.Linear(inputs, outputs)], ids=["Conv1D", "Linear"])
+def test_the_output_of_a_split_layer_with_a_bias_has_16_bits_under_autocast(kind, make) -> None:
+    layer = make(8, 4)
+    role = LayerRole(kind, (8,) if kind == "column" else (4,))
+    alone = TensorGroup(size=2, index=0, handle=None)
+    split_linear(layer, role, alone, name="up", sequence_parallel=False, is_direct=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = layer(torch.ones(2, 3, 4 if kind == "column" else 2))
+    assert output.shape == (2, 3, 4 if kind == "column" else 8)
+    assert output.dtype == torch.bfloat16
