@@ -37,7 +37,7 @@ class Size:
     micro_batch: int
 
 
-CPU_SIZE = Size(layers=6, hidden=384, heads=6, tokens=128, micro_batch=2)
+CPU_SIZE = Size(layers=6, hidden=384, heads=8, tokens=128, micro_batch=2)
 GPU_SIZE = Size(layers=24, hidden=1024, heads=16, tokens=1024, micro_batch=8)
 
 
