@@ -71,6 +71,8 @@ class Habits(Record):
     `takes_loss_in_model`: labels are inputs of the model, which gives its loss, and fp32 logits, as outputs.
     `accumulates_apart`: gradients in fp32 are accumulated beside those that backward passes make.
     `has_expert_parallel`: experts may go over ranks of dp and cp, which send tokens to each other (`ep` of a plan).
+    `fused_softmax_heads`: eager attention's fused softmax takes scores whose heads times sequences are a multiple of it;
+    others go through torch's operations, one after the other. 1 takes all.
     `context_bytes` is the CUDA context where a framework's software has another than `CostConstants` names.
     """
 
@@ -121,6 +123,7 @@ class Habits(Record):
     takes_loss_in_model: bool = False
     accumulates_apart: bool = False
     has_expert_parallel: bool = False
+    fused_softmax_heads: int = 1
     context_bytes: int | None = None
     source: str
 
@@ -188,6 +191,7 @@ MEGATRON_CORE_LOCAL = MEGATRON_CORE.replace(
     keeps_dummy_gradients=False,
     matmul_workspaces="torch",
     keeps_score_buffer=True,
+    fused_softmax_heads=4,
     source="Megatron-LM --transformer-impl local: its own fused softmax, attention scores kept; a global buffer for "
     "the product of queries and keys (core/transformer/dot_product_attention.py)",
 )
@@ -207,7 +211,9 @@ MEGATRON_2021 = Habits(
     traffic_per_saved_byte=FUSED_TRAFFIC,
     logit_bytes=6,
     loss_traffic_per_logit=52,
-    source="Narayanan et al. 2021, section 3; fused scale-mask-softmax and bias-GeLU, attention scores kept",
+    fused_softmax_heads=4,
+    source="Narayanan et al. 2021, section 3; fused scale-mask-softmax and bias-GeLU, attention scores kept; the "
+    "softmax is fused where is_kernel_available says so (megatron/model/fused_softmax.py)",
 )
 
 MEGATRON_2022 = MEGATRON_2021.replace(

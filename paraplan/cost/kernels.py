@@ -26,6 +26,13 @@ def effective_peak(gpu: GpuProfile, training: TrainingSpec) -> float:
     return next(gpu.peak_flops_per_s[name] for name in wanted if name in gpu.peak_flops_per_s)
 
 
+_UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
+"""What torch's own operations move for each score beyond one fused kernel, forward and backward.
+
+Forward 6 bytes to make a 16-bit score fp32, 8 to scale, 8 to mask, 8 for the softmax, 6 to return to 16 bits, less 4;
+backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron/model/fused_softmax.py).
+"""
+
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 
 
@@ -47,6 +54,7 @@ class KernelTimes:
             (self._attention_s(one, backward=backward) for one in (block.attention, block.cross_attention) if one),
             np.zeros_like(self.cuts.tp),
         )
+        traffic = traffic + self._unfused_softmax_bytes(block, backward=backward)
         return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic))
 
     def attention_core_s(self, block: BlockSpec) -> Floats:
@@ -62,6 +70,7 @@ class KernelTimes:
             for without in (False, True)
         )
         traffic = (whole - rest) * self.habits.traffic_per_saved_byte
+        traffic = traffic + self._unfused_softmax_bytes(block, backward=False)
         core = self._attention_s(block.attention, backward=False) if block.attention else 0.0
         return np.asarray(core + self.moved_s(traffic))
 
@@ -185,6 +194,16 @@ class KernelTimes:
             efficiency = speed.backward if backward else speed.forward
             computed = 0.5 if attention.is_causal else 1.0
         return np.asarray(computed * flops / (self._peak() * efficiency))
+
+    def _unfused_softmax_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
+        """Return what a softmax of eager attention moves beyond a fused one, where the fused kernel does not take it."""
+        multiple = self.habits.fused_softmax_heads
+        if multiple == 1 or block.attention is None or self.training.attention != "eager":
+            return np.zeros_like(self.cuts.tp)
+        heads = block.attention.num_heads / self.cuts.tp
+        is_fused = heads * np.ceil(self.cuts.tokens / self.cuts.seq_length) % multiple == 0
+        scores = self.cuts.tokens * self.cuts.seq_length * heads
+        return np.asarray(np.where(is_fused, 0.0, scores * _UNFUSED_SOFTMAX_BYTES[backward]))
 
     @cached_property
     def _fit(self) -> KernelFit | None:
