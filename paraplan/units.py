@@ -24,13 +24,19 @@ _BYTE_UNITS = {
 
 def format_bytes(num_bytes: float | None) -> str:
     """Return `num_bytes` in binary units with three significant digits, "?" for unknown: `79.6 GiB`."""
-    if num_bytes is None:
-        return "?"
-    size = abs(num_bytes)
-    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if size >= factor:
-            return f"{_three_digits(num_bytes / factor)} {unit}"
-    return f"{num_bytes:.0f} B"
+    return "?" if num_bytes is None else _bytes_text(num_bytes, 3)
+
+
+def format_bytes_apart(num_bytes: float, limit_bytes: float) -> tuple[str, str]:
+    """Return an amount and its limit as `format_bytes` does, with as many more digits as tell the two apart.
+
+    So a need is never shown as the very limit that it exceeds: `73.94 GiB` of `73.91 GiB`. Equal amounts stay equal.
+    """
+    for digits in range(3, 13):
+        shown = _bytes_text(num_bytes, digits), _bytes_text(limit_bytes, digits)
+        if shown[0] != shown[1] or num_bytes == limit_bytes:
+            break
+    return shown
 
 
 def format_bandwidth(bytes_per_s: float | None) -> str:
@@ -84,10 +90,22 @@ def parse_bytes(text: str) -> int:
     return math.ceil(float(match.group(1)) * _BYTE_UNITS[unit])
 
 
+def _bytes_text(num_bytes: float, digits: int) -> str:
+    size = abs(num_bytes)
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= factor:
+            return f"{_significant(num_bytes / factor, digits)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def _three_digits(value: float) -> str:
+    return _significant(value, 3)
+
+
+def _significant(value: float, digits: int) -> str:
     if value == 0:
         return "0"
-    decimals = max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)) + 1e-9))
     return f"{value:.{decimals}f}"
 
 

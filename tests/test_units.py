@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from paraplan.units import (
     format_bandwidth,
     format_bytes,
+    format_bytes_apart,
     format_count,
     format_flops,
     format_seconds,
@@ -20,6 +21,14 @@ from paraplan.units import (
 )
 def test_bytes_are_shown_in_binary_units(num_bytes: int | None, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_a_need_is_never_shown_as_the_limit_that_it_exceeds() -> None:
+    assert format_bytes_apart(73.94 * 2**30, 73.91 * 2**30) == ("73.94 GiB", "73.91 GiB")
+    assert format_bytes_apart(913 * 2**30, 73.91 * 2**30) == ("913 GiB", "73.9 GiB")
+    assert format_bytes_apart(80 * 2**30, 80 * 2**30) == ("80.0 GiB", "80.0 GiB")
+    needed, limit = format_bytes_apart(80 * 2**30 + 1, 80 * 2**30)
+    assert needed != limit
 
 
 def test_bandwidth_is_shown_in_decimal_gigabytes() -> None:

@@ -9,7 +9,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
 from paraplan.search.results import SearchResult
-from paraplan.units import format_bytes, format_seconds
+from paraplan.units import format_bytes_apart, format_seconds
 
 _FIELDS = (
     "dp",
@@ -118,7 +118,7 @@ def _old_plan_here(workload: Workload, plan: ParallelPlan) -> tuple[float | None
         return None, f"the old plan's stages do not divide the {blocks} blocks of {workload.model.name}"
     estimate = estimate_plan(workload, plan)
     if not estimate.fits:
-        needed, usable = format_bytes(estimate.peak_memory_bytes), format_bytes(estimate.usable_memory_bytes)
+        needed, usable = format_bytes_apart(estimate.peak_memory_bytes, estimate.usable_memory_bytes)
         return None, f"the old plan needs {needed} of {usable} usable here"
     return estimate.step.step_time_s, f"the old plan would take {format_seconds(estimate.step.step_time_s)} here"
 

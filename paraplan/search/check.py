@@ -9,7 +9,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.records import Record
 from paraplan.search.search import search
-from paraplan.units import format_bytes, format_count, format_seconds
+from paraplan.units import format_bytes_apart, format_count, format_seconds
 
 
 class Finding(Record):
@@ -55,7 +55,7 @@ def check_plan(workload: Workload, plan: ParallelPlan, *, tolerance: float) -> P
 
 def fits_finding(estimate: PlanEstimate) -> Finding:
     """Return whether a plan fits the usable memory of its GPUs."""
-    needed, usable = format_bytes(estimate.peak_memory_bytes), format_bytes(estimate.usable_memory_bytes)
+    needed, usable = format_bytes_apart(estimate.peak_memory_bytes, estimate.usable_memory_bytes)
     message = f"needs {needed} of {usable} usable per GPU"
     if not estimate.fits and estimate.peak_memory_bytes <= estimate.usable_memory_bytes:
         message += ", and more than the host's memory"
@@ -69,7 +69,8 @@ def limit_findings(
     findings = [fits_finding(estimate)]
     peak, rate = estimate.peak_memory_bytes, estimate.step.tokens_per_s_per_gpu
     if max_memory_bytes is not None:
-        message = f"peak {format_bytes(peak)}, at most {format_bytes(max_memory_bytes)} allowed"
+        shown, most = format_bytes_apart(peak, max_memory_bytes)
+        message = f"peak {shown}, at most {most} allowed"
         findings.append(Finding(name="max-memory", passed=peak <= max_memory_bytes, message=message))
     if min_tokens_per_s is not None:
         message = f"{format_count(rate)} tokens/s per GPU, at least {format_count(min_tokens_per_s)} wanted"

@@ -9,7 +9,7 @@ from paraplan.search.fixed import FixedChoices
 from paraplan.search.space import PlanSpace
 from paraplan.search.survey import TooLarge
 from paraplan.search.what_fits import fewest_nodes, longest_sequence, some_plan_fits
-from paraplan.units import format_bytes
+from paraplan.units import format_bytes, format_bytes_apart
 
 
 class NothingFitsError(NoPlanFitsError):
@@ -34,10 +34,11 @@ def nothing_fits(
     nearest = estimate_plan(workload, too_large.nearest)
     fullest = max(nearest.memory, key=lambda stage: stage.total_bytes)
     lacking = format_bytes(fullest.total_bytes - usable)
+    needed, limit = format_bytes_apart(fullest.total_bytes, usable)
     where = f" on stage {fullest.pipeline_stage}" if nearest.plan.pp > 1 else ""
     return NothingFitsError(
-        f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs with {format_bytes(usable)} usable each; the "
-        f"nearest, {nearest.plan.describe()}, needs {format_bytes(fullest.total_bytes)}, {lacking} too much{where}",
+        f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs with {limit} usable each; the "
+        f"nearest, {nearest.plan.describe()}, needs {needed}, {lacking} too much{where}",
         hint=", or ".join(_ways_out(workload, runnable_only=space.runnable_only, fixed=space.fixed))
         if with_ways_out
         else None,

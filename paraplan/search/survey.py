@@ -18,7 +18,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.search.bound import least_step_s
 from paraplan.search.results import Rejection
 from paraplan.search.space import PlanSpace
-from paraplan.units import format_bytes
+from paraplan.units import format_bytes, format_bytes_apart
 
 SLACK = 1.02
 """Plans up to this factor slower than the best ones are priced too: among equals the simplest is recommended."""
@@ -125,9 +125,10 @@ class TooLarge:
 
     def describe(self, usable_bytes: int) -> str:
         """Return the reason in words."""
-        least, most = format_bytes(self.least_bytes), format_bytes(self.most_bytes)
-        needed = least if least == most else f"{least} to {most}"
-        return f"need {needed} of {format_bytes(usable_bytes)} usable"
+        least, usable = format_bytes_apart(self.least_bytes, usable_bytes)
+        most = format_bytes(self.most_bytes)
+        needed = least if format_bytes(self.least_bytes) == most else f"{least} to {most}"
+        return f"need {needed} of {usable} usable"
 
 
 @dataclass
