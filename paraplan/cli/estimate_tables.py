@@ -78,14 +78,17 @@ def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:
     for _, title, color in PARTS:
         table.add_column(title, justify="right", style=color)
     table.add_column("total", justify="right", style="bold")
-    for stage in _distinct(estimate.memory):
+    shown = shown_stages(estimate.memory)
+    for stage in shown:
         cells = [format_bytes(getattr(stage, name)) for name, _, _ in PARTS]
         table.add_row(str(stage.pipeline_stage), *cells, format_bytes(stage.total_bytes))
     console.print(table)
     scale = max(estimate.peak_memory_bytes, usable)
-    for stage in _distinct(estimate.memory):
+    for stage in shown:
         console.print(_bar(stage, usable, scale, width=min(60, console.width - 28)))
     fullest = max(estimate.memory, key=lambda stage: stage.total_bytes)
+    if left_out := len(estimate.memory) - len(shown):
+        console.print(f"[dim]{left_out} stages are left out; none needs more than stage {fullest.pipeline_stage}[/dim]")
     console.print(
         f"Peak {format_bytes(fullest.total_bytes)} by torch.cuda.max_memory_allocated, "
         f"{format_bytes(fullest.device_bytes)} by nvidia-smi"
@@ -197,9 +200,12 @@ def _print_step(console: Console, estimate: PlanEstimate) -> None:
     console.print(table)
 
 
-def _distinct(memory: tuple[MemoryEstimate, ...], limit: int = 8) -> list[MemoryEstimate]:
-    """Return all stages of a short pipeline; of a long one the first, the second and the last."""
-    return list(memory) if len(memory) <= limit else [memory[0], memory[1], memory[-1]]
+def shown_stages(memory: Sequence[MemoryEstimate], limit: int = 8) -> list[MemoryEstimate]:
+    """Return all stages of a short pipeline; of a long one the first, the second, the fullest and the last."""
+    if len(memory) <= limit:
+        return list(memory)
+    fullest = max(range(len(memory)), key=lambda stage: memory[stage].total_bytes)
+    return [memory[stage] for stage in sorted({0, 1, fullest, len(memory) - 1})]
 
 
 def _bar(stage: MemoryEstimate, usable: int, scale: int, *, width: int) -> Text:

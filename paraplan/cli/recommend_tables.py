@@ -59,10 +59,8 @@ def _print_head(console: Console, answer: Recommendation) -> None:
         console.print(f"Found {answer.found}")
     print_warnings(console, training_notes(model, training))
     console.print(f"\nRecommended: [bold green]{result.best.plan.describe()}[/bold green]")
-    for line in _details(answer):
-        console.print(f"  {line}")
-    if result.remark is not None:
-        console.print(f"  {result.remark}")
+    for line in (*_details(answer), *filter(None, [result.remark])):
+        console.print(_indented(line))
     if answer.offload is not None:
         print_warnings(console, [answer.offload])
     if result.fastest is not None:
@@ -73,6 +71,11 @@ def _print_head(console: Console, answer: Recommendation) -> None:
             f"Outside the tree's answer, predicted {gain:.0%} faster: {plan.describe()} "
             f"(take it with {options.removesuffix(' --ep 1')})"
         )
+
+
+def _indented(text: str) -> Padding:
+    """Return a text two columns in, also where it goes on in a second line."""
+    return Padding(text, (0, 2))
 
 
 def _details(answer: Recommendation) -> list[str]:
@@ -108,8 +111,8 @@ def _print_tree_and_plans(console: Console, result: SearchResult) -> None:
 
 def _print_explanation(console: Console, explanation: Explanation) -> None:
     console.print("\n[bold]Why the best beats the second[/bold]")
-    console.print(f"  best:   {explanation.best}")
-    console.print(f"  second: {explanation.second}")
+    console.print(_indented(f"best:   {explanation.best}"))
+    console.print(_indented(f"second: {explanation.second}"))
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     table.add_column("")
     for title in ("best", "second", "difference"):
@@ -130,19 +133,21 @@ def _print_explanation(console: Console, explanation: Explanation) -> None:
         "memory", format_bytes(explanation.best_memory_bytes), format_bytes(explanation.second_memory_bytes), ""
     )
     console.print(Padding(table, (0, 2)))
-    console.print(f"  {explanation.because}")
+    console.print(_indented(explanation.because))
 
 
 def _print_comparison(console: Console, comparison: Comparison) -> None:
     console.print("\n[bold]Beside the earlier plan[/bold]")
-    console.print(f"  before: {comparison.before}")
-    console.print(f"  now:    {comparison.now}")
+    console.print(_indented(f"before: {comparison.before}"))
+    console.print(_indented(f"now:    {comparison.now}"))
     for change in comparison.changes:
-        console.print(f"  {change.field}: {change.before} -> {change.now}")
+        console.print(_indented(f"{change.field}: {change.before} -> {change.now}"))
     if comparison.then_step_s is not None:
-        console.print(f"  the earlier plan was predicted to take {format_seconds(comparison.then_step_s)} a step")
+        console.print(
+            _indented(f"the earlier plan was predicted to take {format_seconds(comparison.then_step_s)} a step")
+        )
     for sentence in comparison.because:
-        console.print(f"  {sentence}")
+        console.print(_indented(sentence))
 
 
 def _print_offers(console: Console, offers: tuple[SizeOffer, ...]) -> None:
@@ -197,7 +202,7 @@ def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:
             "*" if candidate.in_tree else "",
             candidate.plan.describe(),
             format_seconds(candidate.step_time_s),
-            format_count(round(candidate.tokens_per_s_per_gpu, 1)),
+            format_count(float(f"{candidate.tokens_per_s_per_gpu:.3g}")),
             f"{candidate.mfu:.1%}",
             format_bytes(candidate.peak_memory_bytes),
             style="bold green" if chosen else "",

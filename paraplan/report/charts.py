@@ -30,9 +30,15 @@ _MOST_STAGES = 16
 
 
 def shown_stages(memory: Sequence[MemoryEstimate]) -> list[MemoryEstimate]:
-    """Return the stages that are drawn: of a long pipeline its first eight and its last eight."""
-    half = _MOST_STAGES // 2
-    return list(memory) if len(memory) <= _MOST_STAGES else [*memory[:half], *memory[-half:]]
+    """Return the stages that are drawn: of a long pipeline its first eight, its last ones and the fullest."""
+    if len(memory) <= _MOST_STAGES:
+        return list(memory)
+    half, stages = _MOST_STAGES // 2, range(len(memory))
+    fullest = max(stages, key=lambda stage: memory[stage].total_bytes)
+    drawn = {*stages[:half], *stages[-half:]}
+    if fullest not in drawn:
+        drawn = drawn - {len(memory) - half} | {fullest}
+    return [memory[stage] for stage in sorted(drawn)]
 
 
 def memory_chart(estimate: PlanEstimate, *, capacity_bytes: int) -> Spec:

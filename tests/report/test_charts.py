@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paraplan.cli.estimate_tables import shown_stages as stages_in_text
 from paraplan.cost.course import StepCourse, step_course
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
@@ -63,6 +64,17 @@ def test_what_follows_the_passes_does_not_push_them_out(workload: MakeWorkload) 
 def test_long_pipelines_show_their_ends() -> None:
     assert shown_rows(4) == [0, 1, 2, 3]
     assert shown_rows(64) == [*range(8), *range(56, 64)]
+
+
+def test_the_fullest_stage_of_a_long_pipeline_is_drawn(workload: MakeWorkload) -> None:
+    load = workload("gpt2", global_batch_size=64)
+    stage = estimate_plan(load, PIPELINE.replace(num_microbatches=32)).memory[0]
+    long = [stage.replace(pipeline_stage=number, total_bytes=1000 + (number == 20)) for number in range(40)]
+    for drawn in (shown_stages(long), stages_in_text(long)):
+        numbers = [each.pipeline_stage for each in drawn]
+        assert numbers == sorted(set(numbers))
+        assert {0, 1, 20, 39} <= set(numbers)
+    assert len(shown_stages(long)) == len(shown_stages(long[:16])) == 16
 
 
 def test_the_parts_of_a_bar_sum_to_the_memory_of_its_stage(workload: MakeWorkload) -> None:
