@@ -137,6 +137,8 @@ CASES = (
     Case("qwen2.5-0.5b", 2048, {"dp": 8, "micro_batch_size": 2}),
     Case("qwen2.5-0.5b", 2048, {"dp": 8, "zero_stage": 1, "micro_batch_size": 2}),
     Case("qwen2.5-0.5b", 2048, {"micro_batch_size": 2, "num_microbatches": 2, "recompute": "full"}),
+    Case("qwen2.5-0.5b", 2044, {"cp": 14, "micro_batch_size": 4}),
+    Case("qwen2.5-0.5b", 8064, {"cp": 7, "tp": 2}),
     Case("qwen2.5-0.5b", 2048, pipeline(4, 8, "zero_bubble"), stages=(1, 3)),
     Case("llama-2-7b", 4096, {"dp": 1024, "zero_stage": 3}),
     Case("llama-2-7b", 4096, pipeline(8, 16, dp=8, zero_stage=1), stages=(0, 1, 7)),

@@ -17,6 +17,7 @@ from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOpti
 from paraplan.cli.html import HtmlOption, require_files, write_estimate
 from paraplan.cli.inputs import (
     calibrated,
+    check_context,
     check_experts,
     check_plan_suits_model,
     check_plan_suits_sequence,
@@ -214,6 +215,8 @@ def estimate(
     check_precision(choices["precision"], cluster.gpu)
     check_plan_suits_model(plan, spec)
     check_experts(plan, spec)
+    if not habits.rings_context:
+        check_context(plan, spec)
     training = read_training(spec, seq_len=seq_len, global_batch=plan.global_batch_size, **choices)
     check_plan_suits_sequence(plan, training)
     made = replace(Workload.of(spec, training, cluster, load_link_speeds()), habits=habits)

@@ -14,6 +14,7 @@ from paraplan.errors import PlanError, UsageError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.spec import ModelSpec
+from paraplan.plan.context_heads import context_reason
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import experts_reason
@@ -161,13 +162,27 @@ def check_experts(plan: ParallelPlan, model: ModelSpec) -> None:
         raise PlanError(f"ep={plan.ep}: {reason}", hint=f"use --ep {' or '.join(fitting)}")
 
 
+def check_context(plan: ParallelPlan, model: ModelSpec) -> None:
+    """Raise `PlanError` where context parallelism cannot exchange tokens for the heads of a model."""
+    reason = context_reason(model, tp=plan.tp, cp=plan.cp)
+    if reason is not None:
+        fitting = [str(cp) for cp in range(1, 65) if context_reason(model, tp=plan.tp, cp=cp) is None]
+        raise PlanError(reason, hint=f"use --cp {', '.join(fitting)}")
+
+
 def check_plan_suits_sequence(plan: ParallelPlan, training: TrainingSpec) -> None:
-    """Raise `PlanError` where context parallelism does not divide the sequence."""
+    """Raise `PlanError` where context or sequence parallelism does not divide the sequence."""
     if training.seq_length % plan.cp:
         fitting = [str(cp) for cp in range(1, min(training.seq_length, 64) + 1) if training.seq_length % cp == 0]
         raise PlanError(
             f"cp={plan.cp} does not divide the {training.seq_length} tokens of a sequence",
             hint=f"use {', '.join(fitting)}, or another --seq-len",
+        )
+    tokens = training.seq_length // plan.cp
+    if plan.sequence_parallel and tokens % plan.tp:
+        raise PlanError(
+            f"sequence parallelism: tp={plan.tp} does not divide the {tokens} tokens of a rank",
+            hint="leave out --sequence-parallel, or use another --seq-len",
         )
 
 

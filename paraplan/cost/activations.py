@@ -23,7 +23,8 @@ class Cuts:
     ranks that share the tensors outside of the tensor-parallel regions. `is_autocast` says that the model runs under
     autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits. `is_compiled` says
     that torch.compile chooses what a block keeps. `known_saved` has what `saved_bytes` was asked before. `ep` ranks
-    share out the experts: each has as many rows for fewer experts.
+    share out the experts: each has as many rows for fewer experts. `head_ranks` of context parallelism exchange tokens
+    for heads: what a rank attends with are all tokens of few heads.
     """
 
     tokens: Floats
@@ -36,6 +37,7 @@ class Cuts:
     keeps_gathered_inputs: bool
     has_fp32_weights: Mask
     ep: Floats
+    head_ranks: Ints
     is_compiled: bool = False
     known_saved: dict[tuple[int, bool, bool, bool], Floats] = field(default_factory=dict, init=False, repr=False)
 
@@ -47,6 +49,7 @@ class Cuts:
         *,
         autocast: bool = False,
         keeps_gathered_inputs: bool = False,
+        rings_context: bool = False,
     ) -> Cuts:
         """Return the cuts of `columns`, in the order of `cut_columns`."""
         tp, sequence_parallel, cp, micro_batch_size, recompute, sharded, ep = columns
@@ -61,6 +64,7 @@ class Cuts:
             keeps_gathered_inputs=keeps_gathered_inputs,
             has_fp32_weights=sharded == 0,
             ep=ep.astype(float),
+            head_ranks=np.ones_like(cp) if rings_context else cp,
         )
 
     def residual_bytes(self, training: TrainingSpec, *, is_first: bool) -> Floats:
@@ -218,7 +222,18 @@ def _tensor_bytes(
     is_whole = tensor.num_readers is not None and cuts.keeps_gathered_inputs
     split = "none" if is_whole else tensor.split
     divisor = {"tensor": cuts.tp, "sequence": cuts.sequence_tp, "none": np.ones_like(cuts.tp)}[split]
-    return elements * _element_bytes(block, tensor, training, cuts, is_first=is_first) / divisor
+    copies = _key_copies(block, tensor, cuts)
+    return copies * elements * _element_bytes(block, tensor, training, cuts, is_first=is_first) / divisor
+
+
+def _key_copies(block: BlockSpec, tensor: SavedTensor, cuts: Cuts) -> Floats | float:
+    """Return how often the heads of kept keys and values are repeated for the ranks of context parallelism."""
+    core = block.attention
+    if core is None or tensor.name not in ("key", "value") or (cuts.head_ranks == 1).all():
+        return 1.0
+    heads = tensor.elements_per_token / (core.qk_head_dim if tensor.name == "key" else core.v_head_dim)
+    own = np.maximum(heads // cuts.tp, 1).astype(np.int64)
+    return np.asarray(cuts.head_ranks / np.gcd(own, cuts.head_ranks))
 
 
 def _element_bytes(

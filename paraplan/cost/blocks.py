@@ -96,6 +96,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
             workload.training,
             autocast=habits.is_autocast,
             keeps_gathered_inputs=habits.keeps_gathered_inputs,
+            rings_context=habits.rings_context,
         )
         known.add([cuts[position] for position in missing], _priced(workload, new))
     rows = np.array([known.rows[cut] for cut in cuts], dtype=np.int64)

@@ -10,11 +10,17 @@ from paraplan.cost.workload import Workload
 from paraplan.model.spec import Attention
 
 
-def _width(attention: Attention, *, keys_alone: bool) -> float:
-    """Return the elements of queries, keys, values and outputs of one token, or of keys and values alone."""
-    query, value = attention.num_heads * attention.qk_head_dim, attention.num_heads * attention.v_head_dim
-    around = attention.num_kv_heads * (attention.qk_head_dim + attention.v_head_dim)
-    return around if keys_alone else query + value + around
+def _width(attention: Attention, table: PlanTable, *, keys_alone: bool) -> Floats | float:
+    """Return the elements of queries, keys, values and outputs of one token, or of keys and values alone.
+
+    Where there are fewer heads of keys than ranks, each is sent to several of them.
+    """
+    width = attention.qk_head_dim + attention.v_head_dim
+    keys = attention.num_kv_heads * width
+    if keys_alone:
+        return keys
+    own = np.maximum(attention.num_kv_heads // table.tp, 1)
+    return np.asarray(attention.num_heads * width + keys * table.cp / np.gcd(own, table.cp))
 
 
 def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks | None = None) -> tuple[Floats, Floats]:
@@ -30,7 +36,9 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
     training, model = workload.training, workload.model
     rings = workload.habits.rings_context
     attentions = [(run.block.attention, run.count) for run in model.runs]
-    widths = [_width(attention, keys_alone=rings) * count for attention, count in attentions if attention is not None]
+    widths = [
+        _width(attention, table, keys_alone=rings) * count for attention, count in attentions if attention is not None
+    ]
     width = sum(widths) / model.num_blocks
     tokens = table.micro_batch_size * training.seq_length / table.cp
     num_bytes = tokens * width * training.activation_bytes / table.tp

@@ -71,8 +71,8 @@ class Habits(Record):
     `takes_loss_in_model`: labels are inputs of the model, which gives its loss, and fp32 logits, as outputs.
     `accumulates_apart`: gradients in fp32 are accumulated beside those that backward passes make.
     `has_expert_parallel`: experts may go over ranks of dp and cp, which send tokens to each other (`ep` of a plan).
-    `fused_softmax_heads`: eager attention's fused softmax takes scores whose heads times sequences are a multiple of it;
-    others go through torch's operations, one after the other. 1 takes all.
+    `fused_softmax_heads`: eager attention's fused softmax takes as many scores (heads times sequences) as a multiple of
+    it; others go through torch's operations, one after the other. 1 takes all.
     `context_bytes` is the CUDA context where a framework's software has another than `CostConstants` names.
     """
 

@@ -196,7 +196,7 @@ class KernelTimes:
         return np.asarray(computed * flops / (self._peak() * efficiency))
 
     def _unfused_softmax_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
-        """Return what a softmax of eager attention moves beyond a fused one, where the fused kernel does not take it."""
+        """Return what eager attention's softmax moves beyond a fused one, where that does not take its scores."""
         multiple = self.habits.fused_softmax_heads
         if multiple == 1 or block.attention is None or self.training.attention != "eager":
             return np.zeros_like(self.cuts.tp)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 
 from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.context_heads import divides_heads, key_copies
 from paraplan.runtime.rank_randomness import own_random_numbers
 from paraplan.runtime.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.tensor_cut import Cut
@@ -64,14 +64,13 @@ def _check_heads(operands: list[torch.Tensor], group: TensorGroup) -> int:
     """Return how many times the heads of keys and values are to be repeated, so that every rank gets as many."""
     queries, *others = (one.shape[_HEADS] for one in operands)
     shared = others[0]
-    copies = group.size // math.gcd(shared, group.size)
-    if queries % group.size or queries % (shared * copies) or others[1] != shared:
+    if not divides_heads(queries, shared, group.size) or others[1] != shared:
         shares = "" if queries == shared else f" that share {shared} of keys"
         raise UnsupportedPlanError(
             f"cp={group.size} does not divide the {queries} heads of queries{shares} that a rank of tp has",
             hint="use degrees of tp and cp whose product divides the attention heads, or cp=1",
         )
-    return copies
+    return key_copies(shared, group.size)
 
 
 def _own_mask(mask: Any, heads: SplitTensor | None, num_heads: int, group: TensorGroup) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
+from paraplan.plan.context_heads import context_reason
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.records import Record
@@ -88,6 +89,8 @@ def _suits(workload: Workload, plan: ParallelPlan) -> Finding:
         problem = f"the plan's global batch is {plan.global_batch_size}, and {training.global_batch_size} is wanted"
     elif any(limit % plan.tp for limit in limits):
         problem = f"tp={plan.tp} does not divide the attention heads of {model.name}"
+    elif (reason := context_reason(model, tp=plan.tp, cp=plan.cp)) is not None:
+        problem = reason
     elif plan.num_stages > model.num_blocks:
         problem = f"{plan.num_stages} pipeline stages for the {model.num_blocks} blocks of {model.name}"
     elif plan.stage_blocks is not None and sum(plan.stage_blocks) != model.num_blocks:

@@ -15,6 +15,7 @@ from paraplan.cost.schedule_simulation import round_size
 from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.plan.context_heads import context_reason
 from paraplan.plan.parallel import Axis
 from paraplan.plan.support import experts_reason, rule_of, unsupported_axes, unsupported_reason
 from paraplan.search.fixed import FREE, Degree, FixedChoices, check_axes, check_micro_batch, nothing_has_all
@@ -154,10 +155,8 @@ class PlanSpace:
             return f"tensor parallelism across nodes of {self.workload.cluster.gpus_per_node} GPUs"
         if any(limit % degrees.tp for limit in self._tp_limits):
             return "tp does not divide the model's attention and key-value heads"
-        if self.runnable_only and any(limit % (degrees.tp * degrees.cp) for limit in self._tp_limits):
+        if self.runnable_only and context_reason(model, tp=degrees.tp, cp=degrees.cp) is not None:
             return "cp, which exchanges tokens for heads, does not divide the model's heads"
-        if self.runnable_only and any(limit % degrees.cp for limit in self._tp_limits):
-            return "cp does not divide the model's attention and key-value heads"
         if degrees.pp > model.num_blocks:
             return f"more pipeline stages than the model's {model.num_blocks} blocks"
         if training.global_batch_size % degrees.dp:
@@ -274,6 +273,15 @@ class PlanSpace:
         The runtime looks at whether a degree exceeds one and whether the micro-batches fill the pipeline, not at how
         large they are: one plan of each such kind is asked about, and stands for all.
         """
+        tokens = self.workload.training.seq_length // table.cp
+        uneven: Mask = (table.sequence_parallel == 1) & (tokens % table.tp != 0)
+        if uneven.any():
+            self.rejected["tp does not divide the tokens of a rank, as sequence parallelism needs it"] += (
+                int(uneven.sum()) * variants
+            )
+            possible: Mask = ~uneven
+            possible[possible] = self._executable(table.select(possible), variants)
+            return possible
         count, rounds = table.num_microbatches, np.maximum(table.num_microbatches // table.pp, 1)
         # Fewer than the stages; a multiple of them; of the rounds of a schedule; of neither. One example of each, pp=2.
         # Without a pipeline there is nothing to fill.

@@ -166,6 +166,22 @@ def test_the_products_of_axes_are_those_of_the_world() -> None:
     assert products == expected
 
 
+def test_context_parallelism_goes_where_keys_have_to_be_repeated_and_sequence_parallelism_where_tokens_divide(
+    workload: MakeWorkload,
+) -> None:
+    made = workload("llama-3-8b", num_nodes=4, seq_length=4 * 32 * 3, global_batch_size=1)
+    space = PlanSpace(made, fixed=FixedChoices(tp=4))
+    tables = [chunk.table for chunk in space.chunks()]
+    cp = np.concatenate([table.cp for table in tables])
+    sequence = np.concatenate([table.sequence_parallel for table in tables])
+    assert 8 in cp  # 8 heads of queries and 2 of keys a rank of tp: each of these goes to 4 ranks of cp
+    assert set(sequence[cp == 8]) == {0, 1}
+    uneven = PlanSpace(workload("llama-3-8b", num_nodes=4, seq_length=8 * 6, global_batch_size=1), fixed=space.fixed)
+    tables = [chunk.table for chunk in uneven.chunks()]
+    assert all(not table.sequence_parallel[table.cp == 8].any() for table in tables)
+    assert uneven.rejected["tp does not divide the tokens of a rank, as sequence parallelism needs it"]
+
+
 def test_every_plan_of_the_space_is_one_that_the_runtime_executes_and_the_others_are_counted(
     workload: MakeWorkload,
 ) -> None:
