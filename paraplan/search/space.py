@@ -271,7 +271,7 @@ class PlanSpace:
         """Return which rows can be executed, and count the reasons of the others.
 
         The runtime looks at whether a degree exceeds one and whether the micro-batches fill the pipeline, not at how
-        large they are: one plan of each such kind is asked about, and stands for all.
+        large they are, and shards over dp and cp alike: one plan of each such kind is asked about, and stands for all.
         """
         tokens = self.workload.training.seq_length // table.cp
         uneven: Mask = (table.sequence_parallel == 1) & (tokens % table.tp != 0)
@@ -288,10 +288,10 @@ class PlanSpace:
         conditions = [table.pp == 1, count < table.pp, count % table.pp == 0, count % rounds == 0]
         fills = np.select(conditions, [5, 1, 2, 3], default=5)
         kinds, kind = distinct_rows(
-            np.minimum(table.dp, 2),
+            np.minimum(table.dp * table.cp, 2),
             np.minimum(table.tp, 2),
             np.minimum(table.pp, 2),
-            np.minimum(table.cp, 2),
+            np.ones_like(table.cp),
             table.zero_stage,
             table.sequence_parallel,
             np.minimum(table.micro_batch_size, 1),
