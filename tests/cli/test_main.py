@@ -18,12 +18,18 @@ def test_help_lists_every_command_with_a_sentence() -> None:
         assert len(line.split(name, 1)[1].strip(" │")) > 20
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+# The launcher takes the place of the process that calls it: its help is in test_launch_command.py.
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "launch"])
 def test_every_command_explains_itself(name: str) -> None:
-    # A process of its own: the launcher takes the place of the one that calls it.
-    command = [sys.executable, "-m", "paraplan", name, "--help"]
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0
+    assert "--" in result.stdout
+
+
+def test_the_package_is_a_program() -> None:
+    command = [sys.executable, "-m", "paraplan", "recommend", "--help"]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "--" in finished.stdout
+    assert "--global-batch" in finished.stdout
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
