@@ -75,11 +75,11 @@ def check(name: str, path: Path, *, with_transformers: bool, expected: int | Non
     return agrees
 
 
-def main() -> int:
-    """Compare every configuration of the folder and return the exit status."""
+def main(arguments: list[str] | None = None) -> int:
+    """Compare every configuration of the folder that the arguments name and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="folder with NAME.json files or NAME/config.json folders")
-    folder: Path = parser.parse_args().folder
+    folder: Path = parser.parse_args(arguments).folder
     paths = configurations(folder) if folder.is_dir() else {}
     if not paths:
         print(f"{folder} holds no configurations", file=sys.stderr)

@@ -107,11 +107,11 @@ def check(path: Path) -> bool | None:
     return all(results) if results else None
 
 
-def main() -> int:
-    """Compare every configuration of the folder and return the exit status."""
+def main(arguments: list[str] | None = None) -> int:
+    """Compare every configuration of the folder that the arguments name and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="folder with NAME.json files")
-    folder: Path = parser.parse_args().folder
+    folder: Path = parser.parse_args(arguments).folder
     paths = sorted(path for path in folder.glob("*.json") if path.name != "expected.json")
     if not paths:
         print(f"{folder} holds no configurations", file=sys.stderr)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,19 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
-def _run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / script), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+# What transformers' modules remark on is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _main_of(script: str) -> Callable[[list[str]], int]:
+    """Return the script's main function: in this process transformers is imported once for all tests."""
+    spec = importlib.util.spec_from_file_location(script, SCRIPTS / f"{script}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    main: Callable[[list[str]], int] = module.main
+    return main
 
 
 def _write_language_models(folder: Path, seed: int) -> None:
@@ -37,39 +48,43 @@ def _write_language_models(folder: Path, seed: int) -> None:
 
 
 @needs_transformers
-def test_random_configs_of_every_family_count_as_transformers_builds_them(tmp_path: Path) -> None:
+def test_random_configs_of_every_family_count_as_transformers_builds_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for family in VARIANTS:
         for seed in range(4):
             path = tmp_path / f"{family}-{seed}.json"
             path.write_text(json.dumps(random_config(family, seed)), encoding="utf-8")
-    done = _run("check_parameters.py", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{4 * len(VARIANTS)} of {4 * len(VARIANTS)} configurations agree" in done.stdout
+    status, printed = _main_of("check_parameters")([str(tmp_path)]), capsys.readouterr()
+    assert status == 0, printed.out + printed.err
+    assert f"{4 * len(VARIANTS)} of {4 * len(VARIANTS)} configurations agree" in printed.out
 
 
 @needs_transformers
-def test_flops_and_saved_bytes_of_every_family_agree_with_transformers_modules(tmp_path: Path) -> None:
+def test_flops_and_saved_bytes_of_every_family_agree_with_transformers_modules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _write_language_models(tmp_path, seed=2)
     fields = json.loads((tmp_path / "deepseek_v3.json").read_text(encoding="utf-8"))
     # Heads of equal sizes are run by another kernel.
     equal = fields | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
     (tmp_path / "equal-heads.json").write_text(json.dumps(equal), encoding="utf-8")
-    done = _run("check_saved.py", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(VARIANTS) + 1} of {len(VARIANTS) + 1} models agree" in done.stdout
+    status, printed = _main_of("check_saved")([str(tmp_path)]), capsys.readouterr()
+    assert status == 0, printed.out + printed.err
+    assert f"{len(VARIANTS) + 1} of {len(VARIANTS) + 1} models agree" in printed.out
 
 
-def test_a_wrong_expected_count_fails_the_check(tmp_path: Path) -> None:
+def test_a_wrong_expected_count_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "small.json").write_text(json.dumps(random_config("gpt2", 0)), encoding="utf-8")
     expected = {"models": {"small": {"parameters": 1}}}
     (tmp_path / "expected.json").write_text(json.dumps(expected), encoding="utf-8")
-    done = _run("check_parameters.py", tmp_path)
-    assert done.returncode == 1
-    assert "DIFFERS" in done.stdout
+    assert _main_of("check_parameters")([str(tmp_path)]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
 
 
 def test_an_empty_folder_is_told(tmp_path: Path) -> None:
     for script in ("check_parameters.py", "check_saved.py"):
-        done = _run(script, tmp_path)
+        command = [sys.executable, str(SCRIPTS / script), str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (2, "")
         assert "holds no configurations" in done.stderr
