@@ -14,6 +14,7 @@ from paraplan.cli.recommend_report import commands
 from paraplan.cli.terminal import make_console
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import training_notes
+from paraplan.report.ranked_rows import with_recommended
 from paraplan.search.budget import Budget, SizeOffer
 from paraplan.search.changes import Comparison
 from paraplan.search.explain import Explanation, part_words
@@ -100,7 +101,7 @@ def _print_tree_and_plans(console: Console, result: SearchResult) -> None:
         console.print(Padding(f"[dim]{decision.because}[/dim]", (0, 4)))
     console.print("\n[bold]Plans[/bold], best first (* = a family that the tree names)")
     shown = without_equals(result.candidates, result.best.plan)
-    console.print(_plans(shown, result))
+    console.print(_plans(with_recommended(shown, result), result))
     if hidden := len(result.candidates) - len(shown):
         more = "more puts" if hidden == 1 else "more put"
         console.print(f"   [dim]{hidden} {more} cp in the place of dp, not over 2 % faster (--json lists them)[/dim]")

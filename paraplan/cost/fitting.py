@@ -51,13 +51,14 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
     """
     fixed = plan.tp * plan.pp * plan.cp
     replicas = max(plan.dp, workload.cluster.num_gpus // fixed)
-    stages = (0, 1) if plan.pp > 1 else (0, 1, 2, 3)
+    offloads_parameters = plan.offload == "parameters"  # which ZeRO-3 alone does
+    stages = (3,) if offloads_parameters else (0, 1) if plan.pp > 1 else (0, 1, 2, 3)
     kinds = [(stage, recompute) for stage in stages for recompute in RECOMPUTES]
     count = len(kinds)
     stage_of, recompute_of = (np.array(column) for column in zip(*_numbered(kinds), strict=True))
 
     def holds(kind: Ints, micro_batch: Ints, dp: Ints) -> Mask:
-        table = PlanTable.of_plans([plan.replace(stage_blocks=None, zero_shards=None, devices_per_process=1)]).select(
+        table = PlanTable.of_plans([plan.replace(zero_shards=None, devices_per_process=1)]).select(
             np.zeros(len(kind), dtype=np.int64)
         )
         sharded = np.where(dp * plan.cp > 1, stage_of[kind], 0)

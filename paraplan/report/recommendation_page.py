@@ -18,6 +18,7 @@ from paraplan.report.plan_sections import (
     step_section,
     workload_lines,
 )
+from paraplan.report.ranked_rows import with_recommended
 from paraplan.search.budget import Budget, SizeOffer
 from paraplan.search.nothing_fits import NothingFitsError
 from paraplan.search.recommendation import Recommendation
@@ -111,9 +112,7 @@ def _decisions(decisions: Sequence[Decision]) -> str:
 
 def _plans(result: SearchResult, renderer: ChartRenderer) -> str:
     """Return all plans by time and memory, the ranked ones as a table, and those that none beats."""
-    ranked = list(result.candidates[:_MOST_ROWS])
-    if all(each.plan != result.best.plan for each in ranked):
-        ranked += [each for each in result.candidates if each.plan == result.best.plan]
+    ranked = with_recommended(result.candidates[:_MOST_ROWS], result)
     anchors: dict[str, str] = {}
     for number, each in enumerate([*ranked, *result.front]):
         anchors.setdefault(each.plan.describe(), f"plan-{number}")

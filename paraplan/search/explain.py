@@ -35,8 +35,8 @@ class Explanation(Record):
     because: str
 
 
-def explain(best: PlanEstimate, second: PlanEstimate) -> Explanation:
-    """Return why `best` beats `second`, part by part."""
+def explain(best: PlanEstimate, second: PlanEstimate, *, is_named: bool = True) -> Explanation:
+    """Return why `best` beats `second`, part by part; `is_named` says that the decision tree names the second too."""
     names = [name for name in StepEstimate.model_fields if name.endswith("_s") and name not in _NOT_PARTS]
     parts = tuple(
         ComparedPart(name=name, best_s=getattr(best.step, name), second_s=getattr(second.step, name)) for name in names
@@ -49,7 +49,7 @@ def explain(best: PlanEstimate, second: PlanEstimate) -> Explanation:
         parts=parts,
         best_memory_bytes=best.peak_memory_bytes,
         second_memory_bytes=second.peak_memory_bytes,
-        because=_because(parts, best, second),
+        because=_because(parts, best, second, is_named=is_named),
     )
 
 
@@ -58,12 +58,15 @@ def part_words(name: str) -> str:
     return name.removesuffix("_s").replace("_", " ")
 
 
-def _because(parts: tuple[ComparedPart, ...], best: PlanEstimate, second: PlanEstimate) -> str:
+def _because(parts: tuple[ComparedPart, ...], best: PlanEstimate, second: PlanEstimate, *, is_named: bool) -> str:
     gap = second.step.step_time_s - best.step.step_time_s
     saved = sorted((part for part in parts if part.difference_s > 0), key=lambda part: -part.difference_s)
     spent = sorted((part for part in parts if part.difference_s < 0), key=lambda part: part.difference_s)
     if gap <= 0:
-        return f"it is {format_seconds(-gap)} slower, and chosen for what else it has: fewer axes, or less memory"
+        why = "it is simpler" if is_named else "the decision tree names its family, and not that of the second"
+        if is_named and best.peak_memory_bytes < second.peak_memory_bytes:
+            why = "it needs less memory"
+        return f"it is {format_seconds(-gap)} slower, and chosen because {why}"
     words = f"it saves {_listed(saved, 'of')}"
     if spent:
         words += f" and spends {_listed(spent, 'more on')}"

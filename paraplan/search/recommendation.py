@@ -113,9 +113,13 @@ def _searched(
 
 
 def _explanation(result: SearchResult) -> Explanation | None:
+    if result.second is None:
+        return None
     from paraplan.search.explain import explain
+    from paraplan.search.tree import family
 
-    return explain(result.best, result.second) if result.second else None
+    is_named = family(result.second.plan) in result.families or family(result.best.plan) not in result.families
+    return explain(result.best, result.second, is_named=is_named)
 
 
 def _offload(workload: Workload, question: Question, result: SearchResult, *, runnable_only: bool) -> str | None:

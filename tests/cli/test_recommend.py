@@ -171,7 +171,11 @@ def test_a_plan_that_offloads_says_what_it_costs_and_what_would_do_without() -> 
 def test_a_faster_plan_outside_of_the_tree_is_had_with_the_options_that_are_named() -> None:
     slow = ["recommend", "qwen2.5-7b", "--profile", "rtx-4090-x4", "--seq-len", "4096", "--global-batch", "64"]
     fastest = json.loads(run(*slow, "--json")[1])["fastest"]["plan"]
-    words = " ".join(run(*slow)[1].split())
+    text = run(*slow, "--top", "1", "--explain")[1]
+    table = text.partition("best first")[2].partition("Ruled out")[0]
+    assert table.count("GiB") == 2  # the fastest, and below it the recommended one, which is not among the first
+    words = " ".join(text.split())
+    assert "slower, and chosen because the decision tree names its family" in words
     options = words.partition("(take it with ")[2].partition(")")[0]
     assert options
     assert json.loads(run(*slow, *options.split(), "--json")[1])["plan"] == fastest

@@ -23,16 +23,14 @@ def make(model: str = "llama-3-8b", profile: str = "dgx-h100", **training: objec
 def fits(workload: Workload, plan: ParallelPlan, row: FitRow, *, dp: int, micro_batch_size: int) -> bool:
     """Whether a plan of one row fits, by the estimate that users see."""
     zero_stage = row.zero_stage if dp * plan.cp > 1 else 0
-    chosen = plan.replace(
-        dp=dp, zero_stage=zero_stage, recompute=row.recompute, micro_batch_size=micro_batch_size, stage_blocks=None
-    )
+    chosen = plan.replace(dp=dp, zero_stage=zero_stage, recompute=row.recompute, micro_batch_size=micro_batch_size)
     return estimate_plan(workload, chosen).fits
 
 
 PLANS = (
     ParallelPlan(),
     ParallelPlan(tp=2, sequence_parallel=True),
-    ParallelPlan(pp=4, pipeline_schedule="1f1b", num_microbatches=8),
+    ParallelPlan(pp=4, pipeline_schedule="1f1b", num_microbatches=8, stage_blocks=(8, 9, 8, 7)),
 )
 
 
