@@ -26,6 +26,7 @@ from paraplan.cli.inputs import (
     options_given,
     read_cluster_for_plan,
     read_plan_file,
+    read_trained_model,
     read_training,
 )
 from paraplan.cli.options import (
@@ -72,7 +73,6 @@ from paraplan.cost.habits import PARAPLAN, habits_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.model.reader import read_model
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan, micro_batches
 
@@ -210,7 +210,7 @@ def estimate(
             sequence_parallel=sequence_parallel,
             offload=offload,
         )
-    spec = read_model(model, seq_length=seq_len, micro_batch_size=plan.micro_batch_size)
+    spec = read_trained_model(model, seq_len=seq_len, micro_batch_size=plan.micro_batch_size)
     cluster = read_cluster_for_plan(profile, plan, num_nodes=nodes, gpus_per_node=gpus_per_node)
     check_precision(choices["precision"], cluster.gpu)
     check_plan_suits_model(plan, spec)

@@ -18,6 +18,7 @@ from paraplan.cli.inputs import (
     check_precision,
     read_cluster,
     read_cluster_for_plan,
+    read_trained_model,
     read_training,
 )
 from paraplan.cli.step_trace import write_trace
@@ -32,7 +33,6 @@ from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
-from paraplan.model.reader import read_model
 from paraplan.plan.files import PlanFile
 from paraplan.search.search import search
 from paraplan.units import format_bytes, format_count, format_seconds
@@ -86,7 +86,7 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
         raise UsageError(f"{named} beside {foreign.options[0]}, which says it already", hint="leave out one of them")
     profile, nodes, per_node = options["profile"], options["nodes"], options["gpus_per_node"]
     setup = foreign.read(_given(foreign, options, given))
-    spec = read_model(options["model"], seq_length=options["seq_len"] or setup.seq_length)
+    spec = read_trained_model(options["model"], seq_len=options["seq_len"] or setup.seq_length)
     cluster = read_cluster_for_plan(profile, setup.plan, num_nodes=nodes, gpus_per_node=per_node)
     check_plan_suits_model(setup.plan, spec)
     check_experts(setup.plan, spec)

@@ -13,6 +13,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError, UsageError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.reader import read_model
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.context_heads import context_reason
 from paraplan.plan.files import PlanFile
@@ -97,6 +98,19 @@ def require_batch(global_batch: int | None, cluster: Cluster) -> int:
             hint=f"for example --global-batch {8 * cluster.num_gpus}",
         )
     return global_batch
+
+
+def read_trained_model(reference: str, *, seq_len: int | None, micro_batch_size: int = 1) -> ModelSpec:
+    """Return the model as it is trained on sequences of `seq_len` tokens, by default its longest.
+
+    What layers with a sliding window keep depends on the length, so that a default is read as if it were given.
+    """
+    model = read_model(reference, seq_length=seq_len, micro_batch_size=micro_batch_size)
+    longest = model.max_seq_length
+    has_windows = any(run.block.attention is not None and run.block.attention.window for run in model.runs)
+    if seq_len is not None or longest is None or not has_windows:
+        return model
+    return read_model(reference, seq_length=longest, micro_batch_size=micro_batch_size)
 
 
 def read_training(

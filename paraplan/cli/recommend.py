@@ -18,6 +18,7 @@ from paraplan.cli.inputs import (
     check_precision,
     read_cluster,
     read_plan_file,
+    read_trained_model,
     read_training,
     require_batch,
 )
@@ -59,7 +60,6 @@ from paraplan.cli.step_trace import TraceOption
 from paraplan.cost.habits import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.model.reader import read_model
 from paraplan.search.fixed import FixedChoices
 from paraplan.search.recommendation import Question
 
@@ -167,7 +167,7 @@ def recommend(
     require_files(html, output, trace)
     require_checks(check is not None, github=github, junit=junit, needs="--check PLAN")
     started = time.perf_counter()
-    spec = read_model(model, seq_length=seq_len)
+    spec = read_trained_model(model, seq_len=seq_len)
     cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
     check_precision(precision, cluster.gpu)
     chosen: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}

@@ -155,7 +155,8 @@ class PlanSpace:
             return f"tensor parallelism across nodes of {self.workload.cluster.gpus_per_node} GPUs"
         if any(limit % degrees.tp for limit in self._tp_limits):
             return "tp does not divide the model's attention and key-value heads"
-        if self.runnable_only and context_reason(model, tp=degrees.tp, cp=degrees.cp) is not None:
+        rings = self.workload.habits.rings_context
+        if not rings and context_reason(model, tp=degrees.tp, cp=degrees.cp) is not None:
             return "cp, which exchanges tokens for heads, does not divide the model's heads"
         if degrees.pp > model.num_blocks:
             return f"more pipeline stages than the model's {model.num_blocks} blocks"

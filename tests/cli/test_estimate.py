@@ -88,6 +88,15 @@ def test_offload_says_what_the_host_has_to_hold() -> None:
     assert report(*LLAMA, "--dp", "8")["host_bytes_per_node"] == 0
 
 
+def test_the_longest_sequence_by_default_is_the_same_as_given(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY | {"model_type": "mistral", "sliding_window": 64}), encoding="utf-8")
+    default, given = (
+        report("estimate", str(config), "--profile", "dgx-h100", *more) for more in ((), ("--seq-len", "256"))
+    )
+    assert (default["memory"], default["step"]) == (given["memory"], given["step"])
+
+
 def test_the_plan_decides_how_many_machines_there_are_unless_nodes_says() -> None:
     assert report(*LLAMA, "--dp", "24", "--zero", "3")["cluster"]["num_nodes"] == 3
     status, _, stderr = run(*LLAMA, "--dp", "24", "--nodes", "2")
