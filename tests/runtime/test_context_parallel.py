@@ -183,7 +183,7 @@ def test_every_head_drops_out_differently_on_the_ranks_of_tp_and_cp(ranks: RankH
 
 
 def _in_half_precision(plan: ParallelPlan | None) -> list[float]:
-    return train("attention", plan, precision="bf16").losses
+    return train("two blocks", plan, precision="bf16").losses
 
 
 def test_tokens_layers_and_stages_are_split_in_half_precision(ranks: RankHarness) -> None:
