@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.launch.failures import Cause, NodeFailure
+from paraplan.launch.torch_calls import run_interruptibly
 
 _POLL_S = 0.05
 _PATIENCE_S = 900.0  # longer than a planner may take
@@ -37,7 +38,11 @@ class NodeFacts:
 
 
 class NodeBoard:
-    """The notes of the nodes of one round. Every method takes and gives this node's view; `node` is its rank."""
+    """The notes of the nodes of one round. Every method takes and gives this node's view; `node` is its rank.
+
+    A signal ends every wait for the store, also where the network to it is gone. `is_lost` says that its host has
+    ended.
+    """
 
     def __init__(
         self,
@@ -53,7 +58,7 @@ class NodeBoard:
         self.num_nodes = num_nodes
         self._clock = clock
         self._pause = pause
-        self._is_lost = False
+        self.is_lost = False
 
     def exchange_facts(self, mine: NodeFacts) -> list[NodeFacts]:
         """Return the facts of all nodes, in their order; waits for every node."""
@@ -98,7 +103,7 @@ class NodeBoard:
             readers = [f"read/{node}" for node in found]
             self._wait(lambda: self._has(*readers), patience_s)
         except RuntimeError:  # torch's errors of a broken connection: the host has ended before this node
-            pass
+            self.is_lost = True
         return [mine, *(failure for node, failure in sorted(found.items()) if node != self.node)]
 
     def note_done(self) -> None:
@@ -112,12 +117,12 @@ class NodeBoard:
 
     def has_failure_elsewhere(self) -> bool:
         """Whether another node has said that its ranks have failed for good."""
-        if self._is_lost:
+        if self.is_lost:
             return False
         try:
             return any(self._has(f"failure/{node}") for node in range(self.num_nodes) if node != self.node)
         except RuntimeError:  # the host of the store has ended; its ranks' peers will notice
-            self._is_lost = True
+            self.is_lost = True
             return False
 
     def _read_failures(self, found: dict[int, NodeFailure]) -> int:
@@ -134,7 +139,8 @@ class NodeBoard:
             self._pause(_POLL_S)
 
     def _set(self, name: str, value: object) -> None:
-        self._store.set(f"{_PREFIX}/{name}", json.dumps(value))
+        text = json.dumps(value)
+        run_interruptibly(lambda: self._store.set(f"{_PREFIX}/{name}", text))
 
     def _await(self, name: str) -> Any:
         """Return what another node is about to write. The store itself waits a minute at most, a planner may not.
@@ -151,10 +157,10 @@ class NodeBoard:
         return self._get(name)
 
     def _get(self, name: str) -> Any:
-        return json.loads(self._store.get(f"{_PREFIX}/{name}"))
+        return json.loads(run_interruptibly(lambda: self._store.get(f"{_PREFIX}/{name}")))
 
     def _has(self, *names: str) -> bool:
-        return bool(self._store.check([f"{_PREFIX}/{name}" for name in names]))
+        return bool(run_interruptibly(lambda: self._store.check([f"{_PREFIX}/{name}" for name in names])))
 
 
 class RemoteError(Exception):

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
+import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d_rendezvous
 import torch.distributed.elastic.rendezvous.static_tcp_rendezvous as static_rendezvous
 import torch.distributed.launcher.api as launcher_api
 from torch.distributed.elastic.multiprocessing import PContext, Std
@@ -23,7 +24,7 @@ from torch.distributed.run import config_from_args
 
 from paraplan.launch import bootstrap
 from paraplan.launch.interfaces import address_towards, addresses_of
-from paraplan.launch.meeting import open_static_store
+from paraplan.launch.meeting import MeetingBackend, open_static_store, open_store
 from paraplan.launch.node_agent import NodeAgent, Round
 from paraplan.launch.processes import AttemptSettings, JobRecord, RankProcesses
 from paraplan.launch.request import min_max_nodes
@@ -105,10 +106,12 @@ def run_agent(
     start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
     agent: Callable[..., Any] = launcher_api.LocalElasticAgent  # type: ignore[attr-defined]  # torch's own import
     if agent is local_agent.LocalElasticAgent:  # a program may have put one of its own there
-        agent = functools.partial(NodeAgent, before_start=before_start)
+        agent = functools.partial(NodeAgent, before_start=before_start, job=job)
     node_rank = int(config.rdzv_configs.get("rank", 0))
     store = functools.partial(open_static_store, node_rank=node_rank)
     with (
+        _bound(c10d_rendezvous, "TCPStore", open_store),
+        _bound(c10d_rendezvous, "C10dRendezvousBackend", MeetingBackend),
         _bound(static_rendezvous, "TCPStore", store),
         _bound(local_agent, "start_processes", start),
         _bound(launcher_api, "LocalElasticAgent", agent),
@@ -120,8 +123,8 @@ def run_agent(
 def _bound(module: ModuleType, name: str, ours: Callable[..., Any]) -> Iterator[None]:
     """Have `module` of torch find `ours` under `name` inside this block.
 
-    torch's launcher makes its agent, the agent starts its processes and a static meeting makes its store by names in
-    their modules; none has an argument for it. Binding these names keeps all else torch's own, with all that a new
+    torch's launcher makes its agent, the agent starts its processes and a meeting makes its store by names in their
+    modules; none has an argument for it. Binding these names keeps all else torch's own, with all that a new
     torch adds to it.
     """
     names = vars(module)

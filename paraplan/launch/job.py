@@ -9,6 +9,7 @@ import socket
 import time
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,13 +41,22 @@ from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes,
 from paraplan.launch.run import count_gpus, run_job
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import SpawnerHandle, SpawnerLostError
+from paraplan.launch.torch_calls import silence_torch_log
 from paraplan.units import format_bytes
 
 if TYPE_CHECKING:
     from paraplan.hardware.topology import NodeTopology
 
 
-_TORCHS_AGENT = "torch.distributed.elastic.agent.server.api"
+_SAID_IN_WORDS = {
+    "torch.distributed.elastic.agent.server.api": ("death signal",),
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": (
+        "failed to shutdown the",
+        "failed to send a keep-alive",
+    ),
+}
+"""What torch's loggers say that the launcher says itself."""
+
 _PLANNER_S = 20.0  # what a report may wait for advice
 _OTHER_NODES_S = 15.0
 """How long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take."""
@@ -59,7 +69,10 @@ def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_t
     `ParaplanError` for what the user can mend before ranks start.
     """
     request = check_request(args, num_gpus=count_gpus(), current_folder=Path.cwd())
-    logging.getLogger(_TORCHS_AGENT).addFilter(lambda record: "death signal" not in str(record.msg))  # is said in words
+    for name, texts in _SAID_IN_WORDS.items():
+        logging.getLogger(name).addFilter(partial(_is_news, texts))
+    if not args.run_path:  # whose ranks come from this process
+        silence_torch_log()
     job = JobRecord()
     started = time.monotonic()
     status: int | None = None
@@ -72,6 +85,10 @@ def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_t
             job.folder.note_end(exit_status=2 if status is None else status, elapsed_s=elapsed_s, attempts=job.attempts)
             if status == 0 and job.attempts:
                 _say_summary(job, elapsed_s)
+
+
+def _is_news(texts: tuple[str, ...], record: logging.LogRecord) -> bool:
+    return not any(text in str(record.msg) for text in texts)
 
 
 def _say_summary(job: JobRecord, elapsed_s: float) -> None:
@@ -171,6 +188,7 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
     of_all = [mine]
     if job.board is not None and job.board.num_nodes > 1:
         of_all = job.board.exchange_failures(mine, patience_s=_OTHER_NODES_S)
+        context = replace(context, is_host_gone=job.board.is_lost)
     first_of_all = first_node_failure(of_all)
     if first_of_all is mine:
         places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)

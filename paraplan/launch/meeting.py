@@ -11,11 +11,15 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from paraplan.errors import ParaplanError
+from paraplan.launch.endpoint import Endpoint, await_answer, describe_silence, is_own_address, meaning_of
 from paraplan.launch.interfaces import addresses_of, is_loopback
 from paraplan.launch.ports import find_listener
+from paraplan.launch.report import say
 from paraplan.launch.request import min_max_nodes
+from paraplan.launch.torch_calls import WAIT_S, run_interruptibly
 
 _POLL_S = 0.05
 _OWN_STORE = timedelta(seconds=60)  # for the store of this very node, which a busy machine may delay
@@ -26,6 +30,54 @@ class MeetingError(ParaplanError):
     """Nodes that do not find each other, or a port that is taken."""
 
     exit_status = 1
+
+
+def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **options: Any) -> TCPStore:
+    """Return the store at an endpoint, which `is_master` hosts itself; torch's arguments.
+
+    Others wait until something answers there, for as long as torch does: twice `timeout`. Ctrl-C ends the wait at
+    once, which in torch's own code it does not. Raises `MeetingError` where nothing answers, or nothing that is such a
+    store, and torch's errors where it cannot be hosted.
+    """
+    endpoint, patience_s = Endpoint(host, port), 2 * timeout.total_seconds()
+    if not is_master:
+        named = _named(endpoint)
+        silence = await_answer(
+            endpoint, patience_s=patience_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}")
+        )
+        if silence is not None:
+            raise _nobody_error(endpoint, silence, patience_s)
+    try:
+        return run_interruptibly(
+            lambda: TCPStore(host, port, is_master=is_master, timeout=timeout, **options), timeout_s=patience_s
+        )
+    except (RuntimeError, TimeoutError) as error:  # torch's DistError is a RuntimeError
+        if is_master:
+            raise
+        raise _stranger_error(endpoint, str(error)) from error
+
+
+class MeetingBackend(C10dRendezvousBackend):
+    """torch's c10d backend, whose calls of the store end with a signal, and do not wait in silence.
+
+    torch's agent makes these calls all the time; where the network is gone they stay in C until it is back.
+    """
+
+    _is_cut_off = False
+
+    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+        answer = run_interruptibly(
+            lambda: super(MeetingBackend, self)._call_store(store_op, *args, **kwargs), on_wait=self._say_cut_off
+        )
+        if self._is_cut_off:
+            self._is_cut_off = False
+            say("the node that hosts the meeting answers again")
+        return answer
+
+    def _say_cut_off(self) -> None:
+        if not self._is_cut_off:
+            self._is_cut_off = True
+            say(f"the node that hosts the meeting has not answered for {WAIT_S:.0f} s; it is waited for")
 
 
 def open_static_store(
@@ -44,7 +96,9 @@ def open_static_store(
     here, and for a rank that two nodes have.
     """
     patience = max(timeout, _OWN_STORE) if is_master else timeout
-    store = TCPStore(host, port, num_nodes, is_master, patience, wait_for_workers=False, **options)
+    store = open_store(
+        host, port, is_master=is_master, timeout=patience, world_size=num_nodes, wait_for_workers=False, **options
+    )
     mine = f"{socket.gethostname()} {time.time_ns()}"
     owner = store.compare_set(f"paraplan/here/{node_rank}", "", mine).decode()
     if owner != mine:
@@ -68,6 +122,39 @@ def open_static_store(
     return store
 
 
+def _named(endpoint: Endpoint) -> str:
+    """Return `gpu-a:29500 (10.0.0.1 on this node)`."""
+    return f"{endpoint}{meaning_of(endpoint.host)}"
+
+
+def _nobody_error(endpoint: Endpoint, silence: OSError, patience_s: float) -> MeetingError:
+    addresses = addresses_of(endpoint.host)
+    hint = "start the same command on the node that has this address, and let the port through the firewalls"
+    if not addresses:
+        hint = "give the first node's address"
+    elif any(map(is_loopback, addresses)):
+        hint = _loopback_hint(endpoint.host) or hint
+    elif any(map(is_own_address, addresses)):
+        hint = (
+            "it is an address of this node: start the first node (--node-rank 0) here too, or have this one host the "
+            "meeting with --rdzv-conf is_host=true"
+        )
+    return MeetingError(
+        f"nothing answers at {_named(endpoint)}: {describe_silence(silence)}; tried for {patience_s:g} s", hint=hint
+    )
+
+
+def _stranger_error(endpoint: Endpoint, said: str) -> MeetingError:
+    """Return the error of something that takes connections, and is no store of torch's."""
+    is_here = any(map(is_own_address, addresses_of(endpoint.host)))
+    listener = find_listener(endpoint.port) if is_here else None
+    who = f"another program, {listener}," if listener else "another program"
+    return MeetingError(
+        f"{who} listens at {_named(endpoint)}, or a launcher that has stopped: {said.splitlines()[0].rstrip('.')}",
+        hint="give the address of the first node, and a port that no other program has",
+    )
+
+
 def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], timeout_s: float) -> MeetingError:
     who = "node" if len(missing) == 1 else "nodes"
     present = ", ".join(f"{rank} ({host})" for rank, host in here.items())
@@ -85,7 +172,7 @@ def meeting_warnings(arguments: Namespace) -> tuple[str, ...]:
         return ()
     if addresses_of(host):
         return ()
-    return (f"no address of {host}, where the nodes are to meet, is known on this node; torch asks for it again",)
+    return (f"no address of {host}, where the nodes are to meet, is known on this node; it is asked for again",)
 
 
 def _endpoint(arguments: Namespace) -> str:
@@ -113,7 +200,7 @@ def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) 
     addresses = addresses_of(host)
     if not addresses:
         return MeetingError(f"no address of {host} is known on this node", hint="give the first node's address")
-    means = "" if addresses == [host] else f", which means {' or '.join(addresses)} on this node"
+    means = meaning_of(host)
     if "RendezvousClosed" in said:
         return MeetingError(
             f"the job at {endpoint} has ended: another node has closed the meeting", hint="its own messages say why"

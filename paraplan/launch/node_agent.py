@@ -24,7 +24,7 @@ from paraplan.launch.board import NodeBoard, NodeFacts, RemoteError, differences
 from paraplan.launch.interfaces import address_towards, interface_towards, interface_variables
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.processes import JobRecord
-from paraplan.launch.report import say
+from paraplan.launch.report import describe_failures, say, write_report
 from paraplan.launch.status import StatusTitle
 
 _LOOK_INTERVAL_S = 1.0
@@ -43,10 +43,12 @@ class Round:
 class NodeAgent(LocalElasticAgent):
     """torch's local agent that calls `before_start` once its nodes have met, and before their ranks start."""
 
-    def __init__(self, *arguments: Any, before_start: Callable[[Round], None], **options: Any) -> None:
-        """Take torch's arguments, and `before_start`."""
+    def __init__(self, *arguments: Any, before_start: Callable[[Round], None], job: JobRecord, **options: Any) -> None:
+        """Take torch's arguments, `before_start`, and the record of the job."""
         super().__init__(*arguments, **options)
         self._before_start = before_start
+        self._job = job
+        self._is_restart_told = False
         self._board: NodeBoard | None = None
         self._looks_at = 0.0
         self._status = StatusTitle()
@@ -56,9 +58,30 @@ class NodeAgent(LocalElasticAgent):
         ranks, num_nodes = worker_group.workers[0].world_size, worker_group.group_world_size
         self._status.show(f"{ranks} ranks" + (f" on {num_nodes} nodes" if num_nodes and num_nodes > 1 else ""))
         if result.state == WorkerState.HEALTHY and self._has_lost_nodes(worker_group):
-            say("a node has not been heard of for a while; the others meet again without it")
+            others = "meet again without it" if self._may_go_on_without(worker_group) else "wait for it"
+            self._tell_restart(f"a node has not been heard of for a while; the others {others}")
             self._restart_workers(worker_group)  # as torch does for a node that is new: it counts as no failure
+        elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self._remaining_restarts > 0:
+            self._tell_failure()
         return result
+
+    def _tell_failure(self) -> None:
+        """Say what failed, before torch starts the ranks anew."""
+        if self._job.hang is not None:
+            write_report(self._job.hang.render())
+        left, allowed = self._remaining_restarts - 1, self._worker_group.spec.max_restarts
+        what = describe_failures(self._job.failures, num_nodes=self._worker_group.group_world_size or 1)
+        self._tell_restart(f"{what}; all ranks start again ({left} of {allowed} restarts left)")
+
+    def _tell_restart(self, reason: str) -> None:
+        self._is_restart_told = True
+        say(reason)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if not self._is_restart_told:  # torch does so for no other reason
+            say("another node has come; all meet again with it")
+        self._is_restart_told = False
+        super()._restart_workers(worker_group)
 
     def _has_lost_nodes(self, worker_group: WorkerGroup) -> bool:
         """Whether a node of an elastic job has stopped to give signs of life, and has not ended its work before.
@@ -72,6 +95,12 @@ class NodeAgent(LocalElasticAgent):
         self._looks_at = now + _LOOK_INTERVAL_S
         is_lost = len(state_holder.state.participants) < self._board.num_nodes
         return is_lost and not self._board.is_anyone_done()
+
+    @staticmethod
+    def _may_go_on_without(worker_group: WorkerGroup) -> bool:
+        """Whether the nodes that are left are as many as --nnodes asks for at least."""
+        handler: Any = worker_group.spec.rdzv_handler
+        return len(handler._state_holder.state.participants) >= int(handler.settings.min_nodes)
 
     def _shutdown(self, *arguments: Any, **options: Any) -> None:
         self._status.close()

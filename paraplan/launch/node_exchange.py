@@ -13,9 +13,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.errors import ParaplanError, UsageError
-
-DEFAULT_PORT = 29400
-"""The port of an endpoint that names none, as torchrun has it."""
+from paraplan.launch.endpoint import Endpoint, await_answer, describe_silence
 
 _POLL_S = 0.1
 _FAREWELL_S = 10.0
@@ -27,29 +25,6 @@ class NodesMissingError(ParaplanError):
     """Nodes that did not come in time, or a host that cannot be reached."""
 
     exit_status = 1
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the nodes meet."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Endpoint:
-        """Read `HOST:PORT`, `HOST` or `[IPV6]:PORT`. Raises UsageError for anything else."""
-        text = text.strip()
-        host, colon, port = text.rpartition(":")
-        if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
-            host, port = text, str(DEFAULT_PORT)  # an IPv6 address is all colons: only brackets set a port apart
-        host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise UsageError(f"--rdzv-endpoint {text!r} is no HOST:PORT", hint="write gpu-a:29400, or [fd00::1]:29400")
-        return cls(host, int(port))
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -241,16 +216,9 @@ def _listen(endpoint: Endpoint, *, rank: int | None) -> socket.socket | None:
 
 def _await_host(endpoint: Endpoint, deadline: float, timeout_s: float) -> None:
     """Wait until the endpoint accepts connections; raise `NodesMissingError` where it does not in time."""
-    reason = "it did not answer"
-    while (left_s := deadline - time.monotonic()) > 0:
-        try:
-            socket.create_connection((endpoint.host, endpoint.port), timeout=min(5.0, left_s)).close()
-        except OSError as error:
-            reason = error.strerror or str(error) or reason
-            time.sleep(min(_POLL_S, left_s))
-        else:
-            return
-    raise NodesMissingError(
-        f"node 0 is missing: nothing listens at {endpoint} after {timeout_s:g} s ({reason})",
-        hint="start the same command on the node that has this address, and let the port through its firewall",
-    )
+    silence = await_answer(endpoint, patience_s=deadline - time.monotonic())
+    if silence is not None:
+        raise NodesMissingError(
+            f"node 0 is missing: nothing listens at {endpoint} after {timeout_s:g} s ({describe_silence(silence)})",
+            hint="start the same command on the node that has this address, and let the port through its firewall",
+        )

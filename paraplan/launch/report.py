@@ -31,6 +31,7 @@ class ReportContext:
     `coordinates` gives a global rank's place on the axes of the plan, empty without a plan.
     `elapsed_s` counts from the start of the ranks to the first failure. `log_folder` is None where none is kept.
     `memory_kill` says where the kernel has killed a process for want of host memory since the ranks started.
+    `is_host_gone` says that the node in whose store the others wrote cannot be reached any more.
     `predicted_peak_bytes` is what the plan expects a GPU to hold at most, `smaller_plan` a sentence about another plan
     that needs less. `calls` and `stacks` are what ranks made last and where those stood that did not fail by
     themselves, by global rank; `places_elsewhere` says the latter of other nodes.
@@ -43,6 +44,7 @@ class ReportContext:
     memory_kill: MemoryKillScope | None = None
     predicted_peak_bytes: int | None = None
     num_nodes: int = 1
+    is_host_gone: bool = False
     smaller_plan: str | None = None
     calls: Mapping[int, RankCalls] = field(default_factory=dict)
     stacks: Mapping[int, Stack] = field(default_factory=dict)
@@ -84,14 +86,14 @@ def render_error(error: ParaplanError) -> str:
 def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> str:
     """Return the report of a failed job: the first failure, what became of the other ranks, and the error itself."""
     first = first_failure(failures)
-    is_elsewhere = context.num_nodes > 1 and first.cause is Cause.COMMUNICATION
-    verb = "lost a connection" if is_elsewhere else "failed first" if len(failures) > 1 else "failed"
+    is_elsewhere = _is_elsewhere(first, num_nodes=context.num_nodes)
     timeouts = _describe_timeouts(first, failures, context)
-    head = [f"rank {first.global_rank} {verb}: {_what_happened(first, context)}"]
+    head = [_headline(first, failures, context)]
     if timeouts is not None:
         head = [timeouts, *[*describe_places(context.stacks), *context.places_elsewhere][:_MAX_PLACES]]
     elif is_elsewhere:
-        head.append("no rank of this node failed by itself: another node's launcher says what happened first")
+        says = "the node that hosts the meeting is gone" if context.is_host_gone else "another node's launcher says why"
+        head.append(f"no rank of this node failed by itself: {says}")
     if first.record is not None and first.record.user_hint:
         head.append(f"hint: {first.record.user_hint}")
     if first.record is not None and first.record.exception_type == "OutOfMemoryError":
@@ -104,6 +106,24 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
         head.append(f"logs: {context.log_folder}")
     lines = [*head, *_evidence(first, MAX_REPORT_LINES - len(head))]  # so that the error itself is the last line
     return "".join(f"paraplan: {line}\n" if index == 0 else f"  {line}\n" for index, line in enumerate(lines))
+
+
+def describe_failures(failures: Sequence[RankFailure], *, num_nodes: int) -> str:
+    """Return the failure that the others follow from in one line."""
+    if not failures:
+        return "ranks have ended"
+    return _headline(first_failure(failures), failures, ReportContext(hostname="", num_nodes=num_nodes))
+
+
+def _headline(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str:
+    is_elsewhere = _is_elsewhere(first, num_nodes=context.num_nodes)
+    verb = "lost a connection" if is_elsewhere else "failed first" if len(failures) > 1 else "failed"
+    return f"rank {first.global_rank} {verb}: {_what_happened(first, context)}"
+
+
+def _is_elsewhere(first: RankFailure, *, num_nodes: int) -> bool:
+    """Whether the rank that failed first here did so because of a rank of another node."""
+    return num_nodes > 1 and first.cause is Cause.COMMUNICATION
 
 
 def _describe_timeouts(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str | None:
@@ -229,7 +249,9 @@ def _last_lines(lines: list[str], room: int) -> list[str]:
     """Return the last `room` lines of a traceback, the innermost frame of the user's own code among them."""
     own = [index for index, line in enumerate(lines) if line.lstrip().startswith("File ") and not is_library(line)]
     if room > 3 and own and own[-1] < len(lines) - room:
-        return lines[own[-1] : own[-1] + 2] + lines[-(room - 2) :]
+        end = lines[-(room - 2) :]
+        is_torn = end[0].startswith("    ") and any(line.startswith("  File ") for line in end)
+        return lines[own[-1] : own[-1] + 2] + end[is_torn:]  # no source line without its frame
     return lines[-room:] if room > 0 else []
 
 

@@ -69,7 +69,7 @@ def test_a_node_whose_ranks_only_lost_connections_points_to_the_other_nodes() ->
     lost = [failed(rank, cause=Cause.COMMUNICATION, record=deep_error(9)) for rank in (2, 3)]
     lines = render_failures(lost, ReportContext(hostname="node7", num_nodes=2)).splitlines()
     assert lines[0].startswith("paraplan: rank 2 lost a connection: ")
-    assert "another node's launcher says what happened first" in lines[1]
+    assert "another node's launcher says why" in lines[1]
     assert len(lines) == MAX_REPORT_LINES
     assert "another node" not in render_failures(lost, CONTEXT)
 
@@ -186,8 +186,9 @@ def test_the_line_of_the_users_code_is_shown_where_the_traceback_is_long() -> No
     traceback = f'Traceback\n  File "/home/me/train.py", line 9, in step\n    f()\n{frames}ValueError: boom\n'
     lines = render_failures([failed(0, record=ErrorRecord("ValueError: boom", traceback, 5))], CONTEXT).splitlines()
     assert lines[2:4] == ['    File "/home/me/train.py", line 9, in step', "      f()"]
+    assert lines[4].endswith('torch/e.py", line 3, in f')  # and not the source line of a frame that is left out
     assert lines[-1] == "  ValueError: boom"
-    assert len(lines) == MAX_REPORT_LINES
+    assert MAX_REPORT_LINES - 1 <= len(lines) <= MAX_REPORT_LINES
 
 
 @pytest.mark.parametrize("width", [40, 80])

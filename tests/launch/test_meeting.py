@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE_S, Start, WriteScript, free_port, names_in
+from launching import PATIENCE_S, Start, WriteScript, free_port, names_in, read_until
 
 from paraplan.launch.meeting import MeetingError, meeting_error, meeting_warnings, open_static_store
 
@@ -113,15 +113,23 @@ def is_listened_on(port: int) -> bool:
 def test_ctrl_c_while_other_nodes_are_waited_for_ends_the_launch_in_one_line(
     scratch: Path, script: WriteScript, start: Start
 ) -> None:
-    port = free_port()
-    meeting = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    with start(*meeting, script("raise SystemExit(3)")) as process:
+    port, silent_port = free_port(), free_port()
+    meeting = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint")
+    train = script("raise SystemExit(3)")
+    with (
+        start(*meeting, f"127.0.0.1:{port}", train) as host,
+        start(*meeting, f"127.0.0.1:{silent_port}", "--rdzv-conf", "is_host=0", train) as guest,
+    ):
+        assert guest.stderr is not None
+        read_until(guest.stderr, lambda text: f"waiting for 127.0.0.1:{silent_port}: connection refused" in text)
         deadline = time.monotonic() + PATIENCE_S
         while not is_listened_on(port) and time.monotonic() < deadline:
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=PATIENCE_S) == 130
-        said = process.stderr.read() if process.stderr else ""
-    assert "Traceback" not in said
-    assert said.splitlines()[-1] == "paraplan: SIGINT ended the launch; no rank runs"
+        for process in (host, guest):
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=PATIENCE_S) == 130
+            said = process.stderr.read() if process.stderr else ""
+            assert said.splitlines()[-1] == "paraplan: SIGINT ended the launch; no rank runs"
+            assert "Traceback" not in said
+            assert "frame #" not in said
     assert names_in(scratch) == []

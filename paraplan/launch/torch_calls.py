@@ -1,0 +1,69 @@
+"""What torch does in C++ where a signal cannot reach it, and what it writes of it on the launcher's stderr."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
+
+WAIT_S = 10.0
+"""How long an answer may take before it is said that it is waited for."""
+
+_LOG_VARIABLES = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES")
+_LOG_LEVEL = "FLAGS_caffe2_log_level"  # c10/util/Logging.cpp; set from TORCH_CPP_LOG_LEVEL when torch is imported
+_FATAL = 3
+
+
+def run_interruptibly(
+    call: Callable[[], ResultT], *, timeout_s: float | None = None, on_wait: Callable[[], None] | None = None
+) -> ResultT:
+    """Return what `call` returns, from a thread: a signal ends the wait for it, however long `call` stays in C.
+
+    `on_wait` is called once when that takes `WAIT_S`. Raises TimeoutError after `timeout_s` (None: never); `call` then
+    goes on, and nobody waits for it.
+    """
+    answers: SimpleQueue[tuple[ResultT | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:  # raised again where it is waited for
+            answers.put((None, error))
+
+    threading.Thread(target=run, daemon=True, name="paraplan-call").start()
+    try:
+        try:
+            result, error = answers.get(timeout=timeout_s if on_wait is None else WAIT_S)
+        except Empty:
+            if on_wait is None:
+                raise
+            on_wait()
+            result, error = answers.get(timeout=timeout_s)
+    except Empty:
+        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # None only where `call` returns it
+
+
+def silence_torch_log(environment: Mapping[str, str] = os.environ) -> None:
+    """Have this process, and none that it has forked, write nothing of torch's C++ log but what ends it.
+
+    A store that is gone makes torch's agent write its C++ frames for every message; the launcher says it in a sentence.
+    A user who asks torch for more in the environment gets it. A torch without this flag writes as ever.
+    """
+    if any(name in environment for name in _LOG_VARIABLES):
+        return
+    import torch
+
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        ctypes.c_int.in_dll(library, _LOG_LEVEL).value = _FATAL
+    except (OSError, ValueError):
+        return
