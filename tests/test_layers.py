@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parent.parent / "paraplan"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -44,8 +43,13 @@ MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -64,49 +68,45 @@ def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def identify(path: Path) -> str:
-    return relative(path)
-
-
-@pytest.mark.parametrize("path", MODULES, ids=identify)
-def test_imports_point_down_the_floors(path: Path) -> None:
+def imports_upwards(path: Path) -> Iterator[str]:
     own = relative(path).split("/")[0].removesuffix(".py")
     if own not in FLOORS:
         return
+    allowed = MAY_IMPORT.get(own, set(range(FLOORS[own])))
     for name, node in imports(path):
         other = package_of(name)
         if other is None or other == own:
             continue
-        allowed = MAY_IMPORT.get(own, set(range(FLOORS[own])))
-        assert FLOORS[other] in allowed, f"{path}:{node.lineno}: {own} must not import {other}"
-        assert not (own == "report" and other in ("runtime", "launch")), f"{path}:{node.lineno}"
+        if FLOORS[other] not in allowed or (own == "report" and other in ("runtime", "launch")):
+            yield f"{path}:{node.lineno}: {own} must not import {other}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=identify)
-def test_heavy_libraries_are_imported_only_where_they_belong(path: Path) -> None:
+def imports_out_of_place(path: Path) -> Iterator[str]:
     for name, node in imports(path):
         places = EXTERNAL.get(name.split(".")[0])
-        if places is not None:
-            assert relative(path).startswith(places), f"{path}:{node.lineno}: {name} belongs to {places}"
+        if places is not None and not relative(path).startswith(places):
+            yield f"{path}:{node.lineno}: {name} belongs to {places}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=identify)
-def test_modules_and_functions_stay_small_and_named_for_what_they_hold(path: Path) -> None:
-    assert path.stem not in FORBIDDEN_NAMES
-    assert len(path.read_text().splitlines()) <= MAX_MODULE_LINES
-    for node in ast.walk(ast.parse(path.read_text())):
+def long_or_vague_parts(path: Path) -> Iterator[str]:
+    if path.stem in FORBIDDEN_NAMES:
+        yield f"{path}: a module is named for what it holds"
+    if len(path.read_text().splitlines()) > MAX_MODULE_LINES:
+        yield f"{path} has more than {MAX_MODULE_LINES} lines"
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             # The signature of a command is its list of options, so only its body counts.
             body = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
             length = body if relative(path).startswith("cli/") else lines
-            assert length <= MAX_FUNCTION_LINES, f"{path}:{node.lineno}: {node.name} has {length} lines"
+            if length > MAX_FUNCTION_LINES:
+                yield f"{path}:{node.lineno}: {node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=identify)
-def test_public_names_are_described(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), f"{path} has no docstring"
+def undescribed_names(path: Path) -> Iterator[str]:
+    tree = parsed(path)
+    if not ast.get_docstring(tree):
+        yield f"{path} has no docstring"
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             described = [node, *(item for item in node.body if isinstance(item, ast.FunctionDef))]
@@ -115,8 +115,31 @@ def test_public_names_are_described(path: Path) -> None:
         else:
             continue
         for item in described:
-            if not item.name.startswith("_") and not _is_inside_private(tree, item):
-                assert ast.get_docstring(item), f"{path}:{item.lineno}: {item.name} has no docstring"
+            is_public = not item.name.startswith("_") and not _is_inside_private(tree, item)
+            if is_public and not ast.get_docstring(item):
+                yield f"{path}:{item.lineno}: {item.name} has no docstring"
+
+
+def assert_in_all_modules(rule: Callable[[Path], Iterator[str]]) -> None:
+    """Assert that a rule finds nothing; show all that it finds."""
+    found = [fault for path in MODULES for fault in rule(path)]
+    assert not found, "\n".join(found)
+
+
+def test_imports_point_down_the_floors() -> None:
+    assert_in_all_modules(imports_upwards)
+
+
+def test_heavy_libraries_are_imported_only_where_they_belong() -> None:
+    assert_in_all_modules(imports_out_of_place)
+
+
+def test_modules_and_functions_stay_small_and_named_for_what_they_hold() -> None:
+    assert_in_all_modules(long_or_vague_parts)
+
+
+def test_public_names_are_described() -> None:
+    assert_in_all_modules(undescribed_names)
 
 
 def test_the_floors_name_every_package_and_module() -> None:
