@@ -19,8 +19,6 @@ from paraplan.interop.targets.torchrun import to_torchrun
 from paraplan.interop.targets.torchtitan import to_torchtitan
 from paraplan.interop.targets.torchtitan_python import to_torchtitan_python
 
-_SPREAD_EXPERTS = ("megatron-lm", "megatron-bridge")
-
 
 class Target(NamedTuple):
     """A format: how a plan is written in it, and what it is in a few words."""
@@ -74,16 +72,6 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
             f"devices_per_process={subject.plan.devices_per_process}: DataParallel in one process is written for no "
             "target",
             hint="export DDP over as many ranks",
-        )
-    if subject.plan.zero_shards is not None:
-        raise UnsupportedPlanError(
-            f"zero_shards={subject.plan.zero_shards}: hybrid sharding is written for no target yet",
-            hint="leave zero_shards out of the plan",
-        )
-    if subject.plan.ep > 1 and target not in _SPREAD_EXPERTS:
-        raise UnsupportedPlanError(
-            f"ep={subject.plan.ep}: expert parallelism is not written for {target}",
-            hint=f"export it to {' or '.join(_SPREAD_EXPERTS)}, or plan with --ep 1",
         )
     exported = TARGETS[target].write(subject)
     if exported.gaps and not partial:

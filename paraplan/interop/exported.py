@@ -122,6 +122,33 @@ def training_gap(training: TrainingSpec | None, field: str, expressible: Sequenc
     return [Gap(part=f"{field}={getattr(training, field)}", reason=reason)]
 
 
+def shard_degrees(plan: ParallelPlan) -> tuple[int, int]:
+    """Return replicas and the ranks of each that ZeRO shards over, both along dp: (1, dp) without hybrid sharding.
+
+    Tools that join context-parallel ranks to the shards have no such groups (see `hybrid_gap`), so none are made then.
+    """
+    if plan.zero_shards is None or plan.cp > 1:
+        return 1, plan.dp
+    return plan.dp // plan.zero_shards, plan.zero_shards
+
+
+def hybrid_gap(plan: ParallelPlan, tool: str, *, lacking: str | None = None) -> list[Gap]:
+    """Return the gap of hybrid sharding: why `tool` lacks it, or that it counts context-parallel ranks as shards."""
+    if plan.zero_shards is None:
+        return []
+    part = f"zero_shards={plan.zero_shards}"
+    if lacking is not None:
+        return [Gap(part=part, reason=lacking)]
+    if plan.cp == 1:
+        return []
+    return [Gap(part=part, reason=f"{tool} shards over cp={plan.cp} too, so that no group is of dp alone")]
+
+
+def expert_gap(plan: ParallelPlan, tool: str) -> list[Gap]:
+    """Return the gap of expert parallelism for a tool that paraplan does not write it for."""
+    return field_gap(plan, "ep", (1,), f"paraplan writes no expert parallelism for {tool}; megatron-lm has it")
+
+
 def order_gap(plan: ParallelPlan, tool: str, *orders: Sequence[Axis]) -> list[Gap]:
     """Return the gap of an order of ranks that is none of `orders`, each from outermost to innermost.
 

@@ -1,74 +1,72 @@
-"""Exports read by the tools that they are written for, as far as those run without a GPU."""
+"""Exports read by the tools that they are written for, as far as those run without a GPU (scripts/check_exports.py)."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from exported_plans import PLANS, subject
 
 from paraplan.interop.export import export_plan
 
-# One process for all files: the import of accelerate and torch takes seconds.
-ACCELERATE = """
-import sys
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.parallelism_config import ParallelismConfig
-for path in sys.argv[1:]:
-    load_config_from_file(path)
-    arguments = launch_command_parser().parse_args(["--config_file", path, "train.py"])
-    arguments, _, _ = _validate_launch_command(arguments)
-    size = 1
-    if arguments.use_parallelism_config:
-        degrees = {axis: getattr(arguments, f"parallelism_config_{axis}_size")
-                   for axis in ("dp_replicate", "dp_shard", "tp", "cp")}
-        size = ParallelismConfig(**{f"{axis}_size": degree for axis, degree in degrees.items()}).total_size
-    print(path, arguments.num_processes, arguments.use_fsdp, arguments.use_deepspeed, arguments.multi_gpu, size,
-          arguments.dynamo_backend, arguments.dynamo_use_regional_compilation)
-"""
-TRAINER = """
-import sys
-from transformers import HfArgumentParser, TrainingArguments
-for path in sys.argv[1:]:
-    (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(path)
-    plugin = arguments.fsdp_plugin_args or {}
-    print(path, arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps,
-          plugin.get("fsdp_version"), plugin.get("reshard_after_forward"), arguments.torch_compile)
-"""
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+STARTED = ("torchrun", "slurm", "pytorchjob", "trainjob", "jobset")
 
 
-def read_by(program: str, target: str, plans: list[str], folder: Path, **training: object) -> dict[str, list[str]]:
-    paths = {folder / plan.replace(" ", "-"): plan for plan in plans}
-    for path, plan in paths.items():
-        path.write_text(export_plan(subject(plan, **training), target, partial=True).text)
-    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, paths)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    assert finished.returncode == 0, finished.stderr
-    lines = [line.split() for line in finished.stdout.splitlines() if line.startswith(str(folder))]
-    return {paths[Path(words[0])]: words[1:] for words in lines}
+def checked(*targets: str) -> dict[str, dict[str, Any]]:
+    named = [word for target in targets for word in ("--target", target)]
+    command = [sys.executable, "-W", "ignore", str(SCRIPTS / "check_exports.py"), "--json", *named]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.stdout, finished.stderr
+    rows = {row["target"]: row for row in json.loads(finished.stdout)}
+    assert [(row["refused"], row["differs"]) for row in rows.values()] == [({}, {})] * len(targets)
+    assert finished.returncode == 0
+    return rows
 
 
-def test_accelerate_reads_its_configurations(tmp_path: Path) -> None:
-    found = read_by(ACCELERATE, "accelerate", list(PLANS), tmp_path, compiled=True)
-    assert set(found) == set(PLANS)
-    assert found["ddp"] == ["8", "False", "False", "True", "1", "INDUCTOR", "True"]
-    assert found["zero-3"] == ["8", "True", "False", "False", "1", "INDUCTOR", "True"]
-    assert found["fsdp, tp and cp"] == ["8", "True", "False", "False", "8", "INDUCTOR", "True"]
-    assert found["zero-1 offloaded"] == ["16", "False", "True", "False", "1", "INDUCTOR", "True"]
+def test_accelerate_and_transformers_read_the_plans_that_were_exported() -> None:
+    rows = checked("accelerate", "hf-trainer")
+    for row in rows.values():
+        assert {"DDP, compiled", "ZeRO-2", "ZeRO-3, full recompute", "hybrid ZeRO-3"} <= set(row["equal"])
+        assert set(row["not_checked"].values()) <= {"deepspeed is not installed"}
+    assert {"ZeRO-3 and tp", "hybrid ZeRO-2", "hybrid ZeRO-3"} <= set(rows["accelerate"]["whole"])
+    assert rows["accelerate"]["tool"].startswith("accelerate 1.")
 
 
-def test_transformers_reads_its_arguments(tmp_path: Path) -> None:
-    # DeepSpeed's would need DeepSpeed, and 16 bits a GPU.
-    found = read_by(TRAINER, "hf-trainer", ["ddp", "zero-2", "zero-3"], tmp_path, precision="fp32", compiled=True)
-    assert found == {
-        "ddp": ["1", "2", "None", "None", "True"],
-        "zero-2": ["1", "1", "2", "False", "True"],
-        "zero-3": ["2", "4", "2", "True", "True"],
-    }
+def test_torchrun_slurm_and_kubernetes_take_every_plan() -> None:
+    for row in checked(*STARTED).values():
+        assert row["not_checked"] == {}
+        assert len(row["equal"]) >= 30
+
+
+def test_a_tool_that_is_not_installed_has_checked_nothing() -> None:
+    (row,) = checked("megatron-bridge").values()  # it needs Transformer Engine, which needs CUDA
+    assert (row["tool"], row["equal"]) == (None, [])
+    assert set(row["not_checked"].values()) == {"not installed"}
+
+
+@pytest.mark.parametrize(
+    ("target", "right", "wrong", "complaint"),
+    [
+        ("trainjob", "numProcPerNode: 8", "numProcPerNode: eight", "valid integer"),
+        ("jobset", "backoffLimit: 0", "backOffLimit: 0", "backOffLimit: 0 becomes None"),
+        ("pytorchjob", "restartPolicy: Never", "restartPolice: Never", "restartPolice"),
+    ],
+)
+def test_a_broken_document_is_refused(target: str, right: str, wrong: str, complaint: str, tmp_path: Path) -> None:
+    text = export_plan(subject("zero-3"), target).text
+    assert right in text
+    path = tmp_path / "job-8.txt"
+    path.write_text(text.replace(right, wrong))
+    command = [sys.executable, str(SCRIPTS / "export_readers.py"), target, str(path)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    _, line = map(json.loads, finished.stdout.splitlines())
+    assert complaint in line["refused"]
 
 
 @pytest.mark.parametrize("target", ["torchrun", "slurm", "megatron-lm"])

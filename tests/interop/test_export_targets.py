@@ -125,7 +125,9 @@ def test_zero_1_and_an_offloaded_optimizer_become_deepspeed_in_accelerate() -> N
 def test_deepspeeds_batch_sizes_multiply(plan: str) -> None:
     config, parallel = read("deepspeed", plan), subject(plan).plan
     micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
-    assert config["train_batch_size"] == micro * steps * parallel.dp
+    # DeepSpeed multiplies by all ranks, so with others than data-parallel ones it is left to follow from the two.
+    total = micro * steps * parallel.dp if parallel.dp == parallel.world_size else None
+    assert config.get("train_batch_size") == total
     assert config["zero_optimization"]["stage"] == parallel.zero_stage
 
 
@@ -194,10 +196,85 @@ def test_experts_over_ranks_are_written_for_megatron() -> None:
 
 
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - {"megatron-lm", "megatron-bridge"}))
-def test_experts_over_ranks_are_refused_elsewhere_with_a_way_out(target: str) -> None:
-    with pytest.raises(UnsupportedPlanError, match="ep=4") as caught:
-        export_plan(subject({"dp": 8, "ep": 4}), target, partial=True)
-    assert "megatron-lm" in str(caught.value.hint)
+def test_experts_over_ranks_are_a_gap_elsewhere(target: str) -> None:
+    exported = export_plan(subject({"dp": 8, "ep": 4}), target, partial=True)
+    assert "ep=4" in [gap.part for gap in exported.gaps]
+    assert "expert_parallel_degree" not in exported.text
+
+
+def test_experts_over_the_ranks_of_fsdp_are_written_for_torchtitan() -> None:
+    made = subject({"dp": 8, "ep": 4, "zero_stage": 3})
+    assert "expert_parallel_degree = 4" in export_plan(made, "torchtitan").text
+    assert "expert_parallel_degree = 4" in export_plan(made, "torchtitan-python").text
+
+
+HYBRID = {"dp": 16, "zero_stage": 3, "zero_shards": 8}
+
+
+def test_hybrid_sharding_is_replicas_of_shards_where_a_tool_has_them() -> None:
+    sizes = yaml.safe_load(export_plan(subject(HYBRID), "accelerate").text)["parallelism_config"]
+    prefix = "parallelism_config_dp"
+    assert (sizes[f"{prefix}_replicate_size"], sizes[f"{prefix}_shard_size"]) == (2, 8)
+    parallelism = tomllib.loads(export_plan(subject(HYBRID), "torchtitan").text)["parallelism"]
+    assert (parallelism["data_parallel_replicate_degree"], parallelism["data_parallel_shard_degree"]) == (2, 8)
+    assert "data_parallel_replicate_degree = 2\n" in export_plan(subject(HYBRID), "torchtitan-python").text
+    for stage in (1, 3):
+        made = subject(HYBRID | {"zero_stage": stage})
+        assert "  --num-distributed-optimizer-instances 2\n" in export_plan(made, "megatron-lm").text
+        ddp = yaml.safe_load(export_plan(made, "megatron-bridge").text)["ddp"]
+        assert ddp["num_distributed_optimizer_instances"] == 2
+    for target in LAUNCHED_BY_PARAPLAN:
+        assert export_plan(subject(HYBRID), target).gaps == ()
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "hf-trainer"])
+def test_hybrid_sharding_is_left_out_with_partial_where_a_tool_has_none(target: str) -> None:
+    with pytest.raises(UnsupportedPlanError, match="zero_shards=8"):
+        export_plan(subject(HYBRID), target)
+    assert [gap.part for gap in export_plan(subject(HYBRID), target, partial=True).gaps] == ["zero_shards=8"]
+
+
+@pytest.mark.parametrize("target", ["accelerate", "torchtitan", "torchtitan-python", "megatron-lm", "megatron-bridge"])
+def test_groups_of_dp_alone_are_a_gap_where_shards_go_over_cp_too(target: str) -> None:
+    made = subject({"dp": 4, "cp": 2, "zero_stage": 3, "zero_shards": 2})
+    (gap,) = export_plan(made, target, partial=True).gaps
+    assert gap.part == "zero_shards=2"
+    assert "cp=2" in gap.reason
+
+
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        ({"dp": 4, "tp": 2}, "export CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        ({"dp": 4, "tp": 2, "zero_stage": 3}, "unset CUDA_DEVICE_MAX_CONNECTIONS"),
+        ({"dp": 8}, None),
+    ],
+)
+def test_megatrons_script_sets_the_variable_that_it_insists_on(plan: dict[str, object], line: str | None) -> None:
+    lines = export_plan(subject(plan), "megatron-lm").text.splitlines()
+    assert [found for found in lines if "CUDA_DEVICE_MAX" in found] == ([line] if line else [])
+
+
+def test_megatron_bridge_keeps_offload_precision_and_momentum() -> None:
+    made = subject({"dp": 8, "zero_stage": 1, "offload": "optimizer"}, precision="fp32", optimizer="sgd")
+    config = yaml.safe_load(export_plan(made, "megatron-bridge").text)
+    assert config["optimizer"] == {
+        "optimizer": "sgd",
+        "sgd_momentum": 0.0,
+        "optimizer_cpu_offload": True,
+        "use_precision_aware_optimizer": True,
+    }
+    assert config["mixed_precision"] is None
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "torchtitan-python"])
+def test_replicas_over_cp_are_a_gap_of_torchtitan(target: str) -> None:
+    assert any(gap.part == "cp=4" for gap in export_plan(subject({"cp": 4}), target, partial=True).gaps)
+
+
+def test_compiling_has_a_place_in_torchtitan() -> None:
+    assert read("torchtitan", "ddp", compiled=True)["compile"] == {"enable": True, "components": ["model"]}
+    assert "config.compile.enable = True" in read("torchtitan-python", "ddp", compiled=True)
 
 
 def test_an_order_of_ranks_that_megatron_lacks_is_a_gap() -> None:
@@ -221,12 +298,12 @@ def test_torchtitans_local_batch_is_a_micro_batch_without_a_pipeline_and_all_of_
 
 
 def test_torchtitans_python_sets_the_fields_of_a_configuration() -> None:
-    def applied(plan: str) -> Any:
+    def applied(plan: str, **fields: object) -> Any:
         text = export_plan(subject(plan), "torchtitan-python", partial=True).text
         tree = ast.parse(text)
         function = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
         function.args.args[0].annotation = function.returns = None
-        config = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace())
+        config = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace(**fields))
         policies = {
             "FullAC": SimpleNamespace(Config=lambda: "full"),
             "SelectiveAC": SimpleNamespace(Config=lambda: "some"),
@@ -236,6 +313,11 @@ def test_torchtitans_python_sets_the_fields_of_a_configuration() -> None:
 
     pipeline = applied("pipeline")
     assert pipeline.parallelism.num_pp_microbatches == 8
+    assert pipeline.training.disable_cuda_graphs
+    released = applied("pipeline", local_batch_size=1)  # v0.3.0 counts sequences
+    assert (released.training.local_batch_size, released.training.seq_len) == (8, 4096)
+    assert released.parallelism.pipeline_parallel_microbatch_size == 1
+    assert not hasattr(released.training, "num_tokens_per_train_step")
     assert pipeline.parallelism.module_fqns_per_model_part[-1][-2:] == ["norm", "lm_head"]
     assert pipeline.training.num_tokens_per_train_step == 32 * 4096
     assert pipeline.activation_checkpoint is None

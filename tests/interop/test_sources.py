@@ -43,7 +43,8 @@ def expressible(target: str) -> list[str]:
 @pytest.mark.parametrize("name", expressible("deepspeed"))
 def test_a_deepspeed_export_is_read_back_as_the_same_plan(name: str) -> None:
     made = subject(name)
-    said = Given(recompute=made.plan.recompute)  # the script's choice
+    # What is not in the file: the script's choice, and under tensor parallelism the number of ranks.
+    said = Given(recompute=made.plan.recompute, num_gpus=made.plan.world_size)
     setup = read_deepspeed(export_plan(made, "deepspeed").text, source="ds.json", given=said)
     assert setup.plan == made.plan
     assert setup.precision == "bf16"

@@ -79,7 +79,8 @@ def _batch(fields: Fields, given: Given, tp: int) -> tuple[int, int, int]:
     if given.num_gpus is not None:
         dp = data_parallel_ranks(source, given.num_gpus, tp=tp)
     elif total is not None and micro is not None and steps is not None:
-        dp = _quotient(fields, total, micro * steps, f"{_MICRO}={micro} x {_STEPS}={steps}")
+        ranks = _quotient(fields, total, micro * steps, f"{_MICRO}={micro} x {_STEPS}={steps}")
+        dp = data_parallel_ranks(source, ranks, tp=tp)
     else:
         raise PlanError(f"{source} does not say how many GPUs there are", hint="give --profile NAME and --nodes N")
     if micro is None:
@@ -88,6 +89,8 @@ def _batch(fields: Fields, given: Given, tp: int) -> tuple[int, int, int]:
         return dp, micro, steps or 1
     if total is None:
         return dp, micro, steps or 1
+    if given.global_batch_size is None and steps is not None and total == micro * steps * dp * tp:
+        return dp, micro, steps  # without an mpu DeepSpeed multiplies by all ranks, those of tp too
     implied = _quotient(fields, total, dp * micro, f"{_MICRO}={micro} x {dp} data-parallel ranks")
     if steps is not None and implied != steps:
         product = micro * steps * dp

@@ -10,9 +10,12 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
+    expert_gap,
     field_gap,
+    hybrid_gap,
     order_gap,
     remarks,
+    shard_degrees,
     shared_notes,
 )
 from paraplan.interop.quoting import comment, to_yaml
@@ -53,8 +56,9 @@ def to_accelerate(subject: Subject) -> Exported:
         gaps = _torch_gaps(plan)
     if plan.zero_stage >= 2 and not uses_deepspeed(plan):
         config["fsdp_config"] = _fsdp_config(plan)
-        if plan.tp > 1 or plan.cp > 1:
+        if plan.tp > 1 or plan.cp > 1 or shard_degrees(plan)[0] > 1:
             config["parallelism_config"] = _parallelism_config(plan)
+        if plan.tp > 1:
             notes.append("tensor parallelism: load the model with a tp_plan, as accelerate's nd_parallel example does")
     elif plan.recompute == "full":
         notes.append("recompute=full: in the script, model.gradient_checkpointing_enable()")
@@ -85,7 +89,7 @@ def _precision(subject: Subject) -> str:
 
 def _torch_gaps(plan: ParallelPlan) -> list[Gap]:
     """Return what accelerate cannot say of a plan under DDP or FSDP2."""
-    gaps = field_gap(plan, "pp", (1,), _NO_PIPELINE)
+    gaps = field_gap(plan, "pp", (1,), _NO_PIPELINE) + expert_gap(plan, "accelerate") + hybrid_gap(plan, "accelerate")
     if plan.zero_stage == 0:
         for axis in ("tp", "cp"):
             gaps += field_gap(plan, axis, (1,), "accelerate's parallelism_config goes with FSDP2, ZeRO stages 2 and 3")
@@ -108,9 +112,10 @@ def _fsdp_config(plan: ParallelPlan) -> dict[str, object]:
 
 
 def _parallelism_config(plan: ParallelPlan) -> dict[str, object]:
+    replicas, shards = shard_degrees(plan)
     return {
-        "parallelism_config_dp_replicate_size": 1,
-        "parallelism_config_dp_shard_size": plan.dp,
+        "parallelism_config_dp_replicate_size": replicas,
+        "parallelism_config_dp_shard_size": shards,
         "parallelism_config_cp_size": plan.cp,
         "parallelism_config_tp_size": plan.tp,
     }

@@ -8,7 +8,9 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
+    expert_gap,
     field_gap,
+    hybrid_gap,
     order_gap,
     remarks,
     shared_notes,
@@ -17,6 +19,8 @@ from paraplan.interop.exported import (
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys whose values multiply: the first is the product of the others and of the data-parallel ranks."""
+
+_NO_GROUPS = "DeepSpeed 0.19 has no MiCS any more, and hpZ (zero_hpz_partition_size) keeps a second copy of parameters"
 
 
 def to_deepspeed(subject: Subject) -> Exported:
@@ -29,6 +33,8 @@ def to_deepspeed(subject: Subject) -> Exported:
     notes = ["the optimizer and its learning rate: pass it to deepspeed.initialize, or add an optimizer section"]
     if plan.recompute == "full":
         notes.append("recompute=full: the script checkpoints the blocks (deepspeed.checkpointing or torch.utils)")
+    if plan.dp < plan.world_size:
+        notes.append("train_batch_size: left out, since DeepSpeed multiplies it by all ranks, those of tp too")
     notes += shared_notes(subject)
     config: dict[str, object] = {"paraplan": remarks(subject, gaps, notes)}
     config |= batch_and_zero(subject)
@@ -49,13 +55,18 @@ def batch_and_zero(subject: Subject) -> dict[str, object]:
     if plan.offload == "parameters" and plan.zero_stage == 3:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     sizes = (plan.global_batch_size, plan.micro_batch_size, plan.num_microbatches)
-    return dict(zip(BATCH_KEYS, sizes, strict=True)) | {"zero_optimization": zero}
+    batch = dict(zip(BATCH_KEYS, sizes, strict=True))
+    if plan.dp < plan.world_size:
+        del batch["train_batch_size"]
+    return batch | {"zero_optimization": zero}
 
 
 def deepspeed_gaps(subject: Subject) -> list[Gap]:
     """Return what DeepSpeed's configuration has no words for."""
     plan = subject.plan
     gaps = field_gap(plan, "pp", (1,), "DeepSpeed's pipeline is built in the script (PipelineModule), not configured")
+    gaps += expert_gap(plan, "DeepSpeed")
+    gaps += hybrid_gap(plan, "DeepSpeed", lacking=_NO_GROUPS)
     gaps += field_gap(plan, "cp", (1,), "DeepSpeed splits sequences over heads (Ulysses), not in a ring")
     gaps += field_gap(plan, "sequence_parallel", (False,), "AutoTP does not split norms and dropout")
     gaps += field_gap(plan, "recompute", ("none", "full"), "DeepSpeed checkpoints what the script names, whole blocks")

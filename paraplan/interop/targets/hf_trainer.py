@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import json
 
-from paraplan.interop.exported import Exported, Gap, Subject, field_gap, shared_notes, training_gap
+from paraplan.interop.exported import (
+    Exported,
+    Gap,
+    Subject,
+    expert_gap,
+    field_gap,
+    hybrid_gap,
+    shared_notes,
+    training_gap,
+)
 from paraplan.interop.targets.accelerate import uses_deepspeed
 from paraplan.interop.targets.deepspeed import BATCH_KEYS, batch_and_zero, deepspeed_gaps
 
@@ -18,6 +27,8 @@ _OPTIMIZERS = {
     "sgd": "sgd",
     "sgd_momentum": "sgd",
 }
+
+_IN_THE_SCRIPT = "TrainingArguments take it as a ParallelismConfig, made in the script"
 
 
 def to_hf_trainer(subject: Subject) -> Exported:
@@ -71,11 +82,13 @@ def _gaps(subject: Subject) -> list[Gap]:
     plan = subject.plan
     gaps = field_gap(plan, "pp", (1,), "the Trainer has no pipeline")
     for axis in ("tp", "cp"):
-        gaps += field_gap(plan, axis, (1,), "TrainingArguments take it as a ParallelismConfig, made in the script")
+        gaps += field_gap(plan, axis, (1,), _IN_THE_SCRIPT)
+    gaps += expert_gap(plan, "the Trainer")
     if uses_deepspeed(plan):
         named = {gap.part for gap in gaps}
         gaps += [gap for gap in deepspeed_gaps(subject) if gap.part not in named]
     else:
+        gaps += hybrid_gap(plan, "the Trainer", lacking=_IN_THE_SCRIPT)
         gaps += field_gap(plan, "recompute", ("none", "full"), "the Trainer checkpoints whole blocks")
         if plan.zero_stage == 0:
             gaps += field_gap(plan, "offload", ("none",), "the Trainer offloads under FSDP2 and DeepSpeed")

@@ -26,7 +26,11 @@ def to_pytorchjob(subject: Subject) -> Exported:
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
         "metadata": {"name": subject.name},
-        "spec": {"nprocPerNode": str(subject.layout.gpus_per_node), "pytorchReplicaSpecs": replicas},
+        "spec": {
+            "nprocPerNode": str(subject.layout.gpus_per_node),
+            "runPolicy": {"cleanPodPolicy": "None"},  # the default; the operator's Python classes want one said
+            "pytorchReplicaSpecs": replicas,
+        },
     }
     return _exported(subject, "pytorchjob", job)
 

@@ -6,7 +6,7 @@ dist, checkpoint, mixed_precision.
 
 from __future__ import annotations
 
-from paraplan.interop.exported import Exported, Subject, remarks, shared_notes
+from paraplan.interop.exported import Exported, Subject, remarks, shard_degrees, shared_notes
 from paraplan.interop.exported import order_gap as gap_of_order
 from paraplan.interop.quoting import comment, to_yaml
 from paraplan.interop.targets.megatron_lm import interleaved_group, megatron_gaps, pipeline_layout
@@ -28,10 +28,11 @@ def to_megatron_bridge(subject: Subject) -> Exported:
     }
     if training is not None:
         config["dataset"] = {"seq_length": training.seq_length}
-        if training.precision != "fp32":
-            config["mixed_precision"] = f"{training.precision}_mixed"
-        if training.optimizer in _OPTIMIZERS:
-            config["optimizer"] = {"optimizer": _OPTIMIZERS[training.optimizer]}
+        # null stands for fp32: left out, the recipe's own 16 bits would stay.
+        config["mixed_precision"] = f"{training.precision}_mixed" if training.precision != "fp32" else None
+    optimizer = _optimizer(subject)
+    if optimizer:
+        config["optimizer"] = optimizer
     config["ddp"] = _ddp(subject)
     distributed: dict[str, object] = {"use_megatron_fsdp": plan.zero_stage >= 2}
     if gap_of_order(plan, "", MEGATRON_RANK_ORDER):
@@ -75,6 +76,17 @@ def _model(subject: Subject) -> dict[str, object]:
     return model
 
 
+def _optimizer(subject: Subject) -> dict[str, object]:
+    optimizer: dict[str, object] = {}
+    if subject.training is not None and subject.training.optimizer in _OPTIMIZERS:
+        optimizer["optimizer"] = _OPTIMIZERS[subject.training.optimizer]
+        if subject.training.optimizer == "sgd":
+            optimizer["sgd_momentum"] = 0.0
+    if subject.plan.offload == "optimizer":
+        optimizer |= {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+    return optimizer
+
+
 def _ddp(subject: Subject) -> dict[str, object]:
     plan = subject.plan
     ddp: dict[str, object] = {
@@ -82,6 +94,9 @@ def _ddp(subject: Subject) -> dict[str, object]:
         "overlap_grad_reduce": plan.dp * plan.cp > 1,
         "overlap_param_gather": plan.zero_stage >= 1,
     }
+    replicas, _ = shard_degrees(plan)
+    if replicas > 1:
+        ddp["num_distributed_optimizer_instances"] = replicas
     if plan.zero_stage >= 2:
         ddp |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": _SHARDING[plan.zero_stage]}
     return ddp

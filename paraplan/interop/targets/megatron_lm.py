@@ -10,8 +10,10 @@ from paraplan.interop.exported import (
     Gap,
     Subject,
     field_gap,
+    hybrid_gap,
     order_gap,
     remarks,
+    shard_degrees,
     shared_notes,
     training_gap,
 )
@@ -45,6 +47,7 @@ def to_megatron_lm(subject: Subject) -> Exported:
     text = (
         "#!/bin/bash\n"
         + comment(remarks(subject, gaps, notes))
+        + _connections(subject.plan)
         + f'plan_arguments=(\n{arguments})\n{command} "${{plan_arguments[@]}}" "$@"\n'
     )
     return Exported(target="megatron-lm", text=text, gaps=tuple(gaps), notes=tuple(notes))
@@ -79,6 +82,13 @@ def megatron_arguments(subject: Subject) -> list[str]:
     return arguments
 
 
+def _connections(plan: ParallelPlan) -> str:
+    """Return the line for a variable that Megatron-LM's validate_args insists on: 1 for tp and cp, never 1 for FSDP."""
+    if plan.zero_stage >= 2:
+        return "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
+    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if plan.tp * plan.cp > 1 else ""
+
+
 def megatron_gaps(subject: Subject) -> list[Gap]:
     """Return what Megatron-Core cannot do of a plan."""
     plan, model = subject.plan, subject.file.model
@@ -89,6 +99,7 @@ def megatron_gaps(subject: Subject) -> list[Gap]:
         "Megatron-Core runs 1F1B, plain or interleaved; use 1f1b or interleaved_1f1b",
     )
     gaps += field_gap(plan, "offload", ("none", "optimizer"), "Megatron-Core keeps parameters on the GPU")
+    gaps += hybrid_gap(plan, "Megatron-Core")
     if plan.ep > plan.cp and plan.pp > 1 and order_gap(plan, "", MEGATRON_RANK_ORDER):
         reason = "outside of pp Megatron-Core lays dp out for experts too, so that these go over cp alone"
         gaps.append(Gap(part=f"ep={plan.ep}", reason=reason))
@@ -142,6 +153,9 @@ def _sharding(plan: ParallelPlan) -> list[str]:
     overlap = ["--overlap-grad-reduce"] if plan.dp * plan.cp > 1 else []
     if plan.zero_stage == 0:
         return overlap
+    replicas, _ = shard_degrees(plan)
+    if replicas > 1:
+        overlap.append(f"--num-distributed-optimizer-instances {replicas}")
     if plan.zero_stage == 1:
         return ["--use-distributed-optimizer", *overlap, "--overlap-param-gather"]
     return [

@@ -7,8 +7,10 @@ from paraplan.interop.exported import (
     Gap,
     Subject,
     field_gap,
+    hybrid_gap,
     order_gap,
     remarks,
+    shard_degrees,
     shared_notes,
     training_gap,
 )
@@ -21,13 +23,13 @@ DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def to_torchtitan(subject: Subject) -> Exported:
-    """Return the job configuration: [training], [parallelism], [activation_checkpoint] and [optimizer]."""
+    """Return the job configuration: [training], [parallelism], [activation_checkpoint], [optimizer], [compile]."""
     gaps = _gaps(subject)
     notes = [
         "[model] name, flavor and hf_assets_path, the data set, the number of steps and the learning rate",
         "torchtitan reads TOML up to v0.2.2; --to torchtitan-python is for later releases",
     ]
-    notes += shared_notes(subject)
+    notes += shared_notes(subject, compiles=True)
     sections = {
         "training": _training(subject),
         "parallelism": _parallelism(subject),
@@ -35,6 +37,8 @@ def to_torchtitan(subject: Subject) -> Exported:
     }
     if subject.training is not None and subject.training.optimizer == "adamw":
         sections["optimizer"] = {"name": "AdamW"}
+    if subject.training is not None and subject.training.compiled:
+        sections["compile"] = {"enable": True, "components": ["model"]}
     body = "".join(
         f"\n[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in section.items())
         for name, section in sections.items()
@@ -56,6 +60,8 @@ def _gaps(subject: Subject) -> list[Gap]:
         gaps.append(Gap(part=f"DDP beside {_others(plan)}", reason="torchtitan has DDP alone, or FSDP with other axes"))
     if plan.tp > 1:
         gaps += field_gap(plan, "sequence_parallel", (True,), "torchtitan's tensor parallelism always splits norms")
+    if plan.zero_stage == 0:
+        gaps += field_gap(plan, "ep", (1,), "torchtitan lays experts out over the ranks of FSDP, ZeRO stages 2 and 3")
     gaps += shared_gaps(subject)
     gaps += training_gap(subject.training, "optimizer", ("adamw",), "torchtitan has Adam and AdamW")
     return gaps + order_gap(plan, "torchtitan", MEGATRON_RANK_ORDER)
@@ -69,6 +75,9 @@ def shared_gaps(subject: Subject) -> list[Gap]:
     )
     if plan.pp > 1 and plan.stage_blocks is None and (model is None or model.num_blocks is None):
         gaps.append(Gap(part="stages", reason="the number of blocks is not in the plan file, so they cannot be named"))
+    gaps += hybrid_gap(plan, "torchtitan")
+    if plan.zero_stage == 0:
+        gaps += field_gap(plan, "cp", (1,), "torchtitan shards parameters over context-parallel ranks: ZeRO 2 or 3")
     gaps += field_gap(plan, "recompute", ("none", "full"), "torchtitan's selective recompute chooses other operations")
     gaps += field_gap(plan, "offload", ("none", "parameters"), "torchtitan offloads all of FSDP's state or nothing")
     if plan.offload == "parameters" and plan.zero_stage < 2:
@@ -98,14 +107,17 @@ def _parallelism(subject: Subject) -> dict[str, object]:
     plan = subject.plan
     # ZeRO-1, and DDP beside other axes, have no words of their own: FSDP without resharding comes nearest.
     is_ddp = plan.zero_stage == 0 and plan.world_size == plan.dp
+    replicas, shards = (plan.dp, 1) if is_ddp else shard_degrees(plan)
     section: dict[str, object] = {
-        "data_parallel_replicate_degree": plan.dp if is_ddp else 1,
-        "data_parallel_shard_degree": 1 if is_ddp else plan.dp,
+        "data_parallel_replicate_degree": replicas,
+        "data_parallel_shard_degree": shards,
         "fsdp_reshard_after_forward": "always" if plan.zero_stage == 3 else "never",
         "tensor_parallel_degree": plan.tp,
         "context_parallel_degree": plan.cp,
         "pipeline_parallel_degree": plan.pp,
     }
+    if plan.ep > 1 and plan.zero_stage:
+        section |= {"expert_parallel_degree": plan.ep, "expert_tensor_parallel_degree": plan.tp}
     if plan.pp > 1:
         section["pipeline_parallel_microbatch_size"] = plan.micro_batch_size
         schedule = SCHEDULES.get(plan.pipeline_schedule or "")
