@@ -7,7 +7,7 @@ other tensors. The only module of this package that imports torch.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
@@ -23,15 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from paraplan.errors import ModelError
 from paraplan.model.factory import call_user_code, load_factory
 from paraplan.model.measured import Measured, Product, products_of, saved_of
-from paraplan.model.spec import (
-    Attention,
-    BlockRun,
-    BlockSpec,
-    Matmul,
-    ModelSpec,
-    Parameter,
-    SavedTensor,
-)
+from paraplan.model.spec import Attention, BlockRun, BlockSpec, Matmul, ModelSpec, Parameter, SavedTensor
 
 DEFAULT_SEQ_LENGTH = 1024
 _EMBEDDING, _HEAD = "embedding", "head"
@@ -83,18 +75,29 @@ def trace_module(
 def stack_names(container: nn.Module) -> list[str]:
     """Return the names of the children of `container` that are repeated blocks, in order; none where it is no stack.
 
-    A stack is an `nn.ModuleList` or `nn.ModuleDict` of two or more modules of one class, or in an `nn.Sequential` the
-    longest run of modules of one class that have parameters.
+    A stack is an `nn.ModuleDict` of modules of one class; in an `nn.Sequential` the longest run of such that have
+    parameters; and an `nn.ModuleList`, lists inside it opened, from the first to the last module of a repeated class.
     """
-    children = list(container.named_children())
-    if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
-        same_class = len({type(child) for _, child in children}) == 1
-        return [name for name, _ in children] if same_class and len(children) > 1 else []
+    children = list(_opened(container))
+    counts = Counter(type(child) for _, child in children if any(True for _ in child.parameters()))
+    if isinstance(container, nn.ModuleList):
+        places = [place for place, (_, child) in enumerate(children) if counts[type(child)] > 1]
+        return [name for name, _ in children[places[0] : places[-1] + 1]] if places else []
+    if isinstance(container, nn.ModuleDict):
+        return [name for name, _ in children] if [*counts.values()] == [len(children)] != [1] else []
     if isinstance(container, nn.Sequential):
         runs = [list(run) for _, run in groupby(children, key=lambda child: type(child[1]))]
         runs = [run for run in runs if len(run) > 1 and any(True for _ in run[0][1].parameters())]
         return [name for name, _ in max(runs, key=len)] if runs else []
     return []
+
+
+def _opened(container: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in container.named_children():
+        if isinstance(container, nn.ModuleList) and isinstance(child, nn.ModuleList):
+            yield from _opened(child, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", child
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:

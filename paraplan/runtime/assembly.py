@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.blocks import BlockStack, find_blocks
 from paraplan.runtime.context_parallel import check_context, context_group, keep_experts_apart
+from paraplan.runtime.context_trial import seen_through
 from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync
 from paraplan.runtime.engine import RankPart
 from paraplan.runtime.execution import WholeModelExecution
@@ -61,6 +63,8 @@ def assemble_part(
 ) -> RankPart:
     """Return this rank's part of `model`, which is changed in place."""
     shard_tables(model, setting.plan, setting.mesh)
+    if setting.plan.tp * setting.plan.cp > 1:
+        setting = replace(setting, loss_fn=seen_through(setting.loss_fn))
     if setting.plan.pp > 1:
         return _assemble_stages(model, stack, setting, example_inputs)
     split = _layer_split(model, stack, setting, example_inputs)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.anatomy import example_of, first_that_runs, meta_copy
 from paraplan.runtime.batches import call_model
+from paraplan.runtime.context_trial import functions_refused
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.tensor_cut import Cut
@@ -75,19 +76,24 @@ def check_context(
     tp: int = 1,
     split_layers: Callable[[nn.Module, TensorGroup], object] | None = None,
 ) -> None:
-    """Raise `UnsupportedPlanError` where `model` brings tokens together outside of attention, run without values.
+    """Raise `UnsupportedPlanError` where `model` brings tokens together outside of attention, run without its values.
 
     `split_layers` leaves in a copy of the model the parts of one of `tp` ranks.
     """
-    group = TensorGroup(size=size, index=0, handle=None)
     inputs = example_of(model, example_inputs, multiple=size * tp)
-    shadow = meta_copy(model)
+    _try_context(meta_copy(model), size=size, inputs=inputs)
     if split_layers is not None:
+        shadow = meta_copy(model)
         split_layers(shadow, TensorGroup(size=tp, index=0, handle=None))
+        _try_context(shadow, size=size, inputs=inputs)
+
+
+def _try_context(shadow: nn.Module, *, size: int, inputs: Any) -> None:
+    group = TensorGroup(size=size, index=0, handle=None, is_trial=True)
     keep_experts_apart(shadow)
 
     def attempt(tried: Any, _: object) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), functions_refused():
             call_model(shadow, split_tokens(tried, group))
 
     try:

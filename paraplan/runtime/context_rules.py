@@ -99,17 +99,20 @@ def split_row_losses(
     logits: SplitTensor, target: torch.Tensor, weight: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor:
     """Return the cross-entropy of logits of which this rank has those of some tokens."""
-    dim = logits.cut.dim - (logits.cut.dim > 1)  # a target has no dimension for the classes
-    local = logits.cut.at(dim).part(target, logits.group.index)
+    rows = logits.cut.at(logits.cut.dim - (logits.cut.dim > 1))  # the dimension of the classes is no more
+    has_shares = target.is_floating_point()  # of every class, in the shape of the logits
+    local = (logits.cut if has_shares else rows).part(target, logits.group.index)
     reduction, ignored = options.pop("reduction"), options["ignore_index"]
     losses = F.cross_entropy(
         logits.local, local, weight=weight, reduction="none" if reduction == "none" else "sum", **options
     )
     if reduction == "none":
-        return SplitTensor(losses, logits.cut.at(dim), logits.group, CONTEXT)
+        return SplitTensor(losses, rows, logits.group, CONTEXT)
     total = sum_over_ranks(losses, logits.group)
     if reduction == "sum":
         return total
+    if has_shares:
+        return total / (target.numel() // target.shape[min(1, target.ndim - 1)])
     counts = target != ignored
     counted: torch.Tensor = counts if weight is None else weight[target * counts] * counts
     return total / counted.sum()

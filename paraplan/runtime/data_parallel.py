@@ -104,7 +104,8 @@ def apply_data_parallelism(
         module.to(device)
         if plan.devices_per_process > 1:
             return share_among_devices(module, range(plan.devices_per_process))
-        if mesh.replica_mesh is None or not replicates:
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        if mesh.replica_mesh is None or not replicates or not is_trained:
             return module
         return _replicate(module, mesh)
     policy = shard_precision(precision)
@@ -157,6 +158,11 @@ def _replicate(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:
         "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False
     }
     return DistributedDataParallel(module, process_group=mesh.replica_group, gradient_as_bucket_view=True, **buffers)
+
+
+def reads_shards(error: RuntimeError) -> bool:
+    """Whether torch raised `error` because code has computed with a shard as if it were the parameter."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
 
 
 def gradient_sync(module: nn.Module, *, zero_stage: int) -> GradientSync:

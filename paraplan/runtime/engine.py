@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paraplan.errors import ModelError
+from paraplan.errors import ModelError, UnsupportedPlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.batches import (
@@ -29,6 +29,7 @@ from paraplan.runtime.batches import (
 )
 from paraplan.runtime.checkpoint import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.clipping import clip_gradients, global_norm
+from paraplan.runtime.data_parallel import reads_shards
 from paraplan.runtime.execution import Execution
 from paraplan.runtime.export import export_weights
 from paraplan.runtime.loss_scale import LossScale
@@ -60,6 +61,17 @@ class RankPart:
     repeated: frozenset[str] = frozenset()
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     is_replica: bool = False
+
+    def optimized(self) -> list[nn.Parameter]:
+        """Return the parameters that an optimizer is made for.
+
+        A rank that trains none of them (a stage of frozen blocks) has one without elements too, since optimizers refuse
+        an empty list, and scripts give them those that need a gradient.
+        """
+        held = list(self.parameters.values())
+        if not any(parameter.requires_grad for parameter in held):
+            held.append(nn.Parameter(torch.empty(0)))
+        return held
 
 
 @dataclass
@@ -322,10 +334,16 @@ class Engine:
         return True
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Return `work()`; a lack of memory is said in the parts of the plan's estimate."""
+        """Return `work()`; a lack of memory is said in the parts of the plan's estimate, and what ZeRO cannot run."""
         try:
             return work()
         except RuntimeError as error:
+            if self._plan.zero_stage and reads_shards(error):
+                raise UnsupportedPlanError(
+                    f"zero_stage={self._plan.zero_stage}: the model computes with a parameter outside of the forward "
+                    "pass of the module that holds it, where ranks have shards of it",
+                    hint="compute with it in the forward pass of that module, or use zero_stage=0",
+                ) from error
             if not is_out_of_memory(error):
                 raise
             device = self._mesh.world.device

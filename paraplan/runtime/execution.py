@@ -90,10 +90,15 @@ class WholeModelExecution:
 
 
 def scalar_loss(loss: Any) -> torch.Tensor:
-    """Return `loss` as a tensor without dimensions; raise `UsageError` where it is no single floating-point number."""
+    """Return `loss` as a tensor without dimensions; raise `UsageError` where it is no number to train by."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(f"loss_fn returned {found}, not one number", hint="return the mean loss over the micro-batch")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UsageError(
+            "loss_fn returned a number that has no gradient",
+            hint="compute it from the model's outputs, without detach, item or torch.no_grad",
+        )
     return loss.reshape(())
 
 

@@ -64,7 +64,7 @@ class FakeJob(Job):
             for block in [] if stack is None else stack.modules(model):
                 keep_operators(block)
             part = assemble_part(model, stack, setting, example_inputs=example_inputs)
-            made = optimizer(list(part.parameters.values()))
+            made = optimizer(part.optimized())
             engine = FakeEngine(
                 part,
                 made,

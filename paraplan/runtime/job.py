@@ -114,7 +114,7 @@ class Job:
         with nullcontext() if self._timeouts is None else self._timeouts.explained(lambda: "job.prepare"):
             part = self._part_of(model, setting, example_inputs, compile_backend=compile_backend, weights=weights)
         self._separate_random_numbers()
-        made = optimizer(list(part.parameters.values()))
+        made = optimizer(part.optimized())
         if self.plan.offload == "optimizer":
             keep_on_host(made)
         peers = Peers(self.world)

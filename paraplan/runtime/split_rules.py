@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paraplan.runtime.context_rules import split_attention, split_loss
+from paraplan.runtime.context_trial import check_by_token
 from paraplan.runtime.rank_randomness import own_random_numbers
 from paraplan.runtime.split_replay import RESHAPES, Call, Outcome, described
 from paraplan.runtime.split_sizes import SIZE_RULES, Rule
@@ -178,13 +179,15 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return answer
     _check_alike(name, operands)
     _check_dimension(name, first, args, kwargs)
+    if first.group.is_trial and name not in _ELEMENTWISE:
+        check_by_token(name, func, args, kwargs)
     aligned = name in _ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
     run_args = _local(args, first, aligned=aligned)
     run_kwargs = _local(kwargs, first, aligned=aligned)
     with _own_random_numbers(name, args, kwargs, first.group):
         try:
             result = func(*run_args, **run_kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, IndexError) as error:  # sizes of whole and split operands differ
             raise SplitError(
                 f"{name} does not run on parts of the output of {first.source}: {str(error).splitlines()[0]}",
                 source=first.source,
@@ -341,11 +344,13 @@ def _wrap(name: str, result: Any, whole_shapes: list[tuple[int, ...] | None], fi
 def _wrap_one(name: str, local: torch.Tensor, whole: tuple[int, ...], first: SplitTensor) -> SplitTensor:
     differing = [dim for dim, (part, all_) in enumerate(zip(local.shape, whole, strict=True)) if part != all_]
     dim = differing[0] if differing else 0
-    if not first.cut.divides:
+    if not differing:
+        fits = False
+    elif not first.cut.divides:
         fits = (whole[dim], local.shape[dim]) == (first.cut.length, first.local.shape[first.cut.dim])
     else:
         fits = whole[dim] == local.shape[dim] * first.cut.size
-    if len(differing) != 1 or not fits:
+    if len(differing) > 1 or not fits:
         raise SplitError(
             f"{name} brings together what the ranks hold of the output of {first.source}",
             source=first.source,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paraplan.runtime.split_tensor import SplitError, SplitTensor
+from paraplan.runtime.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.tensor_cut import Cut
 
 Rule = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
@@ -117,10 +117,14 @@ def _uneven(name: str, tensor: SplitTensor, before: Sequence[int], after: Sequen
             segments = (tensor.cut.length // numbers[0],) * numbers[0]
     of_heads = f"{numbers[0]} heads" if len(numbers) == 2 else f"sizes {numbers}"
     return SplitError(
-        f"tp={tensor.cut.size} does not divide the {of_heads} that the output of {tensor.source} is viewed as",
+        f"{_ranks(tensor)} does not divide the {of_heads} that the output of {tensor.source} is viewed as",
         source=tensor.source,
         segments=segments,
     )
+
+
+def _ranks(tensor: SplitTensor) -> str:
+    return f"{'cp' if tensor.source == CONTEXT else 'tp'}={tensor.cut.size}"
 
 
 def _flatten(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,7 +195,7 @@ def _slice(tensor: SplitTensor, start: int, stop: int) -> SplitTensor:
         wanted = sorted({*bounds, start, stop})
         lengths = tuple(after - before for before, after in pairwise(wanted))
         raise SplitError(
-            f"tp={cut.size} does not divide the pieces {start}:{stop} of the output of {tensor.source}",
+            f"{_ranks(tensor)} does not divide the pieces {start}:{stop} of the output of {tensor.source}",
             source=tensor.source,
             segments=lengths if cut.repeats == 1 and tensor.cut.dim == tensor.local.ndim - 1 else None,
         )

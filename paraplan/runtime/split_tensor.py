@@ -101,16 +101,17 @@ class SplitTensor(torch.Tensor):
         """Raise: every function was to be met by `__torch_function__`."""
         logits = [operand for operand in split_operands(args, kwargs) if operand.source == VOCABULARY]
         if logits and logits[0].group.gathers:
-            raise _hidden_loss()
+            raise hidden_loss()
         raise SplitError(f"{func} reached a split tensor unseen", source="")
 
 
 def _refuse_gradient(_: torch.Tensor) -> None:
     """Raise: gradients flow to the parts, unless code of its own (an autograd.Function) was handed the whole."""
-    raise _hidden_loss()
+    raise hidden_loss()
 
 
-def _hidden_loss() -> UnsupportedPlanError:
+def hidden_loss() -> UnsupportedPlanError:
+    """Return the error for a loss that hands logits, of which each rank of `tp` has a part, to code of its own."""
     return UnsupportedPlanError(
         "the loss hides what it does with logits, of which each rank of tp holds a part, in an autograd.Function",
         hint="use torch.nn.functional.cross_entropy, or tp=1",

@@ -23,6 +23,7 @@ class TensorGroup:
 
     `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
     see `split_rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
+    In a trial (`is_trial`), functions that no rule knows are tried with numbers (`context_trial`).
     `calls` holds what calls on split tensors came to (`split_replay`). `token_cuts` says how the tokens of hidden
     states are cut that layers have gathered, by all dimensions but the last.
     """
@@ -33,6 +34,7 @@ class TensorGroup:
     shapes: dict[Any, Any] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
     draws: bool = False
+    is_trial: bool = False
     gathers: bool = True
     gathered: set[str] = field(default_factory=set)
     token_cuts: dict[tuple[int, ...], Cut] = field(default_factory=dict)

@@ -57,7 +57,13 @@ class SequenceEnds:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether `module` is a linear layer: torch's, or transformers' with its weight as [inputs, outputs]."""
-    return (isinstance(module, nn.Linear) and _returns_outputs(module)) or _is_transposed(module)
+    is_torchs = isinstance(module, nn.Linear) and has_own_weight(module) and _returns_outputs(module)
+    return is_torchs or _is_transposed(module)
+
+
+def has_own_weight(module: nn.Module) -> bool:
+    """Whether the weight of a layer is a parameter, not computed from others (weight norm and the like)."""
+    return module._parameters.get("weight") is not None
 
 
 def _returns_outputs(module: nn.Linear) -> bool:
@@ -71,7 +77,7 @@ def _returns_outputs(module: nn.Linear) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and getattr(module, "weight", None) is not None
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and has_own_weight(module)
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int]:

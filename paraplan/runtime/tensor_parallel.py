@@ -24,7 +24,14 @@ from paraplan.runtime.tensor_check import check_split, summed_gradients
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_experts import expert_weights, split_experts
 from paraplan.runtime.tensor_group import TensorGroup
-from paraplan.runtime.tensor_layers import SequenceEnds, is_linear, run_block, split_linear, sum_gradients_in_backward
+from paraplan.runtime.tensor_layers import (
+    SequenceEnds,
+    has_own_weight,
+    is_linear,
+    run_block,
+    split_linear,
+    sum_gradients_in_backward,
+)
 from paraplan.runtime.tensor_search import BlockSplit, find_split
 from paraplan.runtime.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 from paraplan.runtime.weightless import give_random_values
@@ -77,7 +84,12 @@ def find_tensor_split(
             hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use tp=1",
         )
     if sequence_parallel and anatomy is None:
-        anatomy = examine(model, stack, example_inputs)
+        try:
+            anatomy = examine(model, stack, example_inputs)
+        except UnsupportedPlanError as error:
+            raise UnsupportedPlanError(
+                f"sequence_parallel=True: {error.message}", hint="use a plan without sequence parallelism"
+            ) from None
     shadow = meta_copy(model) if anatomy is None else anatomy.shadow
     calls = block_calls(shadow, stack, example_of(model, example_inputs))
     where = 0 if anatomy is None else anatomy.hidden_argument
@@ -193,6 +205,11 @@ def _kept_whole(shadow: nn.Module, block: nn.Module, name: str, plan: dict[str, 
         layer: "its parameters belong to another layer too"
         for layer, module in layers.items()
         if any(uses[id(parameter)] > 1 for parameter in module.parameters())
+    }
+    kept |= {
+        layer: "its weight is computed from other parameters"
+        for layer, module in block.named_modules()
+        if isinstance(module, nn.Linear) and not has_own_weight(module)
     }
     styles = {layer: style_of(plan or {}, f"{name}.{layer}") for layer in layers}
     # Plans of transformers leave out the experts that all tokens share beside those that they split.

@@ -37,7 +37,8 @@ def find_ties(anatomy: Anatomy, bounds: Sequence[tuple[int, int]], *, num_ranks:
 class TiedGradients:
     """Sums the gradients of tied parameters over the ranks that hold them, so that their copies stay equal.
 
-    `parameters` are this rank's, by the name of the tie. Every rank makes the groups of every tie, in one order.
+    `parameters` are this rank's, by the name of the tie. Every rank makes the groups of every tie, in one order. Those
+    that are not trained stay without a gradient: an optimizer would decay them.
     """
 
     def __init__(self, ties: Sequence[Tie], parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
@@ -45,7 +46,7 @@ class TiedGradients:
         groups = {ranks: _rank_group(ranks, mesh) for ranks in sorted({tie.ranks for tie in ties})}
         for tie in ties:
             group = groups[tie.ranks]
-            if group is not None:
+            if group is not None and parameters[tie.name].requires_grad:
                 self._held.append((parameters[tie.name], group))
 
     def sum_gradients(self) -> None:

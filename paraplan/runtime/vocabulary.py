@@ -21,7 +21,7 @@ from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.split_tensor import VOCABULARY, SplitError, SplitTensor, on_own_tokens
 from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.tensor_group import TensorGroup, sum_over_ranks
-from paraplan.runtime.tensor_layers import LayerRole, column_forward, enter_column
+from paraplan.runtime.tensor_layers import LayerRole, column_forward, enter_column, has_own_weight
 
 _TOLERANCE = 1e-6
 
@@ -61,7 +61,8 @@ def find_vocabulary_split(
     reason = (
         f"tp={size} leaves ranks without a part of a vocabulary of {vocabulary}"
         if Cut(dim=0, segments=(vocabulary,), size=size).local_length(size - 1) < 1
-        else _shared_reason(shadow, {*chosen, *ends})
+        else _computed_reason(shadow, [*chosen, *ends])
+        or _shared_reason(shadow, {*chosen, *ends})
         or next(filter(None, (_lookup_reason(model.get_submodule(name), size) for name in chosen)), None)
         or _logits_reason(shadow, ends, size, example_inputs)
     )
@@ -118,6 +119,11 @@ def _look_up_own(module: nn.Embedding, group: TensorGroup, cut: Cut) -> None:
         return on_own_tokens(tokens, look_up)
 
     module.forward = forward  # type: ignore[method-assign,assignment]
+
+
+def _computed_reason(shadow: nn.Module, chosen: list[str]) -> str | None:
+    computed = [name for name in chosen if not has_own_weight(shadow.get_submodule(name))]
+    return f"the weight of {computed[0]} is computed from other parameters" if computed else None
 
 
 def _shared_reason(shadow: nn.Module, chosen: set[str]) -> str | None:

@@ -37,6 +37,8 @@ class Experts(nn.Module):
         (nn.ModuleDict({"a": Layer(), "b": Layer()}), ["a", "b"]),
         (nn.Sequential(*(nn.Sequential(Experts(), nn.ReLU()) for _ in range(2))), ["0", "1"]),
         (nn.ModuleList([Experts(), Experts()]), ["0", "1"]),
+        (nn.ModuleList([nn.Embedding(3, 4), Layer(), Experts(), Layer(), nn.LayerNorm(4)]), ["1", "2", "3"]),
+        (nn.ModuleList(nn.ModuleList([Layer(), Experts()]) for _ in range(2)), ["0.0", "0.1", "1.0", "1.1"]),
     ],
 )
 def test_the_largest_outermost_stack_is_found(model: nn.Module, names: list[str]) -> None:

@@ -61,6 +61,10 @@ def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return ((outputs - F.one_hot(targets, outputs.shape[-1])) ** 2).mean()
 
 
+def of_shares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), F.one_hot(targets.flatten(), outputs.shape[-1]).float())
+
+
 def errors(model: nn.Module, loss: Any, inputs: Any, targets: torch.Tensor) -> dict[str, float]:
     """Return the relative errors of the loss and of every gradient against one process."""
     expected_loss = loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
@@ -95,6 +99,7 @@ def _compared() -> list[dict[str, float]]:
     return [
         errors(positions, loss_fn, tokens, targets),
         errors(regression, squared, tokens, targets),
+        errors(Transformer(num_layers=1), of_shares, tokens, targets),
         errors(llama, own_loss, padded, labels),
     ]
 
@@ -105,31 +110,67 @@ def test_positions_masks_and_losses_are_those_of_whole_sequences(ranks: RankHarn
             assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-5)
 
 
+class Convolved(AttentionLayer):
+    """Returns as many tokens as it is given, and looks at their neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Conv1d(HIDDEN, HIDDEN, 3, padding="same")
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden + self.near(hidden.transpose(1, 2)).transpose(1, 2))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Hiding(AttentionLayer):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) + Doubled.apply(self.out(hidden))
+
+
+def hiding_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return loss_fn(outputs, targets) + loss_fn(Doubled.apply(outputs), targets)
+
+
 def _refusals() -> list[str]:
     tokens = torch.zeros(4, TOKENS, dtype=torch.long)
-    cases: list[tuple[nn.Module, Any]] = [
-        (Decoder(2), tokens),
-        (Transformer(GroupedLayer), tokens),
-        (Transformer(), torch.zeros(4, 5, dtype=torch.long)),
-        (Transformer(lambda: AttentionLayer(num_heads=1)), tokens),
+    cases: list[tuple[nn.Module, Any, Any]] = [
+        (Decoder(2), tokens, loss_fn),
+        (Transformer(GroupedLayer), tokens, loss_fn),
+        (Transformer(), torch.zeros(4, 5, dtype=torch.long), loss_fn),
+        (Transformer(lambda: AttentionLayer(num_heads=1)), tokens, loss_fn),
+        (Transformer(Convolved), tokens, loss_fn),
+        (Transformer(Hiding), tokens, loss_fn),
+        (Transformer(num_layers=1), tokens, hiding_loss),
     ]
     said = []
-    for model, inputs in cases:
+    for model, inputs, loss in cases:
         with pytest.raises(ParaplanError) as refusal:
             runtime.init(TWO_PARTS).prepare(
-                model, loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held), example_inputs=inputs
+                model, loss_fn=loss, optimizer=lambda held: torch.optim.SGD(held), example_inputs=inputs
             ).step(inputs, inputs)
         said.append(str(refusal.value))
     return said
 
 
 def test_what_does_not_work_on_some_tokens_says_why(ranks: RankHarness) -> None:
-    for cumsum, written_out, odd, one_head in ranks.run(_refusals, size=2):
+    for cumsum, written_out, odd, one_head, convolved, hidden, hiding in ranks.run(_refusals, size=2):
         assert "cumsum works along the output of the sequence" in cumsum
         assert "cp=2: the model does not work on some tokens of a sequence alone: matmul" in written_out
         assert "scaled_dot_product_attention" in written_out
         assert "inputs of shape (4, 5) do not divide along their tokens over cp=2 ranks" in odd
         assert "cp=2 does not divide the 1 heads of queries that a rank of tp has" in one_head
+        assert "conv1d looks at several tokens at once" in convolved
+        assert "Doubled, an autograd.Function, hides what it does" in hidden
+        assert "Doubled, an autograd.Function, hides what it does" in hiding
 
 
 class Dropping(AttentionLayer):

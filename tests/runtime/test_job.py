@@ -117,6 +117,7 @@ def test_steps_on_the_spot_take_any_size() -> None:
         (lambda outputs, targets: outputs, r"a tensor of shape \(5, 8, 24\)"),
         (lambda outputs, targets: 1.0, "float"),
         (lambda outputs, targets: targets.sum(), r"a tensor of shape \(\)"),
+        (lambda outputs, targets: outputs.detach().mean(), "a number that has no gradient"),
     ],
 )
 def test_a_loss_that_is_no_number_is_refused(bad: Callable[..., object], words: str) -> None:
@@ -221,6 +222,17 @@ class HalfUsed(nn.Module):
         return self.used(tokens)
 
 
+class UsedOutside(Decoder):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.layers[0].up.bias.sum()
+
+
+def _used_outside() -> str:
+    plan = ParallelPlan(dp=2, zero_stage=3, micro_batch_size=4)
+    engine = runtime.init(plan).prepare(UsedOutside(2), loss_fn=loss_fn, optimizer=sgd)
+    return _refusal(lambda: engine.step(*batch(4)))
+
+
 def _train_half_used(plan: ParallelPlan) -> str:
     engine = runtime.init(plan).prepare(HalfUsed(), loss_fn=loss_fn, optimizer=sgd)
     return _refusal(lambda: [engine.step(*batch(4)) for _ in range(2)])
@@ -234,6 +246,12 @@ def test_parameters_without_a_part_in_the_loss_are_named_under_ddp_and_left_alon
         assert "2 parameters take no part in the loss, unused.weight first" in message
     sharded = ParallelPlan(dp=2, zero_stage=2, micro_batch_size=4)
     assert ranks.run(_train_half_used, sharded, size=2) == ["no error"] * 2
+
+
+@pytest.mark.ranks
+def test_parameters_that_are_used_outside_of_their_block_are_refused_under_zero(ranks: RankHarness) -> None:
+    for message in ranks.run(_used_outside, size=2):
+        assert "zero_stage=3: the model computes with a parameter outside of the forward pass" in message
 
 
 def _no_blocks() -> str:

@@ -61,6 +61,7 @@ class Normed(AttentionLayer):
         super().__init__()
         self.inner_norm = nn.LayerNorm(HIDDEN)
         self.mixing = nn.Linear(HIDDEN, HIDDEN)
+        nn.utils.parametrizations.weight_norm(self.down)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden + self.inner_norm(self.mixing(hidden)))
@@ -110,6 +111,7 @@ def test_what_cannot_be_split_says_why_on_every_rank(ranks: RankHarness) -> None
         assert "no layer of layers.0 (NoLinear) can be split: none is linear" in nothing
         assert "Bilinear has no repeated blocks to split" in no_blocks
         assert "layers.0 (Layer) does not work on some of its tokens alone: cumsum works along" in tokens
+        assert "use a plan without sequence parallelism" in tokens
         assert "layers.0 split over tp=2 does not compute what it computes whole: relative error" in unequal
 
 
@@ -127,6 +129,7 @@ def test_a_layer_that_is_left_whole_is_named_once(ranks: RankHarness) -> None:
     first, second = ranks.run(_left_whole, size=2)
     assert len(first) == 1
     assert "mixing: layer_norm works along the output of mixing" in first[0]
+    assert "down: its weight is computed from other parameters" in first[0]
     assert "qkv" not in first[0]
     assert second == []
 

@@ -191,10 +191,20 @@ def sequential() -> nn.Sequential:
     )
 
 
+def frozen_start() -> Decoder:
+    """A tied table and first blocks that are not trained: a rank of a pipeline may train nothing."""
+    model = Decoder(tied=True)
+    for frozen in (model.embedding, *model.layers[:4]):
+        frozen.requires_grad_(False)
+    model.positions.requires_grad_(False)
+    return model
+
+
 MODELS = {
     "decoder": Decoder,
     "tied": lambda: Decoder(tied=True),
     "shared scale": lambda: Decoder(shared_scale=True),
+    "frozen start": frozen_start,
     "sequential": sequential,
     "keyword": KeywordDecoder,
     "attention": lambda: Transformer(num_layers=4),
@@ -263,7 +273,9 @@ def train(
     engine = job.prepare(
         model,
         loss_fn=loss_fn,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.1),
+        optimizer=lambda parameters: torch.optim.AdamW(
+            [parameter for parameter in parameters if parameter.requires_grad], lr=1e-2, eps=1e-4, weight_decay=0.1
+        ),
         max_grad_norm=max_grad_norm,
         example_inputs=example if as_dict else torch.zeros(2, TOKENS, dtype=torch.long),
     )
