@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paraplan.launch.calls import RankCalls, find_stuck_calls
-from paraplan.launch.failures import WATCHDOG, Cause, RankFailure
+from paraplan.launch.failures import Cause, RankFailure
+from paraplan.launch.gpu_errors import WATCHDOG
 from paraplan.launch.stacks import Stack, describe_place
 from paraplan.units import ranks_in_words
 

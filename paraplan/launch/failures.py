@@ -12,6 +12,7 @@ from pathlib import Path
 from signal import SIGABRT, SIGPIPE
 
 from paraplan.launch.bootstrap import FAULT_FILE
+from paraplan.launch.gpu_errors import is_out_of_gpu_memory, is_own_nccl_error, telling_lines
 from paraplan.launch.spawning import RankExit
 
 _COMMUNICATION_ERRORS = re.compile(
@@ -25,9 +26,6 @@ _COMMUNICATION_ERRORS = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """What gloo, NCCL and the store say to a rank whose peer is gone. Texts of torch 2.11 to 2.13 and NCCL 2.2x."""
-
-WATCHDOG = "Watchdog caught collective operation timeout"
-"""What NCCL's watchdog writes on a rank that waited in vain (ProcessGroupNCCL.cpp of torch 2.11 to 2.13)."""
 
 _TAIL_LINES = 4
 _MANY_LINES = 1000
@@ -59,6 +57,11 @@ class ErrorRecord:
     user_hint: str | None = None
     exit_message: str | None = None
     step: int | None = None
+
+    @property
+    def is_out_of_gpu_memory(self) -> bool:
+        """Whether a GPU was out of memory."""
+        return self.exception_type == "OutOfMemoryError" or is_out_of_gpu_memory(self.message)
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,8 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
 def _cause(exit: RankExit, record: ErrorRecord | None, *, was_stopped: bool) -> Cause:  # noqa: A002
     if record is not None:
-        return Cause.COMMUNICATION if _COMMUNICATION_ERRORS.search(record.message) else Cause.OWN_ERROR
+        is_own = is_own_nccl_error(record.message) or not _COMMUNICATION_ERRORS.search(record.message)
+        return Cause.OWN_ERROR if is_own else Cause.COMMUNICATION
     if was_stopped:
         return Cause.STOPPED
     if exit.code == -SIGABRT:
@@ -177,9 +181,8 @@ def _cause(exit: RankExit, record: ErrorRecord | None, *, was_stopped: bool) -> 
 def _read_log_tail(error_file: str) -> tuple[str, ...]:
     """Return the last lines that a rank wrote, to stderr if it wrote there."""
     folder = Path(error_file).parent
-    said = last_lines(folder / "stderr.log", _MANY_LINES)
-    watchdog = [line for line in said[:-_TAIL_LINES] if WATCHDOG in line]  # NCCL's, with many frames after it
-    return (*watchdog[-1:], *said[-_TAIL_LINES:]) or last_lines(folder / "stdout.log", _TAIL_LINES)
+    said = telling_lines(last_lines(folder / "stderr.log", _MANY_LINES), _TAIL_LINES)
+    return said or last_lines(folder / "stdout.log", _TAIL_LINES)
 
 
 def _read_fault(error_file: str) -> str | None:

@@ -182,7 +182,7 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         calls=job.calls,
         stacks=job.stacks,
     )
-    if first.record is not None and first.record.exception_type == "OutOfMemoryError":
+    if first.record is not None and first.record.is_out_of_gpu_memory:
         context = replace(context, smaller_plan=_smaller_plan(request, job))
     mine = as_node_failure(job.failures, context)
     of_all = [mine]

@@ -13,6 +13,7 @@ from paraplan.errors import ParaplanError
 from paraplan.launch.calls import RankCalls
 from paraplan.launch.collectives import describe_places, describe_timeouts
 from paraplan.launch.failures import Cause, NodeFailure, RankFailure, first_failure
+from paraplan.launch.gpu_errors import abort_reason, advice
 from paraplan.launch.memory_kills import MemoryKillScope
 from paraplan.launch.spawning import signal_name
 from paraplan.launch.stacks import Stack, is_library
@@ -96,8 +97,11 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
         head.append(f"no rank of this node failed by itself: {says}")
     if first.record is not None and first.record.user_hint:
         head.append(f"hint: {first.record.user_hint}")
-    if first.record is not None and first.record.exception_type == "OutOfMemoryError":
+    if first.record is not None and first.record.is_out_of_gpu_memory:
         head += _memory_advice(first.record.message, context)
+    else:
+        hint = advice("\n".join([first.record.message if first.record else "", *first.log_tail]))
+        head += [f"hint: {hint}"] if hint and timeouts is None else []
     head.append(_where(first, context))
     others = [failure for failure in failures if failure is not first]
     if others:
@@ -178,7 +182,8 @@ def _what_happened(failure: RankFailure, context: ReportContext) -> str:
     if record is None:
         if failure.exit.code == -signal.SIGKILL:
             return _describe_kill(failure, context)
-        return describe_exit(failure.exit.code)
+        reason = abort_reason(failure.log_tail) if failure.exit.code == -signal.SIGABRT else None
+        return describe_exit(failure.exit.code) + (f": {_shortened(reason)}" if reason else "")
     if record.user_message is not None:
         return _shortened(record.user_message)
     if record.exception_type == "SystemExit":

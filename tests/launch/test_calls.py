@@ -53,21 +53,42 @@ def test_a_rank_that_failed_in_a_call_waited_in_its_last_one() -> None:
 
 
 def entry(number: int, state: str, *, backend: str = "nccl", retired: bool = False) -> dict[str, object]:
+    """Return an entry with the fields that getCollectiveTrace gives it (FlightRecorderDetail.hpp of torch 2.13)."""
     return {
+        "frames": [{"name": "all_reduce", "filename": "distributed_c10d.py", "line": 3252}],
         "record_id": number,
+        "pg_id": 0,
         "process_group": ("0", "default_pg"),
+        "thread_name": "pt_main_thread",
+        "thread_id": "139878",
         "collective_seq_id": number,
         "p2p_seq_id": 0,
+        "op_id": number,
         "profiling_name": f"{backend}:all_reduce",
+        "time_created_ns": 1_700_000_000_000_000_000,
+        "input_sizes": [[3]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[3]],
+        "output_dtypes": ["Float"],
         "state": state,
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": None,
         "retired": retired,
+        "timeout_ms": 600000,
         "is_p2p": False,
     }
 
 
 def test_a_dump_of_nccls_watchdog_is_read(tmp_path: Path) -> None:
     entries = [entry(1, "completed", retired=True), entry(2, "started", retired=True)]
-    dump = {"version": "2.10", "pg_config": {"0": {"name": "0", "ranks": "[0, 1]"}}, "entries": entries}
+    dump = {
+        "version": "2.10",
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+        "comm_lib_version": "2.28.9",
+        "pg_status": {"0": {"last_enqueued_collective": 2, "last_started_collective": 2}},
+        "entries": entries,
+        "nccl_comm_state": {"0x7f": {"rank": "1", "nRanks": "2"}},
+    }
     (tmp_path / f"{DUMP_PREFIX}1").write_bytes(pickle.dumps(dump, protocol=2))
     calls = read_calls(tmp_path)
     assert calls is not None
