@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 pytestmark = pytest.mark.ranks
 
@@ -45,15 +44,6 @@ def finish(nodes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
             node.kill()
             node.wait()
     return [(node.returncode, *output) for node, output in zip(nodes, outputs, strict=True)]
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on, below those that the kernel gives to connections by itself."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @pytest.fixture

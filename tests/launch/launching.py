@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+
+from free_ports import free_port as free_port
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -56,18 +56,6 @@ def read_until(stream: IO[str], is_enough: Callable[[str], bool]) -> str:
         assert character, f"the process has ended after {text!r}"
         text += character
     return text
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on, below those that the kernel gives to connections by itself."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def names_in(folder: Path) -> list[str]:

@@ -10,8 +10,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import secrets
-import socket
 import tempfile
 import time
 import traceback
@@ -19,6 +17,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from free_ports import free_port
 
 _SLACK_S = 60.0  # for a rank to show its stacks and end, once its own time is over
 _GRACE_S = 10.0  # for the other ranks to answer, once one has failed
@@ -49,7 +49,7 @@ class RankHarness:
     ) -> list[Any]:
         """Return what `work(*arguments)` returns on each of `size` ranks, in order. All ranks have ended by then."""
         with tempfile.TemporaryDirectory() as folder:
-            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size)}
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
             connections, processes = [], []
             for rank in range(size):
                 ours, theirs = self._context.Pipe()
@@ -146,12 +146,3 @@ def _results(answers: list[tuple[str, Any] | None], folder: Path, exit_codes: li
     if failures:
         raise RanksFailedError("\n".join(failures))
     return [answer[1] for answer in answers if answer is not None]
-
-
-def _free_port() -> int:
-    """Return a port that nobody listens on, below those that the kernel gives to connections by itself."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
