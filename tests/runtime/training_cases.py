@@ -238,11 +238,9 @@ def loss_fn(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def train_all(
-    cases: list[tuple[str, ParallelPlan | None]], precision: TrainingPrecision = "fp32", num_steps: int = NUM_STEPS
-) -> list[Training]:
+def train_all(cases: list[tuple[str, ParallelPlan | None]], precision: TrainingPrecision = "fp32") -> list[Training]:
     """Train one model after another, each under its plan, on the same ranks."""
-    return [train(model_name, plan, precision=precision, num_steps=num_steps) for model_name, plan in cases]
+    return [train(model_name, plan, precision=precision) for model_name, plan in cases]
 
 
 @dataclass(frozen=True)
