@@ -7,8 +7,9 @@ import json
 
 import pytest
 from exported_plans import PLANS, subject
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.interop.export import export_plan
@@ -100,8 +101,11 @@ def test_auto_is_filled_in_by_what_the_user_says() -> None:
     auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
     setup = deepspeed(GPUS.replace(micro_batch_size=2, global_batch_size=32), **auto)
     assert (setup.plan.num_microbatches, setup.precision) == (2, None)
+    alone = deepspeed(**auto)
+    assert (alone.plan.micro_batch_size, alone.plan.num_microbatches) == (1, 1)
+    assert any("1 assumed, --micro-batch says otherwise" in note for note in alone.notes)
     with pytest.raises(PlanError) as caught:
-        deepspeed(**auto)
+        deepspeed(zero_optimization={"stage": 2})  # DeepSpeed refuses it too
     assert caught.value.hint is not None
     assert "--micro-batch" in caught.value.hint
 
@@ -136,6 +140,50 @@ def test_an_older_accelerate_config_says_its_strategy_by_number() -> None:
     setup = accelerate(old)
     assert (setup.plan.zero_stage, setup.precision, setup.framework) == (2, "fp16", "fsdp")
     assert any("--micro-batch" in note for note in setup.notes)
+
+
+def test_replicas_of_sharded_groups_are_read_as_hybrid_sharding() -> None:
+    fsdp2 = (
+        "distributed_type: FSDP\nnum_processes: 16\nparallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+    )
+    assert accelerate(fsdp2).plan.zero_shards == 8
+    fsdp1 = "distributed_type: FSDP\nnum_processes: 16\nnum_machines: 4\nfsdp_config:\n  fsdp_sharding_strategy: 4\n"
+    assert (accelerate(fsdp1).plan.zero_shards, accelerate(fsdp1).plan.zero_stage) == (4, 3)
+    over_cp = accelerate(fsdp2 + "  parallelism_config_cp_size: 2\n")
+    assert over_cp.plan.zero_shards is None
+    assert any("sharded over cp too" in note for note in over_cp.notes)
+    mics = deepspeed(train_micro_batch_size_per_gpu=1, zero_optimization={"stage": 3, "mics_shard_size": 4})
+    assert mics.plan.zero_shards == 4
+    assert any("0.19 refuses it" in note for note in mics.notes)
+    instances = "--micro-batch-size 1 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
+    assert megatron(instances).plan.zero_shards == 4
+    experts = megatron(instances + " --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall")
+    assert (experts.plan.zero_shards, len(experts.notes)) == (None, 1)
+
+
+def test_one_process_of_accelerate_is_one_rank() -> None:
+    assert accelerate("distributed_type: 'NO'\nmixed_precision: bf16\n").plan.world_size == 1
+
+
+def test_what_is_priced_otherwise_is_noted() -> None:
+    notes = megatron(
+        "--micro-batch-size 1 --recompute-granularity full --recompute-method block --fp8-format hybrid"
+    ).notes
+    assert [note.split()[0].rstrip(":") for note in notes] == ["--recompute-method", "--fp8-format"]
+    zero = {"stage": 3, "zero_hpz_partition_size": 8}
+    notes = deepspeed(train_micro_batch_size_per_gpu=1, zero_optimization=zero).notes
+    assert any("zero_hpz_partition_size=8" in note for note in notes)
+
+
+def test_autotp_batches_may_count_all_ranks() -> None:
+    sizes = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    assert deepspeed(train_batch_size=32, **sizes).plan == deepspeed(train_batch_size=16, **sizes).plan
+    with pytest.raises(PlanError, match="train_batch_size=24"):
+        deepspeed(train_batch_size=24, **sizes)
 
 
 def test_accelerates_megatron_section_becomes_degrees() -> None:
@@ -231,7 +279,10 @@ def test_megatrons_short_first_and_last_stages_become_an_uneven_cut() -> None:
         ("--tensor-model-paralel-size 2 --micro-batch-size 1", ["--tensor-model-paralel-size is no option"]),
         ("--micro-batch-size 3 --global-batch-size 32", ["--global-batch-size 32"]),
         ("--micro-batch-size 1 --recompute-granularity some", ["--recompute-granularity", "some"]),
-        ("--micro-batch-size 1 --expert-model-parallel-size 16", ["ep=16", "dp=8"]),
+        (
+            "--micro-batch-size 1 --expert-model-parallel-size 16",
+            ["--expert-model-parallel-size 16", "8 data- and context"],
+        ),
         ('--micro-batch-size "1', ["quotation"]),
         (
             "--micro-batch-size 1 --pipeline-model-parallel-size 2 --use-megatron-fsdp",
@@ -239,7 +290,15 @@ def test_megatrons_short_first_and_last_stages_become_an_uneven_cut() -> None:
         ),
         (
             "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etx|tL",
-            ["--pipeline-model-parallel-layout"],
+            ["--pipeline-model-parallel-layout", "E, t, m and L"],
+        ),
+        (
+            "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|L",
+            ["--pipeline-model-parallel-layout", "in every stage"],
+        ),
+        (
+            "--micro-batch-size 1 --use-distributed-optimizer --num-distributed-optimizer-instances 3",
+            ["--num-distributed-optimizer-instances", "a divisor of the 8"],
         ),
     ],
 )
@@ -247,6 +306,58 @@ def test_broken_megatron_arguments_name_the_option(arguments: str, words: list[s
     with pytest.raises(PlanError) as caught:
         megatron(arguments)
     assert all(word in caught.value.message for word in ["--from-megatron", *words])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, object]:
+    """Fields of a plan of few ranks, of any kind; not all of them go together."""
+    dp, tp, pp = (draw(st.sampled_from(degrees)) for degrees in ((1, 2, 4, 16), (1, 2), (1, 1, 2, 4)))
+    schedule = draw(st.sampled_from(("1f1b", "interleaved_1f1b"))) if pp > 1 else None
+    stage = draw(st.sampled_from((0, 1, 2, 3)))
+    return {
+        "dp": dp,
+        "tp": tp,
+        "pp": pp,
+        "cp": draw(st.sampled_from((1, 1, 2))),
+        "ep": draw(st.sampled_from((1, 1, 2))),
+        "zero_stage": stage,
+        "zero_shards": draw(st.sampled_from((None, 2, 4))) if stage and dp == 16 else None,
+        "sequence_parallel": tp > 1 and draw(st.booleans()),
+        "micro_batch_size": draw(st.sampled_from((1, 3))),
+        "num_microbatches": draw(st.sampled_from((1, 4, 6, 8))),
+        "pipeline_schedule": schedule,
+        "virtual_pipeline_size": 2 if schedule == "interleaved_1f1b" else 1,
+        "recompute": draw(st.sampled_from(("none", "none", "selective", "full"))),
+        "offload": draw(st.sampled_from(("none", "none", "optimizer", "parameters"))),
+        "rank_order": draw(st.sampled_from((("pp", "dp", "cp", "tp"), ("dp", "pp", "cp", "tp")))),
+    }
+
+
+@settings(max_examples=250, deadline=None)
+@given(plans(), st.sampled_from(("bf16", "fp16", "fp32")))
+def test_what_a_target_can_express_is_read_back_as_the_same_plan(fields: dict[str, object], precision: str) -> None:
+    try:
+        made = subject(fields, precision=precision)
+    except ValidationError:
+        assume(False)
+    plan = made.plan
+    said = Given(num_gpus=plan.world_size)
+    script = said.replace(micro_batch_size=plan.micro_batch_size, global_batch_size=plan.global_batch_size)
+    reads = {
+        "deepspeed": lambda text: read_deepspeed(text, source="ds", given=said.replace(recompute=plan.recompute)),
+        "accelerate": lambda text: accelerate(text, script.replace(recompute=plan.recompute)),
+        "megatron-lm": lambda text: megatron(text, said),
+    }
+    for target, read in reads.items():
+        exported = export_plan(made, target, partial=True)
+        if exported.gaps:
+            continue
+        setup = read(exported.text)
+        # Axes of one rank have no place in an order, and 16 bits of accelerate are all that it says of training.
+        order = [axis for axis in setup.plan.rank_order if getattr(plan, axis) > 1]
+        assert order == [axis for axis in plan.rank_order if getattr(plan, axis) > 1]
+        assert setup.plan.replace(rank_order=plan.rank_order, stage_blocks=None) == plan
+        assert setup.precision == precision
 
 
 VALUES = st.recursive(

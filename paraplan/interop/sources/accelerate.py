@@ -30,7 +30,7 @@ def read_accelerate(text: str, *, source: str, given: Given, read_file: Callable
     kind = fields.text("distributed_type")
     if kind is None:
         raise fields.error("distributed_type", "NO, MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM")
-    num_gpus = fields.count("num_processes") or given.num_gpus or 1
+    num_gpus = fields.count("num_processes") or (given.num_gpus if kind != "NO" else None) or 1
     given = given.replace(num_gpus=num_gpus)
     if kind == "FSDP":
         return _fsdp(fields, given)
@@ -74,10 +74,7 @@ def _fsdp(fields: Fields, given: Given) -> Setup:
     fsdp, sizes = fields.section("fsdp_config"), fields.section("parallelism_config")
     assert given.num_gpus is not None
     degrees = {axis: sizes.count(f"parallelism_config_{axis}_size") or 1 for axis in ("tp", "cp")}
-    notes = []
-    replicas = sizes.count("parallelism_config_dp_replicate_size") or 1
-    if replicas > 1:
-        notes.append(f"{replicas} replicas of a sharded group: priced as sharded over all data-parallel ranks")
+    notes: list[str] = []
     if "parallelism_config_sp_size" in sizes and sizes.count("parallelism_config_sp_size") != 1:
         notes.append("sp_size: sequences split over heads are not priced")
     dp = data_parallel_ranks(fields.source, given.num_gpus, **degrees)
@@ -86,10 +83,33 @@ def _fsdp(fields: Fields, given: Given) -> Setup:
         raise fsdp.error("fsdp_version", "1 or 2")
     stage = _stage(fsdp)
     values = degrees | {"dp": dp, "zero_stage": stage if dp * degrees["cp"] > 1 else 0}
-    plan = values | {"offload": "parameters" if fsdp.flag("fsdp_offload_params") else "none"}
+    plan: dict[str, object] = values | {"offload": "parameters" if fsdp.flag("fsdp_offload_params") else "none"}
+    if values["zero_stage"]:
+        plan["zero_shards"] = _shards(fields, dp, degrees["cp"], notes)
     if fsdp.flag("fsdp_activation_checkpointing"):
         plan["recompute"] = "full"
     return _setup(fields, given, plan, framework="fsdp", tool="accelerate, FSDP", notes=notes)
+
+
+def _shards(fields: Fields, dp: int, cp: int, notes: list[str]) -> int | None:
+    """Return the ranks of a sharded group where there are replicas of it, None for one group; add notes.
+
+    FSDP1's hybrid strategies shard inside a machine.
+    """
+    sizes, fsdp = fields.section("parallelism_config"), fields.section("fsdp_config")
+    key = "parallelism_config_dp_replicate_size"
+    replicas = sizes.count(key) or 1
+    strategy = str(fsdp.values.get("fsdp_sharding_strategy")).upper()
+    if "HYBRID" in _NUMBERED.get(strategy, strategy) and replicas == 1:
+        replicas = fields.count("num_machines") or 1
+    if dp % replicas:
+        raise sizes.error(key, f"a divisor of the {dp} data-parallel ranks")
+    if replicas == 1 or dp == replicas:
+        return None
+    if cp > 1:
+        notes.append(f"{replicas} replicas of groups sharded over cp too: priced as sharded over all of them")
+        return None
+    return dp // replicas
 
 
 def _stage(fsdp: Fields) -> int:
@@ -133,9 +153,14 @@ def _deepspeed(fields: Fields, given: Given, read_file: Callable[[str], str]) ->
 
 def _megatron(fields: Fields, given: Given) -> Setup:
     section = fields.section("megatron_lm_config")
-    tp, pp, cp = (
-        section.count(f"megatron_lm_{name}") or 1 for name in ("tp_degree", "pp_degree", "context_parallel_size")
+    tp, pp, cp, ep = (
+        section.count(f"megatron_lm_{name}") or 1
+        for name in ("tp_degree", "pp_degree", "context_parallel_size", "expert_model_parallel_size")
     )
+    recompute = "selective" if section.flag("megatron_lm_recompute_activations") else "none"
+    granularity = section.text("megatron_lm_recompute_granularity") or recompute
+    if granularity not in ("none", "selective", "full"):
+        raise section.error("megatron_lm_recompute_granularity", "selective or full")
     assert given.num_gpus is not None
     dp = data_parallel_ranks(fields.source, given.num_gpus, tp=tp, pp=pp, cp=cp)
     shards = bool(section.flag("megatron_lm_use_distributed_optimizer")) and dp * cp > 1
@@ -148,7 +173,9 @@ def _megatron(fields: Fields, given: Given) -> Setup:
         "pipeline_schedule": "1f1b" if pp > 1 else None,
         "sequence_parallel": bool(section.flag("megatron_lm_sequence_parallelism")) and tp > 1,
         "num_microbatches": section.count("megatron_lm_num_micro_batches") or 1,
-        "recompute": "selective" if section.flag("megatron_lm_recompute_activations") else "none",
+        "ep": ep,
+        "recompute": granularity,
+        "offload": "optimizer" if section.flag("megatron_lm_optimizer_cpu_offload") else "none",
     }
     return _setup(fields, given, plan, framework="megatron-core", tool="accelerate, Megatron-LM")
 

@@ -26,8 +26,11 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
     fields = Fields(data, source=source)
     zero_stage = fields.section("zero_optimization").choice("stage", (0, 1, 2, 3), 0)
     tp = _tensor_parallel(fields)
+    given, notes = _micro_batch_of_auto(fields, given)
     dp, micro, steps = _batch(fields, given, tp)
-    offload, notes = _offload(fields.section("zero_optimization"), zero_stage)
+    offload, offload_notes = _offload(fields.section("zero_optimization"), zero_stage)
+    shards, shard_notes = _shards(fields.section("zero_optimization"), dp)
+    notes += offload_notes + shard_notes
     optimizer, optimizer_notes = optimizer_of(fields.section("optimizer").text("type"))
     notes += optimizer_notes
     if given.recompute is None:
@@ -43,6 +46,7 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
         dp=dp,
         tp=tp,
         zero_stage=zero_stage if dp > 1 else 0,
+        zero_shards=shards if zero_stage == 3 else None,
         micro_batch_size=micro,
         num_microbatches=steps,
         recompute=given.recompute or "none",
@@ -57,6 +61,36 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
         optimizer=optimizer,
         notes=tuple(notes),
     )
+
+
+def _micro_batch_of_auto(fields: Fields, given: Given) -> tuple[Given, list[str]]:
+    """Return what is given, with a micro-batch of 1 where the Trainer or accelerate fills in the sizes, and a note.
+
+    That is what the many configurations say in which every size is "auto".
+    """
+    sizes = [given.micro_batch_size, given.global_batch_size, fields.count(_TOTAL), fields.count(_MICRO)]
+    if any(sizes) or "auto" not in (fields.values.get(_TOTAL), fields.values.get(_MICRO)):
+        return given, []
+    notes = [f"{_MICRO} is auto, which the script fills in: 1 assumed, --micro-batch says otherwise"]
+    if fields.count(_STEPS) is None:
+        notes.append(f"{_STEPS} is auto: 1 assumed, --global-batch says otherwise")
+    return given.replace(micro_batch_size=1), notes
+
+
+def _shards(zero: Fields, dp: int) -> tuple[int | None, list[str]]:
+    """Return the ranks of a group of MiCS, which DeepSpeed before 0.19 has, and notes of what is not priced."""
+    notes = []
+    partition = zero.count("zero_hpz_partition_size") or 1
+    if partition > 1:
+        notes.append(f"zero_hpz_partition_size={partition}: the second copy of parameters (hpZ) is not priced")
+    size = zero.values.get("mics_shard_size")
+    if size in (None, -1):
+        return None, notes
+    shards = zero.count("mics_shard_size") or 1
+    if shards == 1 or dp % shards:
+        raise zero.error("mics_shard_size", f"more than 1, and a divisor of the {dp} data-parallel ranks")
+    notes.append("mics_shard_size: DeepSpeed 0.19 refuses it, MiCS having been removed")
+    return (None if shards == dp else shards), notes
 
 
 def _tensor_parallel(fields: Fields) -> int:
@@ -74,7 +108,7 @@ def _batch(fields: Fields, given: Given, tp: int) -> tuple[int, int, int]:
     if total is None and micro is None:
         raise PlanError(
             f"{source}: neither {_TOTAL} nor {_MICRO} has a number",
-            hint="the Trainer fills in 'auto'; say it with --micro-batch and --global-batch",
+            hint="DeepSpeed needs one of them; say it with --micro-batch and --global-batch",
         )
     if given.num_gpus is not None:
         dp = data_parallel_ranks(source, given.num_gpus, tp=tp)

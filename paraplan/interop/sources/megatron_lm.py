@@ -22,6 +22,7 @@ _READ = frozenset(
         *("micro-batch-size", "global-batch-size", "seq-length", "num-layers", "optimizer", "bf16", "fp16"),
         *("sequence-parallel", "use-distributed-optimizer", "optimizer-cpu-offload", "use-tp-pp-dp-mapping"),
         *("use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp", "data-parallel-sharding-strategy"),
+        *("num-distributed-optimizer-instances", "recompute-method"),
         *("recompute-granularity", "recompute-activations", "checkpoint-activations", "transformer-impl"),
         *("pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
         *("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"),
@@ -31,7 +32,7 @@ _READ = frozenset(
 _MISSPELT = 0.93
 """An option as near to one of `_READ` as this (difflib's ratio) is that one misspelt.
 
-Of the 924 options in Megatron-LM's sources (commit d98e8a64dd) none is nearer than 0.88 to one that is read here.
+Of the 924 options in Megatron-LM's sources (commit d98e8a64dd) none is nearer than 0.89 to one that is read here.
 """
 _ATTENTION: dict[str, AttentionKind] = {"flash": "flash", "fused": "flash", "unfused": "eager", "local": "eager"}
 
@@ -62,6 +63,14 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
     zero_stage = _zero_stage(fields) if dp * cp > 1 else 0
     optimizer, notes = optimizer_of(fields.text("--optimizer") or "adam")
     ep = fields.count("--expert-model-parallel-size") or 1
+    if (dp * cp) % ep:
+        raise PlanError(
+            f"{source}: --expert-model-parallel-size {ep} does not divide the {dp * cp} data- and context-parallel "
+            "ranks",
+            hint="say how many GPUs there are (--profile NAME --nodes N); experts over ranks of tp too are not priced",
+        )
+    shards = _shards(fields, dp, cp, ep, notes) if zero_stage else None
+    notes += _unpriced(fields)
     notes += _expert_notes(fields, tp) if ep > 1 else []
     stages = _stages(fields, pp)
     virtual = _virtual(fields, pp, len(stages) if stages else None)
@@ -73,6 +82,7 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
         cp=cp,
         ep=ep,
         zero_stage=zero_stage,
+        zero_shards=shards,
         sequence_parallel="--sequence-parallel" in fields and tp > 1,
         micro_batch_size=micro,
         num_microbatches=steps,
@@ -95,6 +105,30 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
         attention=_attention(fields),
         notes=tuple(notes),
     )
+
+
+def _shards(fields: Fields, dp: int, cp: int, ep: int, notes: list[str]) -> int | None:
+    """Return the ranks of a sharded group where there are several of them (instances), None for one; add notes."""
+    name = "--num-distributed-optimizer-instances"
+    instances = fields.count(name) or 1
+    if (dp * cp) % instances:
+        raise fields.error(name, f"a divisor of the {dp * cp} data-parallel ranks")
+    if instances in (1, dp * cp):
+        return None
+    if cp > 1 or ep > 1:
+        notes.append(f"{name} {instances}: priced as sharded over all ranks, as its groups are of cp or ep too")
+        return None
+    return dp // instances
+
+
+def _unpriced(fields: Fields) -> list[str]:
+    """Return what is priced otherwise than the command line has it."""
+    notes = []
+    if fields.text("--recompute-method") == "block":
+        notes.append("--recompute-method block: recomputes some layers of a stage; priced as all of them")
+    if fields.text("--fp8-format") is not None:
+        notes.append("--fp8-format: priced as bf16")
+    return notes
 
 
 def _expert_notes(fields: Fields, tp: int) -> list[str]:
@@ -161,10 +195,14 @@ def _stages(fields: Fields, pp: int) -> tuple[int, ...] | None:
         for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
             layout = re.sub(pattern, lambda found: found.group(1) * int(found.group(2)), layout.replace(",", ""))
         stages = tuple(part.count("t") for part in layout.split("|"))
-        if re.fullmatch(r"[EtmL|]+", layout) is None or len(stages) % pp or 0 in stages:
+        if re.fullmatch(r"[EtmL|]+", layout) is not None and 0 in stages:
+            raise fields.error(
+                "--pipeline-model-parallel-layout", "a block (t) in every stage, without which none is priced"
+            )
+        if re.fullmatch(r"[EtmL|]+", layout) is None or len(stages) % pp:
             raise fields.error(
                 "--pipeline-model-parallel-layout",
-                f"E, t, m and L in stages apart by |, a multiple of {pp}, blocks in all",
+                f"E, t, m and L in stages apart by |, a multiple of {pp}",
             )
         return stages
     ends = [fields.count(f"--decoder-{end}-pipeline-num-layers") for end in ("first", "last")]
