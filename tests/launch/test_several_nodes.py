@@ -253,6 +253,8 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
     assert (status, other_status) == (0, 0), said
     losses = read_losses(said)
     assert list(losses) == list(range(1, len(losses) + 1))
+    assert "a node has not been heard of for a while; the others meet again without it" in said
+    assert "another node has come; all meet again with it" in said
     assert "made again for the 1 " in said
     assert "made again for the 2 " in said
     (tmp_path / "alone").mkdir()
