@@ -65,7 +65,7 @@ def _ways_out(workload: Workload, *, runnable_only: bool, fixed: FixedChoices) -
 def _suitable_batches(workload: Workload, fixed: FixedChoices) -> str:
     """Return a hint with batches that some plan of the workload's GPUs can divide."""
     if fixed.words:
-        return f"leave out one of {', '.join(fixed.words)}"
+        return f"leave out {'one of ' if len(fixed.words) > 1 else ''}{', '.join(fixed.words)}"
     gpus, batch = workload.cluster.num_gpus, workload.training.global_batch_size
     larger = -(-batch // gpus) * gpus
     smaller = batch // gpus * gpus
