@@ -169,7 +169,8 @@ def _found(workload: Workload, question: Question, *, runnable_only: bool) -> tu
                 f"not even one sequence of {training.seq_length} tokens fits without gradient accumulation",
                 hint="leave out --find, or use more GPUs",
             )
-        words = f"the largest batch that some plan holds in one micro-batch: {size} sequences of {training.seq_length} tokens"
+        batch = f"{size} sequences of {training.seq_length} tokens"
+        words = f"the largest batch that some plan holds in one micro-batch: {batch}"
         return replace(workload, training=training.replace(global_batch_size=size)), words
     length = longest_sequence(workload, runnable_only=runnable_only, fixed=question.fixed)
     if length is None:
