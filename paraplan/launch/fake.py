@@ -17,6 +17,7 @@ from pathlib import Path
 
 import paraplan
 from paraplan.errors import ParaplanError, PlanError
+from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.cores import usable_cores
@@ -32,6 +33,7 @@ from paraplan.plan.ranks import RankGrid
 from paraplan.plan.support import check_supported
 
 _MOST_STAGES = 4
+_GPUS_OF_NODE, _GPU_BYTES = 8, 80 * 2**30  # what torch.cuda says where no profile does
 _CONTRADICTING = {
     "nnodes": "--nnodes",
     "nproc_per_node": "--nproc-per-node",
@@ -62,12 +64,15 @@ def show_fake_launch(args: Namespace) -> int:
         file = None if path is None else _checked_plan(path, args)
         plan = file.plan if file is not None else ParallelPlan(dp=args.fake)
         ranks = _ranks(args, plan)
-        say(f"running {_counted(ranks)} of {args.fake} without a GPU: {plan.describe()}")
+        planned = "" if file is None else f": {plan.describe()}"
+        say(f"running {_counted(ranks)} of {args.fake} without a GPU{planned}")
         plan_path = None if path is None else str(path.resolve())
         estimates = _Later(lambda: _estimates(file, plan_path, args.profile))
         estimates.start(pool)
-        reports = _run(args, ranks, plan_path, Path(folder))
+        reports = _run(args, ranks, plan_path, Path(folder), cluster)
         stages, reason = estimates.result()
+        if file is not None and any(one.plan != plan for one in reports):
+            stages, reason = (), "the script does without paraplan.runtime, so the plan is not what it runs"
     report = FakeLaunchReport(
         script=args.training_script,
         ranks=tuple(reports),
@@ -143,11 +148,6 @@ def _checked_plan(path: Path, args: Namespace) -> PlanFile:
             f"and --fake says {args.fake}",
             hint=f"use --fake {file.plan.world_size}, or make a plan for {args.fake}",
         )
-    if file.plan.offload != "none":
-        raise PlanError(
-            f"the plan {name} has offload={file.plan.offload}: without a GPU, what lies on the host is not told apart",
-            hint="use a plan with offload=none",
-        )
     check_supported(file.plan, precision=file.training.precision if file.training is not None else "fp32")
     return file
 
@@ -165,7 +165,9 @@ def _counted(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _run(args: Namespace, ranks: Sequence[int], plan_path: str | None, folder: Path) -> list[FakeRankReport]:
+def _run(
+    args: Namespace, ranks: Sequence[int], plan_path: str | None, folder: Path, cluster: Cluster | None
+) -> list[FakeRankReport]:
     """Run the script as each of `ranks`, as many at once as there are cores; return their reports, left in `folder`."""
     numbers = ",".join(map(str, ranks))
     command = [
@@ -176,6 +178,8 @@ def _run(args: Namespace, ranks: Sequence[int], plan_path: str | None, folder: P
         str(folder),
         str(max(1, usable_cores())),
         numbers,
+        str(min(args.fake, _GPUS_OF_NODE if cluster is None else cluster.gpus_per_node)),
+        str(_GPU_BYTES if cluster is None else cluster.gpu_memory_bytes),
     ]
     command += [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
     done = subprocess.run(

@@ -17,7 +17,9 @@ _PATIENCE_S = 600.0  # a model given as code imports torch and is traced
 
 
 class StageEstimate(MemoryParts):
-    """The predicted peak of one pipeline stage by parts, in bytes."""
+    """The predicted peak of one pipeline stage by parts, in bytes, and what offload puts in the host's memory."""
+
+    host_bytes: int = 0
 
 
 def estimate_stages(model: str, *, plan_path: str, profile: str | None) -> tuple[Sequence[StageEstimate], str | None]:
@@ -48,4 +50,4 @@ def estimate_stages(model: str, *, plan_path: str, profile: str | None) -> tuple
         words = next((line for line in done.stderr.splitlines() if line.startswith("error: ")), "error: no result")
         return (), f"paraplan estimate {model}: {words.removeprefix('error: ')}"
     names = StageEstimate.model_fields
-    return [StageEstimate(**{name: int(row[name]) for name in names}) for row in rows], None
+    return [StageEstimate(**{name: int(row.get(name, 0)) for name in names}) for row in rows], None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paraplan.launch.fake_estimate import StageEstimate
 from paraplan.plan.fake import CountedCollective, FakeRankReport
+from paraplan.plan.memory_record import MemoryParts
 from paraplan.records import Record
 from paraplan.units import format_bytes, format_count
 
@@ -11,6 +12,8 @@ _PARTS = ("parameter", "gradient", "optimizer_state", "activation", "workspace")
 _WORDS = {"optimizer_state": "optimizer state", "parameter": "parameters", "gradient": "gradients"}
 _WORDS |= {"activation": "activations", "total": "peak"}
 _PHASES = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
+_PHASES |= {"building": "the script's start, before the first forward pass"}
+_ON_HOST = "in the host's memory"
 _SMALL = 1024  # losses, norms and counts: sent in every step, and of no size
 
 
@@ -52,8 +55,9 @@ def render_report(report: FakeLaunchReport) -> str:
 
 
 def _memory_lines(rank: FakeRankReport, estimate: StageEstimate | None, report: FakeLaunchReport) -> list[str]:
-    stage = f", pipeline stage {rank.pipeline_stage} of {rank.plan.pp}" if rank.plan.pp > 1 else ""
-    title = f"rank {rank.rank} of {rank.world_size}{stage}"
+    is_piped = rank.plan is not None and rank.plan.pp > 1
+    stage = f", pipeline stage {rank.pipeline_stage} of {rank.plan.pp}" if rank.plan and is_piped else ""
+    title = f"rank {rank.rank} of {rank.world_size}{stage}{', on the CPU' if rank.is_on_cpu else ''}"
     head = f"{title:<44}{'traced':>10}"
     lines = [head if estimate is None else f"{head}{'estimated':>12}{'difference':>12}"]
     for part in (*_PARTS, "total"):
@@ -63,7 +67,20 @@ def _memory_lines(rank: FakeRankReport, estimate: StageEstimate | None, report: 
             line += _compared(getattr(estimate, f"{part}_bytes"), traced)
         lines.append(line)
     lines.append(f"  fullest in {_PHASES.get(rank.phase, rank.phase)}{_capacity(rank, report)}")
+    if rank.host is not None and rank.plan is not None and rank.plan.offload != "none":
+        line = f"  {_ON_HOST:<42}{format_bytes(rank.host.total_bytes):>10}"
+        line += _compared(estimate.host_bytes, rank.host.total_bytes) if estimate else ""
+        lines += [line, f"    of which {_in_parts(rank.host)}"]
+    elif rank.host is not None and rank.host.total_bytes > _SMALL**2 / 2:
+        lines.append(f"  {_ON_HOST} at most {format_bytes(rank.host.total_bytes)}: {_in_parts(rank.host)}")
     return lines
+
+
+def _in_parts(memory: MemoryParts) -> str:
+    """Return the parts of which there is more than a little."""
+    sizes: dict[str, int] = {part: getattr(memory, f"{part}_bytes") for part in _PARTS}
+    small = memory.total_bytes / 100
+    return ", ".join(f"{_WORDS.get(part, part)} {format_bytes(size)}" for part, size in sizes.items() if size > small)
 
 
 def _compared(estimated: int, traced: int) -> str:

@@ -29,7 +29,7 @@ class _FakeRank(Record):
     rank: int
     world_size: int
     pipeline_stage: int
-    plan: ParallelPlan
+    plan: ParallelPlan | None
     precision: TrainingPrecision
     num_parameters: int
 
@@ -39,8 +39,12 @@ class FakeRankReport(MemoryParts, _FakeRank):
 
     `phase` is what the rank was doing then. `num_parameters` are those of the whole model. `collectives` are those of
     the second step, the first of which makes buffers and groups. `left_out` says what of the script was not run.
+    `plan` is None for a script that shards by torch's own means. `host` is what the rank holds in the host's memory of
+    the model, its gradients and the optimizer's states, None where that is nothing; `is_on_cpu` says that all is there.
     """
 
     phase: str
+    host: MemoryParts | None = None
+    is_on_cpu: bool = False
     collectives: tuple[CountedCollective, ...] = ()
     left_out: tuple[str, ...] = ()

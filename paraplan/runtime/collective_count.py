@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,11 +42,11 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Counts collectives while this mode is on; `mesh` tells which axis of the plan a group is."""
+    """Counts collectives while this mode is on; `mesh` tells which axis of the plan a group is, None where none is."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._axes = _axes_by_ranks(mesh)
+        self._axes = {} if mesh is None else _axes_by_ranks(mesh)
         self._counts: Counter[tuple[str, str, int]] = Counter()
         self._bytes: Counter[tuple[str, str, int]] = Counter()
         self._is_paused = False
@@ -68,6 +68,10 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             yield
         finally:
             self._is_paused = False
+
+    def name(self, ranks: Sequence[int], words: str) -> None:
+        """Call the group of `ranks` by `words` from now on."""
+        self._axes[tuple(ranks)] = words
 
     def forget(self) -> None:
         """Begin anew."""
@@ -109,7 +113,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         if operation is None or group is None:  # waits and barriers
             return
         ranks = tuple(dist.get_process_group_ranks(group))
-        key = (operation, self._axes.get(ranks, "all ranks" if len(ranks) == dist.get_world_size() else "other"))
+        key = (operation, self._axes.get(ranks) or _described(ranks))
         message = max((_size_bytes(argument) for argument in args), default=0)
         self._counts[*key, len(ranks)] += 1
         self._bytes[*key, len(ranks)] += message
@@ -125,6 +129,12 @@ def _axes_by_ranks(mesh: Mesh) -> dict[tuple[int, ...], str]:
         for name, words in (("shard", "dp, shards"), ("replicas", "dp, replicas")):
             found[tuple(dist.get_process_group_ranks(mesh.hybrid_mesh.get_group(name)))] = words
     return found | {tuple(sorted(mesh.grid.group(axis, rank))): axis for axis in axes if mesh.size(axis) > 1}
+
+
+def _described(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == dist.get_world_size():
+        return "all ranks"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 4 else f"ranks {ranks[0]}, {ranks[1]}..{ranks[-1]}"
 
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:

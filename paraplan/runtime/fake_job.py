@@ -6,7 +6,8 @@ without values, by the runtime's own engine. The second step ends the script.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,27 @@ from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_mod
 from paraplan.runtime.batches import TargetCount, batch_size, counted_targets
 from paraplan.runtime.engine import Engine, Equipment
 from paraplan.runtime.execution import LossFunction
+from paraplan.runtime.fake_gpu import FakeGpu
 from paraplan.runtime.fake_rank import FakeRank, FakeRunEnd
 from paraplan.runtime.fake_run import NUM_STEPS, keep_operators, materialise
 from paraplan.runtime.fake_share import KeptOfLeft, StepShare, starts_uncounted
 from paraplan.runtime.fake_split import splits_without_values
 from paraplan.runtime.job import Job, SchedulerFactory
 from paraplan.runtime.loss_scale import LossScale
+from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.step_division import StepDivider, StepShape
 from paraplan.runtime.weights import count_parameters
 
 
+@dataclass(frozen=True)
 class FakeJob(Job):
-    """A job that runs `NUM_STEPS` steps without values, writes its report, and ends the script."""
+    """A job that runs `NUM_STEPS` steps without values, writes its report, and ends the script.
+
+    `gpu` is given for a plan that offloads, and tells what lies on the host.
+    """
+
+    gpu: FakeGpu | None = None
 
     def prepare(
         self,
@@ -53,7 +62,7 @@ class FakeJob(Job):
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")
-        rank = FakeRank(self.mesh)
+        rank = FakeRank(self.mesh, self.gpu)
         rank.patches.enter_context(
             splits_without_values(model, self.mesh, sequence_parallel=self.plan.sequence_parallel)
         )
@@ -80,6 +89,8 @@ class FakeJob(Job):
                 ),
             )
             rank.follow(part.parameters.values(), part.module.buffers())
+        if self.plan.offload == "optimizer":
+            rank.keeps_on_host(keep_on_host(made))
         made.register_step_pre_hook(lambda optimizer, *_: rank.begin_update(optimizer))
         made.register_step_post_hook(lambda *_: rank.end_update())
         engine.attend(rank, self, num_parameters=num_parameters, left_out=tuple(left_out))
@@ -99,17 +110,24 @@ class FakeEngine(Engine):
         self._share = batch_size(inputs, targets)
         before = self._rank.collectives.copy() if self.num_steps else None
         self._rank.collectives.forget()
-        left = self._shorten().left
-        with self._rank.running():
-            kept = KeptOfLeft.of(self._part.execution, left if self.num_steps else 0)
+        share = self._shorten()
+        is_zero_bubble = self._plan.pipeline_schedule == "zero_bubble"
+        with self._rank.running(), self._forward_passes_of_left(share):
+            left = share.left if self.num_steps else 0
+            kept = KeptOfLeft.of(self._part.execution, left, in_halves=is_zero_bubble)
             self._rank.know(kept.gradients, "workspace")
             super().step(*pytree.tree_map(self._without_values, (inputs, targets)))
             del kept
-        self._rank.collectives.go_on(before, left)
+        self._rank.collectives.go_on(before, share.left_rounds)
         if self.num_steps >= NUM_STEPS:
             self._write_report()
             raise FakeRunEnd(0)
         return torch.zeros(())
+
+    def _forward_passes_of_left(self, share: StepShare) -> AbstractContextManager[None]:
+        if self._plan.pipeline_schedule != "gpipe" or not share.left:
+            return nullcontext()
+        return self._rank.forward_passes_of_left(share)
 
     def _shorten(self) -> StepShare:
         """Leave micro-batches out that are like others; return which. The batch is checked whole."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -13,14 +13,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paraplan.plan.fake import FAKE_VARIABLE, FakeRankReport
+from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.collective_count import CollectiveCount
+from paraplan.runtime.fake_gpu import FakeGpu, Place, PlacedTracker
 from paraplan.runtime.fake_run import attention_again_on_gpu, storage_of
+from paraplan.runtime.fake_share import StepShare, forward_passes_of_left
 from paraplan.runtime.fake_world import Valueless
 from paraplan.runtime.gpu_operators import GpuOperators, GroupedProducts
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.storage_tracking import StorageTracker, StorageUse
+from paraplan.runtime.offload import HostSteps
+from paraplan.runtime.storage_tracking import Peak, StorageTracker, StorageUse
 
 
 class FakeRunEnd(SystemExit):
@@ -28,17 +32,19 @@ class FakeRunEnd(SystemExit):
 
 
 class FakeRank:
-    """The modes under which a rank runs without values, and what they count."""
+    """The modes under which a rank runs without values, and what they count: with `gpu`, what is on the host apart."""
 
-    def __init__(self, mesh: Mesh, tracker: type[StorageTracker] = StorageTracker) -> None:
+    def __init__(self, mesh: Mesh, gpu: FakeGpu | None = None) -> None:
         self._mesh = mesh
         self.patches = ExitStack()  # until the process ends
         self.collectives = CollectiveCount(mesh)
-        self._valueless = Valueless()
-        self._tracker = tracker(self._uses)
+        self._valueless = Valueless(None if gpu is None else gpu.mode)
+        self._sees_for_itself = gpu is None
+        self._tracker = StorageTracker(self._uses) if gpu is None else gpu.tracker.anew(self._uses)
         self._parameters: list[nn.Parameter] = []
         self._buffers: list[torch.Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None
+        self._host_steps: HostSteps | None = None
         self.patches.enter_context(self._valueless.patches())
         self.patches.enter_context(self._tracker.following_resizes())
         self.patches.enter_context(attention_again_on_gpu())
@@ -56,14 +62,9 @@ class FakeRank:
             stack.enter_context(self._valueless.modes())
             stack.enter_context(GroupedProducts())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
             stack.enter_context(GpuOperators())
-            stack.enter_context(self._tracker)
+            if self._sees_for_itself:
+                stack.enter_context(self._tracker)
             stack.enter_context(self.collectives)
-            yield
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count in this context, in which new tensors have values where nothing else says otherwise."""
-        with GroupedProducts(), GpuOperators(), self._tracker, self.collectives:  # type: ignore[no-untyped-call]
             yield
 
     def follow(self, parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
@@ -81,10 +82,19 @@ class FakeRank:
         """Say what tensors that were made just now are for."""
         self._tracker.mark({storage_of(tensor): use for tensor in tensors})
 
+    def keeps_on_host(self, steps: HostSteps) -> None:
+        """Say that the optimizer's parameters have copies on the host."""
+        self._host_steps = steps
+
+    def forward_passes_of_left(self, share: StepShare) -> AbstractContextManager[None]:
+        """Count in this context, a step under GPipe, what micro-batches that are not run would keep."""
+        return forward_passes_of_left(self._tracker, share)
+
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that the step of `optimizer` begins. It takes the form that torch chooses for tensors on a GPU."""
         self._optimizer = optimizer
-        choose_as_on_gpu(optimizer)
+        tracker = self._tracker
+        choose_as_on_gpu(optimizer, place_of=tracker.place_of if isinstance(tracker, PlacedTracker) else None)
         self._tracker.enter("optimizer")
 
     def end_update(self) -> None:
@@ -97,46 +107,66 @@ class FakeRank:
         """Write what was counted to the file that PARAPLAN_FAKE names."""
         self._tracker.settle()
         peak, world = self._tracker.peak, self._mesh.world
-        report = FakeRankReport(
-            rank=world.rank,
-            world_size=world.size,
-            pipeline_stage=self._mesh.coordinate("pp"),
-            plan=plan,
-            precision=precision,
-            num_parameters=num_parameters,
-            parameter_bytes=peak.bytes_by_use["parameter"],
-            gradient_bytes=peak.bytes_by_use["gradient"],
-            optimizer_state_bytes=peak.bytes_by_use["optimizer_state"],
-            activation_bytes=peak.bytes_by_use["activation"],
-            workspace_bytes=peak.bytes_by_use["workspace"],
-            total_bytes=peak.total_bytes,
-            phase=peak.phase,
-            collectives=self.collectives.counted(),
-            left_out=left_out,
+        write_report(
+            FakeRankReport(
+                rank=world.rank,
+                world_size=world.size,
+                pipeline_stage=self._mesh.coordinate("pp"),
+                plan=plan,
+                precision=precision,
+                num_parameters=num_parameters,
+                **parts_of(peak).model_dump(),
+                phase=peak.phase,
+                host=parts_of(self._tracker.host.peak) if isinstance(self._tracker, PlacedTracker) else None,
+                collectives=self.collectives.counted(),
+                left_out=left_out,
+            )
         )
-        path = Path(os.environ[FAKE_VARIABLE])
-        beside = path.with_suffix(".part")
-        beside.write_text(report.to_json(), encoding="utf-8")
-        beside.rename(path)
 
     def _uses(self) -> dict[int, StorageUse]:
         uses: dict[int, StorageUse] = {}
-        for parameter in self._parameters:
+        for parameter in [*self._parameters, *(self._host_steps.copies if self._host_steps is not None else ())]:
             uses[storage_of(parameter)] = "parameter"
             if parameter.grad is not None:
                 uses[storage_of(parameter.grad)] = "gradient"
         for buffer in self._buffers:
             uses[storage_of(buffer)] = "parameter"
-        for state in {} if self._optimizer is None else self._optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    uses[storage_of(value)] = "optimizer_state"
-        return uses
+        return uses | uses_of_optimizer(self._optimizer)
 
 
-def choose_as_on_gpu(optimizer: torch.optim.Optimizer) -> None:
-    """Choose the form of the optimizer that torch takes by default for parameters on a GPU: foreach for plain ones."""
+def uses_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[int, StorageUse]:
+    """Return the storages of an optimizer's state."""
+    uses: dict[int, StorageUse] = {}
+    for state in {} if optimizer is None else optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                uses[storage_of(value)] = "optimizer_state"
+    return uses
+
+
+def parts_of(peak: Peak) -> MemoryParts:
+    """Return the parts of a peak."""
+    parts = {f"{use}_bytes": size for use, size in peak.bytes_by_use.items()}
+    return MemoryParts(**{name: parts.get(name, 0) for name in MEMORY_PARTS}, total_bytes=peak.total_bytes)
+
+
+def write_report(report: FakeRankReport) -> None:
+    """Write `report` to the file that PARAPLAN_FAKE names."""
+    path = Path(os.environ[FAKE_VARIABLE])
+    beside = path.with_suffix(".part")
+    beside.write_text(report.to_json(), encoding="utf-8")
+    beside.rename(path)
+
+
+def choose_as_on_gpu(
+    optimizer: torch.optim.Optimizer, *, place_of: Callable[[torch.Tensor], Place] | None = None
+) -> None:
+    """Choose the form of the optimizer that torch takes by default: foreach for plain parameters on a GPU.
+
+    All are there where `place_of` does not say otherwise.
+    """
     for group in optimizer.param_groups:
         is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        on_gpu = place_of is None or all(place_of(parameter) == "device" for parameter in group["params"])
         if is_open and not any(isinstance(parameter, DTensor) for parameter in group["params"]):
-            group["foreach"] = True
+            group["foreach"] = on_gpu

@@ -1,9 +1,10 @@
 """Several ranks of a fake launch, forked from one process that has imported torch.
 
-    python -m paraplan.runtime.fake_ranks FOLDER AT_ONCE RANK[,RANK...] [-m] train.py [arguments]
+    python -m paraplan.runtime.fake_ranks FOLDER AT_ONCE RANK[,RANK...] GPUS MEMORY [-m] train.py [arguments]
 
-The variables of torchrun name the world, PARAPLAN_PLAN the plan. Each rank leaves in FOLDER its report, RANK.json, what
-it said on stderr, RANK.err, and its exit status, RANK.status. What a rank prints is dropped.
+Each node has so many GPUs, each of so many bytes. WORLD_SIZE says how many ranks there are, PARAPLAN_PLAN the plan.
+Each rank leaves in FOLDER its report, RANK.json, what it said on stderr, RANK.err, and its exit status, RANK.status.
+What a rank prints is dropped.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import NoReturn
 
 from paraplan.plan.fake import FAKE_VARIABLE
 from paraplan.runtime import fake_script
+from paraplan.runtime.fake_script import NodeGpus
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def run_ranks(ranks: Sequence[int], words: list[str], *, folder: Path, at_once: int) -> None:
+def run_ranks(ranks: Sequence[int], words: list[str], *, gpus: NodeGpus, folder: Path, at_once: int) -> None:
     """Run the script that `words` name as each of `ranks`, `at_once` of them beside each other."""
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every page that the fork shares
@@ -35,14 +37,14 @@ def run_ranks(ranks: Sequence[int], words: list[str], *, folder: Path, at_once: 
             rank = waiting.pop(0)
             process = os.fork()
             if not process:
-                _be_rank(rank, words, folder)
+                _be_rank(rank, words, gpus, folder)
             running[process] = rank
         process, status = os.wait()
         rank = running.pop(process)
         (folder / f"{rank}.status").write_text(str(os.waitstatus_to_exitcode(status)), encoding="ascii")
 
 
-def _be_rank(rank: int, words: list[str], folder: Path) -> NoReturn:
+def _be_rank(rank: int, words: list[str], gpus: NodeGpus, folder: Path) -> NoReturn:
     """Run the script in this process, which is a fork, and end it."""
     status = 1
     try:
@@ -51,8 +53,8 @@ def _be_rank(rank: int, words: list[str], folder: Path) -> NoReturn:
         said = os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(said, 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.environ.update({"RANK": str(rank), FAKE_VARIABLE: str(folder / f"{rank}.json")})
-        status = fake_script.main(words)
+        os.environ.update(_names_of_rank(rank, gpus.count) | {FAKE_VARIABLE: str(folder / f"{rank}.json")})
+        status = fake_script.main(words, gpus)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             status = end.code or 0
@@ -66,10 +68,30 @@ def _be_rank(rank: int, words: list[str], folder: Path) -> NoReturn:
         os._exit(status & 0xFF)
 
 
+def _names_of_rank(rank: int, per_node: int) -> dict[str, str]:
+    """Return what torchrun puts in the environment of a rank."""
+    numbers = {
+        "RANK": rank,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": int(os.environ["WORLD_SIZE"]),
+        "LOCAL_RANK": rank % per_node,
+        "LOCAL_WORLD_SIZE": per_node,
+        "GROUP_RANK": rank // per_node,
+        "GROUP_WORLD_SIZE": int(os.environ["WORLD_SIZE"]) // per_node,
+    }
+    return {name: str(value) for name, value in numbers.items()} | {"TORCHELASTIC_RUN_ID": "none"}
+
+
 def main(words: list[str]) -> int:
     """Run the ranks that `words` name; return 0: how each ended is in the folder."""
-    folder, at_once, ranks, *script = words
-    run_ranks([int(rank) for rank in ranks.split(",")], script, folder=Path(folder), at_once=int(at_once))
+    folder, at_once, ranks, num_gpus, memory, *script = words
+    run_ranks(
+        [int(rank) for rank in ranks.split(",")],
+        script,
+        gpus=NodeGpus(int(num_gpus), int(memory)),
+        folder=Path(folder),
+        at_once=int(at_once),
+    )
     return 0
 
 

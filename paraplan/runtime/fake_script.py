@@ -11,31 +11,37 @@ import runpy
 import sys
 import traceback
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+import paraplan
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.plan.fake import FAKE_VARIABLE
 from paraplan.runtime.fake_plain import PlainScript
-from paraplan.runtime.fake_world import fake_world, modules_that_stay
+from paraplan.runtime.fake_world import fake_world
 from paraplan.runtime.noise import silence_known_noise
-from paraplan.runtime.weightless import without_weights
 from paraplan.runtime.world import World
 
 
-def run_script(words: list[str], world: World) -> None:
+@dataclass(frozen=True)
+class NodeGpus:
+    """The GPUs of each node of a fake world: how many, and the memory of one."""
+
+    count: int
+    memory_bytes: int
+
+
+def run_script(words: list[str], world: World, gpus: NodeGpus) -> None:
     """Run the script as one rank of `world`, until its steps are done. Raises `UsageError` where it does none."""
     is_module = words[0] == "-m"
     target, *arguments = words[1:] if is_module else words
     sys.argv = [target, *arguments]
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank=world.rank, size=world.size))
-        stack.enter_context(without_weights())
-        stack.enter_context(modules_that_stay())
-        stack.enter_context(PlainScript(world).following())
+        stack.enter_context(PlainScript(world, num_gpus=gpus.count, memory_bytes=gpus.memory_bytes).following())
         try:
             if is_module:
                 sys.path.insert(0, "")
@@ -51,24 +57,24 @@ def run_script(words: list[str], world: World) -> None:
         except Exception as error:  # the user's script, which may do anything
             explained = _explained(target, error)
             if explained is None:
-                said = traceback.format_exception(type(error), error, _from_script(target, error))
-                sys.stderr.write("".join(said))
+                sys.stderr.write(_said(target, error))
                 sys.exit(1)
             raise explained from error
     if not Path(os.environ[FAKE_VARIABLE]).exists():
         raise UsageError(
-            f"{target} ended without two steps of an engine of paraplan.runtime, or of an optimizer under "
-            "DistributedDataParallel, which --fake follows",
+            f"{target} ended without two steps of an optimizer, or of an engine of paraplan.runtime",
             hint="give it data for two steps; a model alone is traced by paraplan estimate file.py:factory --trace",
         )
 
 
-def _from_script(target: str, error: Exception) -> TracebackType | None:
-    """Return the traceback of `error` from the script's own first line on."""
-    step = error.__traceback__
-    while step is not None and not step.tb_frame.f_code.co_filename.endswith(target):
-        step = step.tb_next
-    return step or error.__traceback__
+def _said(target: str, error: Exception) -> str:
+    """Return the traceback of `error` in the script's own files, without what torch and this package do in between."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((index for index, frame in enumerate(frames) if frame.filename.endswith(target)), 0)
+    passed = [str(Path(package.__file__).parent) for package in (torch, paraplan) if package.__file__]
+    own = [frame for frame in frames[first:] if not frame.filename.startswith((*passed, "<frozen"))]
+    lines = traceback.format_list(own or list(frames[-1:])) + traceback.format_exception_only(error)
+    return "Traceback (most recent call last):\n" + "".join(lines)
 
 
 def _explained(target: str, error: Exception) -> UsageError | None:
@@ -81,12 +87,6 @@ def _explained(target: str, error: Exception) -> UsageError | None:
             f"{where} reads values, which a fake run does not have: {words}",
             hint="leave that out where PARAPLAN_FAKE is set in the environment",
         )
-    if "meta" in words:
-        return UsageError(
-            f"{where} runs a model that is neither under an engine of paraplan.runtime nor DistributedDataParallel, "
-            f"which --fake follows: {words}",
-            hint="a model alone is traced by paraplan estimate file.py:factory --trace",
-        )
     if "CUDA" in words or "NVIDIA" in words:
         return UsageError(
             f"{where} asks CUDA for what no fake run has: {words}",
@@ -95,16 +95,13 @@ def _explained(target: str, error: Exception) -> UsageError | None:
     return None
 
 
-def main(words: list[str]) -> int:
-    """Run the script that `words` name; return the exit status."""
+def main(words: list[str], gpus: NodeGpus) -> int:
+    """Run the script that `words` name on one of `gpus`; return the exit status."""
     silence_known_noise()
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:  # as without a launcher
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            os.environ.pop(name, None)
-    world = World(rank=rank, local_rank=0, size=size, device=torch.device("cpu"), is_distributed=size > 1)
+    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    world = World(rank=rank, local_rank=local_rank, size=size, device=torch.device("cpu"), is_distributed=True)
     try:
-        run_script(words, world)
+        run_script(words, world, gpus)
     except ParaplanError as error:
         hint = f"hint: {error.hint}\n" if error.hint else ""
         sys.stderr.write(f"error: {error.message}\n{hint}")

@@ -47,8 +47,8 @@ class Valueless:
     `modes` makes such tensors, and may be entered again and again; `patches` are to last as long as there are any.
     """
 
-    def __init__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self._mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
 
     @contextmanager
     def modes(self) -> Iterator[FakeTensorMode]:
@@ -59,7 +59,7 @@ class Valueless:
     @contextmanager
     def patches(self) -> Iterator[None]:
         """Let torch and transformers treat such tensors as others in this context."""
-        with modules_that_stay(), _transformers_as_if_with_values():
+        with modules_that_stay(), transformers_as_if_with_values():
             yield
 
 
@@ -88,7 +88,7 @@ def modules_that_stay() -> Iterator[None]:
 
 
 @contextmanager
-def _transformers_as_if_with_values() -> Iterator[None]:
+def transformers_as_if_with_values() -> Iterator[None]:
     """Hide from transformers, where it is loaded, that tensors are fake: it makes masks for such that it else skips."""
     module: Any = sys.modules.get("transformers.utils.import_utils")
     if module is None or not hasattr(module, "is_fake_tensor"):

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -263,6 +263,7 @@ def init(
     the runtime cannot execute, and `UsageError` for an environment that no launcher makes or GPUs that are not there.
     """
     silence_known_noise()
+    is_fake = FAKE_VARIABLE in os.environ
     world = read_world(os.environ)
     file = PlanFile(plan=plan) if isinstance(plan, ParallelPlan) else plan
     if file is None:
@@ -276,7 +277,8 @@ def init(
     precision = _agreed_precision(precision, file)
     check_supported(chosen, precision=precision, compiled=_is_compiled(file))
     check_devices(chosen, torch.cuda.device_count())
-    is_fake = FAKE_VARIABLE in os.environ
+    if is_fake and chosen.offload == "none":  # nothing is told apart, whatever torch.cuda says there
+        world = replace(world, device=torch.device("cpu"))
     timeouts = None
     if world.is_distributed and not is_fake:
         if not dist.is_initialized():

@@ -9,25 +9,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def keep_on_host(optimizer: torch.optim.Optimizer) -> None:
+def keep_on_host(optimizer: torch.optim.Optimizer) -> HostSteps:
     """Have `optimizer` do its steps on the host, on copies of its parameters and gradients (ZeRO-Offload).
 
     Its state lies on the host (Ren et al. 2021, section 4.1). Between steps `param_groups` and `state` are those of the
     parameters themselves, for schedulers and checkpoints. Gradients travel to the host and parameters back, each once a
-    step.
+    step. Returns what does so.
     """
-    steps = _HostSteps()
+    steps = HostSteps()
     optimizer.register_step_pre_hook(steps.enter)
     optimizer.register_step_post_hook(steps.leave)
+    return steps
 
 
-class _HostSteps:
+class HostSteps:
     """Puts copies on the host in the place of an optimizer's parameters while it does a step."""
 
     def __init__(self) -> None:
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._versions: dict[nn.Parameter, int] = {}
         self._originals: list[list[nn.Parameter]] = []
+
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """The copies on the host."""
+        return list(self._copies.values())
 
     def enter(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Bring the gradients to the host and hand the optimizer what lies there."""

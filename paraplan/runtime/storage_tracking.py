@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paraplan.runtime.split_tensor import SplitTensor
 
 StorageUse = Literal["parameter", "gradient", "optimizer_state", "activation", "workspace"]
-Phase = Literal["setup", "forward", "backward", "optimizer"]
+Phase = Literal["building", "setup", "forward", "backward", "optimizer"]
 ALLOCATOR_UNIT_BYTES = 512  # torch's CUDA allocator hands out multiples of it (c10/cuda, kMinBlockSize)
 _FIRST_USE: dict[Phase, StorageUse] = {
+    "building": "workspace",  # besides parameters
     "setup": "gradient",  # besides parameters, DDP's buckets
     "forward": "activation",
     "backward": "workspace",
@@ -124,6 +125,28 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         finally:
             torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
+    def held(self) -> Counter[StorageUse]:
+        """Return the bytes that are live now, by use."""
+        with torch._C.DisableTorchFunction():
+            now = self._uses_now()
+        found: Counter[StorageUse] = Counter()
+        for key, live in self._live.items():
+            found[now.get(key, live.use)] += live.size_bytes
+        return found
+
+    def add(self, sizes: Mapping[StorageUse, int]) -> Callable[[], None]:
+        """Count so many bytes more of each use, which have no storage; return what ends that."""
+        keys = [-1 - len(self._live) - index for index in range(len(sizes))]  # others are addresses
+        for key, (use, size_bytes) in zip(keys, sizes.items(), strict=True):
+            live = self._live[key] = _Live(0, use, "others like it")
+            self._change(live, size_bytes)
+
+        def end() -> None:
+            for key in keys:
+                self._end(key)
+
+        return end
+
     def mark(self, uses: dict[int, StorageUse]) -> None:
         """Fix the use of storages that are live; copies of parameters are known by it."""
         for key, use in uses.items():
@@ -203,7 +226,7 @@ def _maker() -> StorageUse | Literal["nothing"] | None:
             return "nothing"
         if _FSDP_FOLDER in where and ("reduce" in name or "_grad" in name):
             return "gradient"
-        if _FSDP_FOLDER in where and ("gather" in name or "unshard" in name):
+        if _FSDP_FOLDER in where and ("gather" in name or "unshard" in name or "init_sharded" in name):
             return "parameter"
         frame = frame.f_back
     return None

@@ -82,26 +82,42 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-dist.init_process_group("nccl")
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+assert next(model.parameters()).is_cuda and torch.cuda.is_available()
 if "--sharded" in sys.argv:
-    model = fully_shard(model)
-elif "--alone" not in sys.argv:
-    model = DistributedDataParallel(model, device_ids=[int(os.environ["LOCAL_RANK"])])
-data = TensorDataset(torch.randn(64, 256), torch.randn(64, 256))
-for inputs, targets in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = nn.functional.mse_loss(model(inputs.to("cuda")), targets.to("cuda"))
+    mesh = init_device_mesh("cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+elif "--flat" in sys.argv:
+    model = FullyShardedDataParallel(model)
+else:
+    model = DistributedDataParallel(model, device_ids=[rank])
+optimizer = torch.optim.AdamW(model.parameters()) if "--sharded" in sys.argv else torch.optim.SGD(model.parameters())
+data = TensorDataset(torch.randn(8192, 256), torch.randn(8192, 256))
+loader = DataLoader(data, batch_size=512, sampler=DistributedSampler(data), num_workers=2, pin_memory=True)
+for inputs, targets in [] if "--idle" in sys.argv else loader:
+    if "--forgetful" not in sys.argv:
+        targets = targets.to("cuda", non_blocking=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled="--sharded" not in sys.argv):
+        loss = nn.functional.mse_loss(model(inputs.cuda()).float(), targets)
     optimizer.zero_grad()
     loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=False)
     optimizer.step()
-    print(loss.item())
+    dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+    print(f"{loss.item():.3f}", loss.detach().cpu().numpy())
+    torch.save(model.state_dict(), "checkpoint.pt")
 """
 TRAINING = TrainingSpec(global_batch_size=16, seq_length=16, precision="fp32")
 PLAN = ParallelPlan(dp=4, pp=2, micro_batch_size=2, num_microbatches=2, pipeline_schedule="1f1b")
@@ -138,6 +154,20 @@ def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path) -> None:
         sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in rank.collectives}
         assert sent["send", "pp"] == sent["receive", "pp"] == (2, 2 * 2 * 16 * 64 * 4)
         assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (2 * block + ends), abs=64)  # and the loss
+
+
+def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_path: Path) -> None:
+    write(tmp_path, ParallelPlan(dp=8, zero_stage=3, micro_batch_size=2, offload="parameters"))
+    done = launch("--fake", "8", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = FakeLaunchReport.model_validate(json.loads(done.stdout))
+    (rank,) = report.ranks
+    assert rank.host is not None
+    # Parameters and gradients of a shard, and two averages of each; one parameter's temporary tensor beside them.
+    assert rank.host.total_bytes - rank.host.workspace_bytes == pytest.approx(16 * rank.num_parameters // 8, rel=0.1)
+    assert rank.host.total_bytes == pytest.approx(report.estimates[0].host_bytes, rel=0.2)
+    assert rank.optimizer_state_bytes == 0
+    assert rank.total_bytes == pytest.approx(report.estimates[0].total_bytes, rel=0.2)
 
 
 @pytest.mark.parametrize("num_microbatches", [3, 4, 8])
@@ -197,25 +227,52 @@ def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path) -> None:
     (rank,) = report.ranks
     num_parameters = 2 * 256 * 512 + 512 + 256
     assert (rank.num_parameters, rank.precision) == (num_parameters, "bf16")
-    assert (rank.plan.dp, rank.plan.micro_batch_size) == (4, 4)
+    assert rank.plan is not None
+    assert (rank.plan.dp, rank.plan.micro_batch_size) == (4, 512)
     assert rank.gradient_bytes >= 4 * num_parameters
-    (average,) = rank.collectives
-    assert (average.operation, average.group, average.total_bytes) == ("all-reduce", "dp", 4 * num_parameters)
+    (average,) = rank.collectives  # of gradients, and of the loss
+    assert (average.operation, average.group, average.count) == ("all-reduce", "dp", 2)
+    assert average.total_bytes == 4 * num_parameters + 4
+    assert rank.left_out == ("what torch.save writes",)
+    assert not (tmp_path / "checkpoint.pt").exists()
+    assert rank.host is not None
+    assert rank.host.parameter_bytes == 4 * num_parameters  # where the script builds it
+
+
+def test_a_script_that_shards_by_torch_itself_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
+    done = launch("--fake", "8", "--fake-rank", "5", "--json", "train.py", "--sharded", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = FakeLaunchReport.model_validate(json.loads(done.stdout))
+    (rank,) = report.ranks
+    weights, split, whole = 2 * 256 * 512, 512, 256  # the first bias is split over tp, the second is not
+    assert (rank.num_parameters, rank.precision, rank.plan) == (weights + split + whole, "bf16", None)
+    own = (weights + split) // 8 + whole // 4
+    assert rank.optimizer_state_bytes == pytest.approx(8 * own, abs=8 * 512)
+    gathered, rows = (weights + split) // 2 + whole, 512
+    sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in rank.collectives}
+    # Each layer is gathered for its forward and its backward pass in bf16, and its gradients are reduced once in fp32.
+    assert sent["all-gather", "dp"] == (4, 2 * 2 * gathered)
+    assert sent["reduce-scatter", "dp"] == (2, 4 * gathered)
+    assert sent["all-reduce", "tp"][1] == pytest.approx(2 * rows * 256, abs=64)  # outputs, and the norm's parts
 
 
 @pytest.mark.parametrize(
-    ("argument", "words"),
+    ("argument", "status", "words"),
     [
-        ("--alone", "neither under an engine of paraplan.runtime nor DistributedDataParallel"),
-        ("--sharded", "train.py, line 16 shards the model by torch's FSDP itself, which --fake does not follow"),
+        ("--flat", 2, "train.py, line 25 shards the model by FullyShardedDataParallel, whose flat parameters --fake"),
+        ("--idle", 2, "train.py ended without two steps of an optimizer"),
+        ("--forgetful", 1, "RuntimeError: Expected all tensors to be on the same device"),
     ],
 )
-def test_a_model_that_nothing_is_followed_of_is_told(argument: str, words: str, tmp_path: Path) -> None:
+def test_a_plain_script_that_would_fail_or_not_train_is_told(
+    argument: str, status: int, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
     done = launch("--fake", "4", "train.py", argument, folder=tmp_path)
-    assert done.returncode == 2
+    assert done.returncode == status
     assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 8  # lines of the script alone
 
 
 def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
