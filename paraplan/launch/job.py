@@ -22,7 +22,7 @@ from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import CheckFailedError, ParaplanError, PlanError
 from paraplan.launch.arguments import ArgumentError
-from paraplan.launch.failures import first_failure, first_node_failure
+from paraplan.launch.failures import RankFailure, first_failure, first_node_failure, read_failure
 from paraplan.launch.hang import HANG_EXIT_STATUS
 from paraplan.launch.meeting import meeting_error, meeting_warnings
 from paraplan.launch.memory_kills import count_memory_kills, new_memory_kill
@@ -40,7 +40,7 @@ from paraplan.launch.report import (
 from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes, planned_layout
 from paraplan.launch.run import count_gpus, run_job
 from paraplan.launch.run_folder import RunFolder
-from paraplan.launch.spawning import SpawnerHandle, SpawnerLostError
+from paraplan.launch.spawning import RankExit, SpawnerHandle, SpawnerLostError
 from paraplan.launch.torch_calls import silence_torch_log
 from paraplan.units import format_bytes
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _SAID_IN_WORDS = {
     "torch.distributed.elastic.agent.server.api": ("death signal",),
+    "torch.distributed.elastic.multiprocessing.api": ("(start_method:",),
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous": (
         "failed to shutdown the",
         "failed to send a keep-alive",
@@ -114,7 +115,8 @@ def _run(
             keeps_logs=keeps_logs,
             node=node,
         )
-    except ChildFailedError:
+    except ChildFailedError as error:
+        job.failures = job.failures or _torchs_failures(error)
         return _report(request, job)
     except SignalException as stop:
         say(f"{stop.sigval.name} ended the job; all ranks have been stopped")
@@ -131,6 +133,25 @@ def _run(
             raise
         raise _refusal(str(error), request.arguments) from error
     return 0
+
+
+def _torchs_failures(error: ChildFailedError) -> list[RankFailure]:
+    """Return the failures of ranks that torch itself has started, as it does with --run-path."""
+    return [
+        read_failure(
+            global_rank=rank,
+            pid=failure.pid,
+            exit=RankExit(
+                local_rank=failure.local_rank,
+                code=failure.exitcode,
+                time_ns=int(failure.timestamp) * 10**9,
+                max_rss_bytes=0,
+            ),
+            error_file=failure.error_file,
+            was_stopped=False,
+        )
+        for rank, failure in error.failures.items()
+    ]
 
 
 def _refusal(said: str, arguments: Namespace) -> ArgumentError:

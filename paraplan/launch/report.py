@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paraplan.errors import ParaplanError
+from paraplan.launch import bootstrap
 from paraplan.launch.calls import RankCalls
 from paraplan.launch.collectives import describe_places, describe_timeouts
 from paraplan.launch.failures import Cause, NodeFailure, RankFailure, first_failure
@@ -245,7 +246,8 @@ def _evidence(failure: RankFailure, room: int) -> list[str]:
         return _last_lines(_traceback_lines(record.traceback), room)
     if failure.fault:
         frames = [line.strip() for line in failure.fault.splitlines() if line.lstrip().startswith("File ")]
-        return frames[: min(room, 3)]
+        own = next((index for index, line in enumerate(frames) if bootstrap.__file__ in line), len(frames))
+        return frames[: min(room, 3, own)]
     tail = failure.log_tail[-room:] if room > 0 else ()
     return [f"it wrote last: {_shortened(line)}" if index == 0 else _shortened(line) for index, line in enumerate(tail)]
 
@@ -254,10 +256,14 @@ def _last_lines(lines: list[str], room: int) -> list[str]:
     """Return the last `room` lines of a traceback, the innermost frame of the user's own code among them."""
     own = [index for index, line in enumerate(lines) if line.lstrip().startswith("File ") and not is_library(line)]
     if room > 3 and own and own[-1] < len(lines) - room:
-        end = lines[-(room - 2) :]
-        is_torn = end[0].startswith("    ") and any(line.startswith("  File ") for line in end)
-        return lines[own[-1] : own[-1] + 2] + end[is_torn:]  # no source line without its frame
-    return lines[-room:] if room > 0 else []
+        return lines[own[-1] : own[-1] + 2] + _from_a_frame(lines[-(room - 2) :])
+    return _from_a_frame(lines[-room:]) if room > 0 else []
+
+
+def _from_a_frame(lines: list[str]) -> list[str]:
+    """Return the lines without the source line of a frame that was cut off above them."""
+    is_torn = lines[0].startswith("    ") and any(line.startswith("  File ") for line in lines) if lines else False
+    return lines[is_torn:]
 
 
 def _traceback_lines(text: str) -> list[str]:

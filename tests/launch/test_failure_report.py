@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from paraplan.launch import bootstrap
 from paraplan.launch.calls import Call, RankCalls
 from paraplan.launch.failures import Cause, ErrorRecord, RankFailure
 from paraplan.launch.memory_kills import MemoryKillScope
@@ -101,7 +102,8 @@ def test_a_script_that_ended_itself_is_reported_with_its_words() -> None:
 
 def test_a_crash_is_reported_with_the_lines_of_python_it_happened_in() -> None:
     fault = (
-        'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 3'
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+        f'  File "a.py", line 3\n  File "{bootstrap.__file__}", line 220 in run_target\n'
     )
     text = render_failures([failed(1, code=-signal.SIGSEGV, fault=fault)], CONTEXT)
     assert "killed by SIGSEGV (a crash in native code)" in text.splitlines()[0]

@@ -150,6 +150,16 @@ def test_a_job_ends_with_the_status_of_the_rank_that_failed(
     assert names_in(scratch) == []
 
 
+def test_ranks_that_torch_starts_itself_are_reported_too(scratch: Path, script: WriteScript, launch: Launch) -> None:
+    train = script("import os, sys; sys.exit(7 if os.environ['RANK'] == '1' else 0)")
+    done = launch("--run-path", "--nproc-per-node", 2, train)
+    assert done.returncode == 7, done.stderr
+    report = done.stderr[done.stderr.index("paraplan: rank") :].splitlines()
+    assert report[0] == "paraplan: rank 1 failed: exit code 7"
+    assert "Traceback" not in done.stderr
+    assert names_in(scratch) == []
+
+
 def test_a_plan_sets_the_ranks_and_reaches_them(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
     (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=1, pp=2, pipeline_schedule="gpipe")).to_json())
     train = script(
