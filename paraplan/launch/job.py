@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 
 _SAID_IN_WORDS = {
-    "torch.distributed.elastic.agent.server.api": ("death signal",),
+    "torch.distributed.elastic.agent.server.api": ("death signal", "Error waiting on exit barrier"),
     "torch.distributed.elastic.multiprocessing.api": ("(start_method:",),
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous": (
         "failed to shutdown the",
         "failed to send a keep-alive",
     ),
 }
-"""What torch's loggers say that the launcher says itself."""
+"""What torch's loggers say that the launcher says itself, or that is no error: nodes that end one after the other."""
 
 _PLANNER_S = 20.0  # what a report may wait for advice
 _OTHER_NODES_S = 15.0
