@@ -216,7 +216,8 @@ def make_plan(**values: object) -> ParallelPlan:
         return ParallelPlan.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise PlanError(first["msg"].removeprefix("Value error, ")) from None
+        hint = "paraplan explain plans-and-ranks says what goes together"
+        raise PlanError(first["msg"].removeprefix("Value error, "), hint=hint) from None
 
 
 def require_folder(*paths: Path | None) -> None:

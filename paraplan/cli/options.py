@@ -92,7 +92,7 @@ class OffloadName(StrEnum):
 
 
 # Far beyond any machine or text, and small enough for sums in 64 bits.
-MOST_RANKS, MOST_TOKENS = 10**6, 10**9
+MOST_RANKS, MOST_TOKENS, MOST_SEQUENCES = 10**6, 10**9, 10**9
 
 ModelArgument = Annotated[
     str,

@@ -23,6 +23,7 @@ from paraplan.cli.inputs import (
     require_batch,
 )
 from paraplan.cli.options import (
+    MOST_SEQUENCES,
     SEARCH_PANEL,
     TRAINING_PANEL,
     AttentionName,
@@ -75,6 +76,7 @@ def recommend(
         typer.Option(
             "--global-batch",
             min=1,
+            max=MOST_SEQUENCES,
             help="Sequences of one step over all GPUs; has to be given.",
             rich_help_panel=TRAINING_PANEL,
         ),

@@ -218,8 +218,9 @@ def read_calibration(text: str, *, source: str) -> Calibration:
         raise PlanError(f"{source} is not JSON: {error}", hint=hint) from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise PlanError(f"{source} holds no calibration: {where}: {first['msg']}", hint=hint) from None
+        where = "".join(f"{part}: " for part in first["loc"])
+        what = first["msg"] if where else "a calibration is a JSON object"
+        raise PlanError(f"{source} holds no calibration: {where}{what}", hint=hint) from None
 
 
 class _Prices:

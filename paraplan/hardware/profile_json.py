@@ -46,7 +46,8 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
         raise ProfileError(f"{path} is not JSON: {error}", hint="mend it there") from None
     if not isinstance(data, dict):
-        raise ProfileError(f"{path} holds a {type(data).__name__}, where a profile is a JSON object")
+        hint = "paraplan profiles show NAME --json writes one to start from"
+        raise ProfileError(f"{path} holds no JSON object, which a profile is", hint=hint)
     return data
 
 

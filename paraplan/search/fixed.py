@@ -79,8 +79,8 @@ def check_axes(
         why = model_limit(axis, degree) or (reasons.most_common(1)[0][0] if reasons else indivisible)
         hint = f"use --{axis} {_listed(possible, axis)}" if possible else f"leave out --{axis}"
         raise PlanError(f"--{axis} {degree}: {why}", hint=hint)
-    if any(_agree(fixed, each, fixed.axes) for each in possible):
-        return
+    if not fixed.axes or any(_agree(fixed, each, fixed.axes) for each in possible):
+        return  # where nothing is fixed and nothing possible, the search says why
     ways = [
         f"--{axis} {_listed(rest, axis)}"
         for axis in fixed.axes

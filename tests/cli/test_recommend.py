@@ -103,10 +103,12 @@ def test_a_model_from_a_factory_gets_a_plan(tmp_path: Path) -> None:
         (["gpt2", "--profile", "dgx-1-p100"], "use --precision fp16 or --precision fp32", 2),
         (["llama-3-8b", "--profile", "dgx-h100", "--tp", "3"], "use --tp 1, 2, 4 or 8", 2),
         (["gpt2", "--profile", "dgx-h100", "--seq-len", "1025"], "1024 learned positions", 2),
+        (["gpt2", "--profile", "dgx-h100", "--global-batch", "9" * 21], "Invalid value for '--global-batch'", 2),
+        (["gpt2", "--profile", "rtx-3090-x2", "--nodes", "500000"], "no plan suits gpt2 on 1000000 GPUs", 1),
     ],
 )
 def test_bad_input_is_one_clear_message(arguments: list[str], message: str, expected_status: int) -> None:
-    status, stdout, stderr = run("recommend", *arguments, "--global-batch", "64")
+    status, stdout, stderr = run("recommend", "--global-batch", "64", *arguments)
     assert status == expected_status
     assert stdout == ""
     assert message in stderr
