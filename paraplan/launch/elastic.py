@@ -17,7 +17,7 @@ import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
 import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d_rendezvous
 import torch.distributed.elastic.rendezvous.static_tcp_rendezvous as static_rendezvous
 import torch.distributed.launcher.api as launcher_api
-from torch.distributed.elastic.multiprocessing import PContext, Std
+from torch.distributed.elastic.multiprocessing import PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
@@ -44,6 +44,8 @@ def rendezvous_arguments(arguments: Namespace) -> Namespace:
         chosen.rdzv_backend = "c10d"
         chosen.rdzv_endpoint = "localhost:0"
         chosen.rdzv_id = str(uuid.uuid4())
+        if not chosen.local_addr and not addresses_of(socket.gethostname()):
+            chosen.local_addr = "localhost"  # torch would look for this host by its name, for ever
     elif chosen.rdzv_backend == "c10d" and not addresses_of(socket.gethostname()):
         _name_by_address(chosen)
     if chosen.master_port is None:
@@ -181,8 +183,9 @@ def _start_ranks(
     )
     try:
         processes.start()
-    except BaseException:
-        processes.close()
+    except BaseException as error:
+        # A signal that comes meanwhile reaches the ranks as it does later on: as itself.
+        processes.close(error.sigval if isinstance(error, SignalException) else None)
         raise
     return processes
 

@@ -92,7 +92,7 @@ def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
-        os.write(1, f"rank {dist.get_rank()} saw {int(total)} by {os.environ['GLOO_SOCKET_IFNAME']}\\n".encode())
+        os.write(1, f"rank {dist.get_rank()} saw {int(total)} by {os.environ.get('GLOO_SOCKET_IFNAME')}\\n".encode())
         dist.barrier()  # all have written before one fails
         if dist.get_rank() == 3:
             raise ValueError("the real bug")
@@ -110,8 +110,10 @@ def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed
         )
         for index in range(2)
     ]
+    alone = start_node(0, ["--nproc-per-node", 1, train], launcher_environment(scratch))  # on a host of unknown name
     (status, first), (other_status, second) = [node.end() for node in nodes]
     assert (status, other_status) == (1, 1), first + second
+    alone.wait_for("rank 0 saw 1 by None")
     said = first + second
     assert all(f"rank {rank} saw 4 by eth0" in said for rank in range(4)), said
     assert "paraplan: rank 3 failed first, on host node1: ValueError: the real bug" in first
