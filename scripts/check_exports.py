@@ -108,7 +108,7 @@ def check(target: str, interpreters: list[str], paths: list[str]) -> dict[str, A
     for line in lines:
         name, made, exported = files[line["file"]]
         if "missing" in line:
-            row["not_checked"][name] = f"{line['missing']} is not installed"
+            row["not_checked"][name] = line["missing"]
         elif "refused" in line:
             row["refused"][name] = line["refused"]
         else:
@@ -180,11 +180,12 @@ def _differences(made: Subject, exported: Exported, says: dict[str, Any]) -> lis
 
 def _print(rows: list[dict[str, Any]]) -> None:
     print(f"{len(PLANS)} plans for every target; 'whole' are written without a gap\n")
-    print(f"{'target':18} {'read by':44} {'whole':>5} {'equal':>5} {'refused':>7} {'differs':>7} {'not checked':>11}")
+    tools = {row["target"]: row["tool"] or "not checked: not installed" for row in rows}
+    width = max(map(len, tools.values()))
+    print(f"{'target':18} {'read by':{width}} whole equal refused differs not checked")
     for row in rows:
         counts = [len(row[key]) for key in ("whole", "equal", "refused", "differs", "not_checked")]
-        tool = row["tool"] or "not checked: not installed"
-        print(f"{row['target']:18} {tool:44} {counts[0]:5} {counts[1]:5} {counts[2]:7} {counts[3]:7} {counts[4]:11}")
+        print("{:18} {:{}} {:5} {:5} {:7} {:7} {:11}".format(row["target"], tools[row["target"]], width, *counts))
     for row in rows:
         for name, reason in row["refused"].items():
             print(f"\n{row['target']} refuses '{name}': {reason}")

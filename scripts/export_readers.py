@@ -76,7 +76,7 @@ def _read_accelerate(path: Path) -> Says:
     utils = module("accelerate.utils.launch")
     if arguments.use_deepspeed:
         if not is_there("deepspeed"):
-            raise MissingError("deepspeed")
+            raise MissingError("deepspeed is not installed")
         arguments.deepspeed_fields_from_accelerate_config = ",".join(
             defaults.deepspeed_config
         )  # as launch_command does
@@ -116,7 +116,7 @@ def _fsdp_offload(plugin: Any) -> str:
 def _read_trainer(path: Path) -> Says:
     transformers = module("transformers")
     if "deepspeed" in json.loads(path.read_text()) and not is_there("deepspeed"):
-        raise MissingError("deepspeed")
+        raise MissingError("deepspeed is not installed")
     (arguments,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_json_file(str(path))
     says: Says = {
         "micro_batch_size": arguments.per_device_train_batch_size,
@@ -236,30 +236,35 @@ def _read_bridge(path: Path) -> Says:
 
 def _titan(parallelism: Any, training: Any, *, recompute: str, compiled: bool) -> Says:
     replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    reshards = parallelism.fsdp_reshard_after_forward == "always"
     shards_over = shards * parallelism.context_parallel_degree
-    steps, sequences = 1, training.local_batch_size
-    if parallelism.pipeline_parallel_degree > 1:
-        steps, sequences = (
-            sequences // parallelism.pipeline_parallel_microbatch_size,
-            parallelism.pipeline_parallel_microbatch_size,
-        )
-    dp = replicas * shards
+    sequences, of_pipeline, of_step, seq_length = _titan_batch(parallelism, training)
     return {
-        "dp": dp,
+        "dp": replicas * shards,
         "tp": parallelism.tensor_parallel_degree,
         "pp": parallelism.pipeline_parallel_degree,
         "cp": parallelism.context_parallel_degree,
         "ep": parallelism.expert_parallel_degree,
-        "zero_stage": 0 if shards_over == 1 else 3 if reshards else 2,
+        "zero_stage": 0 if shards_over == 1 else 3 if parallelism.fsdp_reshard_after_forward == "always" else 2,
         "zero_shards": shards if replicas > 1 and shards > 1 else None,
         "micro_batch_size": sequences,
-        "num_microbatches": max(steps, training.global_batch_size // sequences // dp),
+        "num_microbatches": max(of_pipeline, of_step // sequences // (replicas * shards)),
         "recompute": recompute,
         "compiled": compiled,
         "offload": "parameters" if training.enable_cpu_offload else "none",
-        "seq_length": training.seq_len,
+        "seq_length": seq_length,
     }
+
+
+def _titan_batch(parallelism: Any, training: Any) -> tuple[int, int, int, int]:
+    """Return sequences of a micro-batch, micro-batches of a pipeline, sequences of a step, and a sequence's tokens."""
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    if hasattr(training, "local_batch_size"):
+        size = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+        return size, training.local_batch_size // size, training.global_batch_size, training.seq_len
+    tokens = training.max_context_length  # since v0.3.0 batches are counted in tokens
+    steps = parallelism.num_pp_microbatches if pipelined else 1
+    size = training.num_tokens_per_microbatch_per_dp_rank // tokens
+    return size, steps, training.num_tokens_per_train_step // tokens, tokens
 
 
 def _read_torchtitan(path: Path) -> Says:
@@ -273,12 +278,13 @@ def _read_torchtitan(path: Path) -> Says:
 
 
 def _read_torchtitan_python(path: Path) -> Says:
+    registry = module("torchtitan.models.llama3.config_registry")
     specification = importlib.util.spec_from_file_location("plan", path)
     assert specification is not None
     assert specification.loader is not None
     made = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(made)
-    config = made.apply_plan(module("torchtitan.models.llama3.config_registry").llama3_8b())
+    config = made.apply_plan(registry.llama3_8b())
     config.__post_init__()  # checks the fields against each other
     policy = type(config.activation_checkpoint).__qualname__ if config.activation_checkpoint is not None else ""
     return _titan(

@@ -51,8 +51,15 @@ def module(name: str) -> Any:
 
 
 def versions(*packages: str) -> Callable[[], str]:
-    """Return a function that names packages with their versions."""
-    return lambda: ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    """Return a function that names packages with their versions, and checkouts, which have none, as such."""
+    return lambda: ", ".join(f"{package} {_version(package)}" for package in packages)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(a checkout)"
 
 
 @contextmanager
