@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -96,7 +97,7 @@ def open_run_folder(arguments: Namespace, *, keeps_logs: bool, current_folder: P
     host = f"-{socket.gethostname()}" if arguments.nnodes not in ("1", "1:1") else ""  # nodes may share the disk
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}{host}-{os.getpid()}"
     try:
-        if not runs.exists():
+        with contextlib.suppress(FileExistsError):  # by an earlier launch, or by one that starts with this one
             runs.mkdir()
             (runs / ".gitignore").write_text("*\n", encoding="utf-8")  # logs are no part of a project
         (runs / name).mkdir()

@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,7 @@ from launching import (
 
 from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.failures import last_lines
-from paraplan.launch.run_folder import RUNS_FOLDER, open_run_folder
+from paraplan.launch.run_folder import RUNS_FOLDER, RunFolder, open_run_folder
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 
@@ -179,6 +181,20 @@ def test_without_logs_or_where_nothing_can_be_written_the_folder_is_elsewhere(tm
     folder = open_run_folder(arguments, keeps_logs=True, current_folder=tmp_path / "no" / "such")
     assert not folder.is_temporary
     folder.path.rmdir()
+
+
+def test_launches_that_start_together_keep_their_runs_in_one_place(tmp_path: Path) -> None:
+    names = [f"train{number}.py" for number in range(16)]
+    start = threading.Barrier(len(names))
+
+    def open_one(name: str) -> RunFolder:
+        arguments = Namespace(log_dir=None, training_script=name, nnodes="1:1", redirects="0", tee="0")
+        start.wait(PATIENCE_S)
+        return open_run_folder(arguments, keeps_logs=True, current_folder=tmp_path)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        folders = list(pool.map(open_one, names))
+    assert {folder.path.parent for folder in folders} == {tmp_path / RUNS_FOLDER}
 
 
 def test_a_log_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
