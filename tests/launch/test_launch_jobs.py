@@ -223,6 +223,21 @@ def read_words(stream: IO[str], number: int) -> list[str]:
     return read_until(stream, lambda text: text.count(" ") == number).split()
 
 
+def test_ctrl_c_while_ranks_are_being_started_reaches_them_as_it_is(
+    tmp_path: Path, scratch: Path, launch: Launch
+) -> None:
+    rank = """
+        trap 'echo SIGINT >> told; exit' INT
+        trap 'echo SIGTERM >> told; exit' TERM
+        [ $RANK = 0 ] && read -r _ _ _ launcher _ < /proc/$PPID/stat && kill -INT $launcher
+        while true; do sleep 0.05; done
+    """
+    done = launch("--nproc-per-node", 8, "--no-python", "sh", "-c", rank)
+    assert done.returncode == 130, done.stderr
+    assert set((tmp_path / "told").read_text().split()) == {"SIGINT"}
+    assert names_in(scratch) == []
+
+
 STUBBORN = """
     import os, signal, sys, time
     import typing_extensions  # as above
