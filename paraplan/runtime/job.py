@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paraplan.errors import PlanError, UsageError
-from paraplan.plan.fake import FAKE_VARIABLE
+from paraplan.errors import PlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
 from paraplan.runtime.batches import TargetCount, counted_targets
@@ -29,8 +26,7 @@ from paraplan.runtime.data import ShardedBatches, SizedDataset, shard_dataset
 from paraplan.runtime.engine import Engine, Equipment, RankPart
 from paraplan.runtime.execution import LossFunction
 from paraplan.runtime.loss_scale import LossScale
-from paraplan.runtime.mesh import Mesh, build_mesh
-from paraplan.runtime.noise import silence_known_noise
+from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.peers import Peers
 from paraplan.runtime.setting import Setting
@@ -39,11 +35,7 @@ from paraplan.runtime.step_reports import RunWatch, Yardstick, peak_flops_per_s
 from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.weight_files import names_of_ties, read_weights
 from paraplan.runtime.weights import count_parameters, share_weights
-from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, own_address, read_world
-
-PLAN_VARIABLE = "PARAPLAN_PLAN"
-METRICS_VARIABLE = "PARAPLAN_METRICS"
-"""The file that `runtime.init` writes metrics to where it is given none."""
+from paraplan.runtime.world import World
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -154,7 +146,7 @@ class Job:
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=reads)
         share_weights(model, self.world)
         names = names_of_ties(model)
-        if compile_backend is None and _is_compiled(self.file):
+        if compile_backend is None and is_compiled(self.file):
             compile_backend = "inductor"
         if compile_backend is not None:
             compile_blocks(model, stack, compile_backend, plan=self.plan)
@@ -220,7 +212,7 @@ class Job:
         self._peers.clear()
         if self._timeouts is not None:
             self._timeouts.stop()
-        _leave_group()
+        leave_group()
 
     def _watch(self, num_parameters: int) -> RunWatch:
         """Return what follows the steps of an engine; only that of rank 0 writes."""
@@ -242,121 +234,12 @@ class Job:
             torch.manual_seed(torch.initial_seed() + place)
 
 
-def init(
-    plan: ParallelPlan | PlanFile | None = None,
-    *,
-    strategy: Literal["ddp", "dp"] = "ddp",
-    precision: TrainingPrecision | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    metrics: str | Path | None = None,
-    shows_progress: bool | None = None,
-) -> Job:
-    """Join the other ranks, if a launcher started any, and return the job.
-
-    The plan is `plan`, else the launcher's (the file that PARAPLAN_PLAN names), else one made on the spot: DDP over all
-    ranks, or one process; with `strategy` "dp" one process with DataParallel over all GPUs that it sees. `precision` is
-    that of the plan file's training, fp32 where nothing says. A collective that takes longer than `timeout_s` fails.
-    Rank 0 appends a line of JSON for every step to the file `metrics`, by default the one that PARAPLAN_METRICS names
-    (`paraplan launch --metrics`), and draws a bar where its stderr is a terminal, or as `shows_progress` says.
-
-    Raises `PlanError` for a plan of another number of ranks or another precision, `UnsupportedPlanError` for one that
-    the runtime cannot execute, and `UsageError` for an environment that no launcher makes or GPUs that are not there.
-    """
-    silence_known_noise()
-    is_fake = FAKE_VARIABLE in os.environ
-    world = read_world(os.environ)
-    file = PlanFile(plan=plan) if isinstance(plan, ParallelPlan) else plan
-    if file is None:
-        file = _launched_plan()
-    chosen = _plan_on_the_spot(world, strategy) if file is None else file.plan
-    if chosen.world_size != world.size:
-        raise PlanError(
-            f"the plan '{chosen.describe()}' is for {chosen.world_size} ranks, and this job has {world.size}",
-            hint=f"start {chosen.world_size} ranks, or make a plan for {world.size}",
-        )
-    precision = _agreed_precision(precision, file)
-    check_supported(chosen, precision=precision, compiled=_is_compiled(file))
-    check_devices(chosen, torch.cuda.device_count())
-    if is_fake and chosen.offload == "none":  # nothing is told apart, whatever torch.cuda says there
-        world = replace(world, device=torch.device("cpu"))
-    timeouts = None
-    if world.is_distributed and not is_fake:
-        if not dist.is_initialized():
-            join_world(world, os.environ, timeout_s=timeout_s)
-            atexit.register(_leave_group)
-        timeouts = TimeoutWatch(world.rank, address=own_address(os.environ))
-    kind = Job
-    if is_fake:
-        from paraplan.runtime.fake_job import FakeJob  # a kind of this job, with much that real runs do without
-
-        kind = FakeJob
-    return kind(
-        plan=chosen,
-        file=file,
-        precision=precision,
-        mesh=build_mesh(chosen, world),
-        metrics=_metrics_file(metrics),
-        shows_progress=sys.stderr.isatty() if shows_progress is None else shows_progress,
-        _timeouts=timeouts,
-    )
-
-
-def _plan_on_the_spot(world: World, strategy: Literal["ddp", "dp"]) -> ParallelPlan:
-    if strategy == "ddp":
-        return ParallelPlan(dp=world.size)
-    if world.size > 1:
-        raise UsageError(
-            f"strategy=dp is DataParallel in one process, and this job has {world.size}",
-            hint="start the script without a launcher, or use DDP",
-        )
-    return ParallelPlan(devices_per_process=max(2, torch.cuda.device_count()))
-
-
-def check_devices(plan: ParallelPlan, num_gpus: int) -> None:
-    """Raise `UsageError` where a process has fewer than the GPUs that DataParallel in it is planned for."""
-    if 1 < plan.devices_per_process > num_gpus:
-        raise UsageError(
-            f"DataParallel in one process divides batches over {plan.devices_per_process} CUDA GPUs, and this process "
-            f"sees {num_gpus or 'none'}",
-            hint="use DDP: paraplan launch --nproc-per-node N",
-        )
-
-
-def _metrics_file(given: str | Path | None) -> Path | None:
-    name = given or os.environ.get(METRICS_VARIABLE)
-    if not name:
-        return None
-    path = Path(name).absolute()
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent} for the metrics", hint="make it, or choose another file")
-    return path
-
-
-def _launched_plan() -> PlanFile | None:
-    name = os.environ.get(PLAN_VARIABLE)
-    if not name:
-        return None
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {name}: {error.strerror}", hint="start with --plan FILE") from None
-    return PlanFile.from_json(text, source=name)
-
-
-def _agreed_precision(precision: TrainingPrecision | None, file: PlanFile | None) -> TrainingPrecision:
-    planned = file.training.precision if file is not None and file.training is not None else None
-    if precision is not None and planned is not None and precision != planned:
-        raise PlanError(
-            f"the script asks for precision={precision}, but the plan was made for {planned}",
-            hint="leave precision out of runtime.init, or make a plan for it",
-        )
-    return precision or planned or "fp32"
-
-
-def _is_compiled(file: PlanFile | None) -> bool:
+def is_compiled(file: PlanFile | None) -> bool:
+    """Whether the plan was made for blocks under torch.compile."""
     return file is not None and file.training is not None and file.training.compiled
 
 
-def _leave_group() -> None:
+def leave_group() -> None:
+    """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
