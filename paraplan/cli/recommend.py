@@ -66,6 +66,8 @@ from paraplan.search.recommendation import Question
 
 app = typer.Typer(add_completion=False)
 MONEY_PANEL = "Time and money"
+MOST_MONEY = 1e18
+"""Tokens, and a price: far beyond any, and finite."""
 
 
 @app.command()
@@ -146,12 +148,22 @@ def recommend(
     tokens: Annotated[
         float | None,
         typer.Option(
-            "--tokens", min=1, help="Tokens to train on: time and GPU-hours (1e12).", rich_help_panel=MONEY_PANEL
+            "--tokens",
+            min=1,
+            max=MOST_MONEY,
+            help="Tokens to train on: time and GPU-hours (1e12).",
+            rich_help_panel=MONEY_PANEL,
         ),
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option("--price", min=0, help="Price of a GPU-hour, in any currency.", rich_help_panel=MONEY_PANEL),
+        typer.Option(
+            "--price",
+            min=0,
+            max=MOST_MONEY,
+            help="Price of a GPU-hour, in any currency; of 1e9 tokens without --tokens.",
+            rich_help_panel=MONEY_PANEL,
+        ),
     ] = None,
     html: HtmlOption = None,
     trace: TraceOption = None,
@@ -209,7 +221,7 @@ def recommend(
         explains=explain,
         with_front=pareto or html is not None,
         earlier=earlier,
-        tokens=tokens,
+        tokens=1e9 if tokens is None and price is not None else tokens,
         price_per_gpu_hour=price,
     )
     whole = recommended(calibrated(workload, calibration), question, html)

@@ -104,6 +104,7 @@ def test_a_model_from_a_factory_gets_a_plan(tmp_path: Path) -> None:
         (["llama-3-8b", "--profile", "dgx-h100", "--tp", "3"], "use --tp 1, 2, 4 or 8", 2),
         (["gpt2", "--profile", "dgx-h100", "--seq-len", "1025"], "1024 learned positions", 2),
         (["gpt2", "--profile", "dgx-h100", "--global-batch", "9" * 21], "Invalid value for '--global-batch'", 2),
+        (["gpt2", "--profile", "rtx-3090-x2", "--tokens", "inf"], "Invalid value for '--tokens'", 2),
         (["gpt2", "--profile", "rtx-3090-x2", "--nodes", "500000"], "no plan suits gpt2 on 1000000 GPUs", 1),
     ],
 )
@@ -268,6 +269,7 @@ def test_tokens_and_a_price_give_time_and_cost() -> None:
 
 def test_the_cheapest_number_of_gpus_is_among_the_offers() -> None:
     found = json.loads(run(*RECOMMEND, "--objective", "cost", "--price", "2", "--json")[1])
+    assert found["budget"]["tokens"] == 1e9  # what a price is told for where no tokens are
     costs = {offer["num_gpus"]: offer["cost_per_billion_tokens"] for offer in found["offers"]}
     plan = found["plan"]
     assert costs[plan["dp"] * plan["tp"] * plan["pp"] * plan["cp"]] == min(costs.values())
