@@ -136,6 +136,13 @@ def test_deepspeed_offloads_parameters_with_zero_3() -> None:
     assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "cpu"
 
 
+def test_deepspeed_is_told_of_optimizers_that_it_would_refuse() -> None:
+    assert read("deepspeed", "zero-3", optimizer="sgd")["zero_allow_untested_optimizer"] is True
+    assert "zero_allow_untested_optimizer" not in read("deepspeed", "zero-3")
+    notes = export_plan(subject("zero-3 offloaded"), "deepspeed", partial=True).notes
+    assert any("DeepSpeedCPUAdam" in note for note in notes)
+
+
 def test_deepspeeds_precision_and_tensor_parallelism() -> None:
     config = read("deepspeed", "fsdp and tp", precision="fp16")
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (False, True)

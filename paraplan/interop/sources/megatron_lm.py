@@ -49,29 +49,13 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
     if given.num_gpus is None:
         raise PlanError(f"{source} does not say how many GPUs there are", hint="give --profile NAME and --nodes N")
     dp = data_parallel_ranks(source, given.num_gpus, tp=tp, pp=pp, cp=cp)
-    micro = given.micro_batch_size or fields.count("--micro-batch-size")
-    if micro is None:
-        raise PlanError(f"{source}: --micro-batch-size is missing", hint="Megatron-LM needs it too")
-    batch = given.global_batch_size or fields.count("--global-batch-size") or micro * dp
-    steps, rest = divmod(batch, micro * dp)
-    if rest or not steps:
-        raise PlanError(
-            f"{source}: --global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {dp} "
-            "data-parallel ranks",
-            hint="mend the sizes, or say what machines they are for: --profile NAME --nodes N",
-        )
+    micro, steps = _batch(fields, given, dp)
     zero_stage = _zero_stage(fields) if dp * cp > 1 else 0
     optimizer, notes = optimizer_of(fields.text("--optimizer") or "adam")
-    ep = fields.count("--expert-model-parallel-size") or 1
-    if (dp * cp) % ep:
-        raise PlanError(
-            f"{source}: --expert-model-parallel-size {ep} does not divide the {dp * cp} data- and context-parallel "
-            "ranks",
-            hint="say how many GPUs there are (--profile NAME --nodes N); experts over ranks of tp too are not priced",
-        )
+    ep, expert_notes = _experts(fields, tp, dp * cp)
     shards = _shards(fields, dp, cp, ep, notes) if zero_stage else None
     notes += _unpriced(fields)
-    notes += _expert_notes(fields, tp) if ep > 1 else []
+    notes += expert_notes
     stages = _stages(fields, pp)
     virtual = _virtual(fields, pp, len(stages) if stages else None)
     plan = make_plan(
@@ -131,15 +115,44 @@ def _unpriced(fields: Fields) -> list[str]:
     return notes
 
 
-def _expert_notes(fields: Fields, tp: int) -> list[str]:
-    """Return where experts are laid out or sent otherwise than `ep` of a plan has it."""
-    notes = []
+def _batch(fields: Fields, given: Given, dp: int) -> tuple[int, int]:
+    """Return the micro-batch, and how many of them a step has."""
+    source = fields.source
+    micro = given.micro_batch_size or fields.count("--micro-batch-size")
+    if micro is None:
+        raise PlanError(f"{source}: --micro-batch-size is missing", hint="Megatron-LM needs it too")
+    batch = given.global_batch_size or fields.count("--global-batch-size") or micro * dp
+    steps, rest = divmod(batch, micro * dp)
+    if rest or not steps:
+        raise PlanError(
+            f"{source}: --global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {dp} "
+            "data-parallel ranks",
+            hint="mend the sizes, or say what machines they are for: --profile NAME --nodes N",
+        )
+    return micro, steps
+
+
+def _experts(fields: Fields, tp: int, ranks: int) -> tuple[int, list[str]]:
+    """Return the ranks that share out experts, and where these are laid out or sent otherwise than a plan has it.
+
+    `ranks` are those along dp and cp together.
+    """
+    ep = fields.count("--expert-model-parallel-size") or 1
+    if ranks % ep:
+        raise PlanError(
+            f"{fields.source}: --expert-model-parallel-size {ep} does not divide the {ranks} data- and "
+            "context-parallel ranks",
+            hint="say how many GPUs there are (--profile NAME --nodes N); experts over ranks of tp too are not priced",
+        )
+    notes: list[str] = []
+    if ep == 1:
+        return ep, notes
     if (fields.count("--expert-tensor-parallel-size") or tp) != tp:
         notes.append(f"--expert-tensor-parallel-size: experts are priced as divided over the {tp} ranks of tp")
     kind = fields.text("--moe-token-dispatcher-type") or "allgather"
     if kind != "alltoall":
         notes.append(f"--moe-token-dispatcher-type {kind}: tokens are priced as sent all-to-all")
-    return notes
+    return ep, notes
 
 
 def _options(arguments: str, source: str) -> Mapping[str, object]:

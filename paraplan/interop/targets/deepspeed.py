@@ -33,6 +33,8 @@ def to_deepspeed(subject: Subject) -> Exported:
     notes = ["the optimizer and its learning rate: pass it to deepspeed.initialize, or add an optimizer section"]
     if plan.recompute == "full":
         notes.append("recompute=full: the script checkpoints the blocks (deepspeed.checkpointing or torch.utils)")
+    if plan.offload != "none" and plan.zero_stage >= 1:
+        notes.append("with offload DeepSpeed takes its own DeepSpeedCPUAdam, and refuses torch's AdamW")
     if plan.dp < plan.world_size:
         notes.append("train_batch_size: left out, since DeepSpeed multiplies it by all ranks, those of tp too")
     notes += shared_notes(subject)
@@ -41,6 +43,8 @@ def to_deepspeed(subject: Subject) -> Exported:
     if training is not None:
         config["bf16"] = {"enabled": training.precision == "bf16"}
         config["fp16"] = {"enabled": training.precision == "fp16"}
+        if plan.zero_stage >= 1 and training.optimizer != "adamw":
+            config["zero_allow_untested_optimizer"] = True  # refused without, all but Adam's kin
     if plan.tp > 1:
         config["tensor_parallel"] = {"autotp_size": plan.tp}
     return Exported(target="deepspeed", text=json.dumps(config, indent=2) + "\n", gaps=tuple(gaps), notes=tuple(notes))
