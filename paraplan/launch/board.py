@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.launch.failures import Cause, NodeFailure
-from paraplan.launch.torch_calls import run_interruptibly
+from paraplan.launch.native_calls import run_interruptibly
 
 _POLL_S = 0.05
 _PATIENCE_S = 900.0  # longer than a planner may take

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from paraplan.errors import UsageError
 from paraplan.launch.interfaces import addresses_of
-from paraplan.launch.torch_calls import run_interruptibly
+from paraplan.launch.native_calls import run_interruptibly
 
 DEFAULT_PORT = 29400
 """The port of an endpoint that names none, as torchrun has it."""

@@ -9,6 +9,8 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+from paraplan.launch.native_calls import run_interruptibly
+
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _NCCL_FILES = (Path("/etc/nccl.conf"), Path.home() / ".nccl.conf")
 
@@ -26,18 +28,21 @@ def interface_towards(host: str) -> str | None:
 
 def address_towards(host: str) -> str | None:
     """Return this node's IPv4 address for packets to `host`, None where it has no way there. Sends nothing."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            run_interruptibly(lambda: probe.connect((host, 9)))
             return str(probe.getsockname()[0])
-    except OSError:
-        return None
+        except OSError:
+            return None
 
 
 def addresses_of(host: str) -> list[str]:
-    """Return the addresses that `host` means on this node; none where it is unknown."""
+    """Return the addresses that `host` means on this node; none where it is unknown.
+
+    Ctrl-C ends the wait for a name service that does not answer.
+    """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = run_interruptibly(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
     except OSError:
         return []
     return sorted({str(entry[4][0]) for entry in found})

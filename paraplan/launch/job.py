@@ -26,6 +26,7 @@ from paraplan.launch.failures import RankFailure, first_failure, first_node_fail
 from paraplan.launch.hang import HANG_EXIT_STATUS
 from paraplan.launch.meeting import meeting_error, meeting_warnings
 from paraplan.launch.memory_kills import count_memory_kills, new_memory_kill
+from paraplan.launch.native_calls import silence_torch_log
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.preflight import Findings, Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
 from paraplan.launch.processes import JobRecord
@@ -41,7 +42,6 @@ from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes,
 from paraplan.launch.run import count_gpus, run_job
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spawning import RankExit, SpawnerHandle, SpawnerLostError
-from paraplan.launch.torch_calls import silence_torch_log
 from paraplan.units import format_bytes
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from paraplan.errors import ParaplanError
 from paraplan.launch.endpoint import Endpoint, await_answer, describe_silence, is_own_address, meaning_of
 from paraplan.launch.interfaces import addresses_of, is_loopback
+from paraplan.launch.native_calls import WAIT_S, run_interruptibly
 from paraplan.launch.ports import find_listener
 from paraplan.launch.report import say
 from paraplan.launch.request import min_max_nodes
-from paraplan.launch.torch_calls import WAIT_S, run_interruptibly
 
 _POLL_S = 0.05
 _OWN_STORE = timedelta(seconds=60)  # for the store of this very node, which a busy machine may delay

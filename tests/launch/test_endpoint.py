@@ -15,7 +15,7 @@ from launching import PATIENCE_S, free_port
 
 from paraplan.launch.endpoint import Endpoint, await_answer, describe_silence, is_own_address
 from paraplan.launch.meeting import MeetingError, open_store
-from paraplan.launch.torch_calls import run_interruptibly
+from paraplan.launch.native_calls import run_interruptibly
 
 SHORT = timedelta(seconds=0.5)
 

@@ -1,4 +1,4 @@
-"""What torch does in C++ where a signal cannot reach it, and what it writes of it on the launcher's stderr."""
+"""Calls that stay in C, where a signal cannot reach them, and what torch writes from there on the launcher's stderr."""
 
 from __future__ import annotations
 
