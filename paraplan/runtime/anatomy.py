@@ -23,7 +23,7 @@ from paraplan.runtime.batches import call_model
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.split_tensor import SplitTensor
 from paraplan.runtime.tensor_cut import Cut
-from paraplan.runtime.without_values import WAYS_TO_RUN, Context
+from paraplan.runtime.without_values import WAYS_TO_RUN, Context, reentrant_refused
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
 _HINT = "use pp=1 for this model"
@@ -358,7 +358,7 @@ def first_that_runs(shadow: nn.Module, inputs: Any, attempt: Callable[[Any, Cont
     failures = []
     for context, tried in product(WAYS_TO_RUN, _reductions(inputs)):
         try:
-            with context():
+            with context(), reentrant_refused():
                 return attempt(tried, context)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             failures.append(error)

@@ -21,10 +21,11 @@ from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.blocks import BlockStack, find_blocks
 from paraplan.runtime.context_parallel import check_context, context_group, keep_experts_apart
 from paraplan.runtime.context_trial import seen_through
-from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync
+from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync, never_sharded
 from paraplan.runtime.engine import RankPart
 from paraplan.runtime.execution import WholeModelExecution
 from paraplan.runtime.recompute import recompute_blocks
+from paraplan.runtime.replica_gradients import ReplicaGradients
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.sharded_table import shard_tables
 from paraplan.runtime.tensor_group import TensorGroup
@@ -72,7 +73,8 @@ def assemble_part(
     if setting.plan.cp > 1:
         keep_experts_apart(model)
     blocks = [] if stack is None else stack.modules(model)
-    called = _wrap(model, blocks, setting)
+    apart = never_sharded(model, setting.plan)
+    called = _wrap(model, blocks, setting, apart=apart)
     execution = WholeModelExecution(
         called,
         sync=gradient_sync(called, zero_stage=setting.plan.zero_stage),
@@ -80,6 +82,8 @@ def assemble_part(
         precision=setting.precision,
         device=setting.mesh.world.device,
         context=context_group(setting.mesh) if setting.plan.cp > 1 else None,
+        replicas=ReplicaGradients(group=setting.mesh.replica_group),
+        apart=[parameter for parameter in model.parameters() if parameter in apart],
     )
     return RankPart(
         module=model,

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from paraplan.runtime.split_tensor import CONTEXT, VOCABULARY, SplitError, SplitTensor, hidden_loss, split_operands
+from paraplan.runtime.tensor_cut import Cut
 
 # What shapes and the rules of `split_rules` are enough for; with sizes of real layers, trying them would take long.
 _KNOWN = frozenset({"linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "addmm", "embedding"})
@@ -52,7 +53,7 @@ def check_by_token(name: str, func: Callable[..., Any], args: tuple[Any, ...], k
         except (RuntimeError, TypeError, ValueError, IndexError):
             return
         for whole, *own in zip(expected, *parts, strict=True):
-            if not _joins(whole, own):
+            if not _is_cut(whole, own, operands[0].cut):
                 raise SplitError(f"{name} looks at several tokens at once", source=CONTEXT)
 
 
@@ -95,24 +96,26 @@ def _numbers(leaf: Any) -> Any:
         return torch.device("cpu")
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    shape, dtype = tuple(leaf.shape), leaf.dtype
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    shape = tuple(leaf.shape)
+    if not leaf.is_floating_point():
+        return torch.zeros(shape, dtype=leaf.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))  # in fp32: 16 bits round, and have ties
 
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _joins(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Whether `parts` are pieces of `whole` along one dimension; other shapes are for those who compare shapes."""
+def _is_cut(whole: torch.Tensor, parts: list[torch.Tensor], cut: Cut) -> bool:
+    """Whether `parts` are those of `whole` by `cut` in some dimension; other shapes are left to who compares shapes."""
     if whole.ndim != parts[0].ndim:
         return True
     differing = [dim for dim, (all_, own) in enumerate(zip(whole.shape, parts[0].shape, strict=True)) if all_ != own]
-    if len(differing) != 1:
+    if len(differing) != 1 or whole.shape[differing[0]] != cut.length:
         return True
-    joined = torch.cat(parts, dim=differing[0])
-    if joined.shape != whole.shape:
-        return True
-    return torch.allclose(joined.double(), whole.double(), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    expected = [cut.at(differing[0]).part(whole, index) for index in range(cut.size)]
+    return all(
+        part.shape == own.shape
+        and torch.allclose(own.double(), part.double(), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+        for own, part in zip(parts, expected, strict=True)
+    )

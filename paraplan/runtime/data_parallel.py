@@ -126,9 +126,14 @@ def apply_data_parallelism(
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
     if plan.offload != "parameters":
         return module.to(device)
-    for buffer in module.buffers():
-        buffer.data = buffer.to(device)
+    for whole in (*module.buffers(), *apart):
+        whole.data = whole.to(device)
     return module
+
+
+def never_sharded(module: nn.Module, plan: ParallelPlan) -> frozenset[nn.Parameter]:
+    """Return the parameters of `module` that stay whole under ZeRO: single numbers have no dimension to cut."""
+    return frozenset(parameter for parameter in module.parameters() if plan.zero_stage and not parameter.ndim)
 
 
 def share_among_devices(

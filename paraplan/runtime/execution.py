@@ -14,6 +14,7 @@ from paraplan.runtime.batches import MicroBatch, call_model
 from paraplan.runtime.context_parallel import context_error, split_tokens
 from paraplan.runtime.data_parallel import GradientSync
 from paraplan.runtime.precision import compute_context
+from paraplan.runtime.replica_gradients import ReplicaGradients
 from paraplan.runtime.split_tensor import SplitError
 from paraplan.runtime.tensor_group import TensorGroup
 
@@ -35,7 +36,8 @@ class Execution(Protocol):
 class WholeModelExecution:
     """One micro-batch after another through the whole model: one process, DDP, ZeRO.
 
-    `context` is the `cp` group, where each rank has some of the tokens.
+    `context` is the `cp` group, where each rank has some of the tokens. `apart` are parameters that stay whole under
+    ZeRO, whose gradients `replicas` averages.
     """
 
     def __init__(
@@ -46,9 +48,13 @@ class WholeModelExecution:
         loss_fn: LossFunction,
         precision: TrainingPrecision,
         device: torch.device,
+        replicas: ReplicaGradients,
         context: TensorGroup | None = None,
+        apart: Sequence[nn.Parameter] = (),
     ) -> None:
         self._module = module
+        self._replicas = replicas
+        self._apart = apart
         self._context = context
         self._copies = 1 if context is None else context.size  # of the loss, which all ranks of `cp` have
         self._sync = sync
@@ -65,6 +71,8 @@ class WholeModelExecution:
                 # Ranks of `cp` have parts of one gradient, and data parallelism takes the mean over them too.
                 (loss * self._copies).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / self._copies
+        self._replicas.start(self._apart)
+        self._replicas.finish()
         return total
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.anatomy import Anatomy, examine
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.context_parallel import context_group, keep_experts_apart
+from paraplan.runtime.data_parallel import never_sharded
 from paraplan.runtime.engine import RankPart
 from paraplan.runtime.pipeline import LocalStage, PipelineExecution
 from paraplan.runtime.replica_gradients import ReplicaGradients
@@ -77,7 +78,8 @@ def assemble_stages(
         for part, index in zip(models, indices, strict=True)
     ]
     holders = Counter(parameter for piece in pieces for parameter in piece.parameters.values())
-    apart = frozenset(parameter for parameter, count in holders.items() if count > 1)
+    shared = (parameter for parameter, count in holders.items() if count > 1)
+    apart = frozenset(shared).union(*(never_sharded(piece.module, plan) for piece in pieces))
     by_schedule = plan.pipeline_schedule in MULTI
     stages = []
     for piece in pieces:

@@ -241,7 +241,7 @@ def _getitem(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for place, entry in enumerate(entries):
         dim += entry is not None
         if dim == tensor.cut.dim and entry is not None:
-            if isinstance(entry, int):
+            if not isinstance(entry, slice):
                 raise _taken_apart(tensor)
             start, stop, step = entry.indices(tensor.cut.length)
             if step != 1:

@@ -85,10 +85,17 @@ class _NoEmptyAttention(TorchFunctionMode):
 
 def _expected(whole: nn.Module, call: BlockCall) -> tuple[dict[str, torch.Tensor], bool]:
     """Return what the whole block computes, and what its masks are filled with: some leave out what is True."""
-    expected = _gradients(whole, call, mask=True)
-    if expected[""].isfinite().all():
-        return expected, True
-    return _gradients(whole, call, mask=False), False
+    try:
+        expected = _gradients(whole, call, mask=True)
+        if expected[""].isfinite().all():
+            return expected, True
+        return _gradients(whole, call, mask=False), False
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise UnsupportedPlanError(
+            f"a split of {type(whole).__name__} cannot be checked, which does not run by itself: "
+            f"{str(error).splitlines()[0]}",
+            hint="use tp=1 for this model",
+        ) from error
 
 
 def _errors(

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from paraplan.errors import UnsupportedPlanError
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -24,7 +27,26 @@ class _YesToQuestions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__bool__" or (name == "item" and args[0].dtype == torch.bool):
             return True
+        if name == "__contains__":  # tokens of padding, which are warned of
+            return False
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def reentrant_refused() -> Iterator[None]:
+    """Raise `UnsupportedPlanError` where a model recomputes in a way that shows neither shapes nor gradients within."""
+
+    def apply(*_: Any, **__: Any) -> Any:
+        raise UnsupportedPlanError(
+            "the model recomputes by torch.utils.checkpoint with use_reentrant=True, which hides how it computes",
+            hint="use_reentrant=False (transformers: gradient_checkpointing_kwargs), or recompute=full in the plan",
+        )
+
+    CheckpointFunction.apply = apply  # type: ignore[method-assign]  # of this class alone; undone below
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
 
 
 @contextmanager

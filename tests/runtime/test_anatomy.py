@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training_cases import HIDDEN, TOKENS, Decoder, Layer, sequential
 
 from paraplan.errors import UnsupportedPlanError, UsageError
@@ -130,6 +131,8 @@ class ValueReader(Decoder):
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         if mask is not None and bool(mask.all()):
             mask = None
+        if 0 in tokens[:, 0]:  # as transformers looks for padding
+            tokens = tokens.clone()
         return super().forward(tokens)
 
 
@@ -137,6 +140,16 @@ def test_inputs_whose_values_are_looked_at_are_left_out_of_the_run_without_value
     example = {"tokens": TOKEN_IDS, "mask": torch.ones(2, TOKENS)}
     anatomy = anatomy_of(ValueReader(2), example)
     assert anatomy.hidden_shapes(example)[1].shape == (2, TOKENS, HIDDEN)
+
+
+class Reentrant(Layer):
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return checkpoint(super().forward, hidden, scale, use_reentrant=True)
+
+
+def test_recompute_that_hides_what_it_does_is_refused() -> None:
+    with pytest.raises(UnsupportedPlanError, match="use_reentrant=True"):
+        anatomy_of(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Reentrant(), Reentrant()), torch.zeros(2, 3, HIDDEN))
 
 
 class Bf16Shapes(Layer):

@@ -42,6 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
     "qwen2_moe": _EXPERTS
     | {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "pad_token_id": None},
+    "olmoe": _EXPERTS | {"num_experts": 4},
     "gpt_oss": _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "rope_parameters": {"rope_type": "default"}},
     "llama4_text": _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48},
     "deepseek_v3": _GATED

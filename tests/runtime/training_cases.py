@@ -39,6 +39,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = nn.Parameter(torch.randn(TOKENS, HIDDEN) * 0.1)
         self.scale = nn.Embedding(TOKENS, HIDDEN) if shared_scale else None
+        self.sharpness = nn.Parameter(torch.tensor(1.5)) if shared_scale else 1.0  # a single number: no shards of it
         self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
         self.norm = nn.LayerNorm(HIDDEN)
         if tied:
@@ -50,7 +51,7 @@ class Decoder(nn.Module):
         scale = None if self.scale is None else self.scale(steps)
         for layer in self.layers:
             hidden = layer(hidden, scale)
-        return self.head(self.norm(hidden))
+        return self.head(self.norm(hidden)) * self.sharpness
 
 
 class TupleLayer(Layer):
