@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -35,7 +36,7 @@ def test_accelerate_and_transformers_read_the_plans_that_were_exported() -> None
         assert {"DDP, compiled", "ZeRO-2", "ZeRO-3, full recompute", "hybrid ZeRO-3"} <= set(row["equal"])
         assert set(row["not_checked"].values()) <= {"deepspeed is not installed"}
     assert {"ZeRO-3 and tp", "hybrid ZeRO-2", "hybrid ZeRO-3"} <= set(rows["accelerate"]["whole"])
-    assert rows["accelerate"]["tool"].startswith("accelerate 1.")
+    assert rows["accelerate"]["tool"].startswith("accelerate ")
 
 
 def test_torchrun_slurm_and_kubernetes_take_every_plan() -> None:
@@ -44,8 +45,11 @@ def test_torchrun_slurm_and_kubernetes_take_every_plan() -> None:
         assert len(row["equal"]) >= 30
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="Megatron-Bridge can be read here"
+)
 def test_a_tool_that_is_not_installed_has_checked_nothing() -> None:
-    (row,) = checked("megatron-bridge").values()  # it needs Transformer Engine, which needs CUDA
+    (row,) = checked("megatron-bridge").values()
     assert (row["tool"], row["equal"]) == (None, [])
     assert set(row["not_checked"].values()) == {"not installed"}
 
