@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -87,6 +88,7 @@ class PlainScript:
             stack.enter_context(self._tracker.following_resizes())
             stack.enter_context(objects_of_one_rank())
             self._patch(stack)
+            self._patch_sharding(stack)
             self._patch_backward(stack)
             for handle in (
                 register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin_update(optimizer)),
@@ -125,7 +127,6 @@ class PlainScript:
         plain_init, plain_forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
         plain_register, plain_buffer = nn.Module.register_parameter, nn.Module.register_buffer
         plain_mesh, plain_autocast, plain_job = DeviceMesh.__init__, torch.autocast.__init__, FakeJob.prepare
-        plain_shard = FSDPState.init
         plain_apply = self._plain_apply = nn.Module._apply
 
         def init(ddp: DistributedDataParallel, module: nn.Module, *args: Any, **options: Any) -> None:
@@ -155,10 +156,6 @@ class PlainScript:
         def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
             return script._apply(module, fn, recurse) if script._gpu.is_on else plain_apply(module, fn, recurse)  # type: ignore[no-untyped-call]
 
-        def shard(state: FSDPState, modules: Any, device: Any, mp_policy: Any, *args: Any, **options: Any) -> None:
-            script._precision = script._precision or _PRECISIONS.get(mp_policy.param_dtype)
-            plain_shard(state, modules, device, mp_policy, *args, **options)
-
         def prepare(job: FakeJob, model: nn.Module, *args: Any, **options: Any) -> Any:
             own = script._step_aside(job)
             put_on_meta(model)
@@ -173,12 +170,32 @@ class PlainScript:
             (torch.autocast, "__init__", autocast),
             (FakeJob, "prepare", prepare),
             (nn.Module, "_apply", apply),
-            (FSDPState, "init", shard),
             (dist, "init_process_group", lambda *_, **__: None),  # the world is there
             (dist, "destroy_process_group", lambda *_, **__: None),
             (fsdp.FullyShardedDataParallel, "__init__", _refuse_flat_sharding),
         ]
         put_in_place(replaced, stack)
+
+    def _patch_sharding(self, stack: ExitStack) -> None:
+        """Take note of what `fully_shard` is asked for, and move buffers in its place."""
+        script = self
+        plain_shard = FSDPState.init
+        # Where torch 2.13 has it, and where it had it before.
+        homes: list[Any] = [one for one in (_fsdp_init, _fully_shard) if hasattr(one, "_move_states_to_device")]
+        plain_move = homes[0]._move_states_to_device
+
+        def shard(state: FSDPState, modules: Any, device: Any, mp_policy: Any, *args: Any, **options: Any) -> None:
+            script._precision = script._precision or _PRECISIONS.get(mp_policy.param_dtype)
+            plain_shard(state, modules, device, mp_policy, *args, **options)
+
+        def move(parameters: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device) -> None:
+            if script._follows:
+                script._move_buffers(buffers, device)
+                buffers = [one for one in buffers if isinstance(one, DTensor)]
+            plain_move(parameters, buffers, device)
+
+        moves = [(home, "_move_states_to_device", move) for home in homes]
+        put_in_place([(FSDPState, "init", shard), *moves], stack)
 
     def _patch_backward(self, stack: ExitStack) -> None:
         """Have Python that autograd runs meet the modes, which autograd leaves out: hooks, and what is run again."""
@@ -231,6 +248,14 @@ class PlainScript:
                     held.grad = fn(held.grad)
             module._parameters[name] = held
         return module
+
+    def _move_buffers(self, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Put buffers on `device` for FSDP, which gives a tensor with values the insides of one without."""
+        chosen = {id(one) for one in buffers}
+        for module in self._modules:
+            for name, held in module._buffers.items():
+                if id(held) in chosen and held is not None and not isinstance(held, DTensor):
+                    module._buffers[name] = held.to(device)
 
     def _replicate(self, module: nn.Module, replicate: Callable[[], None]) -> None:
         """Let DDP make its buckets, which hold gradients."""

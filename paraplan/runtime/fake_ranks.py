@@ -48,8 +48,7 @@ def _be_rank(rank: int, words: list[str], gpus: NodeGpus, folder: Path) -> NoRet
     """Run the script in this process, which is a fork, and end it."""
     status = 1
     try:
-        if sys.platform == "linux":  # end with the process that would wait for this one
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _end_with_parent()
         said = os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(said, 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -68,6 +67,12 @@ def _be_rank(rank: int, words: list[str], gpus: NodeGpus, folder: Path) -> NoRet
         os._exit(status & 0xFF)
 
 
+def _end_with_parent() -> None:
+    """Have this process end with the one that would wait for it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _names_of_rank(rank: int, per_node: int) -> dict[str, str]:
     """Return what torchrun puts in the environment of a rank."""
     numbers = {
@@ -84,6 +89,7 @@ def _names_of_rank(rank: int, per_node: int) -> dict[str, str]:
 
 def main(words: list[str]) -> int:
     """Run the ranks that `words` name; return 0: how each ended is in the folder."""
+    _end_with_parent()
     folder, at_once, ranks, num_gpus, memory, *script = words
     run_ranks(
         [int(rank) for rank in ranks.split(",")],

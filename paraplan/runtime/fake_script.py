@@ -40,7 +40,7 @@ def run_script(words: list[str], world: World, gpus: NodeGpus) -> None:
     target, *arguments = words[1:] if is_module else words
     sys.argv = [target, *arguments]
     with ExitStack() as stack:
-        stack.enter_context(fake_world(rank=world.rank, size=world.size))
+        stack.enter_context(fake_world(rank=world.rank, size=world.size, is_launched=True))
         stack.enter_context(PlainScript(world, num_gpus=gpus.count, memory_bytes=gpus.memory_bytes).following())
         try:
             if is_module:
@@ -86,6 +86,11 @@ def _explained(target: str, error: Exception) -> UsageError | None:
         return UsageError(
             f"{where} reads values, which a fake run does not have: {words}",
             hint="leave that out where PARAPLAN_FAKE is set in the environment",
+        )
+    if "metadata required" in words:
+        return UsageError(
+            f"{where}: a stage of a pipeline asks its neighbours for shapes, and they are not there",
+            hint="give torch's PipelineStage input_args and output_args, tensors on meta",
         )
     if "CUDA" in words or "NVIDIA" in words:
         return UsageError(

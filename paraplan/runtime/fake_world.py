@@ -26,10 +26,13 @@ from paraplan.runtime.world import World
 
 
 @contextmanager
-def fake_world(*, rank: int, size: int) -> Iterator[World]:
-    """Yield the world of `rank` among `size` ranks of which no other exists. There must be no process group yet."""
+def fake_world(*, rank: int, size: int, is_launched: bool = False) -> Iterator[World]:
+    """Yield the world of `rank` among `size` ranks of which no other exists. There must be no process group yet.
+
+    One rank alone has a group where it `is_launched`, as by torchrun.
+    """
     device = torch.device("cpu")
-    if size == 1:
+    if size == 1 and not is_launched:
         yield World(rank=0, local_rank=0, size=1, device=device, is_distributed=False)
         return
     assert not dist.is_initialized()
