@@ -26,7 +26,8 @@ from paraplan.runtime.tensor_cut import Cut
 from paraplan.runtime.without_values import WAYS_TO_RUN, Context, reentrant_refused
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
-_HINT = "use pp=1 for this model"
+HINT = "use pp=1 for this model"
+"""What a model that is no chain of blocks is told."""
 _Result = TypeVar("_Result")
 
 
@@ -117,12 +118,12 @@ def examine(model: nn.Module, stack: BlockStack, example_inputs: Any = None) -> 
     names = {id(parameter): name for name, parameter in shadow.named_parameters()}
     if len(probe.received) != len(stack):
         raise UnsupportedPlanError(
-            f"{len(probe.received)} of {len(stack)} blocks take part in a forward pass", hint=_HINT
+            f"{len(probe.received)} of {len(stack)} blocks take part in a forward pass", hint=HINT
         )
     assert probe.hidden_argument is not None
     reached_after = _reached(output)
     if probe.side_outputs & reached_after.union(*probe.reached):
-        raise UnsupportedPlanError("blocks hand on more than one tensor that needs a gradient", hint=_HINT)
+        raise UnsupportedPlanError("blocks hand on more than one tensor that needs a gradient", hint=HINT)
     after = frozenset(names[key] for key in reached_after if key in names)
     blocks = tuple(frozenset(names[key] for key in reached if key in names) for reached in probe.reached)
     before = frozenset(names[key] for key in probe.reached_before if key in names)
@@ -170,7 +171,7 @@ class _ChainProbe:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             if index != len(self.received):
                 raise UnsupportedPlanError(
-                    f"block {self._stack.names[index]} runs out of turn, after {len(self.received)} blocks", hint=_HINT
+                    f"block {self._stack.names[index]} runs out of turn, after {len(self.received)} blocks", hint=HINT
                 )
             where, hidden = self._find_hidden(index, args, kwargs)
             if index == 0:
@@ -193,13 +194,13 @@ class _ChainProbe:
         if not found:
             raise UnsupportedPlanError(
                 f"block {self._stack.names[index]} does not take the output of the block before it unchanged",
-                hint=_HINT,
+                hint=HINT,
             )
         where, hidden = found[0]
         if index == 1 and where != self.hidden_argument:
             raise UnsupportedPlanError(
                 f"blocks take their hidden state as argument {self.hidden_argument} at first and {where} later",
-                hint=_HINT,
+                hint=HINT,
             )
         self.hidden_argument = where
         return where, hidden
@@ -210,7 +211,7 @@ class _ChainProbe:
             if not isinstance(first, torch.Tensor):
                 raise UnsupportedPlanError(
                     f"block {self._stack.names[index]} returns {type(first).__name__} first, not its hidden state",
-                    hint=_HINT,
+                    hint=HINT,
                 )
             # What stands beside the hidden state (attention weights) is let through, and must not be used again.
             others = pytree.tree_map(self._mark, others)

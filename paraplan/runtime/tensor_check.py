@@ -33,9 +33,10 @@ def check_split(
     expected, mask = _expected(whole, call)
     try:
         found = _gradients(part, call, mask=mask)
-    except SplitError as error:
+    except (SplitError, RuntimeError, ValueError, IndexError) as error:
+        reason = str(error).splitlines()[0]
         raise UnsupportedPlanError(
-            f"the split of {name} over tp={group.size} does not run: {error.message}", hint="use tp=1 for this model"
+            f"the split of {name} over tp={group.size} does not run: {reason}", hint="use tp=1 for this model"
         ) from error
     errors = _errors(expected, found, cuts, group)
     where = max(errors, key=lambda key: errors[key])

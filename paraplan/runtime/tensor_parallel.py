@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, example_of, meta_copy
+from paraplan.runtime.anatomy import HINT, Anatomy, BlockCall, block_calls, examine, example_of, meta_copy
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.model_plan import own_plan, splits, style_of
@@ -87,8 +87,10 @@ def find_tensor_split(
         try:
             anatomy = examine(model, stack, example_inputs)
         except UnsupportedPlanError as error:
+            is_no_chain = error.hint == HINT  # which speaks of pipelines
             raise UnsupportedPlanError(
-                f"sequence_parallel=True: {error.message}", hint="use a plan without sequence parallelism"
+                f"sequence_parallel=True: {error.message}",
+                hint="use a plan without sequence parallelism" if is_no_chain else error.hint,
             ) from None
     shadow = meta_copy(model) if anatomy is None else anatomy.shadow
     calls = block_calls(shadow, stack, example_of(model, example_inputs))
@@ -257,7 +259,13 @@ def _checked(
         summed = summed_gradients(whole, part, split_block(part, direct, group, None), call, group=group)
         if summed is not None:
             split = replace(direct, summed=summed)
-    part = copy.deepcopy(whole)
+    try:
+        part = copy.deepcopy(whole)
+    except RuntimeError as error:
+        raise UnsupportedPlanError(
+            f"a split of {name} ({type(block).__name__}) cannot be checked: it keeps tensors of its last pass",
+            hint="use tp=1 for this model",
+        ) from error
     cuts = split_block(part, split, group, ends)
     check_split(whole, part, cuts, call, group=group, name=name)
     return split
