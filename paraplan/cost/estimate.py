@@ -7,7 +7,7 @@ import numpy as np
 from paraplan.cost.blocks import BlockCosts, block_costs
 from paraplan.cost.kernels import effective_peak
 from paraplan.cost.memory import RankMemory, StageMemory, cached_bytes, host_bytes, peak_bytes, peak_of
-from paraplan.cost.stages import even_stage, inner_ranks
+from paraplan.cost.stages import are_unlike, even_stage, fullest_ranks, inner_ranks, running_parameters
 from paraplan.cost.step import StepTime, step_time
 from paraplan.cost.table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
@@ -88,18 +88,24 @@ class PlanEstimate(Record):
 
 
 def peak_memory(workload: Workload, table: PlanTable, costs: BlockCosts | None = None) -> Floats:
-    """Return the peak bytes of each plan: the fuller of the first and the last stage, or the second where pp > 2.
+    """Return the peak bytes of each plan, of the fullest of a few stages.
 
-    `costs` are the plans' `block_costs`, where they are known.
+    These are the first and the last one, the second where pp > 2, and the one between with most parameters where
+    stages differ. `costs` are the plans' `block_costs`, where they are known.
     """
     costs = costs or block_costs(workload, table)
     peaks = np.zeros(len(table))
-    ranks = [(np.arange(len(table)), 0), (np.flatnonzero(table.pp > 1), -1), (np.flatnonzero(table.pp > 2), 1)]
+    rows_of = [np.arange(len(table)), np.flatnonzero(table.pp > 1), np.flatnonzero(table.pp > 2)]
+    ranks = [(of_rank, np.full(len(of_rank), number)) for of_rank, number in zip(rows_of, (0, -1, 1), strict=True)]
+    running = running_parameters(workload.model)
+    unlike = np.flatnonzero(are_unlike(table, running))
+    fullest = fullest_ranks(table.select(unlike), running) if len(unlike) else unlike
+    ranks += [(unlike[fullest > 1], fullest[fullest > 1])]
     # Ranks of a small table are computed side by side, those of a large one in turn, as far as caches reach.
     together = [ranks] if len(table) <= _SMALL_ROWS else [[each] for each in ranks]
     for group in together:
         rows = np.concatenate([of_rank for of_rank, _ in group])
-        rank = np.concatenate([np.full(len(of_rank), number) for of_rank, number in group])
+        rank = np.concatenate([number for _, number in group])
         part = table if len(rows) == len(table) else table.select(rows)
         stage = even_stage(
             part,
@@ -115,8 +121,8 @@ def peak_memory(workload: Workload, table: PlanTable, costs: BlockCosts | None =
 def step_times(workload: Workload, table: PlanTable) -> StepTime:
     """Return the step time of each plan by parts, from the first and the last pipeline rank and two between."""
     last = table.pp - 1
-    ranks = (np.zeros_like(last), *inner_ranks(table), last)
     model = workload.model
+    ranks = (np.zeros_like(last), *inner_ranks(table, running_parameters(model)), last)
     stages = [even_stage(table, model.num_blocks, rank, are_alike=len(model.runs) == 1) for rank in ranks]
     costs = block_costs(workload, table)
     return step_time(workload, table, costs, stages)

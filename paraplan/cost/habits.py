@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from paraplan.plan.parallel import ScheduleName
 from paraplan.plan.training import AttentionKind
 from paraplan.records import Record
 from paraplan.units import MIB
@@ -73,6 +74,7 @@ class Habits(Record):
     `has_expert_parallel`: experts may go over ranks of dp and cp, which send tokens to each other (`ep` of a plan).
     `fused_softmax_heads`: eager attention's fused softmax takes as many scores (heads times sequences) as a multiple of
     it; others go through torch's operations, one after the other. 1 takes all.
+    `schedules` are those that its pipelines have.
     `context_bytes` is the CUDA context where a framework's software has another than `CostConstants` names.
     """
 
@@ -124,6 +126,7 @@ class Habits(Record):
     accumulates_apart: bool = False
     has_expert_parallel: bool = False
     fused_softmax_heads: int = 1
+    schedules: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
     context_bytes: int | None = None
     source: str
 
@@ -180,6 +183,7 @@ MEGATRON_CORE = Habits(
     keeps_dummy_gradients=True,
     matmul_workspaces="transformer_engine",
     has_expert_parallel=True,
+    schedules=("1f1b", "interleaved_1f1b"),
     source="Megatron-LM: 18 bytes per parameter, 6 + 12/d with the distributed optimizer (its README); "
     "Transformer Engine kernels; --overlap-grad-reduce and --overlap-param-gather; host: 53 ms for a step of 12 layers "
     "of 512 on H100 in its own tests (tests/functional_tests, golden values), over 26 passes of blocks and ends",

@@ -10,6 +10,7 @@ import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
 from paraplan.cost.table import SCHEDULES, Floats, Ints, Mask, PlanTable, distinct_rows, first_rows
+from paraplan.model.spec import ModelSpec
 
 _GPIPE = SCHEDULES.index("gpipe")
 _INTERLEAVED = SCHEDULES.index("interleaved_1f1b")
@@ -115,21 +116,73 @@ def _uniform_stage(table: PlanTable, num_blocks: int, rank: Ints) -> StageBlocks
     )
 
 
-def inner_ranks(table: PlanTable) -> tuple[Ints, Ints]:
-    """Return two ranks of each plan that stand for those between the first and the last: with most and fewest blocks.
+def running_parameters(model: ModelSpec) -> Floats:
+    """Return `[B + 1]`, the running sum of the blocks' parameters."""
+    counts = np.concatenate([np.full(run.count, float(run.block.num_parameters)) for run in model.runs])
+    return np.concatenate([[0.0], np.cumsum(counts)])
 
-    Of an even split these are the second and the last but one, which are also taken of ranks with several chunks.
+
+def inner_ranks(table: PlanTable, running: Floats) -> tuple[Ints, Ints]:
+    """Return two ranks of each plan that stand for those between the first and the last: with most and least of blocks.
+
+    `running` is `[B + 1]`, the running sum of what a block counts. Of an even split of blocks that are alike these are
+    the second and the last but one, which are also taken of ranks with several chunks.
     """
     last = table.pp - 1
-    most, fewest = np.minimum(1, last), np.maximum(last - 1, 0)
-    uneven = np.flatnonzero((table.split > 0) & (table.pp > 3) & (table.virtual == 1))
+    most, least = np.minimum(1, last), np.maximum(last - 1, 0)
+    uneven = np.flatnonzero(are_unlike(table, running) & (table.virtual == 1))
     (splits, pps), kind = distinct_rows(table.split[uneven], table.pp[uneven])
     found = np.zeros((2, len(splits)), dtype=np.int64)
     for place, (split, pp) in enumerate(zip(splits, pps, strict=True)):
-        between = np.diff(table.splits[split, : pp + 1])[1:-1]
-        found[:, place] = 1 + np.argmax(between), len(between) - np.argmin(between[::-1])
-    most[uneven], fewest[uneven] = found[:, kind]
-    return most, fewest
+        between = _rank_loads(table, running, split=int(split), pp=int(pp), virtual=1)[1:-1]
+        found[:, place] = 1 + _first_most(between), len(between) - _first_most(-between[::-1])
+    most[uneven], least[uneven] = found[:, kind]
+    return most, least
+
+
+def fullest_ranks(table: PlanTable, running: Floats) -> Ints:
+    """Return the inner rank of each plan with most of its blocks, by `running` [B + 1]; the second where all are alike.
+
+    Of several it is the first one, which keeps most micro-batches in flight; under zero bubble the last one, which puts
+    off most gradients of weights (`in_flight`).
+    """
+    fullest = np.minimum(1, table.pp - 1)
+    rows = np.flatnonzero(are_unlike(table, running))
+    zero_bubble = (table.schedule[rows] == _ZERO_BUBBLE).astype(np.int64)
+    (splits, pps, virtuals, lasts), kind = distinct_rows(
+        table.split[rows], table.pp[rows], table.virtual[rows], zero_bubble
+    )
+    found = np.zeros(len(splits), dtype=np.int64)
+    for place, (split, pp, virtual, takes_last) in enumerate(zip(splits, pps, virtuals, lasts, strict=True)):
+        between = _rank_loads(table, running, split=int(split), pp=int(pp), virtual=int(virtual))[1:-1]
+        found[place] = len(between) - _first_most(between[::-1]) if takes_last else 1 + _first_most(between)
+    fullest[rows] = found[kind]
+    return fullest
+
+
+def are_unlike(table: PlanTable, running: Floats) -> Mask:
+    """Return which plans have inner ranks that differ in what they hold of the blocks."""
+    each = np.diff(running)
+    has_kinds = bool(len(each)) and not np.allclose(each, each[0], rtol=1e-9, atol=0.0)
+    uneven = (len(each) % (table.pp * table.virtual) > 0) | (table.split > 0) | has_kinds
+    return np.asarray(uneven & (table.pp > 3))
+
+
+def _rank_loads(table: PlanTable, running: Floats, *, split: int, pp: int, virtual: int) -> Floats:
+    """Return what each of `pp` ranks holds of the blocks, by their `running` sum."""
+    stages, num_blocks = pp * virtual, len(running) - 1
+    if split:
+        bounds = table.splits[split, : stages + 1]
+    else:
+        share, rest = divmod(num_blocks, stages)
+        number = np.arange(stages + 1)
+        bounds = number * share + np.minimum(number, rest)
+    return np.asarray(np.diff(running[bounds]).reshape(virtual, pp).sum(axis=0))
+
+
+def _first_most(values: Floats) -> int:
+    """Return where the largest of `values` stands first, but for rounding."""
+    return int(np.argmax(values >= values.max() - 1e-9 * abs(values.max())))
 
 
 def in_flight(table: PlanTable, stage: StageBlocks) -> Floats:

@@ -57,19 +57,22 @@ def search(
     priced = times.run(memory.fitting)
     plans = _Checked(workload, priced, answer)
     chosen = _Choice.of(plans, objective, num_candidates)
+    if chosen is None:
+        raise nothing_fits(workload, space, memory.too_large, with_ways_out=explains_failure)
+    best, second, fastest = chosen.best, chosen.second if with_second else None, chosen.fastest
     return SearchResult(
         decisions=answer.decisions,
         families=answer.families,
-        best=chosen.best,
-        second=chosen.second if with_second else None,
-        fastest=chosen.fastest if objective == "throughput" else None,
+        best=best,
+        second=second,
+        fastest=fastest if objective == "throughput" else None,
         candidates=tuple(plans.candidate(row) for row in chosen.rows[:num_candidates]),
         rejections=memory.rejections,
         plans_considered=space.considered,
         plans_priced=memory.num_priced,
         times_priced=times.num_priced,
-        front=tuple(plans.candidate(row) for row in pareto_front(priced)) if with_front else (),
-        cloud=tuple(plans.candidate(row) for row in spread(priced)) if with_front else (),
+        front=plans.fitting_candidates(pareto_front(priced)) if with_front else (),
+        cloud=plans.fitting_candidates(spread(priced)) if with_front else (),
         remark=chosen.remark,
         is_runnable=runnable_only,
     )
@@ -89,11 +92,18 @@ class _Choice:
     row: int
 
     @classmethod
-    def of(cls, plans: _Checked, objective: Objective, count: int) -> _Choice:
+    def of(cls, plans: _Checked, objective: Objective, count: int) -> _Choice | None:
+        """Return the choice, None where no priced plan fits in all of its stages."""
         priced = plans.priced
         ranked = best_of_each_kind(priced, rank(objective, seconds=priced.seconds, peak_bytes=priced.peak_bytes))
         rows = plans.first_fitting(ranked, count)
+        if not rows:  # the best of no kind does: some other plan of a kind may
+            every = rank(objective, seconds=priced.seconds, peak_bytes=priced.peak_bytes)
+            rows = plans.first_fitting([int(row) for row in every], 0)
+        if not rows:
+            return None
         named = plans.first_fitting([row for row in ranked if plans.is_named(row)], count) or rows
+        rows, named = (plans.in_order(objective, each) for each in (rows, named))
         row = simplest_of_the_best(objective, priced.table, named, seconds=priced.seconds, peak_bytes=priced.peak_bytes)
         return cls(plans, objective, rows, named, row)
 
@@ -136,17 +146,20 @@ class _Checked:
 
     def estimate(self, row: int) -> PlanEstimate:
         if row not in self._estimates:
-            self._estimates[row] = estimate_plan(self.workload, self.priced.plan(row))
+            found = estimate_plan(self.workload, self.priced.plan(row))
+            self._estimates[row] = found
+            self.priced.seconds[row] = found.step.step_time_s
+            self.priced.peak_bytes[row] = found.peak_memory_bytes
         return self._estimates[row]
 
     def is_named(self, row: int) -> bool:
         return family(self.priced.plan(row)) in self.answer.families
 
     def first_fitting(self, rows: list[int], count: int) -> list[int]:
-        """Return the first `count` of `rows` that fit, and one more; the first one where none does.
+        """Return the first `count` of `rows` that fit, and one more.
 
-        The survey computed the first two stages and the last. They need most where blocks are alike and evenly
-        divided; else all stages are computed here.
+        The survey computed the stages that should need most. Where blocks differ or are not evenly divided, all
+        stages are computed here, and rows get the price of all.
         """
         table = self.priced.table
         has_others = (table.pp > 3) & ((table.split > 0) | (len(self.workload.model.runs) > 1))
@@ -156,21 +169,30 @@ class _Checked:
                 break
             if not has_others[row] or self.estimate(row).fits:
                 found.append(row)
-        return found or rows[:1]
+        return found
+
+    def in_order(self, objective: Objective, rows: list[int]) -> list[int]:
+        """Return `rows` in the order of an objective, by the prices of all stages where these are known."""
+        few = self.priced.select(np.array(rows, dtype=np.int64))
+        return [rows[place] for place in rank(objective, seconds=few.seconds, peak_bytes=few.peak_bytes)]
+
+    def fitting_candidates(self, rows: list[int]) -> tuple[Candidate, ...]:
+        """Return those of `rows` that fit by all that is known of their stages."""
+        found = (self.candidate(row) for row in rows)
+        return tuple(one for one in found if one.peak_memory_bytes <= self.workload.usable_memory_bytes)
 
     def candidate(self, row: int) -> Candidate:
         workload, seconds = self.workload, float(self.priced.seconds[row])
-        known = self._estimates.get(row)
         training, plan = workload.training, self.priced.plan(row)
         tokens_per_s = training.tokens_per_step / seconds / plan.world_size
         flops_per_s = 3 * workload.model.flops_per_token(training.seq_length) * tokens_per_s
         return Candidate(
             plan=plan,
             in_tree=self.is_named(row),
-            step_time_s=known.step.step_time_s if known else seconds,
+            step_time_s=seconds,
             tokens_per_s_per_gpu=tokens_per_s,
             mfu=flops_per_s / effective_peak(workload.cluster.gpu, training),
-            peak_memory_bytes=known.peak_memory_bytes if known else round(float(self.priced.peak_bytes[row])),
+            peak_memory_bytes=round(float(self.priced.peak_bytes[row])),
         )
 
 

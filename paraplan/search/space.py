@@ -323,7 +323,9 @@ class PlanSpace:
         if self.runnable_only:
             training = self.workload.training
             return unsupported_reason(table.plan(row), precision=training.precision, compiled=training.compiled)
-        count, pp = int(table.num_microbatches[row]), int(table.pp[row])
+        count, pp, schedule = int(table.num_microbatches[row]), int(table.pp[row]), SCHEDULES[table.schedule[row]]
+        if pp > 1 and schedule not in self.workload.habits.schedules:
+            return f"{self.workload.habits.name} has no {schedule} schedule"
         if table.schedule[row] == _INTERLEAVED and count % round_size(count, pp):
             return "interleaved stages need micro-batches in equal rounds, such as a multiple of pp"
         if table.offload[row] == OFFLOADS.index("parameters") and table.zero_stage[row] < 3:

@@ -11,7 +11,7 @@ import numpy as np
 from paraplan.cost.blocks import BlockCosts, block_costs
 from paraplan.cost.estimate import fits, peak_memory, step_times
 from paraplan.cost.memory import RankMemory, host_bytes
-from paraplan.cost.stages import even_stage
+from paraplan.cost.stages import even_stage, fullest_ranks, running_parameters
 from paraplan.cost.table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -183,7 +183,7 @@ def exceeds_host(workload: Workload, table: PlanTable, costs: BlockCosts | None 
     part, model = table.select(offloads), workload.model
     costs = costs.select(offloads) if costs else block_costs(workload, part)
     ranks = np.minimum(workload.cluster.num_gpus, workload.cluster.gpus_per_node)
-    for rank in (np.zeros_like(part.pp), part.pp - 1):
+    for rank in (np.zeros_like(part.pp), fullest_ranks(part, running_parameters(model)), part.pp - 1):
         stage = even_stage(part, model.num_blocks, rank, are_alike=len(model.runs) == 1)
         exceeds[offloads] |= ranks * host_bytes(RankMemory.of(workload, part, costs, stage)) > limit
     return exceeds

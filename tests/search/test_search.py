@@ -8,7 +8,7 @@ import pytest
 
 from paraplan.cost.estimate import estimate_plan, peak_memory, step_times
 from paraplan.cost.habits import MEGATRON_CORE, PARAPLAN, Habits
-from paraplan.cost.table import Floats
+from paraplan.cost.table import SCHEDULES, Floats
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.support import unsupported_reason
@@ -36,6 +36,25 @@ def test_what_is_recommended_fits_and_runs(workload: MakeWorkload, model: str, p
         assert plan.world_size == made.cluster.num_gpus
         assert plan.global_batch_size == made.training.global_batch_size
         assert unsupported_reason(plan, num_blocks=made.model.num_blocks) is None
+
+
+def test_a_pipeline_of_unlike_stages_is_recommended_only_where_all_of_them_fit(workload: MakeWorkload) -> None:
+    made = workload("gpt-oss-120b", profile="rtx-3090-x2", num_nodes=32, seq_length=512, global_batch_size=24)
+    result = search(made)
+    assert result.best.fits
+    for candidate in result.candidates:
+        estimate = estimate_plan(made, candidate.plan)
+        assert estimate.fits
+        assert candidate.step_time_s == pytest.approx(estimate.step.step_time_s)
+        assert candidate.tokens_per_s_per_gpu == pytest.approx(estimate.step.tokens_per_s_per_gpu)
+
+
+def test_a_framework_is_planned_the_schedules_that_it_has(workload: MakeWorkload) -> None:
+    made = replace(workload("gpt2", gpus=4), habits=MEGATRON_CORE)
+    space = PlanSpace(made, runnable_only=False)
+    schedules = {int(one) for chunk in space.chunks() for one in chunk.table.schedule[chunk.table.pp > 1]}
+    assert {SCHEDULES[one] for one in schedules} == {"1f1b", "interleaved_1f1b"}
+    assert space.rejected["Megatron-Core has no zero_bubble schedule"]
 
 
 def brute_force(made: Workload, *, runnable_only: bool) -> tuple[Floats, Floats]:
