@@ -134,8 +134,8 @@ def _count_reason(plan: ParallelPlan) -> str | None:
     rounds = max(1, count // plan.pp)
     if plan.pipeline_schedule in ("interleaved_1f1b", "zero_bubble") and count % rounds:
         return (
-            f"num_microbatches={count}, pp={plan.pp}: {plan.pipeline_schedule} needs a multiple of the {rounds} rounds "
-            "that it takes, such as a multiple of pp"
+            f"num_microbatches={count}, pp={plan.pp}: {plan.pipeline_schedule} takes micro-batches in {rounds} equal "
+            f"rounds, so that their number is a multiple of {rounds}; a multiple of pp always is"
         )
     return None
 

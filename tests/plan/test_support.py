@@ -49,7 +49,7 @@ def test_data_parallelism_zero_pipelines_and_split_layers_are_executed(plan: Par
         (ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b"), "virtual_pipeline_size=1"),
         (
             ParallelPlan(pp=4, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, num_microbatches=9),
-            "num_microbatches=9, pp=4: interleaved_1f1b needs a multiple of the 2 rounds",
+            "num_microbatches=9, pp=4: interleaved_1f1b takes micro-batches in 2 equal rounds",
         ),
         (ParallelPlan(pp=2, pipeline_schedule="1f1b", virtual_pipeline_size=2, num_microbatches=2), "virtual"),
         (ParallelPlan(pp=4, pipeline_schedule="1f1b", num_microbatches=3), "num_microbatches=3, pp=4"),
