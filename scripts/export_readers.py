@@ -67,6 +67,7 @@ def _read_accelerate(path: Path) -> Says:
     launch, dataclasses = module("accelerate.commands.launch"), module("accelerate.utils.dataclasses")
     arguments = launch.launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
     arguments, defaults, _ = launch._validate_launch_command(arguments)
+    arguments.machine_rank = arguments.num_machines - 1  # the first machine asks whether the port is free just now
     says: Says = {
         "world_size": arguments.num_processes,
         "num_nodes": arguments.num_machines,
