@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from factory_script import FACTORY
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.fake import show_fake_launch
@@ -20,41 +21,13 @@ from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, ScheduleName
 from paraplan.plan.training import TrainingSpec
 
-SCRIPT = """
+SCRIPT = (
+    FACTORY
+    + """
 import sys
-import torch
 from torch import nn
 from paraplan import runtime
 from paraplan.errors import UsageError
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, hidden):
-        return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
-
-
-class Model(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.embedding = nn.Embedding(128, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
-        self.head = nn.Linear(width, 128, bias=False)
-
-    def forward(self, tokens):
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-
-def build():
-    return Model()
 
 
 def main():
@@ -67,7 +40,7 @@ def main():
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         max_grad_norm=1.0,
     )
-    data = [(torch.arange(16) % 7, torch.arange(16) % 7) for _ in range(64)]
+    data = [(torch.arange(16) % 7, torch.arange(16) % 7) for _ in range(256)]
     for inputs, targets in job.shard(data):
         print(engine.step(inputs, targets).item())
     raise AssertionError("the second step ends the script")
@@ -76,6 +49,7 @@ def main():
 if __name__ == "__main__":
     main()
 """
+)
 PLAIN_SCRIPT = """
 import os
 import sys
@@ -96,9 +70,11 @@ assert next(model.parameters()).is_cuda and torch.cuda.is_available()
 if "--sharded" in sys.argv:
     mesh = init_device_mesh("cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model.register_buffer("left_on_the_host", torch.ones(8))
     for layer in (model[0], model[2], model):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    assert model.left_on_the_host.is_cuda
 elif "--flat" in sys.argv:
     model = FullyShardedDataParallel(model)
 else:
@@ -144,27 +120,27 @@ def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path) -> None:
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     assert report.no_estimate is None
     assert [rank.rank for rank in report.ranks] == [0, 4]
-    block, ends = 64 * 2 + 2 * 64 * 256 + 256 + 64, 128 * 64
-    for rank, estimate in zip(report.ranks, report.estimates, strict=True):
-        assert rank.num_parameters == 4 * block + 2 * ends
+    block, ends = 2 * 64 * 256 + 256 + 64, (256 * 64, 64 * 256 + 256)
+    for rank, estimate, end in zip(report.ranks, report.estimates, ends, strict=True):
+        assert rank.num_parameters == 4 * block + sum(ends)
         parts = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_state_bytes, rank.activation_bytes)
         assert sum(parts) + rank.workspace_bytes == rank.total_bytes
         assert rank.total_bytes == pytest.approx(estimate.total_bytes, rel=0.2)  # of a model whose tensors are tiny
         # What is sent: every gradient of the stage in fp32, and each micro-batch's boundary there or back.
         sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in rank.collectives}
         assert sent["send", "pp"] == sent["receive", "pp"] == (2, 2 * 2 * 16 * 64 * 4)
-        assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (2 * block + ends), abs=64)  # and the loss
+        assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (2 * block + end), abs=64)  # and the loss
 
 
 def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_path: Path) -> None:
-    write(tmp_path, ParallelPlan(dp=8, zero_stage=3, micro_batch_size=2, offload="parameters"))
-    done = launch("--fake", "8", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+    write(tmp_path, ParallelPlan(dp=2, zero_stage=3, micro_batch_size=8, offload="parameters"))
+    done = launch("--fake", "2", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     (rank,) = report.ranks
     assert rank.host is not None
     # Parameters and gradients of a shard, and two averages of each; one parameter's temporary tensor beside them.
-    assert rank.host.total_bytes - rank.host.workspace_bytes == pytest.approx(16 * rank.num_parameters // 8, rel=0.1)
+    assert rank.host.total_bytes - rank.host.workspace_bytes == pytest.approx(16 * rank.num_parameters // 2, rel=0.1)
     assert rank.host.total_bytes == pytest.approx(report.estimates[0].host_bytes, rel=0.2)
     assert rank.optimizer_state_bytes == 0
     assert rank.total_bytes == pytest.approx(report.estimates[0].total_bytes, rel=0.2)
@@ -187,25 +163,52 @@ def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(
     assert gathered.count == 5
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_of_a_long_pipelined_step_as_much_is_run_as_tells_of_all(schedule: ScheduleName, tmp_path: Path) -> None:
-    whole = ParallelPlan(dp=2, pp=2, micro_batch_size=2, num_microbatches=4, pipeline_schedule=schedule)
-    long = whole.replace(num_microbatches=8)
-    found = []
-    for plan in (whole, long):
-        write(tmp_path, plan)
-        done = launch("--fake", "4", "--fake-rank", "2", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        found.append(FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks[0])
-    few, many = found
-    boundary = 2 * 16 * 64 * 4  # bytes of one micro-batch's hidden state, which is received and sent once each
-    sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in many.collectives}
-    assert sent["receive", "pp"] == sent["send", "pp"] == (8, 8 * boundary)
-    # Of four more micro-batches: a buffer, their tokens and targets, a loss; zero bubble keeps gradients of inputs.
-    kept = boundary + 2 * (2 * 16 * 8) + 512
-    assert many.activation_bytes - few.activation_bytes == 4 * kept
-    assert many.workspace_bytes - few.workspace_bytes == (4 * boundary if schedule == "zero_bubble" else 0)
-    assert many.gradient_bytes == few.gradient_bytes
+def traced(folder: Path, num_microbatches: int, **plan: object) -> FakeRankReport:
+    """Return what rank 2 of four finds, which holds the end of a pipeline of two, without an estimate beside it."""
+    chosen = ParallelPlan.model_validate(
+        {"micro_batch_size": 2} | plan | {"dp": 2, "pp": 2, "num_microbatches": num_microbatches}
+    )
+    write(folder)
+    (folder / "plan.json").write_text(PlanFile(plan=chosen, training=TRAINING).to_json(), encoding="utf-8")
+    done = launch("--fake", "4", "--fake-rank", "2", "--plan", "plan.json", "--json", "train.py", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks[0]
+
+
+BOUNDARY = 2 * 16 * 64 * 4  # bytes of one micro-batch's hidden state, of which a stage that is not first receives each
+BATCH = 2 * (2 * 16 * 8)  # bytes of its tokens and targets
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "few", "many", "boundaries"),
+    [("1f1b", 1, 4, 8, 1), ("zero_bubble", 1, 4, 8, 1), ("interleaved_1f1b", 2, 6, 12, 3)],
+)
+def test_of_a_long_pipelined_step_as_much_is_run_as_tells_of_all(
+    schedule: ScheduleName, virtual: int, few: int, many: int, boundaries: int, tmp_path: Path
+) -> None:
+    whole, long = (
+        traced(tmp_path, count, pipeline_schedule=schedule, virtual_pipeline_size=virtual) for count in (few, many)
+    )
+    sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in long.collectives}
+    assert sent["receive", "pp"] == sent["send", "pp"] == (many * boundaries, many * boundaries * BOUNDARY)
+    # Of each micro-batch more: buffers, its tokens and targets, a loss; zero bubble keeps gradients of inputs.
+    kept = (many - few) * (boundaries * BOUNDARY + BATCH + 512)
+    assert long.activation_bytes - whole.activation_bytes == kept
+    assert long.workspace_bytes - whole.workspace_bytes == ((many - few) * BOUNDARY if schedule == "zero_bubble" else 0)
+    assert long.gradient_bytes == whole.gradient_bytes
+
+
+def test_gpipe_keeps_as_much_of_micro_batches_that_are_not_run_as_of_others(tmp_path: Path) -> None:
+    # The tokens of four sequences have as many bytes as the allocator gives at once: each micro-batch adds whole units.
+    four, five, nine = (  # of nine five are run
+        traced(tmp_path, count, pipeline_schedule="gpipe", micro_batch_size=4) for count in (4, 5, 9)
+    )
+    each = five.activation_bytes - four.activation_bytes
+    assert each > 2 * 5 * 2 * BOUNDARY  # of each of two blocks the inputs of both layers
+    assert nine.activation_bytes == five.activation_bytes + 4 * each
+    assert nine.total_bytes == five.total_bytes + 4 * each
+    sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in nine.collectives}
+    assert sent["receive", "pp"] == sent["send", "pp"] == (9, 9 * 2 * BOUNDARY)
 
 
 def test_a_plan_is_made_for_the_world_that_is_not_there(tmp_path: Path) -> None:
@@ -215,8 +218,7 @@ def test_a_plan_is_made_for_the_world_that_is_not_there(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     assert (report.no_estimate, report.fits) == (None, True)
-    assert {rank.plan.world_size for rank in report.ranks} == {16}
-    assert {rank.plan.global_batch_size for rank in report.ranks} == {32}
+    assert {(rank.plan.world_size, rank.plan.global_batch_size) for rank in report.ranks if rank.plan} == {(16, 32)}
 
 
 def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ def test_a_script_that_shards_by_torch_itself_is_followed(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("argument", "status", "words"),
     [
-        ("--flat", 2, "train.py, line 25 shards the model by FullyShardedDataParallel, whose flat parameters --fake"),
+        ("--flat", 2, "train.py, line 27 shards the model by FullyShardedDataParallel, whose flat parameters --fake"),
         ("--idle", 2, "train.py ended without two steps of an optimizer"),
         ("--forgetful", 1, "RuntimeError: Expected all tensors to be on the same device"),
     ],
