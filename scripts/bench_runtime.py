@@ -344,6 +344,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of some kilobytes: to see that all runs")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
+    names = {case.name for ranks in arguments.ranks for case in cases(ranks)}
+    unknown = set(arguments.only or ()) - names
+    if unknown:
+        parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
     say_what_is_compared(arguments)
     results = []
     for ranks in arguments.ranks:
