@@ -107,9 +107,13 @@ def open_static_store(
             hint="give each node a --node-rank of its own",
         )
     deadline = time.monotonic() + timeout.total_seconds()
+    says_at = time.monotonic() + WAIT_S
     missing = set(range(num_nodes))
     while missing:
         missing = {rank for rank in missing if not store.check([f"paraplan/here/{rank}"])}
+        if missing and time.monotonic() > says_at:
+            say(f"waiting at {host}:{port} for {_nodes_in_words(sorted(missing))} of {num_nodes}")
+            says_at = deadline + WAIT_S  # once
         if missing and time.monotonic() > deadline:
             here = {
                 rank: store.get(f"paraplan/here/{rank}").decode().rpartition(" ")[0]
@@ -156,13 +160,16 @@ def _stranger_error(endpoint: Endpoint, said: str) -> MeetingError:
 
 
 def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], timeout_s: float) -> MeetingError:
-    who = "node" if len(missing) == 1 else "nodes"
     present = ", ".join(f"{rank} ({host})" for rank, host in here.items())
     return MeetingError(
         f"{len(missing)} of {len(missing) + len(here)} nodes did not come to {endpoint} within {timeout_s:g} s: "
-        f"missing {who} {', '.join(map(str, missing))}; here {'is' if len(here) == 1 else 'are'} {present}",
+        f"missing {_nodes_in_words(missing)}; here {'is' if len(here) == 1 else 'are'} {present}",
         hint=_loopback_hint(endpoint.rpartition(":")[0]) or _HINT,
     )
+
+
+def _nodes_in_words(ranks: Sequence[int]) -> str:
+    return f"{'node' if len(ranks) == 1 else 'nodes'} {', '.join(map(str, ranks))}"
 
 
 def meeting_warnings(arguments: Namespace) -> tuple[str, ...]:
@@ -170,7 +177,11 @@ def meeting_warnings(arguments: Namespace) -> tuple[str, ...]:
     host = _endpoint_host(_endpoint(arguments))
     if min_max_nodes(arguments.nnodes)[1] == 1 or arguments.rdzv_backend not in ("static", "c10d") or not host:
         return ()
-    if addresses_of(host):
+    addresses = addresses_of(host)
+    if any(map(is_loopback, addresses)):
+        named = host if host in addresses else f"{host} ({' or '.join(addresses)})"
+        return (f"nodes are to meet at {named}, which no other machine reaches: --rdzv-endpoint gives another address",)
+    if addresses:
         return ()
     return (f"no address of {host}, where the nodes are to meet, is known on this node; it is asked for again",)
 
