@@ -208,7 +208,7 @@ def test_a_folder_without_a_checkpoint_and_one_of_another_model_are_refused(tmp_
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
         engine.load(tmp_path / "absent")
     engine.save(tmp_path / "checkpoint")
-    for model_name, words in (("sequential", "holds no 0.weight"), ("shared scale", "holds no scale.weight")):
+    for model_name, words in (("sequential", "holds no 0.weight"), ("shared scale", "holds no sharpness")):
         _, other = prepared(model_name, None, seed=0)
         with pytest.raises(CheckpointError, match=words):
             other.load(tmp_path / "checkpoint")
