@@ -7,12 +7,15 @@ Each rank runs in a process of its own without GPUs, other ranks or values, fork
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import paraplan
@@ -59,7 +62,7 @@ def show_fake_launch(args: Namespace) -> int:
     """
     _check(args)
     cluster = None if args.profile is None else cluster_from_profile(args.profile)
-    with tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
+    with _orderly_end(), tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
         path = _plan_path(args, Path(folder))
         file = None if path is None else _checked_plan(path, args)
         plan = file.plan if file is not None else ParallelPlan(dp=args.fake)
@@ -83,6 +86,19 @@ def show_fake_launch(args: Namespace) -> int:
     )
     sys.stdout.write(report.to_json() + "\n" if args.json else render_report(report))
     return 0 if report.fits is not False else 1
+
+
+@contextmanager
+def _orderly_end() -> Iterator[None]:
+    """Have SIGTERM end this process as an exception does: ranks and their folder go on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Later:
@@ -182,9 +198,11 @@ def _run(
         str(_GPU_BYTES if cluster is None else cluster.gpu_memory_bytes),
     ]
     command += [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+    environment = _environment(os.environ, size=args.fake, plan_path=plan_path)
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # torch makes it on import
     done = subprocess.run(
         command,
-        env=_environment(os.environ, size=args.fake, plan_path=plan_path),
+        env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from factory_script import FACTORY
+from launching import PATIENCE_S, Start, names_in, wait_until_dead
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.fake import show_fake_launch
@@ -350,3 +352,24 @@ def test_the_report_says_what_a_rank_needs_sends_and_how_far_the_estimate_is_off
     assert "Left out: compiling with inductor." in text
     assert max(map(len, text.splitlines())) <= 100
     assert small.fits is False
+
+
+def test_an_ended_fake_launch_leaves_nothing(tmp_path: Path, start: Start, scratch: Path) -> None:
+    script, here = tmp_path / "waits.py", tmp_path / "here"
+    script.write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(here)!r}).with_suffix('.new').write_text(str(os.getpid()))\n"
+        f"os.replace({str(here.with_suffix('.new'))!r}, {str(here)!r})\n"
+        "time.sleep(600)\n"
+    )
+    process = start("--fake", 2, script)
+    deadline = time.monotonic() + PATIENCE_S
+    while not here.exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 143
+    assert wait_until_dead(int(here.read_text())) == []
+    assert names_in(scratch) == []
