@@ -52,11 +52,11 @@ from bench_runtime_sides import CPU_SIZE, GPU_SIZE, Case, Size, Step, build, dev
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.collective_count import CollectiveCount
+from paraplan.runtime.fake.collective_count import CollectiveCount
+from paraplan.runtime.fake.storage_tracking import StorageTracker
 from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.noise import silence_known_noise
-from paraplan.runtime.step_reports import Yardstick, peak_flops_per_s
-from paraplan.runtime.storage_tracking import StorageTracker
+from paraplan.runtime.step.reports import Yardstick, peak_flops_per_s
 from paraplan.runtime.world import read_world
 
 SIDES: dict[str, Callable[[Case], Step]] = {

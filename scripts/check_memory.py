@@ -34,7 +34,7 @@ from paraplan.plan.memory_record import MEMORY_PARTS
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
-from paraplan.runtime.fake_run import TracedMemory, first_rank_of_stage, trace_memory
+from paraplan.runtime.fake.run import TracedMemory, first_rank_of_stage, trace_memory
 from paraplan.runtime.noise import silence_known_noise
 from paraplan.units import format_bytes
 

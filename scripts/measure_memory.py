@@ -136,7 +136,7 @@ def train(case: Case, *, num_steps: int = NUM_STEPS, before_steps: Callable[[], 
     from paraplan import runtime
     from paraplan.model.config_file import load_config
     from paraplan.model.transformers_model import library_factory
-    from paraplan.runtime.fake_run import make_optimizer
+    from paraplan.runtime.fake.run import make_optimizer
     from paraplan.runtime.token_loss import token_loss
 
     config = load_config(find_config(case.model))

@@ -25,8 +25,8 @@ from paraplan.hardware.link_measurement import LinkReport
 from paraplan.hardware.profile_files import machine_content, save_machine
 from paraplan.hardware.profiles import MachineProfile
 from paraplan.hardware.survey import MachineSurvey, survey_node
-from paraplan.launch.cores import threads_per_rank, usable_cores
 from paraplan.launch.measuring import measure_kernels, measure_machine
+from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
 
 _LINKS_SHARE = 1 / 3
 

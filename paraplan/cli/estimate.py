@@ -78,7 +78,7 @@ from paraplan.plan.parallel import ParallelPlan, micro_batches
 
 if TYPE_CHECKING:
     from paraplan.plan.training import TrainingSpec
-    from paraplan.runtime.fake_run import TracedMemory
+    from paraplan.runtime.fake.run import TracedMemory
 
 _PLAN_OPTIONS = (
     *("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "virtual_stages"),

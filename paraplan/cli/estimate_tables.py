@@ -20,7 +20,7 @@ from paraplan.plan.support import unsupported_reason
 from paraplan.units import format_bytes, format_count, format_flops, format_seconds
 
 if TYPE_CHECKING:  # torch, which an estimate does without
-    from paraplan.runtime.fake_run import TracedMemory
+    from paraplan.runtime.fake.run import TracedMemory
 
 PARTS = (
     ("parameter_bytes", "parameters", "blue"),

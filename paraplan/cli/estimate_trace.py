@@ -15,7 +15,7 @@ from paraplan.model.transformers_model import library_factory
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingSpec
-from paraplan.runtime.fake_run import TracedMemory, first_rank_of_stage, trace_memory
+from paraplan.runtime.fake.run import TracedMemory, first_rank_of_stage, trace_memory
 
 _MOST_STAGES = 4
 

@@ -36,8 +36,8 @@ def gather_survey(
         raise UsageError("--nnodes needs --rdzv-endpoint", hint="give HOST:PORT of the first node, the same on all")
     if importlib.util.find_spec("torch") is None:
         raise UsageError("nodes meet through torch, which is not installed", hint="pip install torch")
-    from paraplan.launch.endpoint import Endpoint
-    from paraplan.launch.node_exchange import NodeText, exchange_texts
+    from paraplan.launch.nodes.endpoint import Endpoint
+    from paraplan.launch.nodes.exchange import NodeText, exchange_texts
 
     mine = NodeText(rank=node_rank, name=socket.gethostname(), text=json.dumps(node.to_report()))
     _, texts = exchange_texts(

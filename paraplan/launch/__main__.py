@@ -32,7 +32,7 @@ def _import_paraplan(root: Path) -> None:
 if __name__ == "__main__":
     _restore_path()
     from paraplan.launch.command import launch_here
-    from paraplan.launch.forked import flush_streams
+    from paraplan.launch.ranks.forked import flush_streams
 
     status = launch_here(sys.argv[1:])
     flush_streams()

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, NoReturn
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.arguments import ArgumentError
-from paraplan.launch.batch_systems import find_place, take_place
-from paraplan.launch.cores import threads_per_rank, usable_cores
+from paraplan.launch.faults.report import render_error, say, write_report
 from paraplan.launch.guess import guess_ranks_per_node
-from paraplan.launch.hosts import END_WITH_STDIN, end_with_stdin, launch_on_hosts
+from paraplan.launch.nodes.batch_systems import find_place, take_place
+from paraplan.launch.nodes.hosts import END_WITH_STDIN, end_with_stdin, launch_on_hosts
 from paraplan.launch.parser import parse_arguments
-from paraplan.launch.report import render_error, say, write_report
+from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
+from paraplan.launch.ranks.spawner import RankStart
 from paraplan.launch.request import check_script, forks_ranks
 from paraplan.launch.script import ScriptTraits, read_traits
-from paraplan.launch.spawner import RankStart
 
 if TYPE_CHECKING:  # torch is imported by none of these names before its number of threads is known
-    from paraplan.launch.spawning import SpawnerHandle
+    from paraplan.launch.ranks.spawning import SpawnerHandle
 
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 
@@ -58,7 +58,7 @@ def _launch(arguments: Sequence[str]) -> int:
 
         return show_dry_run(args)
     if args.fake is not None:
-        from paraplan.launch.fake import show_fake_launch  # imports pydantic too
+        from paraplan.launch.fake.ranks import show_fake_launch  # imports pydantic too
 
         return show_fake_launch(args)
     _refuse_preview_options(args)
@@ -116,7 +116,7 @@ def _choose_import_threads(arguments: Sequence[str]) -> bool:
 
 
 def _fork(*, preload_runtime: bool = False) -> SpawnerHandle | RankStart:
-    from paraplan.launch.spawning import fork_spawner
+    from paraplan.launch.ranks.spawning import fork_spawner
 
     if preload_runtime:
         importlib.import_module("paraplan.runtime")  # once here, where every rank would pay for it
@@ -125,8 +125,8 @@ def _fork(*, preload_runtime: bool = False) -> SpawnerHandle | RankStart:
 
 
 def _run_rank(start: RankStart) -> NoReturn:
-    from paraplan.launch.bootstrap import FailureRecorder, run_target, watch_process
-    from paraplan.launch.forked import enter_rank, leave_rank, target_of
+    from paraplan.launch.ranks.bootstrap import FailureRecorder, run_target, watch_process
+    from paraplan.launch.ranks.forked import enter_rank, leave_rank, target_of
 
     inherited = frozenset(sys.modules)
     enter_rank(start)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 from paraplan.errors import CheckFailedError
 from paraplan.launch.accelerate import accelerate_variables
-from paraplan.launch.cores import threads_per_rank, usable_cores
+from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, min_max_nodes
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.support import unsupported_reason

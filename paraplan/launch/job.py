@@ -22,15 +22,10 @@ from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import CheckFailedError, ParaplanError, PlanError
 from paraplan.launch.arguments import ArgumentError
-from paraplan.launch.failures import RankFailure, first_failure, first_node_failure, read_failure
-from paraplan.launch.hang import HANG_EXIT_STATUS
-from paraplan.launch.meeting import meeting_error, meeting_warnings
-from paraplan.launch.memory_kills import count_memory_kills, new_memory_kill
-from paraplan.launch.native_calls import silence_torch_log
-from paraplan.launch.planning import PlannerRequest, make_plan
-from paraplan.launch.preflight import Findings, Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
-from paraplan.launch.processes import JobRecord
-from paraplan.launch.report import (
+from paraplan.launch.faults.failures import RankFailure, first_failure, first_node_failure, read_failure
+from paraplan.launch.faults.hang import HANG_EXIT_STATUS
+from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
+from paraplan.launch.faults.report import (
     ReportContext,
     as_node_failure,
     render_failure_elsewhere,
@@ -38,10 +33,15 @@ from paraplan.launch.report import (
     say,
     write_report,
 )
+from paraplan.launch.nodes.meeting import meeting_error, meeting_warnings
+from paraplan.launch.nodes.native_calls import silence_torch_log
+from paraplan.launch.planning import PlannerRequest, make_plan
+from paraplan.launch.preflight import Findings, Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
+from paraplan.launch.ranks.processes import JobRecord
+from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostError
 from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes, planned_layout
 from paraplan.launch.run import count_gpus, run_job
 from paraplan.launch.run_folder import RunFolder
-from paraplan.launch.spawning import RankExit, SpawnerHandle, SpawnerLostError
 from paraplan.units import format_bytes
 
 if TYPE_CHECKING:

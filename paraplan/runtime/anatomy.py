@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.batches import call_model
 from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.split_tensor import SplitTensor
-from paraplan.runtime.tensor_cut import Cut
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.split_tensor import SplitTensor
+from paraplan.runtime.step.batches import call_model
 from paraplan.runtime.without_values import WAYS_TO_RUN, Context, reentrant_refused
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8

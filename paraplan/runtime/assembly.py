@@ -19,17 +19,17 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.blocks import BlockStack, find_blocks
-from paraplan.runtime.context_parallel import check_context, context_group, keep_experts_apart
-from paraplan.runtime.context_trial import seen_through
 from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync, never_sharded
 from paraplan.runtime.engine import RankPart
-from paraplan.runtime.execution import WholeModelExecution
+from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
 from paraplan.runtime.recompute import recompute_blocks
-from paraplan.runtime.replica_gradients import ReplicaGradients
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.sharded_table import shard_tables
-from paraplan.runtime.tensor_group import TensorGroup
-from paraplan.runtime.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
+from paraplan.runtime.split.context_parallel import check_context, context_group, keep_experts_apart
+from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
+from paraplan.runtime.split.trial import seen_through
+from paraplan.runtime.step.execution import WholeModelExecution
 from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
 
 _LOGGER = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def _tensor_split(
 
 
 def _assemble_stages(model: nn.Module, stack: BlockStack | None, setting: Setting, example_inputs: Any) -> RankPart:
-    from paraplan.runtime.pipeline_assembly import assemble_stages  # imports torch's compiler, which others do without
+    from paraplan.runtime.pipeline.assembly import assemble_stages  # imports torch's compiler, which others do without
 
     if stack is None:
         raise UnsupportedPlanError(

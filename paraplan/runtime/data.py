@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from paraplan.errors import UsageError
-from paraplan.runtime.batches import to_device
+from paraplan.runtime.step.batches import to_device
 
 
 class SizedDataset(Protocol):

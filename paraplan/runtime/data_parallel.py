@@ -23,10 +23,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.sharding import sharded_dimension
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.context_parallel import show_hooks_plain
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import shard_precision
 from paraplan.runtime.sharded_table import sharded_names
+from paraplan.runtime.split.context_parallel import show_hooks_plain
 from paraplan.runtime.weightless import give_storage
 
 

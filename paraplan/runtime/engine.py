@@ -17,7 +17,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from paraplan.errors import ModelError, UnsupportedPlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.batches import (
+from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
+from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
+from paraplan.runtime.data_parallel import reads_shards
+from paraplan.runtime.export import export_weights
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.peers import Call, Peers
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.pieces import Place
+from paraplan.runtime.step.batches import (
     MicroBatch,
     TargetCount,
     batch_size,
@@ -27,22 +35,14 @@ from paraplan.runtime.batches import (
     to_device,
     weigh,
 )
-from paraplan.runtime.checkpoint import CheckpointSource, CheckpointWriter, load_checkpoint
-from paraplan.runtime.clipping import clip_gradients, global_norm
-from paraplan.runtime.data_parallel import reads_shards
-from paraplan.runtime.execution import Execution
-from paraplan.runtime.export import export_weights
-from paraplan.runtime.loss_scale import LossScale
-from paraplan.runtime.loss_watch import LossWatch
-from paraplan.runtime.memory_fault import is_out_of_memory, memory_error
-from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.peers import Call, Peers
-from paraplan.runtime.step_division import StepDivider, StepShape
-from paraplan.runtime.step_reports import RunWatch, StepReport, count_tokens
-from paraplan.runtime.tensor_cut import Cut
-from paraplan.runtime.tensor_pieces import Place
+from paraplan.runtime.step.clipping import clip_gradients, global_norm
+from paraplan.runtime.step.division import StepDivider, StepShape
+from paraplan.runtime.step.execution import Execution
+from paraplan.runtime.step.loss_scale import LossScale
+from paraplan.runtime.step.loss_watch import LossWatch
+from paraplan.runtime.step.memory_fault import is_out_of_memory, memory_error
+from paraplan.runtime.step.reports import RunWatch, StepReport, count_tokens
 from paraplan.runtime.timeouts import TimeoutWatch
-from paraplan.runtime.whole_tensors import whole_tensor
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from paraplan.errors import UsageError
-from paraplan.runtime.checkpoint import find_whole
-from paraplan.runtime.checkpoint_entries import MODEL
-from paraplan.runtime.safe_reader import CheckpointError, SafeReader
+from paraplan.runtime.checkpoints.entries import MODEL
+from paraplan.runtime.checkpoints.safe_reader import CheckpointError, SafeReader
+from paraplan.runtime.checkpoints.saving import find_whole
 
 
 def export_weights(folder: str | Path, path: str | Path, *, dtype: torch.dtype | None = None) -> int:

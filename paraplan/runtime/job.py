@@ -20,20 +20,20 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
-from paraplan.runtime.batches import TargetCount, counted_targets
 from paraplan.runtime.blocks import compile_blocks
+from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
 from paraplan.runtime.data import ShardedBatches, SizedDataset, shard_dataset
 from paraplan.runtime.engine import Engine, Equipment, RankPart
-from paraplan.runtime.execution import LossFunction
-from paraplan.runtime.loss_scale import LossScale
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.peers import Peers
 from paraplan.runtime.setting import Setting
-from paraplan.runtime.step_division import StepShape
-from paraplan.runtime.step_reports import RunWatch, Yardstick, peak_flops_per_s
+from paraplan.runtime.step.batches import TargetCount, counted_targets
+from paraplan.runtime.step.division import StepShape
+from paraplan.runtime.step.execution import LossFunction
+from paraplan.runtime.step.loss_scale import LossScale
+from paraplan.runtime.step.reports import RunWatch, Yardstick, peak_flops_per_s
 from paraplan.runtime.timeouts import TimeoutWatch
-from paraplan.runtime.weight_files import names_of_ties, read_weights
 from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import World
 

@@ -74,7 +74,7 @@ def init(
         timeouts = TimeoutWatch(world.rank, address=own_address(os.environ))
     kind = Job
     if is_fake:
-        from paraplan.runtime.fake_job import FakeJob  # a kind of this job, with much that real runs do without
+        from paraplan.runtime.fake.job import FakeJob  # a kind of this job, with much that real runs do without
 
         kind = FakeJob
     return kind(

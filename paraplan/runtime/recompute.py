@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import Recompute
-from paraplan.runtime.recompute_in_halves import keep_inputs_alone
+from paraplan.runtime.pipeline.recompute_in_halves import keep_inputs_alone
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute, *, in_halves: bool = False) -> None:

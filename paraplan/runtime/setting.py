@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.execution import LossFunction
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.step.execution import LossFunction
 
 
 @dataclass(frozen=True)

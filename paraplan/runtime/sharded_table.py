@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.tensor_cut import Cut
-from paraplan.runtime.tensor_group import TensorGroup, sum_and_scatter
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.group import TensorGroup, sum_and_scatter
 
 
 class ShardedEmbedding(nn.Embedding):

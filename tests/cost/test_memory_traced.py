@@ -22,7 +22,7 @@ from paraplan.model.spec import ModelSpec
 from paraplan.model.trace import trace_module
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
-from paraplan.runtime.fake_run import first_rank_of_stage, trace_memory
+from paraplan.runtime.fake.run import first_rank_of_stage, trace_memory
 
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes")
 TOKENS = 512

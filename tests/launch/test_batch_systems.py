@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paraplan.launch.arguments import ArgumentError
-from paraplan.launch.batch_systems import NodePlace, expand_hosts, find_place, take_place
+from paraplan.launch.nodes.batch_systems import NodePlace, expand_hosts, find_place, take_place
 from paraplan.launch.parser import parse_arguments
 
 SRUN = {

@@ -9,8 +9,8 @@ from launching import PATIENCE_S
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paraplan.errors import PlanError
-from paraplan.launch.board import NodeBoard, NodeFacts, RemoteError, differences
-from paraplan.launch.failures import Cause, NodeFailure, first_node_failure
+from paraplan.launch.faults.failures import Cause, NodeFailure, first_node_failure
+from paraplan.launch.nodes.board import NodeBoard, NodeFacts, RemoteError, differences
 
 T = TypeVar("T")
 FACTS = NodeFacts(host="a", torch="2.13.0", paraplan="1", python="3.11.4", script="0123")

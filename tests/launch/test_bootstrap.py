@@ -13,7 +13,7 @@ from textwrap import dedent
 
 import pytest
 
-from paraplan.launch import bootstrap
+from paraplan.launch.ranks import bootstrap
 
 SELF_PORTRAIT = """
     import json, os, pickle, sys

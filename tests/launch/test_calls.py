@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.launch.bootstrap import CALLS_FILE
-from paraplan.launch.calls import DUMP_PREFIX, Call, RankCalls, find_stuck_calls, read_calls
+from paraplan.launch.faults.calls import DUMP_PREFIX, Call, RankCalls, find_stuck_calls, read_calls
+from paraplan.launch.ranks.bootstrap import CALLS_FILE
 
 GROUPS = {"0": (0, 1, 2, 3), "1": (0, 1)}
 

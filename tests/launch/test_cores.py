@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.launch.cores import threads_per_rank, usable_cores
+from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
 
 
 @given(cores=st.integers(1, 512), ranks=st.integers(1, 64))

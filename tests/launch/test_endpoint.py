@@ -13,9 +13,9 @@ from datetime import timedelta
 import pytest
 from launching import PATIENCE_S, free_port
 
-from paraplan.launch.endpoint import Endpoint, await_answer, describe_silence, is_own_address
-from paraplan.launch.meeting import MeetingError, open_store
-from paraplan.launch.native_calls import run_interruptibly
+from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, is_own_address
+from paraplan.launch.nodes.meeting import MeetingError, open_store
+from paraplan.launch.nodes.native_calls import run_interruptibly
 
 SHORT = timedelta(seconds=0.5)
 

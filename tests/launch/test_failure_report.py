@@ -4,11 +4,10 @@ import signal
 
 import pytest
 
-from paraplan.launch import bootstrap
-from paraplan.launch.calls import Call, RankCalls
-from paraplan.launch.failures import Cause, ErrorRecord, RankFailure
-from paraplan.launch.memory_kills import MemoryKillScope
-from paraplan.launch.report import (
+from paraplan.launch.faults.calls import Call, RankCalls
+from paraplan.launch.faults.failures import Cause, ErrorRecord, RankFailure
+from paraplan.launch.faults.memory_kills import MemoryKillScope
+from paraplan.launch.faults.report import (
     MAX_REPORT_LINES,
     ReportContext,
     as_node_failure,
@@ -16,8 +15,9 @@ from paraplan.launch.report import (
     fit_to_width,
     render_failures,
 )
-from paraplan.launch.spawning import RankExit
-from paraplan.launch.stacks import Frame
+from paraplan.launch.ranks import bootstrap
+from paraplan.launch.ranks.spawning import RankExit
+from paraplan.launch.ranks.stacks import Frame
 from paraplan.units import ranks_in_words
 
 CONTEXT = ReportContext(hostname="node7", elapsed_s=12.34, coordinates={"pp": 1, "dp": 0})

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.launch.failures import Cause, RankFailure, first_failure, read_error_record, read_failure
-from paraplan.launch.spawning import RankExit
+from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_error_record, read_failure
+from paraplan.launch.ranks.spawning import RankExit
 
 
 def write_record(path: Path, message: str, *, seconds: int = 100, **extra: str) -> str:

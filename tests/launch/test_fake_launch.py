@@ -14,9 +14,9 @@ from factory_script import FACTORY
 from launching import PATIENCE_S, Start, names_in, wait_until_dead
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.fake import show_fake_launch
-from paraplan.launch.fake_estimate import StageEstimate
-from paraplan.launch.fake_report import FakeLaunchReport, render_report
+from paraplan.launch.fake.estimate import StageEstimate
+from paraplan.launch.fake.ranks import show_fake_launch
+from paraplan.launch.fake.report import FakeLaunchReport, render_report
 from paraplan.launch.parser import parse_arguments
 from paraplan.plan.fake import CountedCollective, FakeRankReport
 from paraplan.plan.files import ModelReference, PlanFile

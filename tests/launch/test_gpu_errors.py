@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.launch.failures import Cause, RankFailure, first_failure, read_failure
-from paraplan.launch.gpu_errors import advice
-from paraplan.launch.report import ReportContext, render_failures
-from paraplan.launch.spawning import RankExit
+from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
+from paraplan.launch.faults.gpu_errors import advice
+from paraplan.launch.faults.report import ReportContext, render_failures
+from paraplan.launch.ranks.spawning import RankExit
 
 CONTEXT = ReportContext(hostname="node7", num_nodes=1)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.launch.hang import HangVerdict, HangWatch, count_waits
-from paraplan.launch.stacks import Frame, main_stack
+from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits
+from paraplan.launch.ranks.stacks import Frame, main_stack
 
 STACK = """Thread 0x00007f01 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 320 in wait

@@ -85,7 +85,7 @@ def children_of(pid: int) -> set[int]:
         if entry.name.isdecimal():
             fields = stat_fields(int(entry.name))
             command = read(entry / "cmdline")
-            if fields and int(fields[1]) == pid and "paraplan.runtime.measure_links" in command:
+            if fields and int(fields[1]) == pid and "paraplan.runtime.measure.links" in command:
                 found.add(int(entry.name))
     return found
 

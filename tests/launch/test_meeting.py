@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import PATIENCE_S, Start, WriteScript, free_port, names_in, read_until
 
-from paraplan.launch.meeting import MeetingError, meeting_error, meeting_warnings, open_static_store
+from paraplan.launch.nodes.meeting import MeetingError, meeting_error, meeting_warnings, open_static_store
 
 LONG = timedelta(seconds=120)
 

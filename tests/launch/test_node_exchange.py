@@ -8,8 +8,8 @@ import pytest
 from launching import PATIENCE_S, free_port
 
 from paraplan.errors import UsageError
-from paraplan.launch.endpoint import Endpoint
-from paraplan.launch.node_exchange import NodesMissingError, NodeText, exchange_texts
+from paraplan.launch.nodes.endpoint import Endpoint
+from paraplan.launch.nodes.exchange import NodesMissingError, NodeText, exchange_texts
 
 
 def free_endpoint() -> Endpoint:

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from paraplan.launch.ports import find_listener
+from paraplan.launch.faults.ports import find_listener
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])

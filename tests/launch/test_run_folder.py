@@ -30,7 +30,7 @@ from launching import (
 )
 
 from paraplan.launch.arguments import ArgumentError
-from paraplan.launch.failures import last_lines
+from paraplan.launch.faults.failures import last_lines
 from paraplan.launch.run_folder import RUNS_FOLDER, RunFolder, open_run_folder
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 from launching import PATIENCE_S, is_alive, wait_until_dead
 
-from paraplan.launch.spawning import RankCommand, RankExit, SpawnerHandle, SpawnerLostError, StartError, open_spawner
+from paraplan.launch.ranks.spawning import (
+    RankCommand,
+    RankExit,
+    SpawnerHandle,
+    SpawnerLostError,
+    StartError,
+    open_spawner,
+)
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = (
@@ -97,8 +104,8 @@ def test_a_signal_reaches_all_ranks_that_still_run(spawner: SpawnerHandle) -> No
 
 SIGNALLED_AT_ONCE = """
 import signal, time
-from paraplan.launch.spawner import RankStart
-from paraplan.launch.spawning import RankCommand, fork_spawner
+from paraplan.launch.ranks.spawner import RankStart
+from paraplan.launch.ranks.spawning import RankCommand, fork_spawner
 handle = fork_spawner()
 if isinstance(handle, RankStart):
     time.sleep(600)
@@ -156,7 +163,7 @@ def test_a_daemon_of_a_rank_that_succeeded_is_left_alone(spawner: SpawnerHandle,
 def test_ranks_and_their_children_die_with_a_killed_launcher_and_the_log_folder_goes(tmp_path: Path) -> None:
     launcher = f"""
 import os, sys, time
-from paraplan.launch.spawning import RankCommand, open_spawner
+from paraplan.launch.ranks.spawning import RankCommand, open_spawner
 spawner = open_spawner()
 os.mkdir({str(tmp_path / "logs")!r})
 spawner.own({str(tmp_path / "logs")!r})

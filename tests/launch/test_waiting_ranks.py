@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launching import Launch, WriteScript, names_in
 
-from paraplan.launch.stacks import stack_by_py_spy
+from paraplan.launch.ranks.stacks import stack_by_py_spy
 
 pytestmark = pytest.mark.ranks
 

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from paraplan.cost.estimate import MemoryEstimate
-from paraplan.launch.fake_estimate import StageEstimate
+from paraplan.launch.fake.estimate import StageEstimate
 from paraplan.plan.fake import FakeRankReport
 from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.fake_run import TracedMemory
+from paraplan.runtime.fake.run import TracedMemory
 
 PARTS = [
     *("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes"),

@@ -23,7 +23,7 @@ from free_ports import free_port
 _SLACK_S = 60.0  # for a rank to show its stacks and end, once its own time is over
 _GRACE_S = 10.0  # for the other ranks to answer, once one has failed
 # What ranks of nearly every test would import, each for itself: the compiler comes with FSDP and pipelines.
-_IMPORTED_ONCE = ("paraplan.runtime", "paraplan.runtime.pipeline_assembly", "paraplan.runtime.split_rules")
+_IMPORTED_ONCE = ("paraplan.runtime", "paraplan.runtime.pipeline.assembly", "paraplan.runtime.split.rules")
 _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint", "pytest")
 _IMPORTED_ONCE += ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
 

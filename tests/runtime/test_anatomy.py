@@ -11,7 +11,7 @@ from training_cases import HIDDEN, TOKENS, Decoder, Layer, sequential
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.anatomy import Anatomy, examine
 from paraplan.runtime.blocks import find_blocks
-from paraplan.runtime.stage_split import StageEndError, cut_stage
+from paraplan.runtime.pipeline.stage_split import StageEndError, cut_stage
 
 TOKEN_IDS = torch.zeros(2, TOKENS, dtype=torch.long)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paraplan.errors import UsageError
-from paraplan.runtime.batches import (
+from paraplan.runtime.step.batches import (
     Division,
     batch_size,
     call_model,

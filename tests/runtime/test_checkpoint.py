@@ -14,7 +14,7 @@ from training_cases import GLOBAL_BATCH, MODELS, TOKENS, TokenPairs, loss_fn
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoint import CheckpointError
+from paraplan.runtime.checkpoints.saving import CheckpointError
 from paraplan.runtime.engine import Engine
 
 FIRST_STEPS, LAST_STEPS = 2, 2

@@ -19,9 +19,9 @@ from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, TokenPairs, loss_fn
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoint import CheckpointError
+from paraplan.runtime.checkpoints.safe_reader import INDEX_NAME
+from paraplan.runtime.checkpoints.saving import CheckpointError
 from paraplan.runtime.export import export_weights
-from paraplan.runtime.safe_reader import INDEX_NAME
 
 TWO_RANKS = {
     "zero 3": ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6),

@@ -9,7 +9,7 @@ from torch import nn
 from paraplan.errors import ModelError, PlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import OptimizerName, TrainingPrecision, TrainingSpec
-from paraplan.runtime.fake_run import TracedMemory, first_rank_of_stage, trace_memory
+from paraplan.runtime.fake.run import TracedMemory, first_rank_of_stage, trace_memory
 
 VOCABULARY, HIDDEN, NUM_BLOCKS, TOKENS = 64, 256, 4, 32
 

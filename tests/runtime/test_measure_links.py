@@ -10,8 +10,8 @@ from rank_harness import RankHarness
 
 from paraplan.errors import UsageError
 from paraplan.hardware.link_measurement import MeasureRequest, RankEvent, collectives_of
-from paraplan.runtime.measure_links import measure
-from paraplan.runtime.measuring_rank import join
+from paraplan.runtime.measure.links import measure
+from paraplan.runtime.measure.rank import join
 
 pytestmark = pytest.mark.ranks
 SIZES = (1024, 40_000)

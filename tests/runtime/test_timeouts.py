@@ -16,7 +16,7 @@ from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, Decoder, loss_fn
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.pipeline import PipelineExecution
+from paraplan.runtime.pipeline.execution import PipelineExecution
 from paraplan.runtime.timeouts import CollectiveTimeoutError, Position, default_timeout, timeout_error, waited_s
 
 PATIENCE_S = 240.0

@@ -1,0 +1,261 @@
+"""`paraplan launch --fake N train.py`: the real script as ranks of a world that is not there, one of each role.
+
+Each rank runs in a process of its own without GPUs, other ranks or values, forked from one that has imported torch
+(`paraplan.runtime.fake.ranks`), and is compared with the estimate of the plan's model.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import paraplan
+from paraplan.errors import ParaplanError, PlanError
+from paraplan.hardware.cluster import Cluster
+from paraplan.hardware.profile_files import cluster_from_profile
+from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.fake.estimate import StageEstimate, estimate_stages
+from paraplan.launch.fake.report import FakeLaunchReport, render_report
+from paraplan.launch.faults.report import say
+from paraplan.launch.planning import AUTO, make_plan
+from paraplan.launch.ranks.cores import usable_cores
+from paraplan.launch.request import PLAN_VARIABLE, _planner_request, check_script, read_plan_file
+from paraplan.plan.fake import MOST_FAKE_RANKS, FakeRankReport
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.ranks import RankGrid
+from paraplan.plan.support import check_supported
+
+_MOST_STAGES = 4
+_GPUS_OF_NODE, _GPU_BYTES = 8, 80 * 2**30  # what torch.cuda says where no profile does
+_CONTRADICTING = {
+    "nnodes": "--nnodes",
+    "nproc_per_node": "--nproc-per-node",
+    "hostfile": "--hostfile",
+    "gpus": "--gpus",
+    "dry_run": "--dry-run",
+    "no_python": "--no-python",
+    "run_path": "--run-path",
+}
+
+
+class FakeRankError(ParaplanError):
+    """A rank whose script failed; its own words are in the message."""
+
+    exit_status = 1
+
+
+def show_fake_launch(args: Namespace) -> int:
+    """Run the ranks that `args` name without GPUs and print what they found; return the exit status.
+
+    That is 1 where a rank needs more than the memory of the profile's GPU. Raises `ArgumentError`, `PlanError` and
+    `FakeRankError`.
+    """
+    _check(args)
+    cluster = None if args.profile is None else cluster_from_profile(args.profile)
+    with _orderly_end(), tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
+        path = _plan_path(args, Path(folder))
+        file = None if path is None else _checked_plan(path, args)
+        plan = file.plan if file is not None else ParallelPlan(dp=args.fake)
+        ranks = _ranks(args, plan)
+        planned = "" if file is None else f": {plan.describe()}"
+        say(f"running {_counted(ranks)} of {args.fake} without a GPU{planned}")
+        plan_path = None if path is None else str(path.resolve())
+        estimates = _Later(lambda: _estimates(file, plan_path, args.profile))
+        estimates.start(pool)
+        reports = _run(args, ranks, plan_path, Path(folder), cluster)
+        stages, reason = estimates.result()
+        if file is not None and any(one.plan != plan for one in reports):
+            stages, reason = (), "the script does without paraplan.runtime, so the plan is not what it runs"
+    report = FakeLaunchReport(
+        script=args.training_script,
+        ranks=tuple(reports),
+        estimates=tuple(stages[one.pipeline_stage] for one in reports) if stages else (),
+        no_estimate=reason,
+        gpu_memory_bytes=None if cluster is None else cluster.gpu_memory_bytes,
+        profile=args.profile,
+    )
+    sys.stdout.write(report.to_json() + "\n" if args.json else render_report(report))
+    return 0 if report.fits is not False else 1
+
+
+@contextmanager
+def _orderly_end() -> Iterator[None]:
+    """Have SIGTERM end this process as an exception does: ranks and their folder go on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Later:
+    """The estimate, made beside the ranks."""
+
+    def __init__(self, work: Callable[[], tuple[Sequence[StageEstimate], str | None]]) -> None:
+        self._work = work
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        """Begin in a thread of `pool`."""
+        self._future = pool.submit(self._work)
+
+    def result(self) -> tuple[Sequence[StageEstimate], str | None]:
+        """Wait for it."""
+        return self._future.result()
+
+
+def _check(args: Namespace) -> None:
+    """Raise `ArgumentError` for a command line that cannot be followed."""
+    if not 1 <= args.fake <= MOST_FAKE_RANKS:
+        raise ArgumentError(f"--fake {args.fake} is outside 1..{MOST_FAKE_RANKS} ranks", hint="give the world's size")
+    given = [words for name, words in _CONTRADICTING.items() if getattr(args, name, None)]
+    if given:
+        raise ArgumentError(
+            f"--fake {args.fake} and {given[0]} contradict each other: no rank is started",
+            hint="leave one of them out",
+        )
+    if args.fake_rank is not None and not 0 <= args.fake_rank < args.fake:
+        raise ArgumentError(f"--fake-rank {args.fake_rank} is outside a world of {args.fake} ranks", hint="from 0 on")
+    check_script(args, Path.cwd())
+    if args.plan == AUTO and args.model is None:
+        raise ArgumentError(
+            "--fake --plan auto needs --model, to make a plan for", hint="name the model, or a plan file"
+        )
+
+
+def _plan_path(args: Namespace, folder: Path) -> Path | None:
+    """Return the plan file that is asked for, None for none; with --model it is made in `folder`."""
+    planner = _planner_request(args, num_gpus=0)
+    if planner is None:
+        return None if args.plan is None else Path.cwd() / args.plan
+    assert planner.profile is not None  # the one asked for, or that of CPUs
+    cluster = cluster_from_profile(planner.profile)
+    per_node = args.fake if cluster.gpu.vendor == "cpu" else min(args.fake, cluster.gpus_per_node)
+    if args.fake % per_node:
+        raise ArgumentError(
+            f"--fake {args.fake} is no multiple of the {per_node} GPUs of a {planner.profile}",
+            hint=f"use --fake {args.fake // per_node * per_node}",
+        )
+    path = folder / "plan.json"
+    text = make_plan(planner, num_nodes=args.fake // per_node, ranks_per_node=per_node, environment=dict(os.environ))
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _checked_plan(path: Path, args: Namespace) -> PlanFile:
+    """Return the plan file at `path`. Raises `PlanError` for a plan that cannot be run so."""
+    file = read_plan_file(path)
+    name = args.plan if args.model is None else f"made for {args.model}"
+    if file.plan.world_size != args.fake:
+        raise PlanError(
+            f"the plan {name}, '{file.plan.describe()}', is for {file.plan.world_size} ranks, "
+            f"and --fake says {args.fake}",
+            hint=f"use --fake {file.plan.world_size}, or make a plan for {args.fake}",
+        )
+    check_supported(file.plan, precision=file.training.precision if file.training is not None else "fp32")
+    return file
+
+
+def _ranks(args: Namespace, plan: ParallelPlan) -> list[int]:
+    """Return the ranks to run: the one asked for, or the first of each pipeline stage that differs from the others."""
+    if args.fake_rank is not None:
+        return [args.fake_rank]
+    stages = range(plan.pp) if plan.pp <= _MOST_STAGES else (0, 1, plan.pp - 1)
+    grid = RankGrid.of_plan(plan)
+    return [grid.rank(pp=stage) for stage in stages]
+
+
+def _counted(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _run(
+    args: Namespace, ranks: Sequence[int], plan_path: str | None, folder: Path, cluster: Cluster | None
+) -> list[FakeRankReport]:
+    """Run the script as each of `ranks`, as many at once as there are cores; return their reports, left in `folder`."""
+    numbers = ",".join(map(str, ranks))
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "paraplan.runtime.fake.ranks",
+        str(folder),
+        str(max(1, usable_cores())),
+        numbers,
+        str(min(args.fake, _GPUS_OF_NODE if cluster is None else cluster.gpus_per_node)),
+        str(_GPU_BYTES if cluster is None else cluster.gpu_memory_bytes),
+    ]
+    command += [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+    environment = _environment(os.environ, size=args.fake, plan_path=plan_path)
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # torch makes it on import
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    return [_report(rank, folder, done) for rank in ranks]
+
+
+def _report(rank: int, folder: Path, done: subprocess.CompletedProcess[str]) -> FakeRankReport:
+    report, said, status = (folder / f"{rank}.{kind}" for kind in ("json", "err", "status"))
+    ended = int(status.read_text(encoding="ascii")) if status.exists() else done.returncode
+    if ended or not report.exists():
+        words = said.read_text(encoding="utf-8", errors="replace") if said.exists() else done.stderr
+        raise _rank_error(rank, ended, words)
+    return FakeRankReport.model_validate_json(report.read_text(encoding="utf-8"))
+
+
+def _environment(outer: Mapping[str, str], *, size: int, plan_path: str | None) -> dict[str, str]:
+    dropped = {PLAN_VARIABLE, "PARAPLAN_METRICS"}
+    package_folder = str(Path(paraplan.__file__).parent.parent)
+    search_path = os.pathsep.join(filter(None, [package_folder, outer.get("PYTHONPATH", "")]))
+    found = {name: value for name, value in outer.items() if name not in dropped} | {
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": search_path,
+        "PYTHONWARNINGS": "ignore",
+    }
+    found.setdefault("OMP_NUM_THREADS", "1")
+    return found if plan_path is None else found | {PLAN_VARIABLE: plan_path}
+
+
+def _rank_error(rank: int, status: int, said: str) -> ParaplanError:
+    """Return what a rank said as an error of this launch: its own message and hint, or its traceback."""
+    lines = said.strip().splitlines()
+    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    hint = next((line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")), None)
+    if message is None:
+        message, hint = "\n".join(["its script failed:", *lines]), None
+    error = FakeRankError(f"rank {rank}: {message}", hint=hint)
+    error.exit_status = status if 0 < status < 128 else 1
+    return error
+
+
+def _estimates(
+    file: PlanFile | None, plan_path: str | None, profile: str | None
+) -> tuple[Sequence[StageEstimate], str | None]:
+    """Return the estimate of each stage; none, and the reason, where the model is not known."""
+    if file is None or plan_path is None:
+        return (), "the launch has neither --model nor --plan, whose file names the model"
+    if file.model is None:
+        return (), "the plan file names no model"
+    return estimate_stages(file.model.source or file.model.name, plan_path=plan_path, profile=profile)

@@ -1,0 +1,128 @@
+"""A job that hangs: seen by its ranks standing still, and told by where their Python stacks stand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paraplan.launch.faults.calls import RankCalls, find_stuck_calls
+from paraplan.launch.ranks.stacks import Stack, describe_place, main_stack
+from paraplan.units import ranks_in_words
+
+HANG_EXIT_STATUS = 124
+"""Exit status of a job that was ended because it hung: that of timeout(1)."""
+
+_MAX_FRAMES = 12
+_NUM_SAMPLES = 3
+_WAITS_OF_AN_ANSWER = 3
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """No rank has moved for `still_s`. `stacks` gives the main thread of each global rank, innermost frame first.
+
+    `calls` are the collectives that the ranks made last, of those that could say so.
+    """
+
+    still_s: float
+    stacks: Mapping[int, Stack]
+    calls: Mapping[int, RankCalls] = field(default_factory=dict)
+
+    def render(self) -> str:
+        """Return the report: the stack of each place where ranks stand, then who stands where, the fewest last."""
+        places: dict[Stack, list[int]] = {}
+        for rank, stack in sorted(self.stacks.items()):
+            places.setdefault(stack, []).append(rank)
+        by_number = sorted(places.items(), key=lambda place: -len(place[1]))
+        lines = []
+        for stack, ranks in by_number:
+            lines.append(f"paraplan: stack of {ranks_in_words(ranks)}, innermost call first")
+            lines += [f"  {frame.path}:{frame.line} in {frame.name}" for frame in stack[:_MAX_FRAMES]]
+        lines.append(f"paraplan: the job hangs: no rank has moved for {self.still_s:.0f} s; it is ended")
+        for stuck in find_stuck_calls(self.calls)[:3]:
+            waiting, *others = stuck.describe()
+            lines.append("; ".join([f"  waiting: {waiting}", *others]))
+        lines += [f"  {ranks_in_words(ranks)} in {describe_place(stack)}" for stack, ranks in by_number[:8]]
+        return "\n".join(lines) + "\n"
+
+
+def count_waits(pid: int, *, proc: Path = Path("/proc")) -> int | None:
+    """Return how often the main thread of a process has begun to wait for something; None where it is gone.
+
+    The kernel's voluntary context switches: locks, sockets, disks, queues and sleeps. A thread that is blocked for
+    good, or spins in a collective that never ends, makes none.
+    """
+    try:
+        for line in (proc / str(pid) / "task" / str(pid) / "status").read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches:"):
+                return int(line.split()[1])
+    except OSError:
+        return None
+    return None
+
+
+class HangWatch:
+    """Looks at running ranks every now and then, and gives a verdict once none of them has moved for long.
+
+    A rank moves when its main thread begins to wait for something (each step of a job does, in its collectives). When
+    none has done so for `timeout_s`, their stacks are taken a few times: any change in any thread is movement too. So a
+    rank that waits in slices, or loops for ever, is never taken for one that hangs; nor is a long call that works on a
+    disk. A single call that only computes must be shorter than `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        stack_files: Mapping[int, Path],
+        request_stacks: Callable[[list[int]], None],
+        count_waits: Callable[[int], int | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Watch ranks by the keys of `stack_files`; `count_waits` and `request_stacks` take the same keys."""
+        self._timeout_s = timeout_s
+        self._interval_s = min(5.0, timeout_s / 5)
+        self._files = dict(stack_files)
+        self._request = request_stacks
+        self._count = count_waits
+        self._clock = clock
+        self._looked_at = -self._interval_s
+        self._quiet_since = clock()
+        self._waits: dict[int, int | None] = {}
+        self._samples: list[dict[int, str]] = []
+        self._is_asked = False
+
+    def check(self, running: Sequence[int]) -> HangVerdict | None:
+        """Take a look at the ranks `running` if it is time; return the verdict if they hang."""
+        now = self._clock()
+        if now - self._looked_at < self._interval_s:
+            return None
+        self._looked_at = now
+        if self._has_moved(running):
+            self._quiet_since, self._samples, self._is_asked = now, [], False
+            return None
+        if now - self._quiet_since < self._timeout_s:
+            return None
+        if len(self._samples) == _NUM_SAMPLES:
+            stacks = {rank: main_stack(text) for rank, text in self._samples[-1].items()}
+            return HangVerdict(still_s=now - self._quiet_since, stacks=stacks)
+        for rank in running:
+            self._files[rank].write_text("")
+        self._request(list(running))
+        self._is_asked = True
+        return None
+
+    def _has_moved(self, running: Sequence[int]) -> bool:
+        waits = {rank: self._count(rank) for rank in running}
+        before, self._waits = self._waits, waits
+        if waits.keys() != before.keys() or not all(self._files[rank].exists() for rank in running):
+            return True
+        # to answer for its stack interrupts what a thread waits for, which then begins anew
+        allowance = _WAITS_OF_AN_ANSWER if self._is_asked else 0
+        if any((waits[rank] or 0) - (before[rank] or 0) > allowance for rank in running):
+            return True
+        if self._is_asked:
+            self._samples.append({rank: self._files[rank].read_text() for rank in running})
+        return any(sample != self._samples[0] for sample in self._samples)

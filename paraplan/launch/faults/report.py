@@ -1,0 +1,296 @@
+"""What the launcher says on stderr: errors of the user, and the report of a job that failed, in at most ten lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paraplan.errors import ParaplanError
+from paraplan.launch.faults.calls import RankCalls
+from paraplan.launch.faults.collectives import describe_places, describe_timeouts
+from paraplan.launch.faults.failures import Cause, NodeFailure, RankFailure, first_failure
+from paraplan.launch.faults.gpu_errors import abort_reason, advice
+from paraplan.launch.faults.memory_kills import MemoryKillScope
+from paraplan.launch.ranks import bootstrap
+from paraplan.launch.ranks.spawning import signal_name
+from paraplan.launch.ranks.stacks import Stack, is_library
+from paraplan.units import broken_between_words, format_bytes, ranks_in_words
+
+MAX_REPORT_LINES = 10
+_MAX_LINE = 200
+_MAX_PLACES = 3
+_ERROR_WORDS = ("error: ", "hint: ")
+
+
+@dataclass(frozen=True)
+class ReportContext:
+    """What the report says beside the failure: where it happened, and what is known of the job.
+
+    `coordinates` gives a global rank's place on the axes of the plan, empty without a plan.
+    `elapsed_s` counts from the start of the ranks to the first failure. `log_folder` is None where none is kept.
+    `memory_kill` says where the kernel has killed a process for want of host memory since the ranks started.
+    `is_host_gone` says that the node in whose store the others wrote cannot be reached any more.
+    `predicted_peak_bytes` is what the plan expects a GPU to hold at most, `smaller_plan` a sentence about another plan
+    that needs less. `calls` and `stacks` are what ranks made last and where those stood that did not fail by
+    themselves, by global rank; `places_elsewhere` says the latter of other nodes.
+    """
+
+    hostname: str
+    elapsed_s: float | None = None
+    coordinates: Mapping[str, int] | None = None
+    log_folder: str | None = None
+    memory_kill: MemoryKillScope | None = None
+    predicted_peak_bytes: int | None = None
+    num_nodes: int = 1
+    is_host_gone: bool = False
+    smaller_plan: str | None = None
+    calls: Mapping[int, RankCalls] = field(default_factory=dict)
+    stacks: Mapping[int, Stack] = field(default_factory=dict)
+    places_elsewhere: tuple[str, ...] = ()
+
+
+def say(text: str) -> None:
+    """Write one line of the launcher's own to stderr."""
+    write_report(f"paraplan: {text}\n")
+
+
+def write_report(text: str) -> None:
+    """Write lines of the launcher's own to stderr; a terminal gets them broken between words, each as wide as it is."""
+    if sys.stderr.isatty():
+        text = fit_to_width(text, os.get_terminal_size(sys.stderr.fileno()).columns)
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def fit_to_width(text: str, width: int) -> str:
+    """Return lines of the launcher's own in at most `width` columns: what is broken goes on further to the right.
+
+    The lines of an error go on at the left, as those of every command do. 0: a terminal that says nothing.
+    """
+    lines = []
+    for line in text.splitlines() if width else ():
+        indent = len(line) - len(line.lstrip())
+        later_indent = 0 if line.startswith(_ERROR_WORDS) else indent + 4
+        words = broken_between_words(line[indent:], width=width, indent=indent, later_indent=later_indent)
+        lines.append(" " * indent + words if len(line) > width else line)
+    return "".join(f"{line}\n" for line in lines) if lines else text
+
+
+def render_error(error: ParaplanError) -> str:
+    """Return what was wrong and what to do, as every command of paraplan prints it."""
+    return f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else "")
+
+
+def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> str:
+    """Return the report of a failed job: the first failure, what became of the other ranks, and the error itself."""
+    first = first_failure(failures)
+    is_elsewhere = _is_elsewhere(first, num_nodes=context.num_nodes)
+    timeouts = _describe_timeouts(first, failures, context)
+    head = [_headline(first, failures, context)]
+    if timeouts is not None:
+        head = [timeouts, *[*describe_places(context.stacks), *context.places_elsewhere][:_MAX_PLACES]]
+    elif is_elsewhere:
+        says = "the node that hosts the meeting is gone" if context.is_host_gone else "another node's launcher says why"
+        head.append(f"no rank of this node failed by itself: {says}")
+    if first.record is not None and first.record.user_hint:
+        head.append(f"hint: {first.record.user_hint}")
+    if first.record is not None and first.record.is_out_of_gpu_memory:
+        head += _memory_advice(first.record.message, context)
+    else:
+        hint = advice("\n".join([first.record.message if first.record else "", *first.log_tail]))
+        head += [f"hint: {hint}"] if hint and timeouts is None else []
+    head.append(_where(first, context))
+    others = [failure for failure in failures if failure is not first]
+    if others:
+        head.append(_consequence(others))
+    if context.log_folder:
+        head.append(f"logs: {context.log_folder}")
+    lines = [*head, *_evidence(first, MAX_REPORT_LINES - len(head))]  # so that the error itself is the last line
+    return "".join(f"paraplan: {line}\n" if index == 0 else f"  {line}\n" for index, line in enumerate(lines))
+
+
+def describe_failures(failures: Sequence[RankFailure], *, num_nodes: int) -> str:
+    """Return the failure that the others follow from in one line."""
+    if not failures:
+        return "ranks have ended"
+    return _headline(first_failure(failures), failures, ReportContext(hostname="", num_nodes=num_nodes))
+
+
+def _headline(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str:
+    is_elsewhere = _is_elsewhere(first, num_nodes=context.num_nodes)
+    verb = "lost a connection" if is_elsewhere else "failed first" if len(failures) > 1 else "failed"
+    return f"rank {first.global_rank} {verb}: {_what_happened(first, context)}"
+
+
+def _is_elsewhere(first: RankFailure, *, num_nodes: int) -> bool:
+    """Whether the rank that failed first here did so because of a rank of another node."""
+    return num_nodes > 1 and first.cause is Cause.COMMUNICATION
+
+
+def _describe_timeouts(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str | None:
+    timeouts = describe_timeouts(failures, context.calls) if first.cause is not Cause.OWN_ERROR else None
+    return None if timeouts is None else f"a collective timed out: {timeouts}"
+
+
+def as_node_failure(failures: Sequence[RankFailure], context: ReportContext) -> NodeFailure:
+    """Return how the ranks of this node failed, for the other nodes."""
+    first = first_failure(failures)
+    return NodeFailure(
+        host=context.hostname,
+        rank=first.global_rank,
+        cause=first.cause,
+        time_ns=first.time_ns,
+        exit_status=first.exit_status,
+        what=_describe_timeouts(first, failures, context) or _what_happened(first, context),
+        evidence=tuple(_evidence(first, MAX_REPORT_LINES - 3)),
+        places=tuple(describe_places(context.stacks)[:_MAX_PLACES]),
+    )
+
+
+def render_failure_elsewhere(first: NodeFailure, failures: Sequence[RankFailure], context: ReportContext) -> str:
+    """Return the report of a job whose first failure was on another node, with what became of this node's ranks."""
+    head = [f"rank {first.rank} failed first, on host {first.host}: {first.what}"]
+    head.append(f"on host {context.hostname} {_consequence(failures)}")
+    if context.log_folder:
+        head.append(f"logs: {context.log_folder}")
+    lines = [*head, *first.evidence[-(MAX_REPORT_LINES - len(head)) :]]
+    return "".join(f"paraplan: {line}\n" if index == 0 else f"  {line}\n" for index, line in enumerate(lines))
+
+
+def describe_exit(code: int) -> str:
+    """Return a rank's exit in words: `exit code 3`, `killed by SIGSEGV (a crash in native code)`."""
+    if code >= 0:
+        return f"exit code {code}"
+    meanings = {
+        signal.SIGSEGV: "a crash in native code",
+        signal.SIGBUS: "a crash in native code, or a full /dev/shm",
+        signal.SIGFPE: "a crash in native code",
+        signal.SIGILL: "an instruction that this CPU does not have",
+        signal.SIGABRT: "it aborted itself",
+        signal.SIGKILL: "from outside",
+        signal.SIGTERM: "from outside",
+    }
+    meaning = meanings.get(signal.Signals(-code)) if -code in set(signal.Signals) else None
+    return f"killed by {signal_name(-code)}" + (f" ({meaning})" if meaning else "")
+
+
+def _what_happened(failure: RankFailure, context: ReportContext) -> str:
+    record = failure.record
+    if record is None:
+        if failure.exit.code == -signal.SIGKILL:
+            return _describe_kill(failure, context)
+        reason = abort_reason(failure.log_tail) if failure.exit.code == -signal.SIGABRT else None
+        return describe_exit(failure.exit.code) + (f": {_shortened(reason)}" if reason else "")
+    if record.user_message is not None:
+        return _shortened(record.user_message)
+    if record.exception_type == "SystemExit":
+        said = f": {record.exit_message}" if record.exit_message else ""
+        return _shortened(f"the script ended itself with {describe_exit(failure.exit_status)}{said}")
+    return _shortened(record.message.splitlines()[0] if record.message else record.exception_type or "an error")
+
+
+def _describe_kill(failure: RankFailure, context: ReportContext) -> str:
+    held = f"; it had held up to {format_bytes(failure.exit.max_rss_bytes)}" if failure.exit.max_rss_bytes else ""
+    if context.memory_kill == "cgroup":
+        return f"killed, out of host memory: the memory limit of its cgroup was hit{held}"
+    if context.memory_kill == "host":
+        return f"killed, probably out of host memory: the kernel has killed a process of this host for it{held}"
+    return describe_exit(-signal.SIGKILL) + held
+
+
+def _where(failure: RankFailure, context: ReportContext) -> str:
+    parts = [f"host {context.hostname}", f"local rank {failure.local_rank}", f"pid {failure.pid}"]
+    if failure.cause is not Cause.STOPPED and not (failure.record and failure.exit.code == -signal.SIGTERM):
+        parts.append(describe_exit(failure.exit.code).partition(" (")[0])
+    if context.coordinates:
+        parts.append(" ".join(f"{axis} {position}" for axis, position in context.coordinates.items()))
+    if failure.record is not None and failure.record.step is not None:
+        parts.append(f"step {failure.record.step}")
+    if context.elapsed_s is not None:
+        parts.append(f"{context.elapsed_s:.1f} s after start")
+    return ", ".join(parts)
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"Tried to allocate (?P<tried>[\d.]+ \w+).*?total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+)"
+    r" is free",
+    re.DOTALL,
+)
+"""The numbers of torch's OutOfMemoryError (CUDACachingAllocator.cpp)."""
+
+
+def _memory_advice(message: str, context: ReportContext) -> list[str]:
+    numbers = _OUT_OF_MEMORY.search(message)
+    lines = []
+    if numbers is not None:
+        lines.append(f"it asked for {numbers['tried']}; {numbers['free']} of {numbers['total']} were free")
+    if context.predicted_peak_bytes is not None:
+        lines.append(f"the plan expected at most {format_bytes(context.predicted_peak_bytes)} on a GPU")
+    if context.smaller_plan is not None:
+        return [*lines, f"hint: {context.smaller_plan}"]
+    if context.predicted_peak_bytes is None:
+        return [*lines, "hint: paraplan recommend MODEL finds plans that fit this GPU"]
+    return [*lines, "hint: a smaller micro-batch or recompute full needs less"]
+
+
+def _evidence(failure: RankFailure, room: int) -> list[str]:
+    """Return the last lines of the traceback or of the crash's stack, at most `room` of them."""
+    record = failure.record
+    if record is not None and (record.user_message is not None or record.exception_type == "SystemExit"):
+        return []
+    if record is not None:
+        return _last_lines(_traceback_lines(record.traceback), room)
+    if failure.fault:
+        frames = [line.strip() for line in failure.fault.splitlines() if line.lstrip().startswith("File ")]
+        own = next((index for index, line in enumerate(frames) if bootstrap.__file__ in line), len(frames))
+        return frames[: min(room, 3, own)]
+    tail = failure.log_tail[-room:] if room > 0 else ()
+    return [f"it wrote last: {_shortened(line)}" if index == 0 else _shortened(line) for index, line in enumerate(tail)]
+
+
+def _last_lines(lines: list[str], room: int) -> list[str]:
+    """Return the last `room` lines of a traceback, the innermost frame of the user's own code among them."""
+    own = [index for index, line in enumerate(lines) if line.lstrip().startswith("File ") and not is_library(line)]
+    if room > 3 and own and own[-1] < len(lines) - room:
+        return lines[own[-1] : own[-1] + 2] + _from_a_frame(lines[-(room - 2) :])
+    return _from_a_frame(lines[-room:]) if room > 0 else []
+
+
+def _from_a_frame(lines: list[str]) -> list[str]:
+    """Return the lines without the source line of a frame that was cut off above them."""
+    is_torn = lines[0].startswith("    ") and any(line.startswith("  File ") for line in lines) if lines else False
+    return lines[is_torn:]
+
+
+def _traceback_lines(text: str) -> list[str]:
+    """Return the lines that help: frames, their source, the error; not the marks under expressions."""
+    return [
+        _shortened(line.rstrip())
+        for line in text.splitlines()
+        if line.strip() and set(line.strip()) - set("^~") and not line.startswith("Traceback ")
+    ]
+
+
+def _consequence(others: Sequence[RankFailure]) -> str:
+    by_cause: dict[str, list[int]] = {}
+    for failure in others:
+        became = {
+            Cause.OWN_ERROR: "with an error of its own",
+            Cause.ABORT: "by aborting",
+            Cause.COMMUNICATION: "because a connection was lost",
+            Cause.STOPPED: "because the launcher stopped {}",
+        }[failure.cause]
+        by_cause.setdefault(became, []).append(failure.global_rank)
+    parts = [
+        f"{ranks_in_words(ranks)} {became.format('it' if len(ranks) == 1 else 'them')}"
+        for became, ranks in by_cause.items()
+    ]
+    return "then ended: " + "; ".join(parts)
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."

@@ -1,0 +1,189 @@
+"""What the nodes of a job tell each other: who they are, the plan of this round, and how their ranks failed.
+
+The store is the one in which torch's agents have met; it lives as long as the agent that hosts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
+
+from paraplan.launch.faults.failures import Cause, NodeFailure
+from paraplan.launch.nodes.native_calls import run_interruptibly
+
+_POLL_S = 0.05
+_PATIENCE_S = 900.0  # longer than a planner may take
+_PREFIX = "paraplan"
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What should be the same on every node of a job, and its name.
+
+    `script` is a digest of the script's text, `address` what this node has towards the first one; "" for unknown.
+    """
+
+    host: str
+    torch: str
+    paraplan: str
+    python: str
+    script: str
+    address: str = ""
+
+
+class NodeBoard:
+    """The notes of the nodes of one round. Every method takes and gives this node's view; `node` is its rank.
+
+    A signal ends every wait for the store, also where the network to it is gone. `is_lost` says that its host has
+    ended.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        node: int,
+        num_nodes: int,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self.node = node
+        self.num_nodes = num_nodes
+        self._clock = clock
+        self._pause = pause
+        self.is_lost = False
+
+    def exchange_facts(self, mine: NodeFacts) -> list[NodeFacts]:
+        """Return the facts of all nodes, in their order; waits for every node."""
+        self._set(f"facts/{self.node}", asdict(mine))
+        return [NodeFacts(**self._await(f"facts/{node}")) for node in range(self.num_nodes)]
+
+    def share_text(self, name: str, make: Callable[[], str]) -> str:
+        """Return what `make` returns on node 0; the others wait for it. An error of `make` is raised on every node.
+
+        The others raise `RemoteError` with its words, hint and exit status.
+        """
+        if self.node == 0:
+            try:
+                text = make()
+            except Exception as error:
+                self._set(
+                    name,
+                    {
+                        "error": str(getattr(error, "message", error)),
+                        "hint": getattr(error, "hint", None),
+                        "exit_status": getattr(error, "exit_status", 1),
+                    },
+                )
+                raise
+            self._set(name, {"text": text})
+            return text
+        answer = self._await(name)
+        if "error" in answer:
+            raise RemoteError(**answer)
+        return str(answer["text"])
+
+    def exchange_failures(self, mine: NodeFailure, *, patience_s: float) -> list[NodeFailure]:
+        """Return how ranks failed on every node that says so within `patience_s`, this node's own first.
+
+        Nodes stay until the others have read, since one of them hosts the store. A store that is gone ends the wait.
+        """
+        found = {self.node: mine}
+        try:
+            self._set(f"failure/{self.node}", asdict(mine))
+            self._wait(lambda: self._read_failures(found) == self.num_nodes, patience_s)
+            self._set(f"read/{self.node}", True)
+            readers = [f"read/{node}" for node in found]
+            self._wait(lambda: self._has(*readers), patience_s)
+        except RuntimeError:  # torch's errors of a broken connection: the host has ended before this node
+            self.is_lost = True
+        return [mine, *(failure for node, failure in sorted(found.items()) if node != self.node)]
+
+    def note_done(self) -> None:
+        """Say that this node's ranks have ended well, and that it may leave."""
+        with contextlib.suppress(RuntimeError):
+            self._set("done", True)
+
+    def is_anyone_done(self) -> bool:
+        """Whether a node has said that its ranks have ended well."""
+        return self._has("done")
+
+    def has_failure_elsewhere(self) -> bool:
+        """Whether another node has said that its ranks have failed for good."""
+        if self.is_lost:
+            return False
+        try:
+            return any(self._has(f"failure/{node}") for node in range(self.num_nodes) if node != self.node)
+        except RuntimeError:  # the host of the store has ended; its ranks' peers will notice
+            self.is_lost = True
+            return False
+
+    def _read_failures(self, found: dict[int, NodeFailure]) -> int:
+        for node in range(self.num_nodes):
+            if node not in found and self._has(f"failure/{node}"):
+                values = self._get(f"failure/{node}")
+                lines = {name: tuple(values[name]) for name in ("evidence", "places")}
+                found[node] = NodeFailure(**(values | lines | {"cause": Cause(values["cause"])}))
+        return len(found)
+
+    def _wait(self, is_done: Callable[[], bool], patience_s: float) -> None:
+        deadline = self._clock() + patience_s
+        while not is_done() and self._clock() < deadline:
+            self._pause(_POLL_S)
+
+    def _set(self, name: str, value: object) -> None:
+        text = json.dumps(value)
+        run_interruptibly(lambda: self._store.set(f"{_PREFIX}/{name}", text))
+
+    def _await(self, name: str) -> Any:
+        """Return what another node is about to write. The store itself waits a minute at most, a planner may not.
+
+        Raises `RemoteError` where nothing comes.
+        """
+        self._wait(lambda: self._has(name), _PATIENCE_S)
+        if not self._has(name):
+            raise RemoteError(
+                error=f"another node has said nothing about {name.partition('/')[0]} for {_PATIENCE_S:.0f} s",
+                hint="its own messages say why",
+                exit_status=1,
+            )
+        return self._get(name)
+
+    def _get(self, name: str) -> Any:
+        return json.loads(run_interruptibly(lambda: self._store.get(f"{_PREFIX}/{name}")))
+
+    def _has(self, *names: str) -> bool:
+        return bool(run_interruptibly(lambda: self._store.check([f"{_PREFIX}/{name}" for name in names])))
+
+
+class RemoteError(Exception):
+    """An error of node 0 that all nodes share."""
+
+    def __init__(self, *, error: str, hint: str | None, exit_status: int) -> None:
+        super().__init__(error)
+        self.message, self.hint, self.exit_status = error, hint, exit_status
+
+
+def differences(facts: list[NodeFacts]) -> list[str]:
+    """Return a sentence for each fact in which the nodes differ: `torch is 2.13.0 on a, b and 2.12.0 on c`."""
+    sentences = []
+    names = {"torch": "torch", "paraplan": "paraplan", "python": "Python", "script": "the script's text"}
+    for field, title in names.items():
+        hosts: dict[str, list[str]] = {}
+        for fact in facts:
+            hosts.setdefault(getattr(fact, field), []).append(fact.host)
+        if len(hosts) > 1:
+            parts = [f"{value} on {_some(names_of)}" for value, names_of in hosts.items()]
+            sentences.append(f"{title} is {' and '.join(parts)}")
+    return sentences
+
+
+def _some(hosts: list[str]) -> str:
+    return ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")

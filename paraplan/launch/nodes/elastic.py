@@ -1,0 +1,202 @@
+"""torch's elastic agent with our ranks in it: rendezvous, restarts and membership are torch's, processes are ours."""
+
+from __future__ import annotations
+
+import functools
+import re
+import socket
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
+import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d_rendezvous
+import torch.distributed.elastic.rendezvous.static_tcp_rendezvous as static_rendezvous
+import torch.distributed.launcher.api as launcher_api
+from torch.distributed.elastic.multiprocessing import PContext, SignalException, Std
+from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+from torch.distributed.run import config_from_args
+
+from paraplan.launch.nodes.agent import NodeAgent, Round
+from paraplan.launch.nodes.interfaces import address_towards, addresses_of
+from paraplan.launch.nodes.meeting import MeetingBackend, open_static_store, open_store
+from paraplan.launch.ranks import bootstrap
+from paraplan.launch.ranks.processes import AttemptSettings, JobRecord, RankProcesses
+from paraplan.launch.ranks.spawning import SpawnerHandle
+from paraplan.launch.request import min_max_nodes
+
+DEFAULT_MASTER_PORT = 29500
+
+
+def rendezvous_arguments(arguments: Namespace) -> Namespace:
+    """Return `arguments` with the rendezvous that torchrun chooses where none is asked for.
+
+    `--standalone`, and one node without an endpoint or a port, meet in a store of their own on a free port.
+    """
+    chosen = Namespace(**vars(arguments))
+    unasked = chosen.rdzv_backend == "static" and not chosen.rdzv_endpoint and chosen.master_port is None
+    if chosen.standalone or (unasked and min_max_nodes(chosen.nnodes)[1] == 1):
+        chosen.rdzv_backend = "c10d"
+        chosen.rdzv_endpoint = "localhost:0"
+        chosen.rdzv_id = str(uuid.uuid4())
+        if not chosen.local_addr and not addresses_of(socket.gethostname()):
+            chosen.local_addr = "localhost"  # torch would look for this host by its name, for ever
+    elif chosen.rdzv_backend == "c10d" and not addresses_of(socket.gethostname()):
+        _name_by_address(chosen)
+    if chosen.master_port is None:
+        chosen.master_port = DEFAULT_MASTER_PORT
+    return chosen
+
+
+def streams_by_rank(value: str) -> dict[int, Std] | None:
+    """Return what `10:3,11:1` says for local ranks of two digits, which torch does not read; None for what it reads."""
+    if not re.search(r"\d\d:", value):
+        return None
+    pairs = [part.split(":") for part in value.split(",")]
+    return {int(rank): Std(int(streams)) for rank, streams in pairs}
+
+
+def _name_by_address(chosen: Namespace) -> None:
+    """Give torch's rendezvous the addresses that it would look up by this host's name, which nobody knows."""
+    host = chosen.rdzv_endpoint.rpartition(":")[0] or chosen.rdzv_endpoint
+    address = address_towards(host)
+    if address is None:
+        return
+    chosen.local_addr = chosen.local_addr or address
+    if "is_host" not in chosen.rdzv_conf:
+        is_host = str(address in addresses_of(host)).lower()
+        chosen.rdzv_conf = ",".join(filter(None, [chosen.rdzv_conf, f"is_host={is_host}"]))
+
+
+def make_config(arguments: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """Return torch's configuration of the job, and the program of a rank with its arguments.
+
+    Raises what torch raises for arguments that it refuses: ValueError, AssertionError, RuntimeError, OSError.
+    """
+    asked = rendezvous_arguments(arguments)
+    by_rank = {option: streams_by_rank(getattr(asked, option)) for option in ("redirects", "tee")}
+    for option, streams in by_rank.items():
+        if streams is not None:
+            setattr(asked, option, "0")
+    config, program, program_arguments = config_from_args(asked)
+    for option, streams in by_rank.items():
+        if streams is not None:
+            vars(config.logs_specs)[f"_{option}"] = streams
+    return config, program, program_arguments
+
+
+def run_agent(
+    config: LaunchConfig,
+    program: Callable[..., Any] | str,
+    program_arguments: list[str],
+    *,
+    spawner: SpawnerHandle,
+    settings: AttemptSettings,
+    job: JobRecord,
+    before_start: Callable[[Round], None],
+) -> dict[int, Any]:
+    """Run the job on this node under torch's elastic agent, until all ranks have ended.
+
+    `before_start` is called with the nodes that have met, before their ranks start. Raises torch's ChildFailedError for
+    a failed rank, its SignalException for a signal, and its rendezvous errors.
+    """
+    start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
+    agent: Callable[..., Any] = launcher_api.LocalElasticAgent  # type: ignore[attr-defined]  # torch's own import
+    if agent is local_agent.LocalElasticAgent:  # a program may have put one of its own there
+        agent = functools.partial(NodeAgent, before_start=before_start, job=job)
+    node_rank = int(config.rdzv_configs.get("rank", 0))
+    store = functools.partial(open_static_store, node_rank=node_rank)
+    with (
+        _bound(c10d_rendezvous, "TCPStore", open_store),
+        _bound(c10d_rendezvous, "C10dRendezvousBackend", MeetingBackend),
+        _bound(static_rendezvous, "TCPStore", store),
+        _bound(local_agent, "start_processes", start),
+        _bound(launcher_api, "LocalElasticAgent", agent),
+    ):
+        return launch_agent(config, program, program_arguments)
+
+
+@contextmanager
+def _bound(module: ModuleType, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    """Have `module` of torch find `ours` under `name` inside this block.
+
+    torch's launcher makes its agent, the agent starts its processes and a meeting makes its store by names in their
+    modules; none has an argument for it. Binding these names keeps all else torch's own, with all that a new
+    torch adds to it.
+    """
+    names = vars(module)
+    torchs = names[name]
+    names[name] = ours
+    try:
+        yield
+    finally:
+        names[name] = torchs
+
+
+def _start_ranks(
+    name: str,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[str, ...]],
+    envs: dict[int, dict[str, str]],
+    logs_specs: Any,
+    log_line_prefixes: dict[int, str] | None = None,
+    start_method: str = "spawn",
+    numa_options: Any = None,
+    *,
+    spawner: SpawnerHandle,
+    settings: AttemptSettings,
+    job: JobRecord,
+    **torch_options: Any,
+) -> PContext:
+    """Start the ranks of one attempt; the signature is that of torch's `start_processes`."""
+    if not isinstance(entrypoint, str):  # --run-path: functions go through torch.multiprocessing
+        for env in envs.values():
+            env.update(settings.extra_environment)
+        return start_torchs_processes(
+            name=name,
+            entrypoint=entrypoint,
+            args=args,
+            envs=envs,
+            logs_specs=logs_specs,
+            log_line_prefixes=log_line_prefixes,
+            start_method=start_method,
+            numa_options=numa_options,
+            **torch_options,
+        )
+    commands = {rank: (entrypoint, *map(str, arguments)) for rank, arguments in args.items()}
+    if numa_options is not None:
+        commands = {rank: _bound_to_numa(command, rank, numa_options) for rank, command in commands.items()}
+    processes = RankProcesses(
+        name,
+        commands=commands,
+        envs=envs,
+        logs_specs=logs_specs,
+        spawner=spawner,
+        settings=settings,
+        job=job,
+        torch_options={"log_line_prefixes": log_line_prefixes, **torch_options},
+    )
+    try:
+        processes.start()
+    except BaseException as error:
+        # A signal that comes meanwhile reaches the ranks as it does later on: as itself.
+        processes.close(error.sigval if isinstance(error, SignalException) else None)
+        raise
+    return processes
+
+
+def _bound_to_numa(command: tuple[str, ...], rank: int, numa_options: Any) -> tuple[str, ...]:
+    from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding  # torch has no public name for it
+
+    return _maybe_wrap_command_args_with_numa_binding(command, gpu_index=rank, numa_options=numa_options)
+
+
+def with_bootstrap(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return an interpreter's command with our bootstrap before the script: `python -u bootstrap.py train.py ...`."""
+    index = command.index("-u") + 1 if "-u" in command else 1
+    return (*command[:index], str(Path(bootstrap.__file__)), *command[index:])

@@ -1,0 +1,108 @@
+"""Where nodes meet: a host and a port, what they mean on this node, and whether anybody answers there."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paraplan.errors import UsageError
+from paraplan.launch.nodes.interfaces import addresses_of
+from paraplan.launch.nodes.native_calls import run_interruptibly
+
+DEFAULT_PORT = 29400
+"""The port of an endpoint that names none, as torchrun has it."""
+
+_TRY_S = 5.0
+_PAUSES_S = (0.05, 0.5)  # between tries: at first, and later
+_SAY_AFTER_S = 5.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the nodes meet."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Read `HOST:PORT`, `HOST` or `[IPV6]:PORT`. Raises UsageError for anything else."""
+        text = text.strip()
+        host, colon, port = text.rpartition(":")
+        if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
+            host, port = text, str(DEFAULT_PORT)  # an IPv6 address is all colons: only brackets set a port apart
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise UsageError(f"--rdzv-endpoint {text!r} is no HOST:PORT", hint="write gpu-a:29400, or [fd00::1]:29400")
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def meaning_of(host: str) -> str:
+    """Return ` (10.0.0.1 on this node)` for a name, "" for an address or a name that is unknown."""
+    addresses = addresses_of(host)
+    return f" ({' or '.join(addresses)} on this node)" if addresses and addresses != [host] else ""
+
+
+def await_answer(
+    endpoint: Endpoint, *, patience_s: float, on_wait: Callable[[str], None] = lambda reason: None
+) -> OSError | None:
+    """Return None once something accepts connections at `endpoint`; after `patience_s` why nothing does.
+
+    `on_wait` is told the reason once, when it has taken a while. Ctrl-C ends the wait at once, also where a name
+    service or a network swallows what is asked of it.
+    """
+    is_given_up = threading.Event()
+
+    def try_until_answered() -> OSError | None:
+        started = time.monotonic()
+        is_said = False
+        while True:
+            elapsed_s = time.monotonic() - started
+            try:
+                left_s = max(patience_s - elapsed_s, 0.1)
+                socket.create_connection((endpoint.host, endpoint.port), timeout=min(_TRY_S, left_s)).close()
+            except OSError as error:
+                elapsed_s = time.monotonic() - started
+                if elapsed_s >= patience_s or is_given_up.is_set():
+                    return error
+                if elapsed_s >= _SAY_AFTER_S and not is_said:
+                    is_said = True
+                    on_wait(describe_silence(error))
+                is_given_up.wait(min(_PAUSES_S[elapsed_s > 1], patience_s - elapsed_s))
+            else:
+                return None
+
+    try:
+        return run_interruptibly(try_until_answered)
+    finally:
+        is_given_up.set()
+
+
+def describe_silence(error: OSError) -> str:
+    """Return in words why nothing has answered a connection."""
+    if isinstance(error, socket.gaierror):
+        return f"no address of it is known here ({(error.strerror or 'unknown').lower()})"
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused: no launcher listens on this port of the machine"
+    if isinstance(error, TimeoutError):
+        return "no answer: no machine has this address, or a firewall drops what is sent to it"
+    reason = error.strerror or str(error)
+    return f"{reason[:1].lower()}{reason[1:]}"
+
+
+def is_own_address(address: str) -> bool:
+    """Whether `address` is one of this node's own."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True

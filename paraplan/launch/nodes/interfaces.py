@@ -1,0 +1,85 @@
+"""The network interface by which this node reaches the others, for the libraries that would look for one themselves."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from paraplan.launch.nodes.native_calls import run_interruptibly
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+_NCCL_FILES = (Path("/etc/nccl.conf"), Path.home() / ".nccl.conf")
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the name of the interface whose address packets to `host` carry; None for loopback or where unknown."""
+    address = address_towards(host)
+    if address is None or ipaddress.ip_address(address).is_loopback:
+        return None
+    for _, name in socket.if_nameindex():
+        if _address_of(name) == address:
+            return name
+    return None
+
+
+def address_towards(host: str) -> str | None:
+    """Return this node's IPv4 address for packets to `host`, None where it has no way there. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            run_interruptibly(lambda: probe.connect((host, 9)))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None
+
+
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses that `host` means on this node; none where it is unknown.
+
+    Ctrl-C ends the wait for a name service that does not answer.
+    """
+    try:
+        found = run_interruptibly(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except OSError:
+        return []
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this node can reach `address`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _address_of(name: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def interface_variables(
+    host: str, environment: Mapping[str, str], *, has_gpus: bool, nccl_files: tuple[Path, ...] = _NCCL_FILES
+) -> dict[str, str]:
+    """Return the variables that put gloo, and NCCL where there are GPUs, on the interface towards `host`.
+
+    gloo takes the address of the host's own name, which often means loopback; NCCL takes the first interface. Nothing
+    that the environment or a file of NCCL's sets is overruled.
+    """
+    name = interface_towards(host)
+    if name is None:
+        return {}
+    chosen = {}
+    if "GLOO_SOCKET_IFNAME" not in environment:
+        chosen["GLOO_SOCKET_IFNAME"] = name
+    has_file = any(path.is_file() and "NCCL_SOCKET_IFNAME" in path.read_text(errors="replace") for path in nccl_files)
+    if has_gpus and "NCCL_SOCKET_IFNAME" not in environment and not has_file:
+        chosen["NCCL_SOCKET_IFNAME"] = f"={name}"  # exactly this one, not all that begin like it
+    return chosen

@@ -1,0 +1,239 @@
+"""How nodes meet: in a static meeting every node says that it has come, and what is said where one has not."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from paraplan.errors import ParaplanError
+from paraplan.launch.faults.ports import find_listener
+from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, is_own_address, meaning_of
+from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
+from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
+from paraplan.launch.request import min_max_nodes
+
+_POLL_S = 0.05
+_OWN_STORE = timedelta(seconds=60)  # for the store of this very node, which a busy machine may delay
+_HINT = "start the same command on every node, and let the port through their firewalls"
+
+
+class MeetingError(ParaplanError):
+    """Nodes that do not find each other, or a port that is taken."""
+
+    exit_status = 1
+
+
+def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **options: Any) -> TCPStore:
+    """Return the store at an endpoint, which `is_master` hosts itself; torch's arguments.
+
+    Others wait until something answers there, for as long as torch does: twice `timeout`. Ctrl-C ends the wait at
+    once, which in torch's own code it does not. Raises `MeetingError` where nothing answers, or nothing that is such a
+    store, and torch's errors where it cannot be hosted.
+    """
+    endpoint, patience_s = Endpoint(host, port), 2 * timeout.total_seconds()
+    if not is_master:
+        named = _named(endpoint)
+        silence = await_answer(
+            endpoint, patience_s=patience_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}")
+        )
+        if silence is not None:
+            raise _nobody_error(endpoint, silence, patience_s)
+    try:
+        return run_interruptibly(
+            lambda: TCPStore(host, port, is_master=is_master, timeout=timeout, **options), timeout_s=patience_s
+        )
+    except (RuntimeError, TimeoutError) as error:  # torch's DistError is a RuntimeError
+        if is_master:
+            raise
+        raise _stranger_error(endpoint, str(error)) from error
+
+
+class MeetingBackend(C10dRendezvousBackend):
+    """torch's c10d backend, whose calls of the store end with a signal, and do not wait in silence.
+
+    torch's agent makes these calls all the time; where the network is gone they stay in C until it is back.
+    """
+
+    _is_cut_off = False
+
+    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+        answer = run_interruptibly(
+            lambda: super(MeetingBackend, self)._call_store(store_op, *args, **kwargs), on_wait=self._say_cut_off
+        )
+        if self._is_cut_off:
+            self._is_cut_off = False
+            say("the node that hosts the meeting answers again")
+        return answer
+
+    def _say_cut_off(self) -> None:
+        if not self._is_cut_off:
+            self._is_cut_off = True
+            say(f"the node that hosts the meeting has not answered for {WAIT_S:.0f} s; it is waited for")
+
+
+def open_static_store(
+    host: str,
+    port: int,
+    num_nodes: int,
+    is_master: bool,
+    timeout: timedelta,
+    *,
+    node_rank: int,
+    **options: Any,
+) -> TCPStore:
+    """Return the store of a static meeting once all nodes have come; torch's arguments, and this node's rank.
+
+    torch waits for the number of nodes alone. Raises `MeetingError` with the nodes that are missing and those that are
+    here, and for a rank that two nodes have.
+    """
+    patience = max(timeout, _OWN_STORE) if is_master else timeout
+    store = open_store(
+        host, port, is_master=is_master, timeout=patience, world_size=num_nodes, wait_for_workers=False, **options
+    )
+    mine = f"{socket.gethostname()} {time.time_ns()}"
+    owner = store.compare_set(f"paraplan/here/{node_rank}", "", mine).decode()
+    if owner != mine:
+        raise MeetingError(
+            f"--node-rank {node_rank} is taken at {host}:{port} by {owner.rpartition(' ')[0]}",
+            hint="give each node a --node-rank of its own",
+        )
+    deadline = time.monotonic() + timeout.total_seconds()
+    says_at = time.monotonic() + WAIT_S
+    missing = set(range(num_nodes))
+    while missing:
+        missing = {rank for rank in missing if not store.check([f"paraplan/here/{rank}"])}
+        if missing and time.monotonic() > says_at:
+            say(f"waiting at {host}:{port} for {_nodes_in_words(sorted(missing))} of {num_nodes}")
+            says_at = deadline + WAIT_S  # once
+        if missing and time.monotonic() > deadline:
+            here = {
+                rank: store.get(f"paraplan/here/{rank}").decode().rpartition(" ")[0]
+                for rank in range(num_nodes)
+                if rank not in missing
+            }
+            raise _missing_error(f"{host}:{port}", sorted(missing), here, timeout.total_seconds())
+        if missing:
+            time.sleep(_POLL_S)
+    return store
+
+
+def _named(endpoint: Endpoint) -> str:
+    """Return `gpu-a:29500 (10.0.0.1 on this node)`."""
+    return f"{endpoint}{meaning_of(endpoint.host)}"
+
+
+def _nobody_error(endpoint: Endpoint, silence: OSError, patience_s: float) -> MeetingError:
+    addresses = addresses_of(endpoint.host)
+    hint = "start the same command on the node that has this address, and let the port through the firewalls"
+    if not addresses:
+        hint = "give the first node's address"
+    elif any(map(is_loopback, addresses)):
+        hint = _loopback_hint(endpoint.host) or hint
+    elif any(map(is_own_address, addresses)):
+        hint = (
+            "it is an address of this node: start the first node (--node-rank 0) here too, or have this one host the "
+            "meeting with --rdzv-conf is_host=true"
+        )
+    return MeetingError(
+        f"nothing answers at {_named(endpoint)}: {describe_silence(silence)}; tried for {patience_s:g} s", hint=hint
+    )
+
+
+def _stranger_error(endpoint: Endpoint, said: str) -> MeetingError:
+    """Return the error of something that takes connections, and is no store of torch's."""
+    is_here = any(map(is_own_address, addresses_of(endpoint.host)))
+    listener = find_listener(endpoint.port) if is_here else None
+    who = f"another program, {listener}," if listener else "another program"
+    return MeetingError(
+        f"{who} listens at {_named(endpoint)}, or a launcher that has stopped: {said.splitlines()[0].rstrip('.')}",
+        hint="give the address of the first node, and a port that no other program has",
+    )
+
+
+def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], timeout_s: float) -> MeetingError:
+    present = ", ".join(f"{rank} ({host})" for rank, host in here.items())
+    return MeetingError(
+        f"{len(missing)} of {len(missing) + len(here)} nodes did not come to {endpoint} within {timeout_s:g} s: "
+        f"missing {_nodes_in_words(missing)}; here {'is' if len(here) == 1 else 'are'} {present}",
+        hint=_loopback_hint(endpoint.rpartition(":")[0]) or _HINT,
+    )
+
+
+def _nodes_in_words(ranks: Sequence[int]) -> str:
+    return f"{'node' if len(ranks) == 1 else 'nodes'} {', '.join(map(str, ranks))}"
+
+
+def meeting_warnings(arguments: Namespace) -> tuple[str, ...]:
+    """Return what may keep nodes from meeting, of one that is to meet others."""
+    host = _endpoint_host(_endpoint(arguments))
+    if min_max_nodes(arguments.nnodes)[1] == 1 or arguments.rdzv_backend not in ("static", "c10d") or not host:
+        return ()
+    addresses = addresses_of(host)
+    if any(map(is_loopback, addresses)):
+        named = host if host in addresses else f"{host} ({' or '.join(addresses)})"
+        return (f"nodes are to meet at {named}, which no other machine reaches: --rdzv-endpoint gives another address",)
+    if addresses:
+        return ()
+    return (f"no address of {host}, where the nodes are to meet, is known on this node; it is asked for again",)
+
+
+def _endpoint(arguments: Namespace) -> str:
+    return arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port or 29500}"
+
+
+def _endpoint_host(endpoint: str) -> str:
+    return (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+
+
+def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) -> MeetingError:
+    """Return what torch `said` about a failed meeting as one sentence with something to do.
+
+    `came` are the nodes that have come to an elastic meeting, as far as it is known.
+    """
+    port = re.search(r"\bport: (\d+)", said)
+    if port is not None and "EADDRINUSE" in said:
+        listener = find_listener(int(port[1]))
+        return MeetingError(
+            f"port {port[1]} of this host is taken" + (f" by {listener}" if listener else ""),
+            hint="give another --master-port or --rdzv-endpoint; without them one node takes a free port by itself",
+        )
+    endpoint = _endpoint(arguments)
+    host = _endpoint_host(endpoint)
+    addresses = addresses_of(host)
+    if not addresses:
+        return MeetingError(f"no address of {host} is known on this node", hint="give the first node's address")
+    means = meaning_of(host)
+    if "RendezvousClosed" in said:
+        return MeetingError(
+            f"the job at {endpoint} has ended: another node has closed the meeting", hint="its own messages say why"
+        )
+    if "while trying to connect" in said or "has failed" in said or "refused" in said:
+        return MeetingError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
+    if came or "RendezvousTimeout" in said:
+        least = min_max_nodes(arguments.nnodes)[0]
+        seen = f"; here {'is' if len(came) == 1 else 'are'} {', '.join(came)}" if came else ""
+        return MeetingError(
+            f"fewer than {least} nodes came to {endpoint}{means} in time{seen}",
+            hint=_loopback_hint(host) or f"{_HINT}; --rdzv-conf join_timeout=SECONDS waits longer",
+        )
+    return MeetingError(
+        f"the nodes could not meet at {endpoint}{means}: {said.splitlines()[0].rstrip('.')}", hint=_HINT
+    )
+
+
+def _loopback_hint(host: str) -> str | None:
+    """Return what to do where other nodes are given an address that only this one reaches; None where they are not."""
+    loopback = [address for address in addresses_of(host) if is_loopback(address)]
+    if not loopback:
+        return None
+    means = f"{host} is an address that" if host == loopback[0] else f"{host} means {loopback[0]} here, which"
+    return f"{means} no other node reaches: give the network address of the first node"

@@ -1,0 +1,1 @@
+"""The ranks of one node: started, fed, watched, copied and ended."""

@@ -1,0 +1,394 @@
+"""The ranks of one attempt on this node, in the shape that torch's elastic agent expects: `RankProcesses`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs, PContext, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES, RankCalls, ask_for_calls, read_calls
+from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
+from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits
+from paraplan.launch.faults.memory_kills import MemoryKills, count_memory_kills
+from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.board import NodeBoard
+from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE, STACK_SIGNAL
+from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
+from paraplan.launch.ranks.stacks import Stack, ask_for_stacks, stack_by_py_spy
+from paraplan.launch.run_folder import RunFolder
+from paraplan.units import ranks_in_words
+
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
+    from paraplan.plan.files import PlanFile
+
+SETTLE_S = 0.5
+"""How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
+
+_ANSWER_S = 3.0
+"""How long ranks get to say where they are, before they are stopped because others have waited for them in vain."""
+
+_BOARD_INTERVAL_S = 1.0
+_ALONE_S = 3.0
+"""How long ranks go on after those of another node have failed: most notice by a lost connection within this time."""
+
+_SILENT_S = 2.0
+"""How long ranks that are to end are waited for before the launcher says so."""
+
+
+@dataclass(frozen=True)
+class AttemptSettings:
+    """How ranks start and stop.
+
+    `grace_s` passes between a request to end (SIGTERM) and SIGKILL, whatever the reason for ending.
+    `fork` starts ranks with torch imported; `num_threads` is then what torch is set to in them, None for as imported.
+    `wrap_command` turns an interpreter's command into what is executed, for ranks that are not forked.
+    `keeps_logs` copies what ranks write to files of their own.
+    `cpus` are the CPUs that a local rank is kept on; none for all.
+    `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
+    `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
+    """
+
+    grace_s: float
+    fork: bool
+    num_threads: int | None
+    extra_environment: Mapping[str, str]
+    wrap_command: Callable[[tuple[str, ...]], tuple[str, ...]]
+    hang_timeout_s: float | None = None
+    keeps_logs: bool = False
+    cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    has_gpus: bool = False
+
+
+@dataclass
+class JobRecord:
+    """What is known of a job while it runs; the attempts write it, the report reads it.
+
+    `plan` is the plan that the ranks have got, `board` where the nodes of this round write to each other,
+    `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
+    timed out, and the `calls` that ranks made last, where they are known.
+    """
+
+    started_ns: int | None = None
+    kills_before: MemoryKills | None = None
+    failures: list[RankFailure] = field(default_factory=list)
+    attempts: int = 0
+    hang: HangVerdict | None = None
+    plan: PlanFile | None = None
+    board: NodeBoard | None = None
+    folder: RunFolder | None = None
+    stacks: dict[int, Stack] = field(default_factory=dict)
+    calls: dict[int, RankCalls] = field(default_factory=dict)
+
+
+class _HeldSignals:
+    """torch's signal handlers raise wherever they strike; inside `held` they wait, so that no message is torn.
+
+    `count` is the number of signals so far.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self.count = 0
+        self._pending: list[tuple[Callable[[int, FrameType | None], Any], int]] = []
+
+    def wrap_handlers(self, names: Sequence[str]) -> None:
+        """Put this object before the Python handlers of the signals `names`."""
+        for name in names:
+            number = signal.Signals.__members__.get(name.strip())
+            if number is None:
+                continue  # torch has warned of it
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not signal.default_int_handler:
+                signal.signal(number, self._holding(handler))
+
+    def _holding(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], Any]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.count += 1
+            if self._depth:
+                self._pending.append((handler, number))
+            else:
+                handler(number, frame)
+
+        return handle
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let signals wait until the end of this block."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._pending and not self._depth:
+            handler, number = self._pending.pop(0)
+            self._pending.clear()
+            handler(number, None)
+
+
+class RankProcesses(PContext):
+    """One attempt of the ranks of this node, started by a spawner and watched by torch's elastic agent."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        commands: dict[int, tuple[str, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        spawner: SpawnerHandle,
+        settings: AttemptSettings,
+        job: JobRecord,
+        torch_options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(name, "ranks", commands, envs, logs_specs, **torch_options)
+        self._spawner = spawner
+        self._settings = settings
+        self._job = job
+        self._signals = _HeldSignals()
+        self._pids: dict[int, int] = {}
+        self._exits: dict[int, RankExit] = {}
+        self._stopped: set[int] = set()
+        self._is_closed = False
+        self._looks_at = 0.0
+        self._alone_since: float | None = None
+        self._watch = self._make_watch() if settings.hang_timeout_s is not None else None
+
+    def _make_watch(self) -> HangWatch:
+        return HangWatch(
+            timeout_s=float(self._settings.hang_timeout_s or 0),
+            stack_files={rank: folder / STACK_FILE for rank, folder in self._folders().items()},
+            request_stacks=self._request_stacks,
+            count_waits=lambda rank: count_waits(self._pids[rank]),
+        )
+
+    def _request_stacks(self, ranks: list[int]) -> None:
+        with self._signals.held():
+            self._spawner.signal(STACK_SIGNAL, only_leaders_of=ranks)
+
+    def _folders(self) -> dict[int, Path]:
+        """Return the folders of the error files by local rank; none where there are no error files."""
+        return {rank: Path(path).parent for rank, path in self.error_files.items() if path and path != os.devnull}
+
+    def _global_rank(self, rank: int) -> int:
+        return int(self.envs[rank].get("RANK", rank))
+
+    def _start(self) -> None:
+        """Start the ranks. The base class has put torch's signal handlers in place."""
+        if threading.current_thread() is threading.main_thread():
+            names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+            self._signals.wrap_handlers(names.split(","))
+        self._job.attempts += 1
+        self._job.failures = []
+        self._job.hang = None
+        self._job.stacks, self._job.calls = {}, {}
+        self._job.started_ns = time.time_ns()
+        self._job.kills_before = count_memory_kills()
+        commands = [
+            RankCommand(
+                local_rank=rank,
+                command=self.args[rank] if self._settings.fork else self._settings.wrap_command(self.args[rank]),
+                environment={**self.envs[rank], **self._settings.extra_environment, **self._dump_variables(rank)},
+                stdout=self.stdouts[rank],
+                stderr=self.stderrs[rank],
+                cpus=self._settings.cpus.get(rank, ()),
+                copy_stdout=self._log_file(rank, "stdout.log"),
+                copy_stderr=self._log_file(rank, "stderr.log"),
+            )
+            for rank in range(self.nprocs)
+        ]
+        with self._signals.held():
+            self._pids = self._spawner.start(
+                commands,
+                environment=os.environ,
+                fork=self._settings.fork,
+                num_threads=self._settings.num_threads,
+            )
+
+    def _dump_variables(self, rank: int) -> dict[str, str]:
+        """Return where NCCL's watchdog is to leave its dump: not in the user's home folder, which is its default."""
+        folder = self._folders().get(rank)
+        is_chosen = any(name in os.environ for name in DUMP_VARIABLES)
+        if not self._settings.has_gpus or folder is None or is_chosen:
+            return {}
+        return dict.fromkeys(DUMP_VARIABLES, str(folder / DUMP_PREFIX))
+
+    def _log_file(self, rank: int, name: str) -> str:
+        """Return the file that a rank's stream is copied to, where torchrun has it with --redirects; '' for none."""
+        if not self._settings.keeps_logs or not self._spawner.can_fork_ranks:
+            return ""
+        return str(Path(self.error_files[rank]).with_name(name))
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the ranks by local rank."""
+        return dict(self._pids)
+
+    def _poll(self) -> RunProcsResult | None:
+        """Return the result once all ranks have ended or one has failed, None before."""
+        self._collect()
+        if self._is_running() and not self._failed():
+            if not self._hangs():
+                if not self._lost_other_nodes():
+                    return None
+                self._ask_where_ranks_are()
+            self.close()
+            return self._result()
+        deadline = time.monotonic() + SETTLE_S
+        while self._is_running() and time.monotonic() < deadline:
+            self._collect(timeout_s=0.05)
+        self._ask_where_ranks_are()
+        self.close()
+        return self._result()
+
+    def _running(self) -> list[int]:
+        return sorted(set(self._pids) - set(self._exits))
+
+    def _ask_where_ranks_are(self) -> None:
+        """Note where the ranks are that still run, where those that failed may have waited for them in vain."""
+        running = self._running()
+        if not running or any(failure.cause is Cause.OWN_ERROR for failure in self._read_failures()):
+            return
+        files = {rank: folder / STACK_FILE for rank, folder in self._folders().items()}
+        stacks = ask_for_stacks(running, stack_files=files, request_stacks=self._request_stacks, patience_s=_ANSWER_S)
+        self._job.stacks = {self._global_rank(rank): stack for rank, stack in stacks.items()}
+
+    def _lost_other_nodes(self) -> bool:
+        """Whether another node has failed for good, and the ranks of this one have not noticed for a while."""
+        board, now = self._job.board, time.monotonic()
+        if board is None or board.num_nodes == 1 or now < self._looks_at:
+            return False
+        self._looks_at = now + _BOARD_INTERVAL_S
+        if self._alone_since is None and board.has_failure_elsewhere():
+            self._alone_since = now
+        return self._alone_since is not None and now - self._alone_since > _ALONE_S
+
+    def _hangs(self) -> bool:
+        running = self._running()
+        verdict = self._watch.check(running) if self._watch is not None else None
+        if verdict is None:
+            return False
+        folders = {rank: folder for rank, folder in self._folders().items() if rank in running}
+        calls = ask_for_calls(folders, patience_s=_ANSWER_S)
+        self._job.hang = replace(
+            verdict,
+            stacks={
+                self._global_rank(rank): stack or stack_by_py_spy(self._pids[rank])
+                for rank, stack in verdict.stacks.items()
+            },
+            calls={self._global_rank(rank): found for rank, found in calls.items()},
+        )
+        return True
+
+    def _is_running(self) -> bool:
+        return len(self._exits) < len(self._pids)
+
+    def _failed(self) -> bool:
+        return any(end.code != 0 for end in self._exits.values())
+
+    def _collect(self, *, timeout_s: float = 0.0) -> None:
+        with self._signals.held():
+            for end in self._spawner.exits(timeout_s=timeout_s):
+                self._exits[end.local_rank] = end
+
+    def _result(self) -> RunProcsResult:
+        failures = self._read_failures()
+        self._job.failures = failures
+        if any(failure.cause is not Cause.OWN_ERROR for failure in failures):
+            found = {self._global_rank(rank): read_calls(folder) for rank, folder in self._folders().items()}
+            self._job.calls = {rank: calls for rank, calls in found.items() if calls is not None}
+        self._remove_empty_files()
+        result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
+        if not failures:
+            result.return_values = dict.fromkeys(range(self.nprocs))
+            return result
+        first = first_failure(failures)
+        for failure in failures:
+            torchs = ProcessFailure(
+                local_rank=failure.local_rank,
+                pid=failure.pid,
+                exitcode=failure.exit.code,
+                error_file=failure.error_file,
+            )
+            # torch takes the smallest timestamp for the root cause, and keeps whole seconds only
+            later_ns = 0 if failure is first else max(0, first.time_ns + 1000 - failure.time_ns)
+            torchs.timestamp = (failure.time_ns + later_ns) / 1e9  # type: ignore[assignment]
+            result.failures[failure.local_rank] = torchs
+        return result
+
+    def _read_failures(self) -> list[RankFailure]:
+        return [
+            read_failure(
+                global_rank=self._global_rank(rank),
+                pid=self._pids[rank],
+                exit=end,
+                error_file=self.error_files[rank] if self.error_files[rank] != os.devnull else "",
+                was_stopped=rank in self._stopped,
+            )
+            for rank, end in sorted(self._exits.items())
+            if end.code != 0
+        ]
+
+    def _remove_empty_files(self) -> None:
+        """Remove what stood ready beside the error files and was not needed."""
+        for folder in self._folders().values():
+            with suppress(OSError):
+                (folder / CALLS_REQUEST).unlink(missing_ok=True)
+            for name in (STACK_FILE, FAULT_FILE):
+                with suppress(OSError):
+                    if not (folder / name).stat().st_size:
+                        (folder / name).unlink()
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """End the ranks: `death_sig`, the grace time of this job, SIGKILL; then what they have left behind.
+
+        torch passes its own default as `timeout` on some paths, whatever the user asked for, so it is not used.
+        """
+        if self._is_closed or not self._pids:
+            return
+        was_running = self._is_running()
+        self._stopped = set(self._pids) - set(self._exits)
+        try:
+            self._stop(death_sig)
+        except SignalException:  # a second signal: no more patience
+            self._kill()
+            raise
+        self._is_closed = True
+        with self._signals.held():
+            self._spawner.clear(everything=was_running or self._failed(), grace_s=1.0)
+
+    def _stop(self, death_sig: signal.Signals) -> None:
+        if self._is_running() and self._signals.count < 2:  # a second may strike before torch comes to stop the ranks
+            with self._signals.held():
+                self._spawner.signal(death_sig)
+            self._wait_for_exits(min(_SILENT_S, self._settings.grace_s))
+            if self._is_running() and self._settings.grace_s > _SILENT_S:
+                self._say_what_is_waited_for(death_sig)
+                self._wait_for_exits(self._settings.grace_s - _SILENT_S)
+        if self._is_running():
+            self._kill()
+
+    def _say_what_is_waited_for(self, death_sig: signal.Signals) -> None:
+        ranks = [self._global_rank(rank) for rank in self._running()]
+        say(
+            f"waiting up to {self._settings.grace_s:g} s for {ranks_in_words(ranks)} to end after {death_sig.name}; "
+            f"Ctrl-C kills {'it' if len(ranks) == 1 else 'them'}"
+        )
+
+    def _kill(self) -> None:
+        with self._signals.held():
+            self._spawner.signal(signal.SIGKILL)
+            self._wait_for_exits(5.0)  # longer only for a rank in uninterruptible sleep, which nobody can end
+
+    def _wait_for_exits(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while self._is_running() and time.monotonic() < deadline:
+            self._collect(timeout_s=min(0.1, patience_s))

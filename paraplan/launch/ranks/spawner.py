@@ -1,0 +1,341 @@
+"""The spawner: a small process between the launcher and its ranks that starts, signals and reaps them.
+
+It is forked from the launcher before that has threads, sockets or CUDA, so that ranks forked from it start with torch
+imported and nothing else; for callers that are themselves programs it is a fresh interpreter that runs this file (then
+ranks get fresh interpreters too). It outlives a killed launcher by the moment it takes to kill the ranks and remove
+what was temporary. Ranks die with it (PR_SET_PDEATHSIG), and as a subreaper it inherits what ranks leave behind.
+
+Messages are lines of JSON over one Unix socket, `do` towards the spawner, `event` back. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
+_COPIER_S = 5.0  # a console that takes nothing, such as a paused pager, must not keep a job from ending
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a forked rank is to run: `command` as the arguments of an interpreter (`[-m] name ...`), and its threads."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    num_threads: int | None
+
+
+@dataclass
+class _Ranks:
+    """The ranks of one attempt by process id; processes that were started here and not reaped yet."""
+
+    running: dict[int, int] = field(default_factory=dict)
+    programs: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    sessions: set[int] = field(default_factory=set)
+    copier: int | None = None
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends; end at once if `parent_pid` has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _enter_program(parent: int, cpus: list[int]) -> None:
+    die_with(parent)
+    _keep_on(cpus)
+
+
+def _keep_on(cpus: list[int]) -> None:
+    if cpus:
+        with contextlib.suppress(OSError):  # CPUs that have been taken from this container since they were read
+            os.sched_setaffinity(0, cpus)
+
+
+class Spawner:
+    """The loop of the spawner process. `serve` returns only in a forked rank."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._received = b""
+        self._ranks = _Ranks()
+        self._owned_paths: list[str] = []
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    def serve(self) -> RankStart:
+        """Serve the launcher until it says `end` or is gone; both end the process. Returns in each forked rank."""
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in (*_IGNORED, signal.SIGCHLD):
+            signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that are started would inherit
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since before the fork
+        actions: dict[str, Callable[[dict[str, Any]], RankStart | None]] = {
+            "start": self._start,
+            "signal": self._signal,
+            "clear": self._clear,
+            "own": lambda message: self._owned_paths.append(message["path"]),
+            "end": lambda _: self._end(0),
+        }
+        while True:
+            ready, _, _ = select.select([self._channel.fileno(), self._wake_read], [], [])
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+            self._reap()
+            if self._channel.fileno() in ready:
+                for message in self._receive():
+                    start = actions[message["do"]](message)
+                    if start is not None:
+                        return start
+
+    def _receive(self) -> list[dict[str, Any]]:
+        try:
+            data = self._channel.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._end(1)
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _send(self, **message: Any) -> None:
+        try:
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionError):
+            self._end(1)
+
+    def _start(self, message: dict[str, Any]) -> RankStart | None:
+        pids: dict[int, int] = {}
+        copies: list[Any] = []
+        for rank in message["ranks"]:
+            environment = message["environment"] | rank["environment"]
+            streams: list[int | None] = []
+            try:
+                streams += [
+                    self._open_stream(number, rank[name], rank[f"copy_{name}"], copies)
+                    for number, name in ((1, "stdout"), (2, "stderr"))
+                ]
+                if message["fork"]:
+                    parent = os.getpid()
+                    signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # one for the rank waits until it can end by it
+                    pid = os.fork()
+                    if pid == 0:
+                        self._become_rank(parent, streams, others=[copy.source for copy in copies])
+                        _keep_on(rank["cpus"])
+                        return RankStart(tuple(rank["command"]), environment, message["num_threads"])
+                else:
+                    program = self._open_program(rank["command"], environment, streams, cpus=rank["cpus"])
+                    pid = program.pid
+                    self._ranks.programs[pid] = program
+            except (OSError, ValueError) as error:
+                self._close(copy.source for copy in copies)
+                self._kill_all()
+                self._send(event="start_failed", rank=rank["rank"], error=str(error))
+                return None
+            finally:  # in the rank, too
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+                self._close(stream for stream in streams if stream is not None)
+            pids[rank["rank"]] = pid
+            self._ranks.running[pid] = rank["rank"]
+            self._ranks.sessions.add(pid)
+        self._start_copier(copies)
+        self._send(event="started", pids=pids)
+        return None
+
+    def _open_stream(self, number: int, path: str, copy_path: str, copies: list[Any]) -> int | None:
+        """Return the descriptor that a rank has as stream `number`: a file, what is copied to one, or None: ours."""
+        if path:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        if not copy_path:
+            return None
+        from paraplan.launch.ranks.copier import open_copy  # a spawner that runs as a file alone is asked for no copies
+
+        copy, sink = open_copy(number, copy_path)
+        copies.append(copy)
+        return sink
+
+    def _start_copier(self, copies: list[Any]) -> None:
+        if not copies:
+            return
+        from paraplan.launch.ranks.copier import serve_copies
+
+        pid = os.fork()
+        if pid == 0:
+            serve_copies(copies, close=[self._channel.fileno(), self._wake_read, self._wake_write])
+        self._ranks.copier = pid
+        self._close(copy.source for copy in copies)
+
+    def _wait_for_copier(self, patience_s: float) -> None:
+        """Wait until what the ranks have written is copied: the copier ends with the last writer."""
+        deadline = time.monotonic() + patience_s
+        while self._ranks.copier is not None and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.002)
+
+    @staticmethod
+    def _close(descriptors: Iterable[int]) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _become_rank(self, parent: int, descriptors: list[int | None], *, others: list[int]) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in (*_IGNORED, signal.SIGCHLD):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.setsid()
+        die_with(parent)
+        for stream, descriptor in zip((1, 2), descriptors, strict=True):
+            if descriptor is not None:
+                os.dup2(descriptor, stream)
+        self._close(others)
+        self._channel.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _open_program(
+        self, command: list[str], environment: dict[str, str], streams: list[int | None], *, cpus: list[int]
+    ) -> Any:
+        parent = os.getpid()
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdout=streams[0],
+            stderr=streams[1],
+            start_new_session=True,
+            preexec_fn=lambda: _enter_program(parent, cpus),  # safe: this process has one thread
+        )
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            now_ns = time.time_ns()
+            code = os.waitstatus_to_exitcode(status)
+            program = self._ranks.programs.pop(pid, None)
+            if program is not None:
+                program.returncode = code
+            if pid == self._ranks.copier:
+                self._ranks.copier = None
+            rank = self._ranks.running.pop(pid, None)
+            if rank is not None:
+                self._send(event="exit", rank=rank, code=code, time_ns=now_ns, max_rss_kib=usage.ru_maxrss)
+
+    def _signal(self, message: dict[str, Any]) -> None:
+        only = message["only_leaders_of"]
+        for pid, rank in self._ranks.running.items():  # not reaped yet, so their ids name no other process
+            if only is None:
+                _signal_group(pid, message["signal"])
+            elif rank in only:
+                os.kill(pid, message["signal"])
+
+    def _clear(self, message: dict[str, Any]) -> None:
+        """End what ranks that are gone have left behind: all of it, or only what stayed in their sessions."""
+        sessions = None if message["everything"] else self._ranks.sessions
+        first = self._leftovers(sessions)
+        for number, patience_s in ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0)):
+            deadline = time.monotonic() + patience_s
+            left = self._leftovers(sessions)
+            while left:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+                self._reap()
+                left = self._leftovers(sessions)
+        self._wait_for_copier(0.3 if self._leftovers(None) else _COPIER_S)  # a daemon that is left may write on
+        self._ranks.sessions = set(self._ranks.running)
+        self._send(event="cleared", num_processes=len(first))
+
+    def _kill_all(self) -> None:
+        for pid in self._ranks.running:
+            _signal_group(pid, signal.SIGKILL)
+        for _ in range(100):  # each killed process may hand its own children up to this one
+            left = _leftovers({self._ranks.copier or 0: -1}, None)
+            if not left:
+                break
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._ranks.running.clear()
+            self._reap()
+            time.sleep(0.01)
+        self._wait_for_copier(_COPIER_S)
+        self._ranks = _Ranks()
+
+    def _leftovers(self, sessions: set[int] | None) -> list[int]:
+        known = self._ranks.running if self._ranks.copier is None else {**self._ranks.running, self._ranks.copier: -1}
+        return _leftovers(known, sessions)
+
+    def _end(self, status: int) -> NoReturn:
+        if status or self._ranks.running:
+            self._kill_all()
+        for path in self._owned_paths:
+            shutil.rmtree(path, ignore_errors=True)
+        os._exit(status)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    """Handle a signal that is the launcher's to act on."""
+
+
+def _signal_group(pid: int, number: int) -> None:
+    """Signal the group of a rank that is not reaped yet, or the rank alone, which may not have made its group yet."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        os.kill(pid, number)
+
+
+def _leftovers(running: dict[int, int], sessions: set[int] | None) -> list[int]:
+    """Return the children of this process that are no ranks: orphans of ranks, handed up by the kernel."""
+    own = os.getpid()
+    return [
+        pid
+        for pid, (parent, session) in _process_table().items()
+        if parent == own and pid not in running and (sessions is None or session in sessions)
+    ]
+
+
+def _process_table() -> dict[int, tuple[int, int]]:
+    """Return parent and session of every live process; empty where there is no /proc. Zombies are left out."""
+    table: dict[int, tuple[int, int]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc"):  # noqa: PTH208
+            if not name.isdigit():
+                continue
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
+                if state not in (b"Z", b"X"):
+                    table[int(name)] = (int(parent), int(session))
+    return table
+
+
+if __name__ == "__main__":
+    Spawner(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -1,0 +1,223 @@
+"""Checkpoints: written under one plan, read under any other, by torch.distributed.checkpoint.
+
+What is written are whole tensors under the names of the whole model, each rank its shards: parameters, buffers, the
+optimizer's state and options parameter by parameter, and how far the training is. So neither the number of ranks nor
+the split is part of a checkpoint; only the random numbers are those of each rank.
+
+A checkpoint is written beside the one that it replaces, and takes its place when it is whole: a kill at any moment
+leaves a whole one, under its name or the name with `.previous`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checkpoints.entries import (
+    MODEL,
+    OPTIMIZER,
+    OPTIONS,
+    PROGRESS,
+    CheckpointSource,
+    as_text,
+    copied,
+    empty_bytes,
+    empty_states,
+    entries_to_write,
+    read_options,
+    take_options,
+)
+from paraplan.runtime.checkpoints.random_state import random_entries, reseed, restore_random
+from paraplan.runtime.checkpoints.safe_reader import INDEX_NAME, CheckpointError, SafeReader
+
+__all__ = ["CheckpointError", "CheckpointSource", "CheckpointWriter", "find_whole", "load_checkpoint"]
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one rank, one after the other. `is_main` is True on rank 0, which moves the folders."""
+
+    def __init__(self, *, is_main: bool) -> None:
+        self._is_main = is_main
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def write(self, folder: Path, source: CheckpointSource, *, wait: bool) -> None:
+        """Write a checkpoint to `folder`, replacing one that is there. Every rank calls it.
+
+        With `wait` all return when it is whole. Without, they return when the state is copied, and a thread goes on.
+        """
+        self.finish()
+        entries = entries_to_write(source) | random_entries(source.mesh.world)
+        if not wait:
+            entries = copied(entries)
+            if self._group is None and dist.is_initialized():
+                self._group = dist.new_group(backend="gloo")  # for the thread: collectives must not cross
+        if self._is_main:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(_beside(folder, "partial"), ignore_errors=True)
+        _wait_for_all()
+        if wait:
+            self._write(folder, entries, None)
+            _wait_for_all()
+            return
+        self._thread = threading.Thread(target=self._write_or_keep_error, args=(folder, entries, self._group))
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until a checkpoint that a thread writes is whole. Raises what went wrong in it."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(
+                f"the checkpoint was not written: {failure}", hint="the one before it is whole; see the disk"
+            ) from failure
+
+    def _write_or_keep_error(
+        self, folder: Path, entries: dict[str, torch.Tensor], group: dist.ProcessGroup | None
+    ) -> None:
+        try:
+            self._write(folder, entries, group)
+        except Exception as error:  # raised again by `finish`, in the thread that trains
+            self._failure = error
+
+    def _write(self, folder: Path, entries: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        partial, previous = _beside(folder, "partial"), _beside(folder, "previous")
+        with _without_the_note_on_single_processes():
+            save(entries, checkpoint_id=partial, process_group=group)
+        # On rank 0 that returns when every rank has written its part, and the index is there.
+        if self._is_main:
+            if folder.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                folder.rename(previous)
+            partial.rename(folder)
+            shutil.rmtree(previous, ignore_errors=True)
+
+
+def find_whole(folder: Path) -> Path:
+    """Return where the last whole checkpoint of `folder` is. Raises `CheckpointError` where there is none."""
+    for place in (folder, _beside(folder, "previous")):
+        if (place / INDEX_NAME).exists():
+            return place
+    raise CheckpointError(f"{folder} holds no whole checkpoint", hint="name a folder that engine.save wrote")
+
+
+def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
+    """Read a checkpoint into this rank's parts; return its number of steps.
+
+    Every rank calls it. Raises `CheckpointError` where there is none, or where it is of another model.
+    """
+    _wait_for_all()  # one that rank 0 still moves
+    whole = find_whole(folder)
+    saved = SafeReader(whole).read_metadata().state_dict_metadata
+    if PROGRESS not in saved:
+        raise CheckpointError(f"{folder} is a checkpoint of another program", hint="name one that engine.save wrote")
+    progress = json.loads(as_text(_read(whole, {PROGRESS: empty_bytes(saved[PROGRESS])})[PROGRESS]))
+    entries: dict[str, torch.Tensor] = {}
+    for name, tensor in source.tensors():
+        _check_shape(folder, saved, name, source.whole_shape(name))
+        entries[f"{MODEL}{name}"] = source.piece(name, tensor)
+    states = empty_states(saved, source)
+    for name, values in states.items():
+        if f"{OPTIONS}{name}" in saved:
+            entries[f"{OPTIONS}{name}"] = empty_bytes(saved[f"{OPTIONS}{name}"])
+        for key, value in values.items():
+            is_part = value.shape == source.parameters[name].shape
+            entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if is_part else value
+    _read(whole, entries)
+    _take_optimizer(source, states, entries)
+    _take_progress(whole, saved, progress, source)
+    return int(progress["num_steps"])
+
+
+def _take_optimizer(
+    source: CheckpointSource, states: Mapping[str, dict[str, torch.Tensor]], entries: Mapping[str, torch.Tensor]
+) -> None:
+    texts = {
+        name: json.loads(as_text(entries[f"{OPTIONS}{name}"]))
+        for name in source.parameters
+        if f"{OPTIONS}{name}" in entries
+    }
+    options = {source.parameters[name]: read_options(text["options"]) for name, text in texts.items()}
+    take_options(source.optimizer, options)
+    for name, parameter in source.parameters.items():
+        values: dict[str, Any] = _placed(states[name], parameter, options.get(parameter, {}))
+        values |= texts[name]["numbers"] if name in texts else {}
+        if values:
+            source.optimizer.state[parameter] = values
+
+
+def _take_progress(
+    whole: Path, saved: Mapping[str, Any], progress: Mapping[str, Any], source: CheckpointSource
+) -> None:
+    if source.scheduler is not None and progress["scheduler"] is not None:
+        source.scheduler.load_state_dict(source.scheduler.state_dict() | progress["scheduler"])
+    if source.loss_scale is not None and progress["loss_scale"] is not None:
+        vars(source.loss_scale).update(progress["loss_scale"])
+    world = source.mesh.world
+    names = random_entries(world).keys()
+    if ParallelPlan.model_validate(progress["plan"]) == source.plan and names <= saved.keys():
+        restore_random(_read(whole, {name: empty_bytes(saved[name]) for name in names}), world)
+        return
+    place = source.mesh.coordinate("dp") + source.mesh.coordinate("pp") * source.mesh.size("dp")
+    reseed(seed=int(progress["seed"]), num_steps=int(progress["num_steps"]), place=place)
+
+
+def _read(whole: Path, entries: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fill the tensors of `entries` from a checkpoint, and return them. Every rank calls it, with its own entries."""
+    with _without_the_note_on_single_processes():
+        load(entries, storage_reader=SafeReader(whole))
+    return entries
+
+
+def _placed(
+    values: dict[str, torch.Tensor], parameter: nn.Parameter, options: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return `values` with counts where the optimizer wants them: beside the parameter if it is fused or capturable."""
+    if options.get("fused") or options.get("capturable"):
+        return {key: value.to(parameter.device) for key, value in values.items()}
+    return values
+
+
+def _check_shape(folder: Path, saved: Mapping[str, Any], name: str, shape: torch.Size) -> None:
+    description = saved.get(f"{MODEL}{name}")
+    if description is None:
+        raise CheckpointError(f"{folder} holds no {name}", hint="it is a checkpoint of another model")
+    if description.size != shape:
+        raise CheckpointError(
+            f"{folder} holds {name} in shape {tuple(description.size)}, and the model has {tuple(shape)}",
+            hint="it is a checkpoint of another model",
+        )
+
+
+def _beside(folder: Path, ending: str) -> Path:
+    return folder.with_name(f"{folder.name}.{ending}")
+
+
+def _wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextmanager
+def _without_the_note_on_single_processes() -> Iterator[None]:
+    """Silence what torch.distributed.checkpoint says in one process: that it takes it for one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

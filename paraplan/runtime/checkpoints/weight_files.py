@@ -1,0 +1,91 @@
+"""Weights read from safetensors files straight into the parts and shards of a rank."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from paraplan.errors import ModelError, UsageError
+from paraplan.runtime.engine import RankPart
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.split.pieces import Place, boxes_of
+
+_HINT = "give job.prepare the weights of this model"
+
+
+def names_of_ties(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter of `model`, by the one that `named_parameters` gives it."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(first[id(parameter)], []).append(name)
+    return names
+
+
+class WeightFiles:
+    """The tensors of safetensors files by name, of which any box can be read without the rest."""
+
+    def __init__(self, source: Path) -> None:
+        if importlib.util.find_spec("safetensors") is None:
+            raise UsageError("safetensors is not installed", hint="pip install safetensors")
+        from safetensors import safe_open
+
+        files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+        if not files:
+            raise UsageError(f"{source} holds no weights", hint="name a safetensors file or a folder with such files")
+        self._source = source
+        self._opened: list[Any] = [safe_open(file, framework="pt") for file in files]
+        self._holders: dict[str, Any] = {name: opened for opened in self._opened for name in opened.keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._holders
+
+    def read_box(self, name: str, offsets: tuple[int, ...], into: torch.Tensor, whole: tuple[int, ...]) -> None:
+        """Read the box at `offsets` of tensor `name`, which must have shape `whole`, into a tensor of its size."""
+        tensor = self._holders[name].get_slice(name)
+        if tuple(tensor.get_shape()) != whole:
+            raise ModelError(
+                f"{self._source} holds {name} in shape {tuple(tensor.get_shape())}, and the model has {whole}",
+                hint=_HINT,
+            )
+        if not into.ndim:
+            into.copy_(self._holders[name].get_tensor(name))
+        elif into.numel():
+            into.copy_(
+                tensor[tuple(slice(start, start + size) for start, size in zip(offsets, into.shape, strict=True))]
+            )
+
+
+def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str, list[str]]) -> None:
+    """Read what this rank holds of a model from `source`, a safetensors file or a folder of them.
+
+    `names` are all names of each parameter. Raises `ModelError` for a parameter that is not there or has another shape.
+    Buffers that are not there stay as they are.
+    """
+    places = {name: Place(cut=cut, index=mesh.coordinate("tp")) for name, cut in part.cuts.items()}
+    files = WeightFiles(source)
+    for name, parameter in part.parameters.items():
+        known = next((alias for alias in names.get(name, [name]) if alias in files), None)
+        if known is None:
+            raise ModelError(f"{source} holds no {name}", hint=_HINT)
+        tensor = parameter.detach()
+        if name in places:
+            whole = places[name].cut.whole_shape(tensor.shape)
+            for box in boxes_of(tensor, places[name]):
+                files.read_box(known, box.offsets, box.values, whole)
+            continue
+        offsets: Any = (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        files.read_box(known, tuple(offsets), local, tuple(tensor.shape))
+    for name, buffer in part.buffers.items():
+        if name in files:
+            files.read_box(name, (0,) * buffer.ndim, buffer, tuple(buffer.shape))

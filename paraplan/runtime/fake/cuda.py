@@ -1,0 +1,212 @@
+"""What `torch.cuda` answers in a process whose GPU is not there: a healthy GPU that does everything at once."""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paraplan.runtime.fake.gpu import FakeGpu
+
+_OF_WORKERS = frozenset(
+    {
+        *("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "timeout"),
+        *("multiprocessing_context", "pin_memory_device"),
+    }
+)
+
+
+class Stream:
+    """A stream: what is on it is done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = self.stream_id = self.priority = 0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Leave the stream."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return an event that has been."""
+        return event or Event()
+
+    def query(self) -> bool:
+        """Say that all is done."""
+        return True
+
+    def wait_event(self, *_: Any) -> None:
+        """Go on: the event has been."""
+
+    wait_stream = synchronize = wait_event
+
+    def is_capturing(self) -> bool:
+        """Say that no graph is captured."""
+        return False
+
+
+class Event:
+    """An event that has been."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> Event:
+        """Take no note."""
+        return self
+
+    def query(self) -> bool:
+        """Say that it has been."""
+        return True
+
+    def elapsed_time(self, *_: Any) -> float:
+        """Return a time in ms: nothing takes any that tells of a GPU."""
+        return 1.0
+
+    def wait(self, *_: Any) -> None:
+        """Go on."""
+
+    synchronize = wait
+
+
+@contextmanager
+def cuda_of(gpu: FakeGpu, *, num_gpus: int, memory_bytes: int, left_out: set[str]) -> Iterator[None]:
+    """Let torch answer in this context as with `num_gpus` GPUs of `memory_bytes`, of which `gpu` is this process's.
+
+    What is not done is added to `left_out`.
+    """
+    replaced = [*_of_cuda(gpu, num_gpus, memory_bytes), *_of_accelerator(gpu, num_gpus), *_of_torch(left_out)]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _of_cuda(gpu: FakeGpu, num_gpus: int, memory_bytes: int) -> list[tuple[Any, str, Any]]:
+    cuda, index, stream = torch.cuda, gpu.device.index, Stream()
+    name = "a GPU that is not there"
+    properties = types.SimpleNamespace(
+        name=name, major=9, minor=0, total_memory=memory_bytes, multi_processor_count=132, warp_size=32, is_integrated=0
+    )
+
+    def allocated(*_: Any) -> int:
+        return gpu.tracker._bytes
+
+    def most_allocated(*_: Any) -> int:
+        gpu.tracker.settle()
+        return gpu.tracker.peak.total_bytes
+
+    nothing = _answering(None)
+    answers: dict[str, Any] = {
+        "_lazy_init": nothing,
+        "init": nothing,
+        "is_available": _answering(True),
+        "is_initialized": _answering(True),
+        "is_bf16_supported": _answering(True),
+        "is_current_stream_capturing": _answering(False),
+        "device_count": _answering(num_gpus),
+        "current_device": _answering(index),
+        "set_device": lambda device: _check_index(device, num_gpus),
+        "_exchange_device": _answering(index),
+        "_maybe_exchange_device": _answering(index),
+        "get_device_name": _answering(name),
+        "get_device_properties": _answering(properties),
+        "get_device_capability": _answering((9, 0)),
+        "can_device_access_peer": _answering(True),
+        "mem_get_info": lambda *_: (memory_bytes - allocated(), memory_bytes),
+        "memory_allocated": allocated,
+        "memory_reserved": allocated,
+        "max_memory_allocated": most_allocated,
+        "max_memory_reserved": most_allocated,
+        "memory_stats": lambda *_: defaultdict(int),
+        "memory_summary": _answering(""),
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "current_stream": _answering(stream),
+        "default_stream": _answering(stream),
+        "stream": lambda *_: nullcontext(),
+        "Stream": Stream,
+        "Event": Event,
+    }
+    dropped = [
+        *("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_stream"),
+        *("empty_cache", "synchronize", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated"),
+        *("reset_accumulated_memory_stats", "set_per_process_memory_fraction"),
+    ]
+    marks = [(cuda.nvtx, name, nothing) for name in ("range_push", "range_pop", "range_start", "range_end", "mark")]
+    profiler = [(cuda.profiler, name, nothing) for name in ("start", "stop")]
+    history = [(cuda.memory, name, nothing) for name in ("_record_memory_history", "_dump_snapshot")]
+    answers |= dict.fromkeys(dropped, nothing)
+    return [*((cuda, name, value) for name, value in answers.items()), *marks, *profiler, *history]
+
+
+def _check_index(device: Any, num_gpus: int) -> None:
+    chosen = device.index if isinstance(device, torch.device) else device
+    chosen = int(str(chosen).partition(":")[2] or 0) if isinstance(chosen, str) else chosen
+    if chosen is not None and chosen >= num_gpus:
+        raise RuntimeError(
+            f"CUDA error: invalid device ordinal: {chosen} of {num_gpus} GPUs of a node; LOCAL_RANK names the one of "
+            "this process"
+        )
+
+
+def _of_accelerator(gpu: FakeGpu, num_gpus: int) -> list[tuple[Any, str, Any]]:
+    answers = {
+        "is_available": _answering(True),
+        "device_count": _answering(num_gpus),
+        "current_accelerator": _answering(torch.device("cuda")),
+        "current_device_index": _answering(gpu.device.index),
+        "current_device_idx": _answering(gpu.device.index),
+        "set_device_index": _answering(None),
+        "set_device_idx": _answering(None),
+        "current_stream": _answering(Stream()),
+        "synchronize": _answering(None),
+        "empty_cache": _answering(None),
+    }
+    return [(torch.accelerator, name, value) for name, value in answers.items() if hasattr(torch.accelerator, name)]
+
+
+def _of_torch(left_out: set[str]) -> list[tuple[Any, str, Any]]:
+    """Autocast of a GPU is that of the CPU (`GpuOperators` has the other lists); workers of data loaders are not."""
+    plain_autocast, plain_loader = torch.autocast.__init__, DataLoader.__init__
+    plain_is, plain_type = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def autocast(mode: torch.autocast, device_type: str = "cuda", *args: Any, **options: Any) -> None:
+        plain_autocast(mode, _on_cpu(device_type), *args, **options)
+
+    def load(loader: Any, *args: Any, **options: Any) -> None:
+        plain_loader(loader, *args, **{name: value for name, value in options.items() if name not in _OF_WORKERS})
+
+    def compile_nothing(model: Any = None, **_: Any) -> Any:
+        left_out.add("compiling")
+        return (lambda given: given) if model is None else model
+
+    def save(*_: Any, **__: Any) -> None:
+        left_out.add("what torch.save writes")
+
+    return [
+        (torch.autocast, "__init__", autocast),
+        (torch, "is_autocast_enabled", lambda kind="cuda": plain_is(_on_cpu(kind))),
+        (torch, "get_autocast_dtype", lambda kind: plain_type(_on_cpu(kind))),
+        (DataLoader, "__init__", load),
+        (torch, "compile", compile_nothing),
+        (torch.nn.Module, "compile", lambda *_, **__: left_out.add("compiling")),
+        (torch, "save", save),
+    ]
+
+
+def _on_cpu(device_type: str) -> str:
+    return "cpu" if str(device_type).partition(":")[0] == "cuda" else device_type
+
+
+def _answering(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value

@@ -1,0 +1,175 @@
+"""A job whose tensors have no values: what `runtime.init` returns under `paraplan launch --fake`.
+
+The script is the user's own, and so are its data; from `prepare` on the model, the optimizer and each step are run
+without values, by the runtime's own engine. The second step ends the script.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
+from paraplan.runtime.engine import Engine, Equipment
+from paraplan.runtime.fake.gpu import FakeGpu
+from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
+from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise
+from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
+from paraplan.runtime.fake.split import splits_without_values
+from paraplan.runtime.job import Job, SchedulerFactory
+from paraplan.runtime.offload import keep_on_host
+from paraplan.runtime.setting import Setting
+from paraplan.runtime.step.batches import TargetCount, batch_size, counted_targets
+from paraplan.runtime.step.division import StepDivider, StepShape
+from paraplan.runtime.step.execution import LossFunction
+from paraplan.runtime.step.loss_scale import LossScale
+from paraplan.runtime.weights import count_parameters
+
+
+@dataclass(frozen=True)
+class FakeJob(Job):
+    """A job that runs `NUM_STEPS` steps without values, writes its report, and ends the script.
+
+    `gpu` is given for a plan that offloads, and tells what lies on the host.
+    """
+
+    gpu: FakeGpu | None = None
+
+    def prepare(
+        self,
+        model: nn.Module,
+        *,
+        loss_fn: LossFunction,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        max_grad_norm: float | None = None,
+        count_targets: TargetCount = counted_targets,
+        compile_backend: str | None = None,
+        example_inputs: Any = None,
+        weights: str | Path | None = None,
+    ) -> Engine:
+        """Put `model` under the plan without values; see `Job.prepare`. Nothing is compiled, no weights are read."""
+        left_out = [] if compile_backend is None else [f"compiling with {compile_backend}"]
+        left_out += [] if weights is None else [f"the weights in {weights}"]
+        num_parameters = count_parameters(model)
+        setting = Setting(plan=self.plan, mesh=self.mesh, precision=self.precision, loss_fn=loss_fn)
+        stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
+        if not all(parameter.is_meta for parameter in model.parameters()):
+            model.to(device="meta")
+        rank = FakeRank(self.mesh, self.gpu)
+        rank.patches.enter_context(
+            splits_without_values(model, self.mesh, sequence_parallel=self.plan.sequence_parallel)
+        )
+        rank.patches.enter_context(starts_uncounted(rank.collectives))
+        with rank.on_host():  # where the script keeps the whole model
+            materialise(model, self.device)
+        with rank.running():
+            for block in [] if stack is None else stack.modules(model):
+                keep_operators(block)
+            part = assemble_part(model, stack, setting, example_inputs=example_inputs)
+            made = optimizer(part.optimized())
+            engine = FakeEngine(
+                part,
+                made,
+                mesh=self.mesh,
+                plan=self.plan,
+                shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
+                equipment=Equipment(
+                    max_grad_norm=max_grad_norm,
+                    scheduler=None if scheduler is None else scheduler(made),
+                    count_targets=count_targets,
+                    loss_scale=LossScale() if self.precision == "fp16" else None,
+                    has_values=False,
+                ),
+            )
+            rank.follow(part.parameters.values(), part.module.buffers())
+        if self.plan.offload == "optimizer":
+            rank.keeps_on_host(keep_on_host(made))
+        made.register_step_pre_hook(lambda optimizer, *_: rank.begin_update(optimizer))
+        made.register_step_post_hook(lambda *_: rank.end_update())
+        engine.attend(rank, self, num_parameters=num_parameters, left_out=tuple(left_out))
+        return engine
+
+
+class FakeEngine(Engine):
+    """An engine without values. Losses are 0, nothing is saved, loaded or evaluated."""
+
+    def attend(self, rank: FakeRank, job: FakeJob, *, num_parameters: int, left_out: tuple[str, ...]) -> None:
+        """Say where to run, and what the report is to hold."""
+        self._rank, self._job = rank, job
+        self._num_parameters, self._left_out = num_parameters, left_out
+
+    def step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Do a step without values; the last of `NUM_STEPS` writes the report and ends the script."""
+        self._share = batch_size(inputs, targets)
+        before = self._rank.collectives.copy() if self.num_steps else None
+        self._rank.collectives.forget()
+        share = self._shorten()
+        is_zero_bubble = self._plan.pipeline_schedule == "zero_bubble"
+        with self._rank.running(), self._forward_passes_of_left(share):
+            left = share.left if self.num_steps else 0
+            kept = KeptOfLeft.of(self._part.execution, left, in_halves=is_zero_bubble)
+            self._rank.know(kept.gradients, "workspace")
+            super().step(*pytree.tree_map(self._without_values, (inputs, targets)))
+            del kept
+        self._rank.collectives.go_on(before, share.left_rounds)
+        if self.num_steps >= NUM_STEPS:
+            self._write_report()
+            raise FakeRunEnd(0)
+        return torch.zeros(())
+
+    def _forward_passes_of_left(self, share: StepShare) -> AbstractContextManager[None]:
+        if self._plan.pipeline_schedule != "gpipe" or not share.left:
+            return nullcontext()
+        return self._rank.forward_passes_of_left(share)
+
+    def _shorten(self) -> StepShare:
+        """Leave micro-batches out that are like others; return which. The batch is checked whole."""
+        plan, mesh = self._plan, self._mesh
+        shape = StepShape.of_plan(plan, is_fixed=self._job.file is not None)
+        StepDivider(shape, mesh.grid).divide([self._share] * mesh.world.size, is_step=True)
+        share = StepShare.of_step(plan, self.num_steps)
+        self._size = self._share
+        if shape.share != self._share or not share.left:
+            return StepShare(count=plan.num_microbatches, left=0)
+        self._size = share.count * plan.micro_batch_size
+        self._divider = StepDivider(replace(shape, num_microbatches=share.count), mesh.grid)
+        return share
+
+    def _without_values(self, leaf: Any) -> Any:
+        is_batch = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == self._share
+        whole = without_values_of(leaf)
+        return whole[: self._size] if is_batch else whole
+
+    def eval_step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Return 0: what is not trained on needs less memory."""
+        return torch.zeros(())
+
+    def save(self, folder: str | Path, *, wait: bool = True) -> None:
+        """Write nothing."""
+
+    def load(self, folder: str | Path) -> None:
+        """Read nothing."""
+
+    def export(self, path: str | Path) -> None:
+        """Write nothing."""
+
+    def _write_report(self) -> None:
+        job = self._job
+        self._rank.write_report(
+            plan=job.plan if job.file is not None else job.plan.replace(micro_batch_size=self._share),
+            precision=job.precision,
+            num_parameters=self._num_parameters,
+            left_out=self._left_out,
+        )
+
+
+def without_values_of(leaf: Any) -> Any:
+    """Return a tensor like `leaf` where that is one, without values where the mode for it is on."""
+    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf

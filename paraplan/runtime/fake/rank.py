@@ -1,0 +1,172 @@
+"""One rank without values: the modes that it runs under, what they count, and its report."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paraplan.plan.fake import FAKE_VARIABLE, FakeRankReport
+from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.fake.collective_count import CollectiveCount
+from paraplan.runtime.fake.gpu import FakeGpu, Place, PlacedTracker
+from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
+from paraplan.runtime.fake.run import attention_again_on_gpu, storage_of
+from paraplan.runtime.fake.share import StepShare, forward_passes_of_left
+from paraplan.runtime.fake.storage_tracking import Peak, StorageTracker, StorageUse
+from paraplan.runtime.fake.world import Valueless
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.offload import HostSteps
+
+
+class FakeRunEnd(SystemExit):
+    """The end of a script whose steps have been run; nothing failed."""
+
+
+class FakeRank:
+    """The modes under which a rank runs without values, and what they count: with `gpu`, what is on the host apart."""
+
+    def __init__(self, mesh: Mesh, gpu: FakeGpu | None = None) -> None:
+        self._mesh = mesh
+        self.patches = ExitStack()  # until the process ends
+        self.collectives = CollectiveCount(mesh)
+        self._valueless = Valueless(None if gpu is None else gpu.mode)
+        self._sees_for_itself = gpu is None
+        self._tracker = StorageTracker(self._uses) if gpu is None else gpu.tracker.anew(self._uses)
+        self._parameters: list[nn.Parameter] = []
+        self._buffers: list[torch.Tensor] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._host_steps: HostSteps | None = None
+        self.patches.enter_context(self._valueless.patches())
+        self.patches.enter_context(self._tracker.following_resizes())
+        self.patches.enter_context(attention_again_on_gpu())
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Make tensors without values that are not counted in this context."""
+        with self._valueless.modes():
+            yield
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run without values in this context."""
+        with ExitStack() as stack:
+            stack.enter_context(self._valueless.modes())
+            stack.enter_context(GroupedProducts())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
+            stack.enter_context(GpuOperators())
+            if self._sees_for_itself:
+                stack.enter_context(self._tracker)
+            stack.enter_context(self.collectives)
+            yield
+
+    def follow(self, parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
+        """Count from now on; what was made of the whole model is in the host's memory."""
+        self._parameters, self._buffers = list(parameters), list(buffers)
+        tracker = self._tracker
+        for tensor in [*self._parameters, *self._buffers]:
+            tracker.watch(tensor)
+        tracker.mark(self._uses())
+        gc.collect()  # what the cutting of the model left in cycles
+        tracker.enter("forward")
+        tracker.forget_peak()
+
+    def know(self, tensors: Iterable[torch.Tensor], use: StorageUse) -> None:
+        """Say what tensors that were made just now are for."""
+        self._tracker.mark({storage_of(tensor): use for tensor in tensors})
+
+    def keeps_on_host(self, steps: HostSteps) -> None:
+        """Say that the optimizer's parameters have copies on the host."""
+        self._host_steps = steps
+
+    def forward_passes_of_left(self, share: StepShare) -> AbstractContextManager[None]:
+        """Count in this context, a step under GPipe, what micro-batches that are not run would keep."""
+        return forward_passes_of_left(self._tracker, share)
+
+    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note that the step of `optimizer` begins. It takes the form that torch chooses for tensors on a GPU."""
+        self._optimizer = optimizer
+        tracker = self._tracker
+        choose_as_on_gpu(optimizer, place_of=tracker.place_of if isinstance(tracker, PlacedTracker) else None)
+        self._tracker.enter("optimizer")
+
+    def end_update(self) -> None:
+        """Take note that the optimizer's step is done."""
+        self._tracker.enter("forward")
+
+    def write_report(
+        self, *, plan: ParallelPlan, precision: TrainingPrecision, num_parameters: int, left_out: tuple[str, ...]
+    ) -> None:
+        """Write what was counted to the file that PARAPLAN_FAKE names."""
+        self._tracker.settle()
+        peak, world = self._tracker.peak, self._mesh.world
+        write_report(
+            FakeRankReport(
+                rank=world.rank,
+                world_size=world.size,
+                pipeline_stage=self._mesh.coordinate("pp"),
+                plan=plan,
+                precision=precision,
+                num_parameters=num_parameters,
+                **parts_of(peak).model_dump(),
+                phase=peak.phase,
+                host=parts_of(self._tracker.host.peak) if isinstance(self._tracker, PlacedTracker) else None,
+                collectives=self.collectives.counted(),
+                left_out=left_out,
+            )
+        )
+
+    def _uses(self) -> dict[int, StorageUse]:
+        uses: dict[int, StorageUse] = {}
+        for parameter in [*self._parameters, *(self._host_steps.copies if self._host_steps is not None else ())]:
+            uses[storage_of(parameter)] = "parameter"
+            if parameter.grad is not None:
+                uses[storage_of(parameter.grad)] = "gradient"
+        for buffer in self._buffers:
+            uses[storage_of(buffer)] = "parameter"
+        return uses | uses_of_optimizer(self._optimizer)
+
+
+def uses_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[int, StorageUse]:
+    """Return the storages of an optimizer's state."""
+    uses: dict[int, StorageUse] = {}
+    for state in {} if optimizer is None else optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                uses[storage_of(value)] = "optimizer_state"
+    return uses
+
+
+def parts_of(peak: Peak) -> MemoryParts:
+    """Return the parts of a peak."""
+    parts = {f"{use}_bytes": size for use, size in peak.bytes_by_use.items()}
+    return MemoryParts(**{name: parts.get(name, 0) for name in MEMORY_PARTS}, total_bytes=peak.total_bytes)
+
+
+def write_report(report: FakeRankReport) -> None:
+    """Write `report` to the file that PARAPLAN_FAKE names."""
+    path = Path(os.environ[FAKE_VARIABLE])
+    beside = path.with_suffix(".part")
+    beside.write_text(report.to_json(), encoding="utf-8")
+    beside.rename(path)
+
+
+def choose_as_on_gpu(
+    optimizer: torch.optim.Optimizer, *, place_of: Callable[[torch.Tensor], Place] | None = None
+) -> None:
+    """Choose the form of the optimizer that torch takes by default: foreach for plain parameters on a GPU.
+
+    All are there where `place_of` does not say otherwise.
+    """
+    for group in optimizer.param_groups:
+        is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        on_gpu = place_of is None or all(place_of(parameter) == "device" for parameter in group["params"])
+        if is_open and not any(isinstance(parameter, DTensor) for parameter in group["params"]):
+            group["foreach"] = on_gpu

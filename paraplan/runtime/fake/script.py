@@ -1,0 +1,114 @@
+"""One rank of `paraplan launch --fake`: the user's script, in a world of ranks that do not exist.
+
+The variables of torchrun name the rank, PARAPLAN_PLAN the plan and PARAPLAN_FAKE the file for the report. Modules are
+built without values: their parameters take no memory.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+import paraplan
+from paraplan.errors import ParaplanError, UsageError
+from paraplan.plan.fake import FAKE_VARIABLE
+from paraplan.runtime.fake.plain import PlainScript
+from paraplan.runtime.fake.world import fake_world
+from paraplan.runtime.noise import silence_known_noise
+from paraplan.runtime.world import World
+
+
+@dataclass(frozen=True)
+class NodeGpus:
+    """The GPUs of each node of a fake world: how many, and the memory of one."""
+
+    count: int
+    memory_bytes: int
+
+
+def run_script(words: list[str], world: World, gpus: NodeGpus) -> None:
+    """Run the script as one rank of `world`, until its steps are done. Raises `UsageError` where it does none."""
+    is_module = words[0] == "-m"
+    target, *arguments = words[1:] if is_module else words
+    sys.argv = [target, *arguments]
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(rank=world.rank, size=world.size, is_launched=True))
+        stack.enter_context(PlainScript(world, num_gpus=gpus.count, memory_bytes=gpus.memory_bytes).following())
+        try:
+            if is_module:
+                sys.path.insert(0, "")
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(target).resolve().parent))
+                runpy.run_path(target, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        except ParaplanError:
+            raise
+        except Exception as error:  # the user's script, which may do anything
+            explained = _explained(target, error)
+            if explained is None:
+                sys.stderr.write(_said(target, error))
+                sys.exit(1)
+            raise explained from error
+    if not Path(os.environ[FAKE_VARIABLE]).exists():
+        raise UsageError(
+            f"{target} ended without two steps of an optimizer, or of an engine of paraplan.runtime",
+            hint="give it data for two steps; a model alone is traced by paraplan estimate file.py:factory --trace",
+        )
+
+
+def _said(target: str, error: Exception) -> str:
+    """Return the traceback of `error` in the script's own files, without what torch and this package do in between."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((index for index, frame in enumerate(frames) if frame.filename.endswith(target)), 0)
+    passed = [str(Path(package.__file__).parent) for package in (torch, paraplan) if package.__file__]
+    own = [frame for frame in frames[first:] if not frame.filename.startswith((*passed, "<frozen"))]
+    lines = traceback.format_list(own or list(frames[-1:])) + traceback.format_exception_only(error)
+    return "Traceback (most recent call last):\n" + "".join(lines)
+
+
+def _explained(target: str, error: Exception) -> UsageError | None:
+    """Return what it means that a script failed by what a fake run lacks; None where that is not known."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(target)]
+    where = f"{target}, line {lines[-1].lineno}" if lines else target
+    words = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return UsageError(
+            f"{where} reads values, which a fake run does not have: {words}",
+            hint="leave that out where PARAPLAN_FAKE is set in the environment",
+        )
+    if "metadata required" in words:
+        return UsageError(
+            f"{where}: a stage of a pipeline asks its neighbours for shapes, and they are not there",
+            hint="give torch's PipelineStage input_args and output_args, tensors on meta",
+        )
+    if "CUDA" in words or "NVIDIA" in words:
+        return UsageError(
+            f"{where} asks CUDA for what no fake run has: {words}",
+            hint="ask torch.cuda.is_available() first, as a script does that runs on CPUs too",
+        )
+    return None
+
+
+def main(words: list[str], gpus: NodeGpus) -> int:
+    """Run the script that `words` name on one of `gpus`; return the exit status."""
+    silence_known_noise()
+    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    world = World(rank=rank, local_rank=local_rank, size=size, device=torch.device("cpu"), is_distributed=True)
+    try:
+        run_script(words, world, gpus)
+    except ParaplanError as error:
+        hint = f"hint: {error.hint}\n" if error.hint else ""
+        sys.stderr.write(f"error: {error.message}\n{hint}")
+        return error.exit_status
+    return 0

@@ -1,0 +1,66 @@
+"""How a model without values is split over `tp`: searched for as ever, and used without the comparison of numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paraplan.runtime import assembly
+from paraplan.runtime.anatomy import BlockCall
+from paraplan.runtime.blocks import find_blocks
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.split import tensor_parallel
+from paraplan.runtime.split.layers import SequenceEnds
+from paraplan.runtime.split.search import BlockSplit
+from paraplan.runtime.split.tensor_parallel import TensorSplit
+
+
+@contextmanager
+def splits_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> Iterator[None]:
+    """Find the split of `model`, which is on the meta device, and let the assembly of this rank's part use it.
+
+    Of the two forms of a split block, the one is taken whose code runs; whether it computes the same needs values.
+    """
+    if mesh.size("tp") == 1:
+        yield
+        return
+    checked, find = tensor_parallel._checked, tensor_parallel.find_tensor_split
+    tensor_parallel._checked = _unchecked
+    try:
+        split = find(model, find_blocks(model), mesh=mesh, sequence_parallel=sequence_parallel)
+
+        def found(*_: Any, **__: Any) -> TensorSplit:
+            return split
+
+        assembly.find_tensor_split = found  # type: ignore[attr-defined]  # where the assembly looks it up
+        yield
+    finally:
+        tensor_parallel._checked = checked
+        assembly.find_tensor_split = find  # type: ignore[attr-defined]
+
+
+def _unchecked(
+    block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
+) -> BlockSplit:
+    if ends is not None or split.draws:
+        return split
+    part, direct = copy.deepcopy(block), replace(split, is_direct=True)
+    tensor_parallel.split_block(part, direct, tensor_parallel.tensor_group(mesh), None)
+    args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
+    try:
+        with torch.no_grad():
+            part(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return split  # sizes that the code names do not fit the parts
+    return direct
+
+
+def _without_values(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages, and micro-batches run through them."""

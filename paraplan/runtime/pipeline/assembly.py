@@ -1,0 +1,166 @@
+"""From a whole model to the pipeline stages of one rank: cut, split, sharded or replicated, and run by a schedule."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paraplan.plan.stages import stage_blocks, stage_bounds
+from paraplan.runtime.anatomy import Anatomy, examine
+from paraplan.runtime.blocks import BlockStack
+from paraplan.runtime.data_parallel import never_sharded
+from paraplan.runtime.engine import RankPart
+from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution
+from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
+from paraplan.runtime.pipeline.schedules import MULTI
+from paraplan.runtime.pipeline.stage_module import StageModule
+from paraplan.runtime.pipeline.stage_split import CutStage, cut_stage
+from paraplan.runtime.pipeline.ties import TiedGradients, find_ties
+from paraplan.runtime.setting import Setting
+from paraplan.runtime.split.context_parallel import context_group, keep_experts_apart
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
+from paraplan.runtime.weights import lasting_buffers
+
+SplitFinder = Callable[[Anatomy], TensorSplit | None]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stage of this rank. `names` maps the names of its parameters in the whole model to those in the stage."""
+
+    index: int
+    module: StageModule
+    blocks: list[nn.Module]
+    names: Mapping[str, str]
+    cuts: Mapping[str, Cut]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by their names in the whole model; others once the stage is sharded."""
+        held = dict(self.module.model.named_parameters())
+        return {name: held[own] for name, own in self.names.items()}
+
+
+def assemble_stages(
+    model: nn.Module,
+    stack: BlockStack,
+    setting: Setting,
+    example_inputs: Any,
+    *,
+    find_split: SplitFinder,
+    wrap: Callable[..., nn.Module],
+) -> RankPart:
+    """Return this rank's stages of `model`, which is changed in place.
+
+    `find_split` looks for the split over `tp` while the model is whole; `wrap(module, blocks, setting,
+    apart=, replicates=)` shards a stage over `dp`, or replicates it, and leaves the parameters `apart` alone.
+    """
+    plan, mesh = setting.plan, setting.mesh
+    anatomy = examine(model, stack, example_inputs)
+    bounds = stage_bounds(stage_blocks(plan, len(stack)))
+    split = find_split(anatomy)
+    if plan.cp > 1:
+        keep_experts_apart(anatomy.shadow)
+    indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
+    # Stages of one rank share their parameters, and each has the modules around them for itself.
+    held = {id(parameter): parameter for parameter in model.parameters()}
+    models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
+    pieces = [
+        _cut_piece(part, anatomy, bounds, index, split=split, setting=setting)
+        for part, index in zip(models, indices, strict=True)
+    ]
+    holders = Counter(parameter for piece in pieces for parameter in piece.parameters.values())
+    shared = (parameter for parameter, count in holders.items() if count > 1)
+    apart = frozenset(shared).union(*(never_sharded(piece.module, plan) for piece in pieces))
+    by_schedule = plan.pipeline_schedule in MULTI
+    stages = []
+    for piece in pieces:
+        called = wrap(piece.module, piece.blocks, setting, apart=apart, replicates=not by_schedule)
+        averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
+        alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()
+        stages.append(LocalStage(index=piece.index, module=piece.module, called=called, averaged=alone))
+    return _rank_part(pieces, stages, anatomy=anatomy, bounds=bounds, setting=setting, apart=apart)
+
+
+def _cut_piece(
+    model: nn.Module,
+    anatomy: Anatomy,
+    bounds: Sequence[tuple[int, int]],
+    index: int,
+    *,
+    split: TensorSplit | None,
+    setting: Setting,
+) -> _Piece:
+    device = setting.mesh.world.device
+    start, end = bounds[index]
+    cut: CutStage = cut_stage(model, anatomy, start=start, end=end, device=device)
+    cuts: Mapping[str, Cut] = {}
+    if split is not None:
+        found = apply_tensor_split(model, split, anatomy.stack.names[start:end], tensor_group(setting.mesh))
+        in_model = {own: name for name, own in cut.names.items()}
+        cuts = {in_model[own]: place for own, place in found.items()}
+    if setting.plan.cp > 1:
+        keep_experts_apart(model)
+    module = StageModule(
+        model,
+        cut.inject,
+        is_last=index == len(bounds) - 1,
+        loss_fn=setting.loss_fn,
+        precision=setting.precision,
+        device=device,
+        context=_context(setting),
+    )
+    return _Piece(
+        index=index,
+        module=module,
+        blocks=anatomy.stack.modules(model)[start:end],
+        names=cut.names,
+        cuts=cuts,
+    )
+
+
+def _context(setting: Setting) -> TensorGroup | None:
+    return context_group(setting.mesh) if setting.plan.cp > 1 else None
+
+
+def _rank_part(
+    pieces: Sequence[_Piece],
+    stages: Sequence[LocalStage],
+    *,
+    anatomy: Anatomy,
+    bounds: Sequence[tuple[int, int]],
+    setting: Setting,
+    apart: frozenset[nn.Parameter],
+) -> RankPart:
+    mesh = setting.mesh
+    parameters = {name: held for piece in pieces for name, held in piece.parameters.items()}
+    ties = find_ties(anatomy, bounds, num_ranks=setting.plan.pp)
+    execution = PipelineExecution(
+        stages,
+        anatomy=anatomy,
+        bounds=bounds,
+        setting=setting,
+        ties=TiedGradients(ties, parameters, mesh),
+        replicas=ReplicaGradients(group=mesh.replica_group),
+        apart=tuple(held for held in parameters.values() if held in apart),
+        context=_context(setting),
+    )
+    repeated = {tie.name for tie in ties if tie.ranks[0] != mesh.coordinate("pp")}
+    modules = [piece.module for piece in pieces]
+    return RankPart(
+        module=modules[0] if len(modules) == 1 else nn.ModuleList(modules),
+        parameters=parameters,
+        buffers={name: value for piece in pieces for name, value in lasting_buffers(piece.module.model).items()},
+        execution=execution,
+        repeated=frozenset(repeated & parameters.keys()),
+        cuts={name: cut for piece in pieces for name, cut in piece.cuts.items()},
+        is_replica=any(isinstance(stage.called, DistributedDataParallel) for stage in stages),
+    )

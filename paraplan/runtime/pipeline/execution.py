@@ -1,0 +1,163 @@
+"""Running the micro-batches of a step through a pipeline of stages, by torch's own schedules."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils import _pytree as pytree
+
+from paraplan.errors import ParaplanError
+from paraplan.runtime.anatomy import Anatomy, HiddenShape
+from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
+from paraplan.runtime.pipeline.schedules import MULTI, ReplicatedStage, Schedule, build_schedule
+from paraplan.runtime.pipeline.stage_module import StageModule
+from paraplan.runtime.pipeline.ties import TiedGradients
+from paraplan.runtime.precision import half_type
+from paraplan.runtime.setting import Setting
+from paraplan.runtime.split.context_parallel import split_tokens
+from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.step.batches import MicroBatch
+
+_KEPT_SHAPES = 4
+_Ends = tuple[HiddenShape | None, HiddenShape | None]  # what a stage receives and sends; None at the model's ends
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """A stage that this rank holds: number `index` of the whole pipeline.
+
+    `called` is what the schedule calls in the place of `module`: the same, sharded, or DDP around it. `averaged` are
+    the parameters whose gradients no wrapper averages over `dp`, and that no other stage holds.
+    """
+
+    index: int
+    module: StageModule
+    called: nn.Module
+    averaged: tuple[nn.Parameter, ...] = ()
+
+
+class PipelineExecution:
+    """Micro-batches through the stages of a pipeline, one or more of them on each rank.
+
+    Sizes of the hidden states follow from the shapes of a micro-batch, and a schedule is kept for each: buffers of
+    another size would end the process inside gloo. `apart` are the parameters that several stages of this rank share;
+    `context` is the `cp` group, whose ranks pass on the hidden states of their tokens.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[LocalStage],
+        *,
+        anatomy: Anatomy,
+        bounds: Sequence[tuple[int, int]],
+        setting: Setting,
+        ties: TiedGradients,
+        replicas: ReplicaGradients,
+        apart: Sequence[nn.Parameter] = (),
+        context: TensorGroup | None = None,
+    ) -> None:
+        self._stages = stages
+        self._anatomy = anatomy
+        self._bounds = bounds
+        self._setting = setting
+        self._mesh = setting.mesh
+        self._ties = ties
+        self._replicas = replicas
+        self._apart = apart
+        self._context = context
+        self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
+
+    def train(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Run forward and backward passes, leave the gradients of the mean loss in place, and return that loss."""
+        loss = self._run(micro_batches, trains=True)
+        self._replicas.start(self._apart)
+        self._replicas.finish()
+        self._ties.sum_gradients()
+        return loss
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Run forward passes without gradients and return the mean loss."""
+        with torch.no_grad():
+            return self._run(micro_batches, trains=False)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> torch.Tensor:
+        schedule, ends = self._schedule_for(micro_batches, trains=trains)
+        for stage, (received, sent) in zip(self._stages, ends, strict=True):
+            stage.module.micro_batches, stage.module.received, stage.module.sent = micro_batches, received, sent
+        numbers = torch.arange(len(micro_batches))
+        losses: list[torch.Tensor] = []
+        arguments = (numbers,) if self._stages[0].index == 0 else ()
+        has_end = self._stages[-1].index == len(self._bounds) - 1
+        last: dict[str, Any] = {"target": numbers, "losses": losses} if has_end else {}
+        run = schedule.step if trains else schedule.eval
+        try:
+            run(*arguments, number=numbers, return_outputs=False, **last)
+        except RuntimeError as error:
+            # torch wraps what a stage raises; what a user can mend is shown as it is.
+            if isinstance(error.__cause__, ParaplanError):
+                raise error.__cause__ from None
+            raise
+        finally:
+            for stage in self._stages:
+                stage.module.micro_batches = ()
+        total = sum((loss.detach() for loss in losses), torch.zeros((), device=self._mesh.world.device))
+        # Each rank of `cp` has the whole loss, as many times as there are such ranks.
+        return total if self._context is None else total / self._context.size**2
+
+    def _schedule_for(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Schedule, list[_Ends]]:
+        inputs = micro_batches[0].inputs
+        shapes = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in pytree.tree_leaves(inputs)
+        )
+        key = (trains, len(micro_batches), shapes)
+        if key not in self._runs:
+            self._runs[key] = self._build(inputs, num_microbatches=len(micro_batches), trains=trains)
+            if len(self._runs) > _KEPT_SHAPES:
+                self._runs.popitem(last=False)
+        self._runs.move_to_end(key)
+        return self._runs[key]
+
+    def _build(self, inputs: Any, *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[_Ends]]:
+        name = self._setting.plan.pipeline_schedule
+        assert name is not None
+        hidden = self._hidden_shapes(inputs)
+        stages: list[PipelineStage] = []
+        ends: list[_Ends] = []
+        for local in self._stages:
+            start, end = self._bounds[local.index]
+            received = hidden[start] if local.index else None
+            sent = hidden[end] if end < len(hidden) else None
+            stage = (ReplicatedStage if name in MULTI else PipelineStage)(
+                local.called,
+                local.index,
+                len(self._bounds),
+                self._mesh.world.device,
+                # The first stage is given numbers of micro-batches, the last one gives losses.
+                input_args=(_example(received, trains) if received else torch.zeros(1, dtype=torch.long),),
+                output_args=(_example(sent, trains) if sent else torch.zeros(1, requires_grad=trains),),
+                group=self._mesh.group("pp"),
+            )
+            if isinstance(stage, ReplicatedStage):
+                stage.replicas, stage.averaged = self._replicas, local.averaged
+            stages.append(stage)
+            ends.append((received, sent))
+        return build_schedule(name, stages, num_microbatches=num_microbatches, trains=trains), ends
+
+    def _hidden_shapes(self, inputs: Any) -> list[HiddenShape]:
+        """Return what each block receives on this rank, as it travels."""
+        if self._context is not None:  # without other ranks: shapes alone are followed
+            inputs = split_tokens(inputs, TensorGroup(size=self._context.size, index=0, handle=None))
+        # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
+        half = half_type(self._setting.precision)
+        return [replace(one, dtype=half or one.dtype) for one in self._anatomy.hidden_shapes(inputs)]
+
+
+def _example(hidden: HiddenShape, trains: bool) -> torch.Tensor:
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=trains)

@@ -1,0 +1,98 @@
+"""A pipeline stage as torch's schedules call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from paraplan.errors import UsageError
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.anatomy import HiddenShape
+from paraplan.runtime.pipeline.stage_split import Inject, StageEndError
+from paraplan.runtime.precision import compute_context
+from paraplan.runtime.split.context_parallel import context_error, split_tokens
+from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
+from paraplan.runtime.step.batches import MicroBatch, call_model
+from paraplan.runtime.step.execution import LossFunction, weighted_loss
+
+
+class StageModule(nn.Module):
+    """A stage as torch's schedules call it: a hidden state in and out; on the last stage the loss out.
+
+    The micro-batches of a step are handed over beforehand, whole, and the schedule passes their numbers: every stage
+    makes its own masks and positions from the inputs. The loss goes by the weight of the micro-batch, so that the
+    gradients of a step add up to those of the mean over the global batch. `context` is the `cp` group, whose ranks have
+    some tokens of each sequence: inputs and received hidden states are split, and plain tensors travel.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inject: Inject | None,
+        *,
+        is_last: bool,
+        loss_fn: LossFunction,
+        precision: TrainingPrecision,
+        device: torch.device,
+        context: TensorGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._inject = inject if inject is None else [inject]  # in a list: it is no second child of this module
+        self._is_last = is_last
+        self._loss_fn = loss_fn
+        self._precision = precision
+        self._device = device
+        self._context = context
+        self.micro_batches: Sequence[MicroBatch] = ()
+        self.received: HiddenShape | None = None
+        self.sent: HiddenShape | None = None
+
+    def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+        """Return the hidden state after this stage, or the loss, of micro-batch `number`.
+
+        `received` is the hidden state before this stage; the first stage is given the number in its place.
+        """
+        micro_batch = self.micro_batches[int(number)]
+        inputs = micro_batch.inputs if self._context is None else split_tokens(micro_batch.inputs, self._context)
+        if self._inject is not None:
+            self._inject[0].hold(self._with_context(received))
+        try:
+            with compute_context(self._precision, self._device):
+                outputs = call_model(self.model, inputs)
+                loss = weighted_loss(self._loss_fn(outputs, micro_batch.targets), micro_batch)
+        except StageEndError as end:
+            return self._sendable(end.hidden)
+        except SplitError as error:
+            if self._context is None:
+                raise
+            raise context_error(error, self._context) from error
+        finally:
+            if self._inject is not None:
+                self._inject[0].hold(None)
+        # Ranks of `cp` have parts of one gradient, and data parallelism takes the mean over them too.
+        return loss.reshape(1) if self._context is None else (loss * self._context.size).reshape(1)
+
+    def _with_context(self, received: torch.Tensor) -> torch.Tensor:
+        cut = None if self.received is None else self.received.cut
+        if self._context is None or cut is None:
+            return received
+        whole: torch.Tensor = SplitTensor(received, cut, self._context, CONTEXT)
+        return whole
+
+    def _sendable(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `hidden` as the next stage expects it; a buffer of another size would end the process inside gloo."""
+        if isinstance(hidden, SplitTensor):
+            hidden = hidden.local
+        if self.sent is None or hidden.shape != self.sent.shape:
+            raise UsageError(
+                f"this stage's hidden state has shape {tuple(hidden.shape)}, and {self.sent and self.sent.shape} was "
+                "found for these inputs without values",
+                hint="use pp=1 for this model",
+            )
+        sendable = hidden.to(self.sent.dtype).contiguous()
+        # A backward pass in halves (zero bubble) detaches it in place, which a view does not allow.
+        return sendable.clone() if sendable._is_view() else sendable

@@ -1,0 +1,1 @@
+"""Layers, vocabularies and tokens split over `tp` and `cp`, in models that nobody rewrote."""

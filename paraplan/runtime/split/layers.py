@@ -1,0 +1,310 @@
+"""Linear layers of which every rank of a `tp` group has a part, and the blocks that hold them.
+
+A column layer has some of the outputs: it reads the whole input and hands on a `SplitTensor`. A row layer has the
+inputs that go with them: it reads a `SplitTensor` and sums what the ranks have computed. Under sequence parallelism
+the hidden state between them is split along its tokens: column layers gather it, row layers sum and scatter it, and a
+block takes and returns this rank's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paraplan.errors import UsageError
+from paraplan.runtime.anatomy import put_argument
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.group import (
+    TensorGroup,
+    copy_to_ranks,
+    gather_to_ranks,
+    join_parts,
+    sum_and_scatter,
+    sum_over_ranks,
+    take_part,
+)
+from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor, is_of_sequence, on_own_tokens
+
+_TOKENS = 1  # their dimension, in [batch, tokens, hidden]
+
+
+@dataclass(frozen=True)
+class LayerRole:
+    """A layer's part in a split: a linear one holds some outputs (column) or inputs (row), cut by `segments`.
+
+    A gathered layer is whole, and reads the tokens of all ranks. Experts hold some inner units of each; the segments
+    are those of the weights that make them.
+    """
+
+    kind: Literal["column", "row", "gathered", "experts"]
+    segments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SequenceEnds:
+    """Where a block finds its hidden state, and whether it is the first or last one with split tokens."""
+
+    hidden_argument: int | str
+    is_first: bool
+    is_last: bool
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `module` is a linear layer: torch's, or transformers' with its weight as [inputs, outputs]."""
+    is_torchs = isinstance(module, nn.Linear) and has_own_weight(module) and _returns_outputs(module)
+    return is_torchs or _is_transposed(module)
+
+
+def has_own_weight(module: nn.Module) -> bool:
+    """Whether the weight of a layer is a parameter, not computed from others (weight norm and the like)."""
+    return module._parameters.get("weight") is not None
+
+
+def _returns_outputs(module: nn.Linear) -> bool:
+    """Whether a subclass with a forward pass of its own returns outputs alone, as a router of experts does not."""
+    forward: Callable[..., Any] = type(module).forward
+    if forward is nn.Linear.forward:
+        return True
+    with torch.no_grad():
+        output = forward(module, module.weight.new_zeros(1, module.in_features))
+    return isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and has_own_weight(module)
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """Return the number of inputs and of outputs of a linear layer."""
+    outputs, inputs = weight_of(module).shape[:: -1 if _is_transposed(module) else 1]
+    return inputs, outputs
+
+
+def weight_of(module: nn.Module) -> nn.Parameter:
+    """Return the weight of a linear layer."""
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+def parameter_cuts(module: nn.Module, role: LayerRole, size: int) -> dict[str, Cut]:
+    """Return how the parameters of a linear layer in `role` are cut, by their names in it; whole ones are left out."""
+    if role.kind == "gathered":
+        return {}
+    outputs_first = not _is_transposed(module)
+    dim = int(outputs_first == (role.kind == "row"))
+    cuts = {"weight": Cut(dim=dim, segments=role.segments, size=size)}
+    if role.kind == "column" and getattr(module, "bias", None) is not None:
+        cuts["bias"] = Cut(dim=0, segments=role.segments, size=size)
+    return cuts
+
+
+def split_linear(
+    module: nn.Module,
+    role: LayerRole,
+    group: TensorGroup,
+    *,
+    name: str,
+    sequence_parallel: bool,
+    is_direct: bool = False,
+) -> dict[str, Cut]:
+    """Leave this rank's part in a linear layer and make it work on it; return the cuts of its parameters.
+
+    Where `is_direct`, plain tensors come out of column layers and go into row layers.
+    """
+    cuts = parameter_cuts(module, role, group.size)
+    for parameter_name, cut in cuts.items():
+        whole = module.get_parameter(parameter_name)
+        part = cut.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
+        setattr(module, parameter_name, nn.Parameter(part, requires_grad=whole.requires_grad))
+    if role.kind == "gathered":
+        module.forward = gathered_forward(module)
+    elif role.kind == "column":
+        module.forward = column_forward(module, role, group, name, is_direct=is_direct)
+    else:
+        module.forward = row_forward(module, group, name, sequence_parallel=sequence_parallel, is_direct=is_direct)
+    return cuts
+
+
+def sum_gradients_in_backward(module: nn.Module, names: Sequence[str], group: TensorGroup) -> None:
+    """Make the gradients of these whole parameters of `module` the sums over the ranks, of every backward pass.
+
+    Of every pass, not of what has gathered in `.grad`, which further micro-batches would then count twice.
+    """
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # An attribute of the instance stands before the parameter of its name, which stays where it is.
+        module.__dict__.update({name: copy_to_ranks(module.get_parameter(name), group) for name in names})
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            for name in names:
+                module.__dict__.pop(name, None)
+
+    module.forward = forward
+
+
+def gathered_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """Return the forward pass of a layer that is whole beside split ones, under sequence parallelism."""
+    inner: Callable[..., torch.Tensor] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        args, kwargs = pytree.tree_map(_with_all_tokens, (args, kwargs))
+        return inner(*args, **kwargs)
+
+    return forward
+
+
+def join_tokens(given: Any) -> Any:
+    """Return the tokens of all ranks, for every rank to compute the same with them; other values stay as they are."""
+    if not isinstance(given, SplitTensor):
+        return given
+    if given.source != SEQUENCE:
+        raise SplitError("a whole layer reads a split tensor", source=given.source, is_mixed=True)
+    return join_parts(given.local, given.cut, given.group)
+
+
+def _with_all_tokens(given: Any) -> Any:
+    return on_own_tokens(given, join_tokens) if isinstance(given, SplitTensor) else given
+
+
+def column_forward(
+    module: nn.Module, role: LayerRole, group: TensorGroup, name: str, *, is_direct: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the forward pass of a column layer that holds its part."""
+
+    def column(given: torch.Tensor) -> torch.Tensor:
+        local = _apply(module, enter_column(given, group), module.bias)
+        if is_direct:
+            return local
+        cut = Cut(dim=local.ndim - 1, segments=role.segments, size=group.size)
+        return SplitTensor(local, cut, group, name)
+
+    return lambda given: on_own_tokens(given, column)
+
+
+def enter_column(given: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Return the whole input of a column layer, gathered where its tokens are split."""
+    if isinstance(given, SplitTensor):
+        if given.source != SEQUENCE:
+            raise SplitError("a column layer reads a split tensor", source=given.source, is_mixed=True)
+        local, cut = given.local, given.cut
+        group.token_cuts[tuple(given.shape[:-1])] = cut
+        return group.enter_once(given, lambda: gather_to_ranks(local, cut, group))
+    return group.enter_once(given, lambda: copy_to_ranks(given, group, for_products=True))
+
+
+def row_forward(
+    module: nn.Module, group: TensorGroup, name: str, *, sequence_parallel: bool, is_direct: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the forward pass of a row layer that holds its part."""
+
+    def row(given: torch.Tensor) -> torch.Tensor:
+        if is_direct:
+            return leave_row(_apply(module, given, None), module.bias, group, sequence_parallel=False)
+        check_row_input(given, name)
+        assert isinstance(given, SplitTensor)
+        return leave_row(_apply(module, given.local, None), module.bias, group, sequence_parallel=sequence_parallel)
+
+    return lambda given: on_own_tokens(given, row)
+
+
+def check_row_input(given: torch.Tensor, name: str) -> None:
+    """Raise `SplitError` where the input of a row layer is not split along its last dimension."""
+    if not isinstance(given, SplitTensor) or given.cut.dim != given.local.ndim - 1 or given.cut.repeats > 1:
+        source = given.source if isinstance(given, SplitTensor) else name
+        raise SplitError(f"{name} reads a tensor that is not split along its last dimension", source=source)
+
+
+def leave_row(partial: torch.Tensor, bias: Any, group: TensorGroup, *, sequence_parallel: bool) -> torch.Tensor:
+    """Return the sum of what the ranks computed plus `bias`: whole, or this rank's tokens of it, in their type."""
+    if bias is not None:
+        bias = bias.to(partial.dtype)  # which autocast leaves in fp32
+    if not sequence_parallel:
+        total = sum_over_ranks(partial, group, is_product=True)
+        return total if bias is None else total + bias
+    # Code that has flattened batch and tokens reads column layers in that shape too.
+    cut = group.token_cuts.get(tuple(partial.shape[:-1]))
+    if cut is None and partial.ndim != 3:
+        raise SplitError(
+            f"sequence parallelism needs hidden states [batch, tokens, hidden], found {partial.ndim} dimensions",
+            source=SEQUENCE,
+        )
+    cut = cut or _token_cut(partial.shape[_TOKENS], group)
+    mine: torch.Tensor = SplitTensor(sum_and_scatter(partial, cut, group), cut, group, SEQUENCE)
+    return mine if bias is None else mine + bias
+
+
+def _apply(module: nn.Module, given: torch.Tensor, bias: Any) -> torch.Tensor:
+    weight = weight_of(module)
+    if not _is_transposed(module):
+        return F.linear(given, weight, bias)
+    if bias is None:
+        return given @ weight
+    # One operation, as in the whole layer: autocast leaves a sum by itself in fp32, and all that follows it.
+    return torch.addmm(bias, given.flatten(0, -2), weight).view(*given.shape[:-1], -1)
+
+
+def _token_cut(tokens: int, group: TensorGroup) -> Cut:
+    return Cut(dim=_TOKENS, segments=(tokens,), size=group.size)
+
+
+def run_block(
+    inner: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    group: TensorGroup,
+    ends: SequenceEnds | None,
+) -> Any:
+    """Return what a block with split layers, whose forward pass is `inner`, returns.
+
+    With `ends` its hidden state has split tokens; outside of the first and the last such block whole tensors travel.
+    """
+    try:
+        if ends is not None:
+            where = ends.hidden_argument
+            hidden = args[where] if isinstance(where, int) else kwargs[where]
+            entered = on_own_tokens(hidden, lambda own: _enter_sequence(own, group, ends))
+            args, kwargs = put_argument(where, entered, args, kwargs)
+        output = inner(*args, **kwargs)
+        first, *others = output if isinstance(output, tuple) else (output,)
+        left = first if ends is None else on_own_tokens(first, lambda own: _leave_sequence(own, group, ends))
+        # Attention weights beside the hidden state are of some heads alone.
+        others = [None if _is_of_heads(other) else other for other in others]
+        return (left, *others) if isinstance(output, tuple) else left
+    finally:
+        group.forget()
+
+
+def _is_of_heads(value: Any) -> bool:
+    inner = value.local if is_of_sequence(value) else value
+    return isinstance(inner, SplitTensor)
+
+
+def _enter_sequence(hidden: torch.Tensor, group: TensorGroup, ends: SequenceEnds) -> SplitTensor:
+    tokens = hidden.shape[_TOKENS] if hidden.ndim == 3 else 0
+    if ends.is_first and (not tokens or tokens % group.size):
+        raise UsageError(
+            f"hidden states of shape {tuple(hidden.shape)} do not divide along their tokens over tp={group.size} ranks",
+            hint="use a sequence length that tp divides, or a plan without sequence parallelism",
+        )
+    if ends.is_first:
+        cut = _token_cut(tokens, group)
+        return SplitTensor(take_part(hidden, cut, group), cut, group, SEQUENCE)
+    return SplitTensor(hidden, _token_cut(tokens * group.size, group), group, SEQUENCE)
+
+
+def _leave_sequence(hidden: torch.Tensor, group: TensorGroup, ends: SequenceEnds) -> torch.Tensor:
+    if not isinstance(hidden, SplitTensor) or hidden.source != SEQUENCE:
+        raise SplitError("a block returns whole tokens", source=SEQUENCE)
+    if hidden.cut.dim != _TOKENS or hidden.cut.repeats > 1:
+        raise SplitError("a block returns its hidden state in another shape", source=SEQUENCE)
+    return join_parts(hidden.local, hidden.cut, group) if ends.is_last else hidden.local

@@ -1,0 +1,128 @@
+"""Calls on split tensors that were made before: what they came to is remembered, so that they cost little again.
+
+A training makes the same calls in every step. Finding out what a function does to parts (`split_rules`) takes longer
+than many a function itself; the answer depends on the function, its sizes and the cuts of its operands alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.split_tensor import CONTEXT, SplitTensor
+
+RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"})
+"""Functions whose answer is a reshaped part, whatever sizes they were given for the whole."""
+
+_KEPT_CALLS = 4096
+_PLAIN = (int, str, bool, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_NESTS = (tuple, list, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call came to: the cut and the whole shape of every result, which are one tensor or a `nest` of them.
+
+    `keeps` says that the result is the operand itself where the function returns its part. `local_shape` is what the
+    part is reshaped to, None for other functions, which run on the parts; `draws` says that they may draw random
+    numbers, and `aligned` how whole operands meet the parts.
+    """
+
+    results: tuple[tuple[Cut, torch.Size], ...]
+    nest: type | None
+    keeps: bool
+    aligned: bool
+    draws: bool
+    local_shape: torch.Size | None = None
+
+    def wrap(self, result: Any, first: SplitTensor) -> Any:
+        """Return what the parts came to as split tensors like `first`."""
+        if self.nest is None:
+            if self.keeps and result is first.local:
+                return first
+            cut, shape = self.results[0]
+            return SplitTensor(result, cut, first.group, first.source, shape)
+        return self.nest(
+            [
+                SplitTensor(local, cut, first.group, first.source, shape)
+                for local, (cut, shape) in zip(result, self.results, strict=True)
+            ]
+        )
+
+
+@dataclass(slots=True)
+class Call:
+    """A call, remembered by `key`. `first` is its first split operand; `has_plain` says that others are whole."""
+
+    key: Any
+    first: SplitTensor
+    has_plain: bool
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What the same call came to before, None at the first time."""
+        known: Outcome | None = self.first.group.calls.get(self.key)
+        return known
+
+    def remember(
+        self, result: Any, *, keeps: bool = False, aligned: bool = False, draws: bool = False, reshapes: bool = False
+    ) -> None:
+        """Keep what the call came to; a result that is no split tensor, or no flat nest of them, is found anew."""
+        nest = type(result) if type(result) in (tuple, list) else None
+        leaves = [result] if nest is None else result
+        if not leaves or any(type(leaf) is not SplitTensor or leaf.group is not self.first.group for leaf in leaves):
+            return
+        calls = self.first.group.calls
+        if len(calls) >= _KEPT_CALLS:  # sequences of ever other lengths
+            calls.clear()
+        calls[self.key] = Outcome(
+            results=tuple((leaf.cut, leaf.shape) for leaf in leaves),
+            nest=nest,
+            keeps=keeps,
+            aligned=aligned,
+            draws=draws,
+            local_shape=result.local.shape if reshapes else None,
+        )
+
+
+def described(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Return a call as it is remembered; None for one whose answer may depend on more than sizes and cuts."""
+    split: list[SplitTensor] = []
+    plain: list[torch.Tensor] = []
+    try:
+        key = [_description(value, split, plain) for value in args]
+        for name, value in kwargs.items():
+            key += [name, _description(value, split, plain)]
+    except _UnknownError:
+        return None
+    return Call((func, *key), split[0], bool(plain)) if split else None
+
+
+class _UnknownError(Exception):
+    """An argument of which more counts than can be remembered."""
+
+
+def _description(value: Any, split: list[SplitTensor], plain: list[torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is SplitTensor:
+        split.append(value)
+        if value.source == CONTEXT:
+            raise _UnknownError  # what runs on parts of sequences sends them to other ranks
+        return value.cut, value.local.shape, value.source
+    if kind is float:
+        return float  # a factor that changes with the step
+    if kind in _NESTS:
+        return tuple([_description(entry, split, plain) for entry in value])
+    if kind is slice:
+        return (slice, *[_description(bound, split, plain) for bound in (value.start, value.stop, value.step)])
+    if kind is torch.Tensor or kind is nn.Parameter:
+        plain.append(value)
+        return value.shape
+    raise _UnknownError

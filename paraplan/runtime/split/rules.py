@@ -1,0 +1,365 @@
+"""What torch functions do to the parts of a split tensor.
+
+Most functions need no rule of their own: they run on the parts as they are, and comparing the shapes of their results
+with those that the whole tensors would give tells which dimension of the result is split. Functions with sizes among
+their arguments need other sizes, and functions along the split dimension need care; those are in `split_sizes`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paraplan.runtime.split.context_rules import split_attention, split_loss
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.group import TensorGroup, copy_to_ranks, join_parts
+from paraplan.runtime.split.rank_randomness import own_random_numbers
+from paraplan.runtime.split.replay import RESHAPES, Call, Outcome, described
+from paraplan.runtime.split.size_rules import SIZE_RULES, Rule
+from paraplan.runtime.split.split_tensor import CONTEXT, SEQUENCE, VOCABULARY, SplitError, SplitTensor, split_operands
+from paraplan.runtime.split.trial import check_by_token
+from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
+
+# The result has the shape and the split of the (only) split operand, and other operands broadcast against it.
+_ELEMENTWISE = frozenset(
+    {
+        *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "true_divide", "rsub", "radd", "rmul", "neg"),
+        *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
+        *("__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__", "__neg__", "pow", "square", "sqrt"),
+        *(
+            "rsqrt",
+            "exp",
+            "log",
+            "abs",
+            "sin",
+            "cos",
+            "erf",
+            "tanh",
+            "sigmoid",
+            "relu",
+            "relu_",
+            "silu",
+            "gelu",
+            "mish",
+        ),
+        *(
+            "softplus",
+            "elu",
+            "leaky_relu",
+            "hardtanh",
+            "relu6",
+            "logsigmoid",
+            "threshold",
+            "maximum",
+            "minimum",
+            "lerp",
+        ),
+        *(
+            "where",
+            "masked_fill",
+            "masked_fill_",
+            "addcmul",
+            "addcdiv",
+            "clamp",
+            "clamp_min",
+            "clamp_max",
+            "nan_to_num",
+        ),
+        *("dropout", "alpha_dropout", "feature_alpha_dropout", "to", "float", "half", "double", "bfloat16", "type"),
+        *("type_as", "contiguous", "clone", "detach", "logical_not", "logical_and", "logical_or", "eq", "ne", "lt"),
+        *("le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__"),
+    }
+)
+_KEPT_SHAPES = 4096
+_LEAVES = (int, float, bool, str, type(None), torch.dtype)
+_LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm"})
+_ALONG = frozenset({"softmax", "log_softmax", "cumsum", "cumprod", "normalize", "sort", "argsort", "flip", "softmin"})
+_RANDOM = frozenset({"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "bernoulli"})
+_OF_THE_WHOLE = frozenset(
+    {
+        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "dtype", "device", "layout"),
+        *("is_floating_point", "is_complex", "is_cuda", "is_meta", "is_cpu", "is_sparse", "is_nested", "is_quantized"),
+        *("is_mps", "is_xpu", "element_size", "itemsize", "get_device", "names"),
+    }
+)
+_OF_THE_PART = frozenset(
+    {
+        *("requires_grad", "grad_fn", "is_leaf", "retains_grad", "stride", "is_contiguous", "storage_offset"),
+        *("register_hook", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "_version", "is_inference"),
+    }
+)
+
+
+_RULES: dict[str, Rule] = SIZE_RULES | {
+    "cross_entropy": split_cross_entropy,
+    "scaled_dot_product_attention": split_attention,
+    "mean": split_loss,
+    "sum": split_loss,
+}
+_LOGGER = logging.getLogger(__name__)
+
+
+def run_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what `func` returns, split tensors in and out. Raises `SplitError` where parts do not suffice.
+
+    Logits split by vocabulary are then gathered: what a loss does with them is not known beforehand.
+    """
+    call = described(func, args, kwargs)
+    known = None if call is None else call.outcome
+    if call is not None and known is not None:
+        return _replayed(func, args, kwargs, call, known)
+    try:
+        return _run(func, args, kwargs, call)
+    except SplitError as error:
+        operands = _operands(args, kwargs)
+        if not operands[0].group.gathers or any(operand.source != VOCABULARY for operand in operands):
+            raise
+        _say_once(_name(func), operands[0].group, error.message)
+        whole_args, whole_kwargs = _whole(args), _whole(kwargs)
+    return func(*whole_args, **whole_kwargs)
+
+
+def _say_once(name: str, group: TensorGroup, reason: str) -> None:
+    if name in group.gathered:
+        return
+    group.gathered.add(name)
+    if group.index == 0:
+        _LOGGER.warning(
+            "tp=%d: %s needs the logits of all ranks, and they are gathered for it (%s); "
+            "torch.nn.functional.cross_entropy does without",
+            *(group.size, name, reason),
+        )
+
+
+def _whole(tree: Any) -> Any:
+    def whole(leaf: Any) -> Any:
+        return join_parts(leaf.local, leaf.cut, leaf.group) if isinstance(leaf, SplitTensor) else leaf
+
+    return pytree.tree_map(whole, tree)
+
+
+def _replayed(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, known: Outcome
+) -> Any:
+    """Return what a call comes to that was made before with operands of these sizes and cuts."""
+    first = call.first
+    if known.local_shape is not None:
+        return known.wrap(first.local.reshape(known.local_shape), first)
+    if call.has_plain:
+        run_args = _local(args, first, aligned=known.aligned)
+        run_kwargs = _local(kwargs, first, aligned=known.aligned)
+    else:
+        run_args, run_kwargs = _parts(args), _parts(kwargs)
+    if not known.draws:
+        return known.wrap(func(*run_args, **run_kwargs), first)
+    with _own_random_numbers(_name(func), args, kwargs, first.group):
+        return known.wrap(func(*run_args, **run_kwargs), first)
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None) -> Any:
+    name = _name(func)
+    if name in _OF_THE_WHOLE:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name in _OF_THE_PART:
+        return func(*_parts(args), **_parts(kwargs))
+    operands = _operands(args, kwargs)
+    first = operands[0]
+    rule = _RULES.get(name)
+    if rule is not None:
+        answer = rule(name, args, kwargs)
+        if answer is not None:
+            if call is not None and name in RESHAPES:
+                call.remember(answer, reshapes=True)
+            return answer
+    _check_alike(name, operands)
+    _check_dimension(name, first, args, kwargs)
+    if first.group.is_trial and name not in _ELEMENTWISE:
+        check_by_token(name, func, args, kwargs)
+    aligned = name in _ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
+    run_args = _local(args, first, aligned=aligned)
+    run_kwargs = _local(kwargs, first, aligned=aligned)
+    with _own_random_numbers(name, args, kwargs, first.group):
+        try:
+            result = func(*run_args, **run_kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:  # sizes of whole and split operands differ
+            raise SplitError(
+                f"{name} does not run on parts of the output of {first.source}: {str(error).splitlines()[0]}",
+                source=first.source,
+                is_mixed=True,
+            ) from error
+    keeps = name in _ELEMENTWISE and isinstance(result, torch.Tensor) and result.shape == first.local.shape
+    if keeps:
+        found = first if result is first.local else SplitTensor(result, first.cut, first.group, first.source)
+    else:
+        found = _wrap(name, result, _whole_shapes(name, func, args, kwargs, first.group), first)
+    if call is not None:
+        draws = name in _RANDOM or name == "scaled_dot_product_attention"
+        call.remember(found, keeps=keeps, aligned=aligned, draws=draws)
+    return found
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SplitTensor]:
+    """Return the operands that are split outermost: by tokens, where some are; what is split by heads then is whole."""
+    operands = split_operands(args, kwargs)
+    return [operand for operand in operands if operand.source == CONTEXT] or operands
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":  # a property: shape, dtype and the like
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
+
+
+def _parts(tree: Any) -> Any:
+    return _mapped(lambda leaf: leaf.local if isinstance(leaf, SplitTensor) else leaf, tree)
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a nest with its leaves changed: `pytree.tree_map`, which takes longer, for nests that arguments are."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([_mapped(change, entry) for entry in tree])
+    if kind is list:
+        return [_mapped(change, entry) for entry in tree]
+    if kind is dict:
+        return {name: _mapped(change, entry) for name, entry in tree.items()}
+    return change(tree) if kind in _LEAVES or isinstance(tree, torch.Tensor) else pytree.tree_map(change, tree)
+
+
+def _local(tree: Any, first: SplitTensor, *, aligned: bool) -> Any:
+    by_tokens = first.source == CONTEXT
+
+    def local(leaf: Any) -> Any:
+        if isinstance(leaf, SplitTensor) and (leaf.source == CONTEXT) == by_tokens:
+            return leaf.local
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.requires_grad and torch.is_grad_enabled() and not by_tokens:  # whose gradients stay partial
+            leaf = copy_to_ranks(leaf, first.group)
+        return _narrowed(leaf, first) if aligned else leaf
+
+    return _mapped(local, tree)
+
+
+def _narrowed(plain: torch.Tensor, split: SplitTensor) -> torch.Tensor:
+    """Return the part of a whole operand that broadcasts against this rank's part of `split`."""
+    dim = split.cut.dim - split.ndim + plain.ndim
+    if dim < 0 or plain.shape[dim] == 1:
+        return plain
+    if plain.shape[dim] != split.cut.length:
+        return plain
+    return split.cut.at(dim).part(plain, split.group.index)
+
+
+def _check_alike(name: str, operands: list[SplitTensor]) -> None:
+    """Raise where operands are split along different dimensions, or the same one in other segments."""
+    first = operands[0]
+    for other in operands[1:]:
+        same_place = other.cut.dim - other.ndim == first.cut.dim - first.ndim or other.cut.dim == first.cut.dim
+        same_length = other.cut.length == first.cut.length
+        if not same_place or (
+            same_length and (other.cut.segments, other.cut.repeats) != (first.cut.segments, first.cut.repeats)
+        ):
+            layer = first if other.source == SEQUENCE else other
+            raise SplitError(
+                f"{name} meets the output of {first.source} (shape {tuple(first.shape)}, split along dimension "
+                f"{first.cut.dim}) and that of {other.source} (shape {tuple(other.shape)}, split along dimension "
+                f"{other.cut.dim})",
+                source=layer.source,
+                is_mixed=SEQUENCE in (first.source, other.source) and layer.source != SEQUENCE,
+            )
+
+
+def _check_dimension(name: str, split: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a function that keeps shapes works along the split dimension: shapes would not tell."""
+    along: range | tuple[int, ...] = ()
+    if name in _LAST_DIMENSIONS:
+        normalized = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+        along = range(split.ndim - len(normalized), split.ndim)
+    elif name in _ALONG:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        along = (dim % split.ndim,) if isinstance(dim, int) else ()
+    if split.cut.dim in along:
+        raise SplitError(
+            f"{name} works along the output of {split.source}, which would be split",
+            source=split.source,
+            is_mixed=True,
+        )
+
+
+def _own_random_numbers(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group: TensorGroup
+) -> AbstractContextManager[None]:
+    share = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    is_random = name in _RANDOM and share != 0.0 and kwargs.get("training", args[2] if len(args) > 2 else True)
+    if name == "scaled_dot_product_attention":
+        is_random = (kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0.0)) > 0.0
+    group.draws |= bool(is_random)
+    return own_random_numbers(group, split_operands(args, kwargs)[0].local.device, is_active=bool(is_random))
+
+
+def _whole_shapes(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: TensorGroup
+) -> list[tuple[int, ...] | None]:
+    """Return the shapes of the results for whole tensors, found on the meta device and remembered."""
+
+    def described(leaf: Any) -> Any:
+        return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    key = (name, *[described(leaf) for leaf in leaves], str(structure))
+    if key not in group.shapes:
+        if len(group.shapes) >= _KEPT_SHAPES:  # sequences of ever other lengths
+            group.shapes.clear()
+
+        def meta(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("meta")
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+
+        meta_args, meta_kwargs = pytree.tree_unflatten([meta(leaf) for leaf in leaves], structure)
+        with torch.no_grad():
+            results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
+        group.shapes[key] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in results]
+    shapes: list[tuple[int, ...] | None] = group.shapes[key]
+    return shapes
+
+
+def _wrap(name: str, result: Any, whole_shapes: list[tuple[int, ...] | None], first: SplitTensor) -> Any:
+    leaves, structure = pytree.tree_flatten(result)
+    wrapped = [
+        _wrap_one(name, leaf, shape, first) if isinstance(leaf, torch.Tensor) and shape is not None else leaf
+        for leaf, shape in zip(leaves, whole_shapes, strict=True)
+    ]
+    return pytree.tree_unflatten(wrapped, structure)
+
+
+def _wrap_one(name: str, local: torch.Tensor, whole: tuple[int, ...], first: SplitTensor) -> SplitTensor:
+    differing = [dim for dim, (part, all_) in enumerate(zip(local.shape, whole, strict=True)) if part != all_]
+    dim = differing[0] if differing else 0
+    if not differing:
+        fits = False
+    elif not first.cut.divides:
+        fits = (whole[dim], local.shape[dim]) == (first.cut.length, first.local.shape[first.cut.dim])
+    else:
+        fits = whole[dim] == local.shape[dim] * first.cut.size
+    if len(differing) > 1 or not fits:
+        raise SplitError(
+            f"{name} brings together what the ranks hold of the output of {first.source}",
+            source=first.source,
+            is_mixed=True,
+        )
+    cut = first.cut.at(dim)
+    if whole[dim] != first.cut.length:
+        # Grouped queries: more heads than the first operand has; both are cut in the plainest way.
+        if len(first.cut.segments) > 1 or first.cut.repeats > 1:
+            raise SplitError(f"{name} changes the length of the split dimension", source=first.source)
+        cut = Cut(dim=dim, segments=(whole[dim],), size=first.cut.size)
+    return SplitTensor(local, cut, first.group, first.source)

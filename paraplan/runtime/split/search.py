@@ -1,0 +1,219 @@
+"""Finding how the layers of a block can be split over `tp`, by running it without values.
+
+Every linear layer that reads whole tensors is tried as a column layer, every one that reads a split tensor as a row
+layer; where ranks would have to bring their parts together, the layer that was split is left whole, and where the code
+takes a fused output apart, the output is cut at the same places. A model's own plan (transformers' styles) says which
+layers to split in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.anatomy import BlockCall
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.experts import ExpertWeights, enter_experts, expert_weights, leave_experts
+from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.layers import (
+    LayerRole,
+    SequenceEnds,
+    check_row_input,
+    enter_column,
+    is_linear,
+    join_tokens,
+    leave_row,
+    linear_sizes,
+    run_block,
+)
+from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor
+
+_MOST_TRIES = 64
+
+
+@dataclass(frozen=True)
+class BlockSplit:
+    """The layers of a block that are split, by their names in it, and why others are left whole.
+
+    `draws`: random numbers are drawn for split tensors. `is_direct`: the block's code runs on plain parts, without
+    `SplitTensor` around them; then the gradients of the parameters in `summed` are sums over the ranks.
+    """
+
+    roles: dict[str, LayerRole]
+    whole: dict[str, str]
+    draws: bool = False
+    is_direct: bool = False
+    summed: tuple[str, ...] = ()
+
+
+@dataclass
+class _Trial:
+    """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason."""
+
+    segments: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, LayerRole] = field(default_factory=dict)
+    first_words: dict[str, str] = field(default_factory=dict)
+
+
+def find_split(
+    shadow: nn.Module,
+    call: BlockCall,
+    *,
+    size: int,
+    name: str,
+    ends: SequenceEnds | None,
+    kept_whole: Mapping[str, str],
+    interleaved: bool = False,
+) -> BlockSplit:
+    """Return how `shadow`, a block on the meta device, can be split over `size` ranks.
+
+    `call` is what it is called with. `ends` is given for sequence parallelism. `kept_whole` names layers
+    that must not be split, with the reason; `interleaved` says how experts hold gate and up.
+    Raises `UnsupportedPlanError` with the layer and the numbers where `size` does not divide heads, and where no layer
+    can be split.
+    """
+    trial = _Trial(whole=dict(kept_whole))
+    for _ in range(_MOST_TRIES):
+        trial.roles = {}
+        group = TensorGroup(size=size, index=0, handle=None)
+        try:
+            args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
+            tried = _tried(shadow, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
+            with torch.no_grad(), tried, call.context():
+                output = run_block(shadow.forward, args, kwargs, group=group, ends=ends)
+            _check_output(output)
+        except SplitError as error:
+            _learn(trial, error, shadow, name, size)
+            continue
+        if all(role.kind == "gathered" for role in trial.roles.values()):
+            reasons = "; ".join(f"{layer}: {reason}" for layer, reason in trial.whole.items()) or "none is linear"
+            raise UnsupportedPlanError(
+                f"tp={size}, but no layer of {name} ({type(shadow).__name__}) can be split: {reasons}",
+                hint="use tp=1 for this model",
+            )
+        return BlockSplit(roles=trial.roles, whole=trial.whole, draws=group.draws)
+    raise UnsupportedPlanError(
+        f"tp={size}: no split of {name} ({type(shadow).__name__}) was found", hint="use tp=1 for this model"
+    )
+
+
+def _check_output(output: Any) -> None:
+    first = output[0] if isinstance(output, tuple) else output
+    if isinstance(first, SplitTensor):
+        raise SplitError("the block returns it", source=first.source, is_mixed=True)
+
+
+def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size: int) -> None:
+    """Change `trial` so that `error` does not come again, or raise what a user can understand."""
+    source = error.source
+    if source == SEQUENCE:
+        raise UnsupportedPlanError(
+            f"sequence_parallel=True: {name} ({type(shadow).__name__}) does not work on some of its tokens alone: "
+            f"{error.message}",
+            hint="use a plan without sequence parallelism",
+        ) from None
+    trial.first_words.setdefault(source, error.message)
+    segments = error.segments
+    if segments is not None:
+        outputs = linear_sizes(shadow.get_submodule(source))[1]
+        if len(segments) == 1 and segments[0] < 0:
+            count = -segments[0]
+            segments = (outputs // count,) * count if outputs % count == 0 else None
+        if segments is not None and sum(segments) == outputs and segments != trial.segments.get(source):
+            trial.segments[source] = segments
+            return
+    if error.is_mixed and source not in trial.whole and source:
+        trial.whole[source] = error.message
+        return
+    raise UnsupportedPlanError(
+        f"{name} ({type(shadow).__name__}) cannot be split: {trial.first_words[source]}",
+        hint=f"use a tp that divides them, not {size}, or tp=1",
+    ) from None
+
+
+@contextmanager
+def _tried(
+    shadow: nn.Module, trial: _Trial, group: TensorGroup, *, sequence_parallel: bool, interleaved: bool
+) -> Iterator[None]:
+    """Let the layers of `shadow` take the role that their input asks for, in this context."""
+    with ExitStack() as undo:
+        for name, module in shadow.named_modules():
+            weights = expert_weights(module) if name else None
+            if weights is not None:
+                undo.callback(module.__dict__.pop, "forward", None)
+                role = LayerRole(kind="experts", segments=weights.segments(interleaved=interleaved))
+                module.forward = _trying_experts(module, name, weights, role, trial, group)
+            if name and is_linear(module):
+                undo.callback(module.__dict__.pop, "forward", None)
+                module.forward = _trying(module, name, trial, group, sequence_parallel=sequence_parallel)
+        yield
+
+
+def _trying(
+    module: nn.Module, name: str, trial: _Trial, group: TensorGroup, *, sequence_parallel: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    inputs, outputs = linear_sizes(module)
+
+    def product(given: torch.Tensor, length: int) -> torch.Tensor:
+        return given.new_empty((*given.shape[:-1], length))
+
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        split = given if isinstance(given, SplitTensor) and given.source != SEQUENCE else None
+        reads_part = split is not None and split.cut.dim == split.local.ndim - 1
+        if split is not None and reads_part and name in trial.whole:
+            raise SplitError(f"{name} reads it, and is left whole", source=split.source, is_mixed=True)
+        if split is not None and reads_part:
+            check_row_input(given, name)
+            _take_role(trial, name, LayerRole(kind="row", segments=split.cut.segments))
+            assert sum(split.cut.segments) == inputs
+            return leave_row(product(split.local, outputs), module.bias, group, sequence_parallel=sequence_parallel)
+        if name in trial.whole and sequence_parallel and isinstance(given, SplitTensor):
+            _take_role(trial, name, LayerRole(kind="gathered", segments=()))
+            given = join_tokens(given)
+        if split is not None or name in trial.whole:
+            result: torch.Tensor = type(module).forward(module, given)
+            return result
+        segments = trial.segments.get(name, (outputs,))
+        cut = Cut(dim=given.ndim - 1, segments=segments, size=group.size)
+        if not cut.divides:
+            raise SplitError(
+                f"tp={group.size} does not divide the outputs {' + '.join(map(str, segments))} of {name}",
+                source=name,
+                is_mixed=outputs < group.size,  # a gate of one number
+            )
+        _take_role(trial, name, LayerRole(kind="column", segments=segments))
+        local = product(enter_column(given, group), outputs // group.size)
+        return SplitTensor(local, cut, group, name)
+
+    return forward
+
+
+def _trying_experts(
+    module: nn.Module, name: str, weights: ExpertWeights, role: LayerRole, trial: _Trial, group: TensorGroup
+) -> Callable[..., torch.Tensor]:
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if name not in trial.whole and weights.inner % group.size:
+            trial.whole[name] = f"tp={group.size} does not divide the {weights.inner} inner units of each expert"
+        joined_args, joined_kwargs, tokens = enter_experts(args, kwargs, group, name)
+        result: torch.Tensor = type(module).forward(module, *joined_args, **joined_kwargs)
+        if name not in trial.whole:
+            _take_role(trial, name, role)
+            return leave_experts(result, tokens, group)
+        if tokens is not None:
+            _take_role(trial, name, LayerRole(kind="gathered", segments=()))
+        return result
+
+    return forward
+
+
+def _take_role(trial: _Trial, name: str, role: LayerRole) -> None:
+    if trial.roles.setdefault(name, role) != role:
+        raise SplitError(f"{name} is used in two ways", source=name, is_mixed=True)

@@ -1,0 +1,309 @@
+"""Rules for functions that name sizes or places in the split dimension of a `SplitTensor`.
+
+A rule takes a function's name and arguments and returns its result, or None where the general way will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
+
+Rule = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def reshaped_cut(cut: Cut, before: Sequence[int], after: Sequence[int]) -> Cut | None:
+    """Return how a tensor of shape `before` with `cut` is cut in shape `after`; None where ranks hold no even parts.
+
+    In memory order the split dimension is a run of segments, repeated; a dimension of the new shape may take its place
+    if the sizes before it count repeats, and those behind it divide every segment's part.
+    """
+    group = _matching_group(before, after, cut.dim)
+    if group is None:
+        return None
+    (start, end), (new_start, new_end) = group
+    repeats = prod(before[start : cut.dim]) * cut.repeats
+    inner = prod(before[cut.dim + 1 : end])
+    lengths = [segment * inner for segment in cut.segments]
+    for dim in range(new_start, new_end):
+        count, rest = prod(after[new_start:dim]), prod(after[dim + 1 : new_end])
+        segments = _one_of(lengths, repeats, count)
+        if segments is None:
+            continue
+        is_as_before = rest == 1 and segments == ([*cut.segments], cut.repeats)  # an uneven one stays as it is
+        if not is_as_before and any(length % (rest * cut.size) for length in segments[0]):
+            continue
+        return Cut(
+            dim=dim, segments=tuple(length // rest for length in segments[0]), size=cut.size, repeats=segments[1]
+        )
+    return None
+
+
+def _one_of(lengths: list[int], repeats: int, count: int) -> tuple[list[int], int] | None:
+    """Return one of `count` equal runs that `repeats` times `lengths` fall into, as lengths and their repeats."""
+    if repeats % count == 0:
+        return lengths, repeats // count
+    parts, rest = divmod(count, repeats)
+    if rest or len(lengths) % parts:
+        return None
+    share = len(lengths) // parts
+    runs = [lengths[number * share : (number + 1) * share] for number in range(parts)]
+    return (runs[0], 1) if all(run == runs[0] for run in runs) else None
+
+
+def _matching_group(
+    before: Sequence[int], after: Sequence[int], dim: int
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return the smallest runs of dimensions with `dim` among them that hold the same elements in both shapes."""
+    start = new_start = 0
+    while start < len(before) and new_start < len(after):
+        end, new_end = start + 1, new_start + 1
+        left, right = before[start], after[new_start]
+        while left != right:
+            if left < right:
+                if end == len(before):
+                    return None
+                left *= before[end]
+                end += 1
+            else:
+                if new_end == len(after):
+                    return None
+                right *= after[new_end]
+                new_end += 1
+        if dim < end:
+            return (start, end), (new_start, new_end)
+        start, new_start = end, new_end
+    return None
+
+
+def _reshape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    sizes: Sequence[Any] = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+    if name == "reshape" and "shape" in kwargs:
+        sizes = kwargs["shape"]
+    if not all(isinstance(size, int) for size in sizes) or isinstance(sizes, torch.dtype):
+        return None  # view(dtype)
+    return _as_shape(name, tensor, list(sizes))
+
+
+def _as_shape(name: str, tensor: SplitTensor, sizes: list[int]) -> SplitTensor:
+    before = tuple(tensor.shape)
+    if -1 in sizes:
+        known = prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = prod(before) // known
+    if prod(before) != prod(sizes):
+        raise SplitError(f"{name} of {before} to {tuple(sizes)}", source=tensor.source)
+    cut = reshaped_cut(tensor.cut, before, sizes)
+    if cut is None:
+        raise _uneven(name, tensor, before, sizes)
+    parts = cut.local_shape(tuple(sizes)) if cut.divides else (*sizes[: cut.dim], -1, *sizes[cut.dim + 1 :])
+    local = tensor.local.reshape(parts)
+    return SplitTensor(local, cut, tensor.group, tensor.source)
+
+
+def _uneven(name: str, tensor: SplitTensor, before: Sequence[int], after: Sequence[int]) -> SplitError:
+    """Return the error for a shape without a dimension to split, with the segments that its first size suggests."""
+    group = _matching_group(before, after, tensor.cut.dim)
+    segments, numbers = None, [size for size in after if size > 1]
+    if group is not None:
+        numbers = [size for size in after[group[1][0] : group[1][1]] if size > 1]
+        if len(numbers) > 2 and tensor.cut.length % numbers[0] == 0 and tensor.cut.repeats == 1:
+            segments = (tensor.cut.length // numbers[0],) * numbers[0]
+    of_heads = f"{numbers[0]} heads" if len(numbers) == 2 else f"sizes {numbers}"
+    return SplitError(
+        f"{_ranks(tensor)} does not divide the {of_heads} that the output of {tensor.source} is viewed as",
+        source=tensor.source,
+        segments=segments,
+    )
+
+
+def _ranks(tensor: SplitTensor) -> str:
+    return f"{'cp' if tensor.source == CONTEXT else 'tp'}={tensor.cut.size}"
+
+
+def _flatten(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0) % tensor.local.ndim
+    end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1) % tensor.local.ndim
+    shape = tuple(tensor.shape)
+    return _as_shape(name, tensor, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
+
+
+def _unflatten(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None) % tensor.local.ndim
+    sizes = list(kwargs["sizes"] if "sizes" in kwargs else args[2])
+    shape = tuple(tensor.shape)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = shape[dim] // prod(size for size in sizes if size != -1)
+    return _as_shape(name, tensor, [*shape[:dim], *sizes, *shape[dim + 1 :]])
+
+
+def _like(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, other = args[0], args[1]
+    if not isinstance(tensor, SplitTensor):
+        return None
+    if name == "expand_as":
+        return _expand(name, (tensor, *other.shape), {})
+    return _as_shape(name, tensor, list(other.shape))
+
+
+def _expand(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    sizes = list(args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:])
+    place = len(sizes) - tensor.local.ndim + tensor.cut.dim
+    if sizes[place] not in (-1, tensor.cut.length):
+        raise SplitError(f"{name} stretches the split dimension", source=tensor.source)
+    sizes[place] = -1
+    return SplitTensor(tensor.local.expand(*sizes), tensor.cut.at(place), tensor.group, tensor.source)
+
+
+def _split(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    default = -1 if name == "unsafe_chunk" else 0
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else default) % tensor.local.ndim
+    if dim != tensor.cut.dim:
+        return None
+    named = ("chunks",) if "chunk" in name else ("split_size_or_sections", "split_size", "sections")
+    asked = args[1] if len(args) > 1 else next(kwargs[key] for key in named if key in kwargs)
+    length = tensor.cut.length
+    if isinstance(asked, int):
+        step = -(-length // asked) if "chunk" in name else asked
+        asked = [min(step, length - start) for start in range(0, length, step)]
+    pieces, start = [], 0
+    for size in asked:
+        pieces.append(_slice(tensor, start, start + size))
+        start += size
+    return tuple(pieces)
+
+
+def _slice(tensor: SplitTensor, start: int, stop: int) -> SplitTensor:
+    """Return `tensor[start:stop]` along its split dimension, which must begin and end between segments."""
+    cut = tensor.cut
+    if (start, stop) == (0, cut.length):
+        return tensor
+    bounds = [0]
+    for segment in cut.segments * cut.repeats:
+        bounds.append(bounds[-1] + segment)
+    if start not in bounds or stop not in bounds:
+        wanted = sorted({*bounds, start, stop})
+        lengths = tuple(after - before for before, after in pairwise(wanted))
+        raise SplitError(
+            f"{_ranks(tensor)} does not divide the pieces {start}:{stop} of the output of {tensor.source}",
+            source=tensor.source,
+            segments=lengths if cut.repeats == 1 and tensor.cut.dim == tensor.local.ndim - 1 else None,
+        )
+    segments = (cut.segments * cut.repeats)[bounds.index(start) : bounds.index(stop)]
+    local = tensor.local.narrow(cut.dim, start // cut.size, (stop - start) // cut.size)
+    return SplitTensor(local, Cut(dim=cut.dim, segments=segments, size=cut.size), tensor.group, tensor.source)
+
+
+def _narrow(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim, start, length = args
+    return _slice(tensor, start, start + length) if dim % tensor.local.ndim == tensor.cut.dim else None
+
+
+def _unbind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % tensor.local.ndim
+    if dim == tensor.cut.dim:
+        raise _taken_apart(tensor)
+    return None
+
+
+def _taken_apart(tensor: SplitTensor) -> SplitError:
+    """Return the error for a split dimension whose entries are taken one by one: they are segments of the source."""
+    return SplitError(
+        f"the {tensor.cut.length} parts of the output of {tensor.source} are taken apart",
+        source=tensor.source,
+        segments=(-tensor.cut.length,),  # resolved by the search: so many segments of the source's own length
+    )
+
+
+def _getitem(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, index = args
+    if not isinstance(tensor, SplitTensor):
+        return None
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(entry, torch.Tensor) for entry in entries):
+        return None
+    if Ellipsis in entries:
+        place = entries.index(Ellipsis)
+        taken = sum(entry is not None for entry in entries) - 1
+        entries[place : place + 1] = [slice(None)] * (tensor.local.ndim - taken)
+    dim = -1
+    for place, entry in enumerate(entries):
+        dim += entry is not None
+        if dim == tensor.cut.dim and entry is not None:
+            if not isinstance(entry, slice):
+                raise _taken_apart(tensor)
+            start, stop, step = entry.indices(tensor.cut.length)
+            if step != 1:
+                raise SplitError("a stride along the split dimension", source=tensor.source, is_mixed=True)
+            if (start, stop) != (0, tensor.cut.length):
+                entries[place] = slice(None)
+                return _slice(tensor, start, stop)[tuple(entries)]
+            entries[place] = slice(None)
+            return None if index == tuple(entries) or not isinstance(index, tuple) else tensor[tuple(entries)]
+    return None
+
+
+def _cat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = args[0] if args else kwargs["tensors"]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    first = next(tensor for tensor in tensors if isinstance(tensor, SplitTensor))
+    tensors = [tensor for tensor in tensors if isinstance(tensor, SplitTensor) or tensor.numel()]
+    if len(tensors) == 1 and name != "stack":
+        return first  # what caches do that begin with an empty tensor
+    if dim % first.local.ndim == first.cut.dim and name != "stack":
+        raise SplitError(f"{name} along the split dimension", source=first.source, is_mixed=True)
+    if not all(isinstance(tensor, SplitTensor) for tensor in tensors):
+        raise SplitError(f"{name} of split and whole tensors", source=first.source, is_mixed=True)
+    return None
+
+
+def _repeat_interleave(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+    if dim is None or not isinstance(repeats, int):
+        raise SplitError(f"{name} of a whole split tensor", source=tensor.source, is_mixed=True)
+    if dim % tensor.local.ndim != tensor.cut.dim:
+        return None
+    cut = tensor.cut
+    longer = Cut(cut.dim, tuple(segment * repeats for segment in cut.segments), cut.size, cut.repeats)
+    return SplitTensor(tensor.local.repeat_interleave(repeats, dim=dim), longer, tensor.group, tensor.source)
+
+
+def _iterate(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return iter(args[0].unbind(0))
+
+
+SIZE_RULES: dict[str, Rule] = {
+    "view": _reshape,
+    "reshape": _reshape,
+    "flatten": _flatten,
+    "unflatten": _unflatten,
+    "view_as": _like,
+    "reshape_as": _like,
+    "expand_as": _like,
+    "expand": _expand,
+    "broadcast_to": _expand,
+    "split": _split,
+    "split_with_sizes": _split,
+    "chunk": _split,
+    "narrow": _narrow,
+    "unbind": _unbind,
+    "__iter__": _iterate,
+    "__getitem__": _getitem,
+    "cat": _cat,
+    "concat": _cat,
+    "stack": _cat,
+    "repeat_interleave": _repeat_interleave,
+}

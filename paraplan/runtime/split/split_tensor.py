@@ -1,0 +1,152 @@
+"""A tensor that code sees whole while this rank holds its part: how unmodified code runs with split heads.
+
+Attention code writes sizes down (`view(batch, tokens, 3, num_heads, head_size)`), so it cannot be handed a part of a
+tensor. A `SplitTensor` has the whole tensor's shape and one rank's values. Every torch function on it runs on the
+values; `split_rules` finds the sizes to pass and the dimension that is split in the result. Where a function would mix
+what several ranks hold, a `SplitError` is raised: nothing travels unless a layer of `tensor_layers` sends it.
+Beside context parallelism the part is a `SplitTensor` itself: tokens are split outside, heads of these tokens inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.group import TensorGroup
+
+VOCABULARY = "the vocabulary"  # the source of logits split by class
+SEQUENCE = "the tokens"  # the source of tensors split by sequence parallelism
+CONTEXT = "the sequence"  # the source of tensors split by context parallelism, from the inputs on
+
+
+class SplitError(Exception):
+    """A computation that ranks cannot do each on its part. It never leaves the search for a split.
+
+    `source` is the layer whose output was split. `segments` is another way to cut that output, if one may help.
+    `is_mixed` says that parts would have to be brought together: the layer may then be left whole.
+    """
+
+    def __init__(
+        self, message: str, *, source: str, segments: tuple[int, ...] | None = None, is_mixed: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.source = source
+        self.segments = segments
+        self.is_mixed = is_mixed
+
+
+class SplitTensor(torch.Tensor):
+    """The whole's shape, and in `local` the values of this rank's part by `cut`. `source` names the layer it is of."""
+
+    local: torch.Tensor
+    cut: Cut
+    group: TensorGroup
+    source: str
+    _shape: torch.Size
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, cut: Cut, group: TensorGroup, source: str, shape: torch.Size | None = None
+    ) -> SplitTensor:
+        """Return the whole tensor of which `local` is this rank's part; `shape` where the whole's is known."""
+        is_followed = source == VOCABULARY and group.gathers and local.requires_grad and torch.is_grad_enabled()
+        shape = torch.Size(cut.whole_shape(local.shape)) if shape is None else shape
+        whole: SplitTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=is_followed
+        )
+        whole.local, whole.cut, whole.group, whole.source, whole._shape = local, cut, group, source, shape
+        if is_followed:
+            with torch._C.DisableTorchFunctionSubclass():
+                whole.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return whole
+
+    # Its arguments are those of the parent, which torch does not type.
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    # What models ask for most, without the way through __torch_function__.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # torch annotates an attribute
+        """The whole tensor's shape."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]  # torch annotates an attribute
+        """The number of dimensions."""
+        return len(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]  # torch annotates an attribute
+        """The type of the values."""
+        return self.local.dtype
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from paraplan.runtime.split.rules import run_on_parts  # the rules make tensors of this class
+
+        return run_on_parts(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks `func`
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Raise: every function was to be met by `__torch_function__`."""
+        logits = [operand for operand in split_operands(args, kwargs) if operand.source == VOCABULARY]
+        if logits and logits[0].group.gathers:
+            raise hidden_loss()
+        raise SplitError(f"{func} reached a split tensor unseen", source="")
+
+
+def _refuse_gradient(_: torch.Tensor) -> None:
+    """Raise: gradients flow to the parts, unless code of its own (an autograd.Function) was handed the whole."""
+    raise hidden_loss()
+
+
+def hidden_loss() -> UnsupportedPlanError:
+    """Return the error for a loss that hands logits, of which each rank of `tp` has a part, to code of its own."""
+    return UnsupportedPlanError(
+        "the loss hides what it does with logits, of which each rank of tp holds a part, in an autograd.Function",
+        hint="use torch.nn.functional.cross_entropy, or tp=1",
+    )
+
+
+def on_own_tokens(given: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return `work(given)`, under context parallelism of this rank's tokens, which the result has in the same place.
+
+    Layers that are split over `tp` know nothing of `cp`: what they split lies inside of what is split by tokens.
+    """
+    if not is_of_sequence(given):
+        return work(given)
+    assert isinstance(given, SplitTensor)
+    made, dim = work(given.local), given.cut.dim
+    cut, before, after = given.cut, given.local.shape[dim], made.shape[dim]
+    if before != after:  # tokens that the ranks of tp have split, or brought together
+        cut = replace(cut, segments=tuple(segment * after // before for segment in cut.segments))
+    whole: torch.Tensor = SplitTensor(made, cut, given.group, CONTEXT)
+    return whole
+
+
+def is_of_sequence(value: Any) -> bool:
+    """Whether `value` is a tensor of which this rank has some tokens under context parallelism."""
+    return isinstance(value, SplitTensor) and value.source == CONTEXT
+
+
+def split_operands(*values: Any) -> list[SplitTensor]:
+    """Return the split tensors among arguments, those in lists and tuples included."""
+    found: list[SplitTensor] = []
+    for value in values:
+        if isinstance(value, SplitTensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(split_operands(*value))
+        elif isinstance(value, dict):
+            found.extend(split_operands(*value.values()))
+    return found

@@ -1,0 +1,271 @@
+"""Tensor parallelism: the linear layers of a model's blocks split over `tp`, checked before they are used.
+
+How a block is split is found without values (`tensor_search`), by the model's own plan where it has one; then one block
+of every kind is split for real and compared with itself whole (`tensor_check`). Embedding and head are split by
+vocabulary (`vocabulary`); norms stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.anatomy import HINT, Anatomy, BlockCall, block_calls, examine, example_of, meta_copy
+from paraplan.runtime.blocks import BlockStack
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.split.check import check_split, summed_gradients
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.experts import expert_weights, split_experts
+from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.layers import (
+    SequenceEnds,
+    has_own_weight,
+    is_linear,
+    run_block,
+    split_linear,
+    sum_gradients_in_backward,
+)
+from paraplan.runtime.split.model_plan import own_plan, splits, style_of
+from paraplan.runtime.split.search import BlockSplit, find_split
+from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
+from paraplan.runtime.weightless import give_random_values
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """How the blocks of a model are split over `tp`: `blocks` by the block's name. Found before anything is changed."""
+
+    blocks: dict[str, BlockSplit]
+    vocabulary: VocabularySplit
+    sequence_parallel: bool
+    hidden_argument: int | str
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """The layers that every rank holds whole, with the reason: by their names in a block or, the ends, in all."""
+        inside = {layer: reason for block in self.blocks.values() for layer, reason in block.whole.items()}
+        return inside | dict(self.vocabulary.whole)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all blocks, in order."""
+        return [*self.blocks]
+
+
+def tensor_group(mesh: Mesh) -> TensorGroup:
+    """Return the `tp` group of this rank."""
+    return TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
+
+
+def find_tensor_split(
+    model: nn.Module,
+    stack: BlockStack | None,
+    *,
+    mesh: Mesh,
+    sequence_parallel: bool,
+    example_inputs: Any = None,
+    anatomy: Anatomy | None = None,
+) -> TensorSplit:
+    """Return how the blocks of `model`, which is whole and keeps its values, are split; checked with real numbers.
+
+    All ranks of a `tp` group call it together. `anatomy` saves a second look where it is known. Raises
+    `UnsupportedPlanError` where the model has no blocks or they cannot be split, and says why.
+    """
+    size = mesh.size("tp")
+    if stack is None:
+        raise UnsupportedPlanError(
+            f"tp={size}, but {type(model).__name__} has no repeated blocks to split",
+            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use tp=1",
+        )
+    if sequence_parallel and anatomy is None:
+        try:
+            anatomy = examine(model, stack, example_inputs)
+        except UnsupportedPlanError as error:
+            is_no_chain = error.hint == HINT  # which speaks of pipelines
+            raise UnsupportedPlanError(
+                f"sequence_parallel=True: {error.message}",
+                hint="use a plan without sequence parallelism" if is_no_chain else error.hint,
+            ) from None
+    shadow = meta_copy(model) if anatomy is None else anatomy.shadow
+    calls = block_calls(shadow, stack, example_of(model, example_inputs))
+    where = 0 if anatomy is None else anatomy.hidden_argument
+    plan = own_plan(model)
+    found: dict[Any, BlockSplit] = {}
+    blocks: dict[str, BlockSplit] = {}
+    for name, block, call in zip(stack.names, stack.modules(shadow), calls, strict=True):
+        if call is None:
+            raise UnsupportedPlanError(f"block {name} takes no part in a forward pass", hint="use tp=1 for this model")
+        kept = _kept_whole(shadow, block, name, plan)
+        kind = _kind(block, call, kept)
+        if kind not in found:
+            ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
+            found[kind] = _split_of(model.get_submodule(name), block, name, call, mesh, ends, kept)
+        blocks[name] = found[kind]
+    vocabulary = find_vocabulary_split(model, shadow, stack, size=size, example_inputs=example_inputs)
+    return TensorSplit(blocks, vocabulary, sequence_parallel=sequence_parallel, hidden_argument=where)
+
+
+def _split_of(
+    block: nn.Module,
+    shadow: nn.Module,
+    name: str,
+    call: BlockCall,
+    mesh: Mesh,
+    ends: SequenceEnds | None,
+    kept: dict[str, str],
+) -> BlockSplit:
+    """Return how a block is split, checked: its experts with gate before up, interleaved, or else left whole."""
+    experts = [layer for layer, module in shadow.named_modules() if layer and expert_weights(module) is not None]
+    size, tried = mesh.size("tp"), [layer for layer in experts if layer not in kept]
+    for interleaved in (False, True) if tried else ():
+        split = find_split(shadow, call, size=size, name=name, ends=ends, kept_whole=kept, interleaved=interleaved)
+        try:
+            return _checked(block, name, call, split, mesh, ends)
+        except UnsupportedPlanError as error:
+            reason = error.message
+    kept = kept | dict.fromkeys(tried, reason) if tried else kept
+    kept |= _stacked_weights_elsewhere(shadow)
+    split = find_split(shadow, call, size=size, name=name, ends=ends, kept_whole=kept)
+    return _checked(block, name, call, split, mesh, ends)
+
+
+def _stacked_weights_elsewhere(shadow: nn.Module) -> dict[str, str]:
+    """Return the stacked weights of a block that are in no module of experts, with the reason that they stay whole."""
+    return {
+        f"{layer}.{name}".lstrip("."): "its weights are stacked, and in no module that holds the two of experts alone"
+        for layer, module in shadow.named_modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.ndim == 3 and (not layer or expert_weights(module) is None)
+    }
+
+
+def apply_tensor_split(
+    model: nn.Module, split: TensorSplit, names: Sequence[str], group: TensorGroup
+) -> dict[str, Cut]:
+    """Leave this rank's parts in the ends and the blocks `names` of `model`, or of a stage of it that holds these.
+
+    Returns the cuts of parameters by their names in `model`.
+    """
+    cuts = apply_vocabulary_split(model, split.vocabulary, group)
+    done: set[int] = set()
+    for place, name in enumerate(names):
+        block = model.get_submodule(name)
+        if id(block) in done:
+            raise UnsupportedPlanError(f"block {name} stands in the model twice", hint="use tp=1 for this model")
+        done.add(id(block))
+        ends = None
+        if split.sequence_parallel:
+            ends = SequenceEnds(split.hidden_argument, is_first=place == 0, is_last=place == len(names) - 1)
+        found = split_block(block, split.blocks[name], group, ends)
+        cuts |= {f"{name}.{parameter}": cut for parameter, cut in found.items()}
+    return cuts
+
+
+def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: SequenceEnds | None) -> dict[str, Cut]:
+    """Leave this rank's parts in `block` and make it work on them; return the cuts of its parameters by their names."""
+    cuts: dict[str, Cut] = {}
+    for layer, role in split.roles.items():
+        module = block.get_submodule(layer)
+        if role.kind == "experts":
+            cuts |= {f"{layer}.{name}": cut for name, cut in split_experts(module, role, group, layer).items()}
+            continue
+        found = split_linear(
+            module, role, group, name=layer, sequence_parallel=ends is not None, is_direct=split.is_direct
+        )
+        cuts |= {f"{layer}.{parameter}": cut for parameter, cut in found.items()}
+    summed: dict[str, list[str]] = {}
+    for name in split.summed:
+        layer, _, parameter = name.rpartition(".")
+        summed.setdefault(layer, []).append(parameter)
+    for layer, parameters in summed.items():
+        sum_gradients_in_backward(block.get_submodule(layer), parameters, group)
+    block.forward = _block_forward(block.forward, group, ends)
+    return cuts
+
+
+def _block_forward(inner: Callable[..., Any], group: TensorGroup, ends: SequenceEnds | None) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run_block(inner, args, kwargs, group=group, ends=ends)
+
+    return forward
+
+
+def _kept_whole(shadow: nn.Module, block: nn.Module, name: str, plan: dict[str, str] | None) -> dict[str, str]:
+    """Return the layers of a block that are not to be split, with the reason."""
+    uses: dict[int, int] = {}
+    for _, parameter in shadow.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    experts = {layer for layer, module in block.named_modules() if layer and expert_weights(module) is not None}
+    layers = {layer: module for layer, module in block.named_modules() if layer in experts or is_linear(module)}
+    kept = {
+        layer: "its parameters belong to another layer too"
+        for layer, module in layers.items()
+        if any(uses[id(parameter)] > 1 for parameter in module.parameters())
+    }
+    kept |= {
+        layer: "its weight is computed from other parameters"
+        for layer, module in block.named_modules()
+        if isinstance(module, nn.Linear) and not has_own_weight(module)
+    }
+    styles = {layer: style_of(plan or {}, f"{name}.{layer}") for layer in layers}
+    # Plans of transformers leave out the experts that all tokens share beside those that they split.
+    beside = tuple(f"{layer.rpartition('.')[0]}." for layer in experts if splits(styles[layer]))
+    if any(splits(style) for style in styles.values()):
+        kept |= {
+            layer: "the model's own plan leaves it whole"
+            for layer, style in styles.items()
+            if not splits(style) and not layer.startswith(beside)
+        }
+    return kept
+
+
+def _kind(block: nn.Module, call: BlockCall, kept: Mapping[str, str]) -> Any:
+    """Return what two blocks that split alike have in common."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+    settings = tuple(
+        (name, type(module).__qualname__, module.extra_repr(), _numbers(module))
+        for name, module in block.named_modules()
+    )
+    return (type(block), shapes, settings, tuple(kept), tuple(call.kwargs), len(call.args))
+
+
+def _numbers(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Return the plain attributes of a module: another window or number of heads is another kind of block."""
+    return tuple(
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str, bool)) and name not in ("layer_idx", "training")
+    )
+
+
+def _checked(
+    block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
+) -> BlockSplit:
+    """Return `split`, or the same with plain parts where the block's code computes the same with them."""
+    group = tensor_group(mesh)
+    whole = copy.deepcopy(block)
+    give_random_values(whole)
+    whole = whole.to(mesh.world.device, torch.float32).eval()
+    if ends is None and not split.draws:
+        # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
+        direct = replace(split, is_direct=True)
+        part = copy.deepcopy(whole)
+        summed = summed_gradients(whole, part, split_block(part, direct, group, None), call, group=group)
+        if summed is not None:
+            split = replace(direct, summed=summed)
+    try:
+        part = copy.deepcopy(whole)
+    except RuntimeError as error:
+        raise UnsupportedPlanError(
+            f"a split of {name} ({type(block).__name__}) cannot be checked: it keeps tensors of its last pass",
+            hint="use tp=1 for this model",
+        ) from error
+    cuts = split_block(part, split, group, ends)
+    check_split(whole, part, cuts, call, group=group, name=name)
+    return split

@@ -1,0 +1,195 @@
+"""Embeddings and heads split over `tp` by vocabulary: every rank has the rows of some tokens.
+
+A rank looks up the tokens that it has, and the ranks sum what they found. The head is a column layer: its logits are
+`SplitTensor`s, on which the model's own last steps and the loss run; `vocabulary_loss` is the cross-entropy of them.
+Where a loss brings logits together in another way they are gathered, which is said once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from paraplan.runtime.anatomy import example_of, first_that_runs
+from paraplan.runtime.blocks import BlockStack
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.group import TensorGroup, sum_over_ranks
+from paraplan.runtime.split.layers import LayerRole, column_forward, enter_column, has_own_weight
+from paraplan.runtime.split.split_tensor import VOCABULARY, SplitError, SplitTensor, on_own_tokens
+from paraplan.runtime.step.batches import call_model
+
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class VocabularySplit:
+    """The embeddings and heads that are split, by their names in the model, and why others of that size are not."""
+
+    size: int = 0
+    embeddings: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_vocabulary_split(
+    model: nn.Module, shadow: nn.Module, stack: BlockStack, *, size: int, example_inputs: object = None
+) -> VocabularySplit:
+    """Return how the embedding and the head of `model` are split over `size` ranks; `shadow` is it without values.
+
+    A head is a linear layer outside of the blocks with as many outputs as an embedding there has rows. Both stay whole
+    where what the model does with the logits needs all of them. Where `size` does not divide them the last rank has
+    fewer rows; nothing is padded.
+    """
+    outside = {
+        name: module
+        for name, module in shadow.named_modules()
+        if not f"{name}.".startswith(tuple(f"{block}." for block in stack.names))
+    }
+    embeddings = {name: module for name, module in outside.items() if isinstance(module, nn.Embedding)}
+    heads = {name: module for name, module in outside.items() if isinstance(module, nn.Linear)}
+    rows = {module.num_embeddings for module in embeddings.values()}
+    vocabulary = max((module.out_features for module in heads.values() if module.out_features in rows), default=0)
+    chosen = [name for name, module in embeddings.items() if module.num_embeddings == vocabulary]
+    ends = [name for name, module in heads.items() if module.out_features == vocabulary]
+    if not vocabulary:
+        return VocabularySplit()
+    reason = (
+        f"tp={size} leaves ranks without a part of a vocabulary of {vocabulary}"
+        if Cut(dim=0, segments=(vocabulary,), size=size).local_length(size - 1) < 1
+        else _computed_reason(shadow, [*chosen, *ends])
+        or _shared_reason(shadow, {*chosen, *ends})
+        or next(filter(None, (_lookup_reason(model.get_submodule(name), size) for name in chosen)), None)
+        or _logits_reason(shadow, ends, size, example_inputs)
+    )
+    if reason is not None:
+        return VocabularySplit(whole=dict.fromkeys([*chosen, *ends], reason))
+    return VocabularySplit(size=vocabulary, embeddings=tuple(chosen), heads=tuple(ends))
+
+
+def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: TensorGroup) -> dict[str, Cut]:
+    """Leave this rank's rows in the embeddings and heads that `model`, or a stage of it, holds; return their cuts."""
+    held = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    cut = Cut(dim=0, segments=(split.size,), size=group.size)
+    parts: dict[int, nn.Parameter] = {}
+    for name in (*split.embeddings, *split.heads):
+        module = held.get(name)
+        if isinstance(module, (nn.Embedding, nn.Linear)):
+            for whole in module.parameters(recurse=False):
+                if id(whole) not in parts:
+                    part = cut.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
+                    parts[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    for module in held.values():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in parts:
+                module._parameters[name] = parts[id(parameter)]
+    for name in split.embeddings:
+        module = held.get(name)
+        if isinstance(module, nn.Embedding):
+            _look_up_own(module, group, cut)
+    for name in split.heads:
+        module = held.get(name)
+        if isinstance(module, nn.Linear):
+            role = LayerRole(kind="column", segments=(split.size,))
+            forward = column_forward(module, role, group, VOCABULARY, is_direct=False)
+            module.forward = forward  # type: ignore[method-assign,assignment]
+    own = {id(part) for part in parts.values()}
+    return {name: cut for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+def _look_up_own(module: nn.Embedding, group: TensorGroup, cut: Cut) -> None:
+    """Make `module`, which holds this rank's rows, look up those and sum what all ranks found."""
+    inner: Callable[[torch.Tensor], torch.Tensor] = module.forward
+    start, _, count = cut.pieces(group.index)[0]
+    if module.padding_idx is not None:  # its gradient is 0
+        is_own = start <= module.padding_idx < start + count
+        module.padding_idx = module.padding_idx - start if is_own else None
+
+    def look_up(tokens: torch.Tensor) -> torch.Tensor:
+        own = tokens - start
+        is_other = (own < 0) | (own >= count)
+        found = inner(own.masked_fill(is_other, 0)).masked_fill(is_other[..., None], 0.0)
+        return sum_over_ranks(found, group)
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        return on_own_tokens(tokens, look_up)
+
+    module.forward = forward  # type: ignore[method-assign,assignment]
+
+
+def _computed_reason(shadow: nn.Module, chosen: list[str]) -> str | None:
+    computed = [name for name in chosen if not has_own_weight(shadow.get_submodule(name))]
+    return f"the weight of {computed[0]} is computed from other parameters" if computed else None
+
+
+def _shared_reason(shadow: nn.Module, chosen: set[str]) -> str | None:
+    """Return why a parameter of the chosen layers cannot be split: a layer that is not chosen computes with it."""
+    split = {id(parameter) for name in chosen for parameter in shadow.get_submodule(name).parameters()}
+    for name, module in shadow.named_modules(remove_duplicate=False):
+        is_leaf = not any(True for _ in module.children())
+        shares = any(id(parameter) in split for parameter in module.parameters(recurse=False))
+        if shares and is_leaf and name not in chosen:
+            return f"{name} uses its parameters too"
+    return None
+
+
+def _lookup_reason(module: nn.Module, size: int) -> str | None:
+    """Return why an embedding cannot be looked up in parts, None where it can."""
+    assert isinstance(module, nn.Embedding)
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        return "its lookup changes with the rows that it has"
+    if type(module).forward is nn.Embedding.forward or module.weight.is_meta:
+        return None
+    # Code of its own: compared with itself whole, without other ranks.
+    tokens = torch.arange(module.num_embeddings, device=module.weight.device)[None]
+    found = torch.zeros(())
+    with torch.no_grad():
+        for index in range(size):
+            part, group = copy.deepcopy(module), TensorGroup(size=size, index=index, handle=None)
+            cut = Cut(dim=0, segments=(module.num_embeddings,), size=size)
+            part.weight = nn.Parameter(cut.part(module.weight, index).contiguous())
+            _look_up_own(part, group, cut)
+            found = found + part(tokens)
+        expected = module(tokens)
+    error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+    return None if error <= _TOLERANCE else "its lookup is more than one of rows"
+
+
+def _logits_reason(shadow: nn.Module, heads: list[str], size: int, example_inputs: object) -> str | None:
+    """Return why the model itself needs whole logits, None where it computes with parts of them."""
+
+    def attempt(tried: object, _: object) -> None:
+        with torch.no_grad():
+            call_model(shadow, tried)
+
+    with _trial_heads(shadow, heads, TensorGroup(size=size, index=0, handle=None, gathers=False)):
+        try:
+            first_that_runs(shadow, example_of(shadow, example_inputs), attempt)
+        except SplitError as error:
+            return error.message
+    return None
+
+
+@contextmanager
+def _trial_heads(shadow: nn.Module, heads: list[str], group: TensorGroup) -> Iterator[None]:
+    """Let the heads of `shadow` return split logits without values, in this context."""
+
+    def trial(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(given: torch.Tensor) -> torch.Tensor:
+            cut = Cut(given.ndim - 1, (module.out_features,), group.size)
+            local = enter_column(given, group).new_empty((*given.shape[:-1], cut.local_length(group.index)))
+            return SplitTensor(local, cut, group, VOCABULARY)
+
+        return forward
+
+    with ExitStack() as undo:
+        for name in heads:
+            module = shadow.get_submodule(name)
+            assert isinstance(module, nn.Linear)
+            undo.callback(module.__dict__.pop, "forward", None)
+            module.forward = trial(module)  # type: ignore[method-assign,assignment]
+        yield
