@@ -8,6 +8,7 @@ the others have a table of their own: rows with features that a plan does not ex
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -53,9 +54,9 @@ def cells(row: ErrorSummary) -> str:
 
 def main() -> None:
     """Put the tables between the marks of the README."""
-    files = sys.argv[1:]
-    if not files:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="RUNS.csv")
+    files: list[str] = parser.parse_args().files
     titles = ("step time", "peak memory", "peak memory of other runs")
     tables = [table(title, figures) for title, figures in zip(titles, validate(files), strict=True)]
     before, _, rest = README.read_text().partition(START)
