@@ -23,7 +23,7 @@ SIZES = dict(zip(PARTS, (1, 2, 3, 4, 5, 15), strict=True))
 @pytest.mark.parametrize(
     ("record", "names"),
     [
-        (StageEstimate(**SIZES), PARTS),
+        (StageEstimate(**SIZES), [*PARTS, "host_bytes"]),
         (
             MemoryEstimate(pipeline_stage=0, device_bytes=20, **SIZES),
             ["pipeline_stage", *PARTS, "device_bytes", "host_bytes"],
@@ -46,7 +46,7 @@ SIZES = dict(zip(PARTS, (1, 2, 3, 4, 5, 15), strict=True))
             [
                 *("rank", "world_size", "pipeline_stage", "plan", "precision", "num_parameters"),
                 *PARTS,
-                *("phase", "collectives", "left_out"),
+                *("phase", "host", "is_on_cpu", "collectives", "left_out"),
             ],
         ),
     ],

@@ -106,7 +106,8 @@ def transformers_as_if_with_values() -> Iterator[None]:
 
 
 # Who reads a number that any value serves: the pipeline's vote, and the seed of a rank's own random numbers.
-_READS, _READERS = (torch.Tensor.item, torch.Tensor.__int__), ("distributed/pipelining", "runtime/rank_randomness")
+_READS = (torch.Tensor.item, torch.Tensor.__int__)
+_READERS = ("distributed/pipelining", "runtime/split/rank_randomness")
 
 
 class _SmallNumbers(TorchFunctionMode):

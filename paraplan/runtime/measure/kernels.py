@@ -1,7 +1,7 @@
 """One rank that measures kernels: matmuls, attention, what moves memory, an optimizer's step, and overlap.
 
 All ranks time the same kernel at the same time, as they do in training: CPU processes share a memory bus, GPUs a power
-supply. The slowest rank counts. It is a measuring rank (`measuring_rank`).
+supply. The slowest rank counts. It is a measuring rank (`rank`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank that measures links: collectives on messages of several sizes, in one group of ranks after the other.
 
 The messages S are those of nccl-tests: the whole buffer of all-reduce, all-to-all and send/receive, the whole result of
-all-gather, the whole input of reduce-scatter. Run as a program it is a measuring rank (`measuring_rank`).
+all-gather, the whole input of reduce-scatter. Run as a program it is a measuring rank (`rank`).
 """
 
 from __future__ import annotations

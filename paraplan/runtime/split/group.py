@@ -22,9 +22,9 @@ class TensorGroup:
     """One rank's view of its `tp` group. Without `handle` nothing travels: shapes alone are followed, without values.
 
     `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
-    see `split_rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
-    In a trial (`is_trial`), functions that no rule knows are tried with numbers (`context_trial`).
-    `calls` holds what calls on split tensors came to (`split_replay`). `token_cuts` says how the tokens of hidden
+    see `rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
+    In a trial (`is_trial`), functions that no rule knows are tried with numbers (`trial`).
+    `calls` holds what calls on split tensors came to (`replay`). `token_cuts` says how the tokens of hidden
     states are cut that layers have gathered, by all dimensions but the last.
     """
 

@@ -1,6 +1,6 @@
 """Calls on split tensors that were made before: what they came to is remembered, so that they cost little again.
 
-A training makes the same calls in every step. Finding out what a function does to parts (`split_rules`) takes longer
+A training makes the same calls in every step. Finding out what a function does to parts (`rules`) takes longer
 than many a function itself; the answer depends on the function, its sizes and the cuts of its operands alone.
 """
 

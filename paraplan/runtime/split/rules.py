@@ -2,7 +2,7 @@
 
 Most functions need no rule of their own: they run on the parts as they are, and comparing the shapes of their results
 with those that the whole tensors would give tells which dimension of the result is split. Functions with sizes among
-their arguments need other sizes, and functions along the split dimension need care; those are in `split_sizes`.
+their arguments need other sizes, and functions along the split dimension need care; those are in `size_rules`.
 """
 
 from __future__ import annotations

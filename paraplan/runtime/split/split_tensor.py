@@ -2,8 +2,8 @@
 
 Attention code writes sizes down (`view(batch, tokens, 3, num_heads, head_size)`), so it cannot be handed a part of a
 tensor. A `SplitTensor` has the whole tensor's shape and one rank's values. Every torch function on it runs on the
-values; `split_rules` finds the sizes to pass and the dimension that is split in the result. Where a function would mix
-what several ranks hold, a `SplitError` is raised: nothing travels unless a layer of `tensor_layers` sends it.
+values; `rules` finds the sizes to pass and the dimension that is split in the result. Where a function would mix
+what several ranks hold, a `SplitError` is raised: nothing travels unless a layer of `layers` sends it.
 Beside context parallelism the part is a `SplitTensor` itself: tokens are split outside, heads of these tokens inside.
 """
 

@@ -1,7 +1,7 @@
 """Tensor parallelism: the linear layers of a model's blocks split over `tp`, checked before they are used.
 
-How a block is split is found without values (`tensor_search`), by the model's own plan where it has one; then one block
-of every kind is split for real and compared with itself whole (`tensor_check`). Embedding and head are split by
+How a block is split is found without values (`search`), by the model's own plan where it has one; then one block
+of every kind is split for real and compared with itself whole (`check`). Embedding and head are split by
 vocabulary (`vocabulary`); norms stay whole on every rank.
 """
 

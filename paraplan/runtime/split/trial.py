@@ -25,7 +25,7 @@ from paraplan.runtime.split.split_tensor import (
     split_operands,
 )
 
-# What shapes and the rules of `split_rules` are enough for; with sizes of real layers, trying them would take long.
+# What shapes and the rules of `rules` are enough for; with sizes of real layers, trying them would take long.
 _KNOWN = frozenset({"linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "addmm", "embedding"})
 _KNOWN |= {"layer_norm", "rms_norm", "softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy"}
 _KNOWN |= {"transpose", "permute", "unsqueeze", "squeeze", "swapaxes", "movedim", "_grouped_mm", "one_hot"}
