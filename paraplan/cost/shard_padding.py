@@ -8,6 +8,7 @@ import numpy as np
 
 from paraplan.cost.table import Floats, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
+from paraplan.model.spec import ModelSpec
 from paraplan.plan.sharding import padded_share, sharded_dimension
 
 
@@ -18,14 +19,21 @@ def shard_padding(workload: Workload, table: PlanTable) -> Floats:
     """
     if not workload.habits.shards_with_fsdp:
         return np.ones(len(table))
-    model = workload.model
+    kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
+    known, asked = workload.known_paddings, list(zip(*(column.tolist() for column in kinds), strict=True))
+    missing = [one for one in asked if one not in known]
+    if missing:
+        elements = _elements_by_shape(workload.model)
+        known.update((one, _mean_padding(elements, one[0], chooses=one[1] == 1)) for one in missing)
+    return np.array([known[one] for one in asked])[kind]
+
+
+def _elements_by_shape(model: ModelSpec) -> Counter[tuple[int, ...]]:
     elements: Counter[tuple[int, ...]] = Counter()
     for block, count in ((model.embedding, 1), *((run.block, run.count) for run in model.runs), (model.head, 1)):
         for parameter in block.parameters:
             elements[parameter.shape or (1,)] += parameter.num_elements * count
-    kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
-    ratios = [_mean_padding(elements, int(size), chooses=tp == 1) for size, tp in zip(*kinds, strict=True)]
-    return np.array(ratios)[kind]
+    return elements
 
 
 def _mean_padding(elements: Counter[tuple[int, ...]], num_shards: int, *, chooses: bool) -> float:

@@ -32,6 +32,8 @@ class Workload:
     """What groups of ranks reach, by size, distance and collective, as far as it was asked for."""
     known_cuts: KnownCuts = field(default_factory=KnownCuts, init=False, repr=False)
     """What blocks cost under the cuts that were asked about."""
+    known_paddings: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
+    """What shards are larger than even ones, by their number and whether tp divides layers, as far as asked for."""
 
     @classmethod
     def of(cls, model: ModelSpec, training: TrainingSpec, cluster: Cluster, links: LinkSpeedTable) -> Self:
