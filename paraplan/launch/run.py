@@ -1,8 +1,12 @@
-"""Launching from Python as torchrun's `torch.distributed.run` does: `main(args)`, `run(args)`, and the job itself."""
+"""Launching from Python as torchrun's `torch.distributed.run` does: `main(args)`, `run(args)`, and the job itself.
+
+`python -m paraplan.launch.run`, as people call torch's, is `python -m paraplan.launch`.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import sys
 from argparse import Namespace
@@ -10,6 +14,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # before torch is imported: the spawner is forked first
+    runpy.run_module("paraplan.launch", run_name="__main__", alter_sys=True)
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record

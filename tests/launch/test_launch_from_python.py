@@ -50,3 +50,18 @@ def test_main_returns_or_raises_what_torchs_does(tmp_path: Path, scratch: Path, 
     assert sorted(lines[:2]) == ["good 0 ['word']", "good 1 ['word']"]
     assert lines[2:] == ["refused"] * 3 + ["failed 1 1 KeyError: 'bad'"]
     assert names_in(scratch) == []
+
+
+def test_the_module_runs_as_torchs_does(tmp_path: Path, scratch: Path, script: WriteScript) -> None:
+    script("import os, sys; os.write(1, f'{__name__} {sys.argv[1:]}\\n'.encode()); sys.exit(3)", "train.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "paraplan.launch.run", "--no-python", sys.executable, "train.py", "word"],
+        cwd=tmp_path,
+        env=launcher_environment(scratch),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (3, "__main__ ['word']\n"), done.stderr
+    assert "rank 0 failed" in done.stderr
+    assert names_in(scratch) == []
