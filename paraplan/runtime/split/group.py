@@ -24,14 +24,16 @@ class TensorGroup:
     `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
     see `rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
     In a trial (`is_trial`), functions that no rule knows are tried with numbers (`trial`).
-    `calls` holds what calls on split tensors came to (`replay`). `token_cuts` says how the tokens of hidden
-    states are cut that layers have gathered, by all dimensions but the last.
+    `specs` holds how tensors lie that are split over it (`split_tensor`), `calls` what calls on them came to
+    (`replay`). `token_cuts` says how the tokens of hidden states are cut that layers have gathered, by all dimensions
+    but the last.
     """
 
     size: int
     index: int
     handle: dist.ProcessGroup | None
     shapes: dict[Any, Any] = field(default_factory=dict)
+    specs: dict[Any, Any] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
     draws: bool = False
     is_trial: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -180,12 +181,13 @@ def column_forward(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward pass of a column layer that holds its part."""
 
+    @cache
+    def cut_of(num_dimensions: int) -> Cut:
+        return Cut(dim=num_dimensions - 1, segments=role.segments, size=group.size)
+
     def column(given: torch.Tensor) -> torch.Tensor:
         local = _apply(module, enter_column(given, group), module.bias)
-        if is_direct:
-            return local
-        cut = Cut(dim=local.ndim - 1, segments=role.segments, size=group.size)
-        return SplitTensor(local, cut, group, name)
+        return local if is_direct else SplitTensor(local, cut_of(local.ndim), group, name)
 
     return lambda given: on_own_tokens(given, column)
 

@@ -13,27 +13,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitTensor
+from paraplan.runtime.split.split_tensor import SplitSpec, SplitTensor
 
 RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"})
 """Functions whose answer is a reshaped part, whatever sizes they were given for the whole."""
 
 _KEPT_CALLS = 4096
-_PLAIN = (int, str, bool, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
-_NESTS = (tuple, list, torch.Size)
+_PLAIN = frozenset(
+    {int, str, bool, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout}
+)
+_NESTS = frozenset({tuple, list, torch.Size})
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to: the cut and the whole shape of every result, which are one tensor or a `nest` of them.
+    """What a call came to: the spec of every result, which are one tensor or a `nest` of them.
 
     `keeps` says that the result is the operand itself where the function returns its part. `local_shape` is what the
     part is reshaped to, None for other functions, which run on the parts; `draws` says that they may draw random
     numbers, and `aligned` how whole operands meet the parts.
     """
 
-    results: tuple[tuple[Cut, torch.Size], ...]
+    results: tuple[SplitSpec, ...]
     nest: type | None
     keeps: bool
     aligned: bool
@@ -41,18 +42,10 @@ class Outcome:
     local_shape: torch.Size | None = None
 
     def wrap(self, result: Any, first: SplitTensor) -> Any:
-        """Return what the parts came to as split tensors like `first`."""
+        """Return what the parts came to as split tensors; `first` is the operand that they are of."""
         if self.nest is None:
-            if self.keeps and result is first.local:
-                return first
-            cut, shape = self.results[0]
-            return SplitTensor(result, cut, first.group, first.source, shape)
-        return self.nest(
-            [
-                SplitTensor(local, cut, first.group, first.source, shape)
-                for local, (cut, shape) in zip(result, self.results, strict=True)
-            ]
-        )
+            return first if self.keeps and result is first.local else SplitTensor.of(result, self.results[0])
+        return self.nest([SplitTensor.of(local, spec) for local, spec in zip(result, self.results, strict=True)])
 
 
 @dataclass(slots=True)
@@ -66,7 +59,7 @@ class Call:
     @property
     def outcome(self) -> Outcome | None:
         """What the same call came to before, None at the first time."""
-        known: Outcome | None = self.first.group.calls.get(self.key)
+        known: Outcome | None = self.first.spec.group.calls.get(self.key)
         return known
 
     def remember(
@@ -75,13 +68,13 @@ class Call:
         """Keep what the call came to; a result that is no split tensor, or no flat nest of them, is found anew."""
         nest = type(result) if type(result) in (tuple, list) else None
         leaves = [result] if nest is None else result
-        if not leaves or any(type(leaf) is not SplitTensor or leaf.group is not self.first.group for leaf in leaves):
+        group = self.first.group
+        if not leaves or any(type(leaf) is not SplitTensor or leaf.group is not group for leaf in leaves):
             return
-        calls = self.first.group.calls
-        if len(calls) >= _KEPT_CALLS:  # sequences of ever other lengths
-            calls.clear()
-        calls[self.key] = Outcome(
-            results=tuple((leaf.cut, leaf.shape) for leaf in leaves),
+        if len(group.calls) >= _KEPT_CALLS:  # sequences of ever other lengths
+            group.calls.clear()
+        group.calls[self.key] = Outcome(
+            results=tuple(leaf.spec for leaf in leaves),
             nest=nest,
             keeps=keeps,
             aligned=aligned,
@@ -91,13 +84,13 @@ class Call:
 
 
 def described(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Return a call as it is remembered; None for one whose answer may depend on more than sizes and cuts."""
+    """Return a call as it is remembered; None for one whose answer may depend on more than sizes and specs."""
     split: list[SplitTensor] = []
     plain: list[torch.Tensor] = []
     try:
-        key = [_description(value, split, plain) for value in args]
+        key = [value if type(value) in _PLAIN else _description(value, split, plain) for value in args]
         for name, value in kwargs.items():
-            key += [name, _description(value, split, plain)]
+            key += (name, value if type(value) in _PLAIN else _description(value, split, plain))
     except _UnknownError:
         return None
     return Call((func, *key), split[0], bool(plain)) if split else None
@@ -109,13 +102,14 @@ class _UnknownError(Exception):
 
 def _description(value: Any, split: list[SplitTensor], plain: list[torch.Tensor]) -> Any:
     kind = type(value)
-    if kind in _PLAIN:
-        return value
     if kind is SplitTensor:
         split.append(value)
-        if value.source == CONTEXT:
+        spec = value.spec
+        if spec.is_sequence:
             raise _UnknownError  # what runs on parts of sequences sends them to other ranks
-        return value.cut, value.local.shape, value.source
+        return spec
+    if kind in _PLAIN:
+        return value
     if kind is float:
         return float  # a factor that changes with the step
     if kind in _NESTS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ _ELEMENTWISE = frozenset(
     }
 )
 _KEPT_SHAPES = 4096
-_LEAVES = (int, float, bool, str, type(None), torch.dtype)
+_LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm"})
 _ALONG = frozenset({"softmax", "log_softmax", "cumsum", "cumprod", "normalize", "sort", "argsort", "flip", "softmin"})
 _RANDOM = frozenset({"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "bernoulli"})
@@ -110,8 +110,7 @@ def run_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     Logits split by vocabulary are then gathered: what a loss does with them is not known beforehand.
     """
     call = described(func, args, kwargs)
-    known = None if call is None else call.outcome
-    if call is not None and known is not None:
+    if call is not None and (known := call.outcome) is not None:
         return _replayed(func, args, kwargs, call, known)
     try:
         return _run(func, args, kwargs, call)
@@ -154,10 +153,11 @@ def _replayed(
         run_args = _local(args, first, aligned=known.aligned)
         run_kwargs = _local(kwargs, first, aligned=known.aligned)
     else:
-        run_args, run_kwargs = _parts(args), _parts(kwargs)
-    if not known.draws:
+        run_args = [leaf.local if type(leaf) is SplitTensor else _parts(leaf) for leaf in args]
+        run_kwargs = _parts(kwargs) if kwargs else kwargs
+    if not known.draws or not _draws(_name(func), args, kwargs):
         return known.wrap(func(*run_args, **run_kwargs), first)
-    with _own_random_numbers(_name(func), args, kwargs, first.group):
+    with _own_random_numbers(first):
         return known.wrap(func(*run_args, **run_kwargs), first)
 
 
@@ -184,7 +184,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     aligned = name in _ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
     run_args = _local(args, first, aligned=aligned)
     run_kwargs = _local(kwargs, first, aligned=aligned)
-    with _own_random_numbers(name, args, kwargs, first.group):
+    with _own_random_numbers(first) if _draws(name, args, kwargs) else nullcontext():
         try:
             result = func(*run_args, **run_kwargs)
         except (RuntimeError, ValueError, IndexError) as error:  # sizes of whole and split operands differ
@@ -218,6 +218,8 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _parts(tree: Any) -> Any:
+    if type(tree) in _LEAVES:
+        return tree
     return _mapped(lambda leaf: leaf.local if isinstance(leaf, SplitTensor) else leaf, tree)
 
 
@@ -294,15 +296,18 @@ def _check_dimension(name: str, split: SplitTensor, args: tuple[Any, ...], kwarg
         )
 
 
-def _own_random_numbers(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], group: TensorGroup
-) -> AbstractContextManager[None]:
-    share = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    is_random = name in _RANDOM and share != 0.0 and kwargs.get("training", args[2] if len(args) > 2 else True)
+def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers."""
     if name == "scaled_dot_product_attention":
-        is_random = (kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0.0)) > 0.0
-    group.draws |= bool(is_random)
-    return own_random_numbers(group, split_operands(args, kwargs)[0].local.device, is_active=bool(is_random))
+        return bool((kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0.0)) > 0.0)
+    if name not in _RANDOM or kwargs.get("p", args[1] if len(args) > 1 else 0.5) == 0.0:
+        return False
+    return bool(kwargs.get("training", args[2] if len(args) > 2 else True))
+
+
+def _own_random_numbers(split: SplitTensor) -> AbstractContextManager[None]:
+    split.group.draws = True
+    return own_random_numbers(split.group, split.local.device, is_active=True)
 
 
 def _whole_shapes(
@@ -363,3 +368,6 @@ def _wrap_one(name: str, local: torch.Tensor, whole: tuple[int, ...], first: Spl
             raise SplitError(f"{name} changes the length of the split dimension", source=first.source)
         cut = Cut(dim=dim, segments=(whole[dim],), size=first.cut.size)
     return SplitTensor(local, cut, first.group, first.source)
+
+
+SplitTensor.run_on_parts = staticmethod(run_on_parts)

@@ -9,9 +9,9 @@ Beside context parallelism the part is a `SplitTensor` itself: tokens are split 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,8 @@ from paraplan.runtime.split.group import TensorGroup
 VOCABULARY = "the vocabulary"  # the source of logits split by class
 SEQUENCE = "the tokens"  # the source of tensors split by sequence parallelism
 CONTEXT = "the sequence"  # the source of tensors split by context parallelism, from the inputs on
+
+_KEPT_SPECS = 4096
 
 
 class SplitError(Exception):
@@ -41,58 +43,106 @@ class SplitError(Exception):
         self.is_mixed = is_mixed
 
 
-class SplitTensor(torch.Tensor):
-    """The whole's shape, and in `local` the values of this rank's part by `cut`. `source` names the layer it is of."""
+@dataclass(eq=False, slots=True, frozen=True)
+class SplitSpec:
+    """How parts lie in the wholes of shape `shape`. Of one group, those that are alike are one object.
 
-    local: torch.Tensor
+    `source` names the layer that the tensors are of; `is_vocabulary` and `is_sequence` say whether it is one of those
+    that are more than a layer, `VOCABULARY` and `CONTEXT`.
+    """
+
     cut: Cut
     group: TensorGroup
     source: str
-    _shape: torch.Size
+    shape: torch.Size
+    is_vocabulary: bool
+    is_sequence: bool
+
+
+def spec_of(local: torch.Tensor, cut: Cut, group: TensorGroup, source: str) -> SplitSpec:
+    """Return the spec of the whole tensor of which `local` is this rank's part by `cut`."""
+    key = (cut, local.shape, source)
+    known: SplitSpec | None = group.specs.get(key)
+    if known is not None:
+        return known
+    if len(group.specs) >= _KEPT_SPECS:  # sequences of ever other lengths
+        group.specs.clear()
+    shape = torch.Size(cut.whole_shape(local.shape))
+    made = SplitSpec(cut, group, source, shape, is_vocabulary=source == VOCABULARY, is_sequence=source == CONTEXT)
+    group.specs[key] = made
+    return made
+
+
+class SplitTensor(torch.Tensor):
+    """The whole's shape, and in `local` the values of this rank's part. `spec` says which part that is."""
+
+    local: torch.Tensor
+    spec: SplitSpec
+    run_on_parts: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
+    """What every torch function runs by. `rules`, which make tensors of this class, set it."""
 
     @staticmethod
-    def __new__(
-        cls, local: torch.Tensor, cut: Cut, group: TensorGroup, source: str, shape: torch.Size | None = None
-    ) -> SplitTensor:
-        """Return the whole tensor of which `local` is this rank's part; `shape` where the whole's is known."""
-        is_followed = source == VOCABULARY and group.gathers and local.requires_grad and torch.is_grad_enabled()
-        shape = torch.Size(cut.whole_shape(local.shape)) if shape is None else shape
-        whole: SplitTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=is_followed
-        )
-        whole.local, whole.cut, whole.group, whole.source, whole._shape = local, cut, group, source, shape
-        if is_followed:
-            with torch._C.DisableTorchFunctionSubclass():
-                whole.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
-        return whole
+    def __new__(cls, local: torch.Tensor, cut: Cut, group: TensorGroup, source: str) -> SplitTensor:
+        """Return the whole tensor of which `local` is this rank's part by `cut`."""
+        return cls.of(local, spec_of(local, cut, group, source))
 
     # Its arguments are those of the parent, which torch does not type.
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
+    @classmethod
+    def of(cls, local: torch.Tensor, spec: SplitSpec) -> SplitTensor:
+        """Return the whole tensor of which `local` is this rank's part by `spec`."""
+        is_followed = spec.is_vocabulary and spec.group.gathers and local.requires_grad and torch.is_grad_enabled()
+        whole: SplitTensor = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=is_followed
+        )
+        whole.local, whole.spec = local, spec
+        if is_followed:
+            with torch._C.DisableTorchFunctionSubclass():
+                whole.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return whole
+
+    @property
+    def cut(self) -> Cut:
+        """How the whole is cut."""
+        return self.spec.cut
+
+    @property
+    def group(self) -> TensorGroup:
+        """The ranks that hold the parts."""
+        return self.spec.group
+
+    @property
+    def source(self) -> str:
+        """The layer that the tensor is of."""
+        return self.spec.source
+
     # What models ask for most, without the way through __torch_function__.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]  # torch annotates an attribute
         """The whole tensor's shape."""
-        return self._shape
+        return self.spec.shape
 
     @property
     def ndim(self) -> int:  # type: ignore[override]  # torch annotates an attribute
         """The number of dimensions."""
-        return len(self._shape)
+        return len(self.spec.shape)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]  # torch annotates an attribute
         """The type of the values."""
         return self.local.dtype
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Return an iterator over the first dimension."""
+        return iter(self.unbind(0))
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from paraplan.runtime.split.rules import run_on_parts  # the rules make tensors of this class
-
-        return run_on_parts(func, args, kwargs or {})
+        return cls.run_on_parts(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks `func`
@@ -136,7 +186,7 @@ def on_own_tokens(given: torch.Tensor, work: Callable[[torch.Tensor], torch.Tens
 
 def is_of_sequence(value: Any) -> bool:
     """Whether `value` is a tensor of which this rank has some tokens under context parallelism."""
-    return isinstance(value, SplitTensor) and value.source == CONTEXT
+    return isinstance(value, SplitTensor) and value.spec.is_sequence
 
 
 def split_operands(*values: Any) -> list[SplitTensor]:
