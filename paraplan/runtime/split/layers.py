@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
@@ -89,9 +89,7 @@ def linear_sizes(module: nn.Module) -> tuple[int, int]:
 
 def weight_of(module: nn.Module) -> nn.Parameter:
     """Return the weight of a linear layer."""
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    return weight
+    return cast("nn.Parameter", module.weight)
 
 
 def parameter_cuts(module: nn.Module, role: LayerRole, size: int) -> dict[str, Cut]:
