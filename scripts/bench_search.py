@@ -24,7 +24,7 @@ from typing import NamedTuple
 SIZES = tuple(8 * 4**power for power in range(8))
 ONE_SEARCH = """
 import json, resource, sys, time
-from paraplan.cost.habits import habits_of
+from paraplan.cost.frameworks import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.profile_files import cluster_from_profile

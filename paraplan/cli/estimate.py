@@ -69,7 +69,8 @@ from paraplan.cli.options import (
 )
 from paraplan.cli.step_trace import TraceOption, write_trace
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
-from paraplan.cost.habits import PARAPLAN, habits_of
+from paraplan.cost.frameworks import habits_of
+from paraplan.cost.habits import PARAPLAN
 from paraplan.cost.workload import Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.link_speed import load_link_speeds

@@ -23,7 +23,7 @@ from paraplan.cli.inputs import (
 )
 from paraplan.cli.step_trace import write_trace
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
-from paraplan.cost.habits import habits_of
+from paraplan.cost.frameworks import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError, UsageError
 from paraplan.hardware.link_speed import load_link_speeds

@@ -58,7 +58,7 @@ from paraplan.cli.options import (
 )
 from paraplan.cli.recommend_report import recommendation_report
 from paraplan.cli.step_trace import TraceOption
-from paraplan.cost.habits import habits_of
+from paraplan.cost.frameworks import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.search.fixed import FixedChoices

@@ -40,13 +40,14 @@ def validate(
 ) -> None:
     """Predict measured runs from their configuration alone, and print what the predictions are worth.
 
-    Scored are rows of quality A or B without nonstandard features, in bf16, fp16 or fp32; the others stand apart.
+    Scored are rows of quality A, B or none without nonstandard features, in bf16, fp16 or fp32; the others stand apart.
     Errors are given by source, GPU, framework and parallelism. A sweep is what one source measured for one model, batch
     and set of GPUs, four plans or more: of it the rank correlation, and how much longer the plan with the best
     prediction took than the best of all.
     Blank cells take stated defaults: bf16, AdamW, the framework's attention kernel, degrees of 1, micro-batches of 1,
-    8 GPUs a node with NVLink where the GPU has it, a vocabulary of 50304, and the shapes of the bundled model of that
-    name. Without --calibration nothing is fitted.
+    8 GPUs a node with NVLink where the GPU has it, the shapes of the bundled model of that name or a vocabulary of
+    50304; no recompute if that fits, else full; of a batch that is not stated only the memory is compared. FP8 is
+    predicted as bf16, LoRA as full training. Without --calibration nothing is fitted.
     """
     entries = [entry for path in files for entry in _read(path)]
     fitted = read_calibration(_text(calibration), source=str(calibration)) if calibration else None

@@ -27,8 +27,9 @@ def workload_of_run(
 ) -> Workload:
     """Return what is priced for a run.
 
-    Blank cells: a GELU, a vocabulary of 50304, and what `described_cluster` assumes. Notes may say that there is no LM
-    head. Shapes that are blank are those of the model of that name in `known` (`model.named.known_configs`).
+    Blank cells: what the model of that name in `known` has (`model.named.known_configs`); else a GELU, a vocabulary of
+    50304, and what `described_cluster` assumes. Notes may say that there is no LM head. Where the precision is blank,
+    GPUs without bf16 train in fp16.
     Raises `ParaplanError` for a GPU that no profile describes and for shapes that do not divide.
     """
     machines = DescribedMachines(
@@ -39,14 +40,18 @@ def workload_of_run(
         network_bits_per_s_per_gpu=run.inter_node_gbps_per_gpu and run.inter_node_gbps_per_gpu * 1e9,
     )
     habits = habits_of_run(run)
-    model = _named_model(run, known or {}) or model_from_shapes(_shapes(run, habits))
+    model = _named_model(run, known or {}) or model_from_shapes(_shapes(run, habits, known or {}))
     if "no lm head" in run.notes.lower():
         # A classifier: the vocabulary stays in the embedding alone.
         model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
+    cluster = described_cluster(machines, gpus)
+    training = training_of_run(run, habits)
+    if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
+        training = training.replace(precision="fp16")
     return Workload(
         model=model,
-        training=training_of_run(run, habits),
-        cluster=described_cluster(machines, gpus),
+        training=training,
+        cluster=cluster,
         links=links,
         habits=habits,
     )
@@ -65,25 +70,29 @@ def _named_model(run: MeasuredRun, known: Mapping[str, Fields]) -> ModelSpec | N
     return read_fields(config)
 
 
-def _shapes(run: MeasuredRun, habits: Habits) -> TransformerShapes:
+def _shapes(run: MeasuredRun, habits: Habits, known: Mapping[str, Fields]) -> TransformerShapes:
     assert run.layers is not None
     assert run.hidden is not None
     assert run.heads is not None
-    activation: Activation = "gelu"
-    for known in get_args(Activation):
-        if run.activation.lower() == known:
-            activation = known
+    fields = named_config(known, run.model_name, num_layers=None) or {}
+    if fields.get("hidden_size") != run.hidden or fields.get("num_attention_heads") != run.heads:
+        fields = {}
+    activation: Activation = "swiglu" if fields.get("hidden_act") == "silu" else "gelu"
+    for name in get_args(Activation):
+        if run.activation.lower() == name:
+            activation = name
+    tied = run.tied_embeddings
     return TransformerShapes(
         name=run.model_name or run.id,
         num_layers=run.layers,
         hidden_size=run.hidden,
         num_heads=run.heads,
-        num_kv_heads=run.kv_heads,
-        ffn_hidden_size=run.ffn_hidden,
-        vocab_size=padded_vocabulary(run, run.vocab or DEFAULT_VOCABULARY),
+        num_kv_heads=run.kv_heads or fields.get("num_key_value_heads"),
+        ffn_hidden_size=run.ffn_hidden or fields.get("intermediate_size"),
+        vocab_size=padded_vocabulary(run, run.vocab or fields.get("vocab_size") or DEFAULT_VOCABULARY),
         max_seq_length=run.seq_len,
         activation=activation,
-        tied_embeddings=bool(run.tied_embeddings),
+        tied_embeddings=bool(fields.get("tie_word_embeddings") if tied is None else tied),
         dropout=habits.dropout,
         writes_out_gelu=habits.writes_out_gelu,
     )

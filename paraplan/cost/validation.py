@@ -6,7 +6,8 @@ import re
 from typing import get_args
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
-from paraplan.cost.habits import MEGATRON_2021, MEGATRON_2022, Habits, habits_of
+from paraplan.cost.frameworks import habits_of
+from paraplan.cost.habits import MEGATRON_2021, MEGATRON_2022, Habits
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan, Recompute
@@ -108,10 +109,16 @@ def _optimizer(words: str) -> OptimizerName:
 def plan_of_run(run: MeasuredRun) -> ParallelPlan:
     """Return the plan of a run. Blank: degrees of 1, dp what is left of the GPUs, micro-batches of 1, 1F1B.
 
+    A blank `sequence_parallel` holds where NeMo and torchtitan do it. Experts that Megatron-Core spreads over tp too
+    (its --expert-tensor-parallel-size 1) stand as split by tp and spread over the rest: the same share of them.
     Raises `PlanError` or `ValueError` (pydantic's) for degrees and batches that contradict each other.
     """
     tp, pp, cp, ep = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
     dp = run.dp or max(1, run.num_gpus // (tp * pp * cp))
+    if dp * tp * pp * cp != run.num_gpus:
+        raise PlanError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} is not num_gpus={run.num_gpus}")
+    if dp * cp % ep and ep % tp == 0:
+        ep //= tp
     micro_batch = run.micro_batch or 1
     if run.dp and run.micro_batch and run.global_batch < dp * micro_batch and run.num_microbatches is None:
         raise PlanError(
@@ -132,7 +139,7 @@ def plan_of_run(run: MeasuredRun) -> ParallelPlan:
             "cp": cp,
             "ep": ep,
             "zero_stage": min(zero_stage, 1) if pp > 1 else zero_stage,
-            "sequence_parallel": bool(run.sequence_parallel) and tp > 1,
+            "sequence_parallel": tp > 1 and _splits_sequences(run),
             "micro_batch_size": micro_batch,
             "num_microbatches": run.num_microbatches or max(1, round(run.global_batch / dp / micro_batch)),
             "pipeline_schedule": None if pp == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b",
@@ -142,9 +149,29 @@ def plan_of_run(run: MeasuredRun) -> ParallelPlan:
     )
 
 
+def _splits_sequences(run: MeasuredRun) -> bool:
+    """Return whether tensor parallelism divides sequences too.
+
+    Blank: as NeMo's recipes and torchtitan do it. Megatron-Core refuses experts over ranks beside tp without it.
+    """
+    if (run.ep or 1) > 1:
+        return True
+    if run.sequence_parallel is not None:
+        return run.sequence_parallel
+    words = run.framework.lower()
+    return any(sign in words for sign in ("megatron-core", "megatron-bridge", "nemo", "torchtitan"))
+
+
 def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> RunPrediction:
-    """Return the prediction of one run beside what was measured."""
+    """Return the prediction of one run beside what was measured.
+
+    Where the run says nothing of recompute, it is none if that fits the GPU, and full if it does not: the run did fit.
+    """
     estimate = estimate_plan(workload, plan)
+    may_recompute = not run.recompute and run.fit_status != "oom" and "offload" not in run.nonstandard_features.lower()
+    if may_recompute and not _fits(estimate, workload):
+        plan = plan.replace(recompute="full")
+        estimate = estimate_plan(workload, plan)
     measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
     predicted_bytes = _as_measured(estimate, run.memory_metric)
     step_s = estimate.step.step_time_s
@@ -162,8 +189,12 @@ def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Run
         measured_peak_memory_bytes=measured_bytes,
         memory_error=predicted_bytes / measured_bytes - 1 if measured_bytes else None,
         fits={"fits": True, "oom": False}.get(run.fit_status),
-        predicted_fits=max(stage.device_bytes for stage in estimate.memory) <= workload.cluster.gpu_memory_bytes,
+        predicted_fits=_fits(estimate, workload),
     )
+
+
+def _fits(estimate: PlanEstimate, workload: Workload) -> bool:
+    return max(stage.device_bytes for stage in estimate.memory) <= workload.cluster.gpu_memory_bytes
 
 
 def _parallelism(plan: ParallelPlan) -> str:
@@ -182,6 +213,9 @@ def _as_measured(estimate: PlanEstimate, metric: str) -> int:
 
 
 def is_standard(run: MeasuredRun) -> bool:
-    """Return whether a run is a fair test: completely described, nothing unusual, in bf16, fp16 or fp32."""
-    complete = run.quality in ("A", "B") and not run.nonstandard_features
-    return complete and run.precision in get_args(TrainingPrecision) and run.fit_status != "oom"
+    """Return whether a run is a fair test: completely described, nothing unusual, in bf16, fp16 or fp32.
+
+    A table that does not grade its rows is taken at its word.
+    """
+    complete = run.quality in ("A", "B", "") and not run.nonstandard_features
+    return complete and run.precision in (*get_args(TrainingPrecision), "") and run.fit_status != "oom"

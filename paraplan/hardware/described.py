@@ -39,7 +39,11 @@ def gpu_by_label(label: str, gpus: list[GpuProfile] | None = None) -> GpuProfile
     known = gpus if gpus is not None else list_gpus()
     memory = _MEMORY.search(label)
     wanted = _key(label)
-    found = [gpu for gpu in known if wanted in {_key(name) for name in (gpu.name, *gpu.aliases)}]
+    found = [gpu for gpu in known if wanted in {_key(name) for name in (gpu.name, gpu.title, *gpu.aliases)}]
+    if not found:
+        # A100-SXM4, V100-SXM2: each generation has one SXM module.
+        plain = re.sub(r"sxm\d?$", "", wanted)
+        found = [gpu for gpu in known if plain in {_key(name) for name in (gpu.name, *gpu.aliases)}]
     if not found:
         raise ProfileError(
             f"no profile describes the GPU {label!r}", hint=near_names(label, [gpu.name for gpu in known])
@@ -53,13 +57,15 @@ def described_cluster(machines: DescribedMachines, gpus: list[GpuProfile] | None
     """Return the cluster of a description.
 
     A node is what NVLink connects: of GB200 and GB300 up to a rack of 72. Assumed where the description is silent:
-    8 GPUs a node; NVLink between all GPUs of a node where the GPU has NVLink and the link is not said to be PCIe. V100
-    and P100 divide their links over their peers where no NVSwitch is named: eight stand as in the DGX-1, fewer give a
-    third of their links to each of up to 3 peers. Between nodes one NIC for each GPU, of 400 Gb/s for Hopper and later,
-    200 Gb/s for Ampere, 12.5 Gb/s before (one 100 Gb/s port for eight).
+    8 GPUs a node, or the largest number below that divides all; NVLink between all GPUs of a node where the GPU has
+    NVLink and the link is not said to be PCIe. V100 and P100 divide their links over their peers where no NVSwitch is
+    named: eight stand as in the DGX-1, fewer give a third of their links to each of up to 3 peers. Between nodes one
+    NIC for each GPU, of 400 Gb/s for Hopper and later, 200 Gb/s for Ampere, 12.5 Gb/s before (one 100 Gb/s port for
+    eight).
     """
     gpu = gpu_by_label(machines.gpu, gpus)
-    per_node = min(machines.gpus_per_node or 8, machines.num_gpus)
+    usual = max(size for size in range(1, 9) if machines.num_gpus % size == 0)
+    per_node = min(machines.gpus_per_node or usual, machines.num_gpus)
     if "nvl72" in gpu.title.lower() or gpu.name.startswith(("gb200", "gb300")):
         # A rack of 18 trays is one NVLink domain: the largest share of it that divides the ranks.
         per_node = max(size for size in range(1, 73) if machines.num_gpus % size == 0)
@@ -118,4 +124,4 @@ def _usual_network(gpu: GpuProfile) -> float:
 
 def _key(name: str) -> str:
     key = re.sub(r"[^a-z0-9]", "", _MEMORY.sub("", name.lower()))
-    return key.removeprefix("nvidia").removeprefix("geforce")
+    return re.sub(r"^(nvidia|amd|tesla|geforce|instinct|dgx|hgx)+", "", key)

@@ -18,8 +18,13 @@ def known_configs() -> dict[str, Fields]:
 
 
 def plain_name(name: str) -> str:
-    """Return the letters and digits of a name, without what stands in brackets, nor a number of layers at its end."""
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)|-\d+l$", "", name.lower()))
+    """Return the letters and digits of a name, by which models of the same shape are equal.
+
+    Left out: an owner (`meta-llama/`), what stands in brackets, a number of layers at its end, words of fine-tunes
+    (`-instruct`), and that Llama is of 3.1 or 3.3.
+    """
+    plain = re.sub(r"\(.*?\)|-\d+l$|[-_](hf|instruct|chat|base|it)\b", "", name.lower()).rpartition("/")[2]
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"(llama[-_ ]?3)\.[13]", r"\1", plain))
 
 
 def named_config(known: Mapping[str, Fields], name: str, *, num_layers: int | None) -> Fields | None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from paraplan.cost.habits import FLAGSCALE, MEGATRON_CORE, MEGATRON_DEEPSPEED, PADDLE, TORCHTUNE, habits_of
+from paraplan.cost.frameworks import habits_of
+from paraplan.cost.habits import FLAGSCALE, MEGATRON_CORE, MEGATRON_DEEPSPEED, PADDLE, TORCHTUNE
 from paraplan.cost.scoring import score_fits
 from paraplan.cost.validation import RunPrediction, habits_of_run, plan_of_run, predict_run, training_of_run
 from paraplan.cost.workload import Workload

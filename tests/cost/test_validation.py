@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from paraplan.cost.described_run import workload_of_run
-from paraplan.cost.habits import ALL_HABITS, FSDP, MEGATRON_CORE, MEGATRON_DEEPSPEED, PARAPLAN, habits_of
+from paraplan.cost.frameworks import ALL_HABITS, habits_of
+from paraplan.cost.habits import FSDP, MEGATRON_CORE, MEGATRON_DEEPSPEED, PARAPLAN
 from paraplan.cost.validation import (
     habits_of_run,
     is_standard,
@@ -50,6 +51,23 @@ def test_stated_cells_are_kept() -> None:
     plan = plan_of_run(run(tp=2, pp=2, vpp=3, zero_stage=1, micro_batch=4, sequence_parallel=True, recompute="full"))
     assert (plan.dp, plan.virtual_pipeline_size, plan.pipeline_schedule) == (2, 3, "interleaved_1f1b")
     assert (plan.num_microbatches, plan.sequence_parallel, plan.recompute) == (8, True, "full")
+    with pytest.raises(PlanError, match="dp=4 x tp=4 x pp=1 x cp=1 is not num_gpus=8"):
+        plan_of_run(run(dp=4, tp=4))
+
+
+def test_blank_cells_are_what_the_framework_does_and_what_fits() -> None:
+    assert plan_of_run(run(tp=2, framework="NeMo AutoModel")).sequence_parallel
+    assert not plan_of_run(run(tp=2, framework="Megatron-LM")).sequence_parallel
+    assert plan_of_run(run(tp=2, ep=8)).ep == 4, "experts over tp too"
+    row = run(model_name="llama3-8b", layers=32, hidden=4096, heads=32, framework="MaxText (JAX)", zero_stage=3)
+    row = row.replace(precision="", seq_len=8192)
+    for gpu, words in (("H100-80GB", "micro-batch 1 x 8"), ("V100-SXM2-32GB", "micro-batch 1 x 8, recompute full")):
+        made = workload_of_run(row.replace(gpu=gpu), list_gpus(), load_link_speeds(), known_configs())
+        attention = made.model.runs[0].block.attention
+        assert attention is not None
+        assert attention.num_kv_heads == 8
+        assert predict_run(row, made, plan_of_run(row)).plan == f"dp8, ZeRO-3, {words}"
+    assert made.training.precision == "fp16", "V100 has no bf16"
 
 
 def test_a_mixture_of_experts_is_known_by_its_name_and_its_experts_go_over_ep() -> None:
@@ -89,6 +107,7 @@ def test_the_precision_of_gradients_is_that_of_the_row() -> None:
 
 def test_only_complete_usual_rows_are_standard() -> None:
     assert is_standard(run())
+    assert is_standard(run(quality=""))
     assert not is_standard(run(quality="C"))
     assert not is_standard(run(nonstandard_features="LoRA"))
     assert not is_standard(run(precision="fp8"))

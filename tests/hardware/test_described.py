@@ -12,7 +12,9 @@ from paraplan.hardware.topology import LinkType
     [
         ("A100-80GB", "a100-sxm-80gb"),
         ("A100-40GB", "a100-sxm-40gb"),
-        ("V100-16GB", "v100-sxm2-16gb"),
+        ("Tesla V100-SXM2-16GB", "v100-sxm2-16gb"),
+        ("A100-SXM4-40GB", "a100-sxm-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
         ("RTX4090-24GB", "rtx-4090"),
         ("TITAN-RTX-24GB", "titan-rtx"),
         ("H100-80GB", "h100-sxm-80gb"),
@@ -60,7 +62,8 @@ def test_a_rack_of_gb200_is_one_nvlink_domain() -> None:
 
 def test_gpus_that_fill_no_whole_nodes_are_an_error() -> None:
     with pytest.raises(ProfileError, match="12 GPUs are no whole number of nodes of 8"):
-        described_cluster(DescribedMachines(gpu="A100-80GB", num_gpus=12))
+        described_cluster(DescribedMachines(gpu="A100-80GB", num_gpus=12, gpus_per_node=8))
+    assert described_cluster(DescribedMachines(gpu="A100-80GB", num_gpus=12)).gpus_per_node == 6
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from paraplan.model.named import known_configs, named_config, plain_name
         ("GPT OSS 120B", "gpt-oss-120b"),
         ("DeepSeekV3 (w/o MTP)", "deepseek-v3"),
         ("deepseekv2-4L", "deepseek-v2"),
-        ("Mixtral-8x7B", "mixtral-8x7b"),
+        ("mistralai/Mixtral-8x7B-Instruct", "mixtral-8x7b"),
+        ("meta-llama/Llama-3.1-8B", "llama-3-8b"),
     ],
 )
 def test_tables_name_models_in_their_own_spelling(name: str, model: str) -> None:

@@ -23,11 +23,13 @@ def test_cells_are_read_with_their_types_and_blanks_are_unknown() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("a,H100-80GB,8,32,4096,32,2048,,,,,", "global_batch not given"),
+        ("a,H100-80GB,8,32,4096,32,,64,,,,", "seq_len not given"),
+        ("a,H100-80GB,8,32,4096,32,-2,64,,,,", "seq_len=-2 is negative"),
+        ("a,H100-80GB,1e400,32,4096,32,2048,64,,,,", "num_gpus='1e400' is no whole number"),
         ("a,H100-80GB,8,,,,2048,16,,,,", "layers, hidden, heads not given"),
-        ("a,H100-80GB,eight,32,4096,32,2048,64,,,,", "num_gpus='eight' is no number"),
-        ("a,H100-80GB,8,32,4096,32,2048,64,1.5,,,", "tp='1.5' is no number"),
-        ("a,H100-80GB,8,32,4096,32,2048,64,1,perhaps,,", "sequence_parallel='perhaps' is no number"),
+        ("a,H100-80GB,eight,32,4096,32,2048,64,,,,", "num_gpus='eight' is no whole number"),
+        ("a,H100-80GB,8,32,4096,32,2048,64,1.5,,,", "tp='1.5' is no whole number"),
+        ("a,H100-80GB,8,32,4096,32,2048,64,1,perhaps,,", "sequence_parallel='perhaps' is no yes or no"),
     ],
 )
 def test_a_row_that_describes_no_run_keeps_its_reason(row: str, reason: str) -> None:
@@ -39,7 +41,29 @@ def test_a_row_without_a_name_is_called_by_its_line() -> None:
     assert row.id == "line 2"
 
 
-def test_a_table_without_the_needed_columns_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"runs.csv has no column .*global_batch"):
-        read_runs("id,gpu\na,H100\n", source="runs.csv")
+WIDE = "\ufeffGPU,num_gpus, layers,hidden,heads,seq_len,global_batch,dp,tp,micro_batch,num_microbatches,"
+WIDE += "measured_step_time_s,measured_tokens_per_s_per_gpu,precision,zero_stage,vpp,quality\r\n"
+
+
+def test_cells_that_others_imply_are_filled_in_and_spellings_are_understood() -> None:
+    rows = [
+        'H100,8,32,4096,32,2048,"1,024",,,2,,,8192,BFloat16,ZeRO-3,n/a,A',
+        "H100,,32,4096,32,2048,,4,2,2,3,1.5,,AMP,fsdp,0,A",
+        "H100,8,32,4096,32,2048,,,2,2,,2.0,1024,,-,,A",
+        "H100,8,32,4096,32,2048,,,2,2,,2.0,,fp8,1,,A",
+    ]
+    first, second, third, fourth = (
+        run for run in read_runs(WIDE + "\r\n".join(rows), source="x") if isinstance(run, MeasuredRun)
+    )
+    assert (first.global_batch, first.measured_step_time_s) == (1024, 32)
+    assert (first.id, first.precision, first.zero_stage, first.vpp) == ("line 2", "bf16", 3, None)
+    assert (second.num_gpus, second.global_batch, second.zero_stage, second.precision) == (8, 24, 3, "")
+    assert third.global_batch == 8
+    assert (fourth.global_batch, fourth.measured_step_time_s, fourth.quality) == (8, None, "C"), "the batch is assumed"
+
+
+@pytest.mark.parametrize("text", ["id,gpu\na,H100\n", "", "gpu;num_gpus\n", 'gpu,num_gpus,"' + "x" * 200_000 + '"\n'])
+def test_a_table_without_the_needed_columns_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match=r"runs.csv (has no column .*seq_len|is no table, line 1)"):
+        read_runs(text, source="runs.csv")
     assert set(REQUIRED_COLUMNS) <= set(MeasuredRun.model_fields)
