@@ -11,6 +11,17 @@ import sys
 from pathlib import Path
 
 
+def _open_closed_streams() -> None:
+    """Open the null device for standard streams that the caller has closed: no file of ours is to take their numbers.
+
+    Ranks then write to it too, where torchrun's have None for such a stream.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            vars(sys)[name] = vars(sys)[f"__{name}__"] = os.fdopen(number, "w" if number else "r", closefd=False)
+
+
 def _restore_path() -> None:
     """Take the folder that Python put first off sys.path: neither the launcher nor a rank is to import from it."""
     own_folder = Path(__file__).resolve().parent
@@ -30,6 +41,7 @@ def _import_paraplan(root: Path) -> None:
 
 
 if __name__ == "__main__":
+    _open_closed_streams()
     _restore_path()
     from paraplan.launch.command import launch_here
     from paraplan.launch.ranks.forked import flush_streams

@@ -22,6 +22,7 @@ def become_launcher(
     if find_module("torch") is None:
         raise UsageError("paraplan launch needs torch, which is not installed", hint='pip install "paraplan[runtime]"')
     entry = Path(__file__).with_name("__main__.py")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # Python has None for one that is closed
+            stream.flush()
     os.execv(sys.executable, [sys.executable, "-u", str(entry), *arguments])  # noqa: S606 (no shell is wanted)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import WriteScript, launcher_environment, names_in
+from launching import PATIENCE_S, WriteScript, launcher_command, launcher_environment, names_in
 
 pytestmark = pytest.mark.ranks
 
@@ -65,3 +65,19 @@ def test_the_module_runs_as_torchs_does(tmp_path: Path, scratch: Path, script: W
     assert (done.returncode, done.stdout) == (3, "__main__ ['word']\n"), done.stderr
     assert "rank 0 failed" in done.stderr
     assert names_in(scratch) == []
+
+
+def test_a_launcher_without_standard_streams_starts_ranks_that_print_to_nowhere(
+    tmp_path: Path, scratch: Path, script: WriteScript
+) -> None:
+    train = script("import os; print('words'); os.mkdir(f'printed-{os.environ[\"RANK\"]}')")
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *launcher_command("--nproc-per-node", 2, train)],
+        cwd=tmp_path,
+        env=launcher_environment(scratch),
+        timeout=PATIENCE_S * 2,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert {path.name for path in tmp_path.glob("printed-*")} == {"printed-0", "printed-1"}
+    assert {path.read_text() for path in tmp_path.glob("paraplan-runs/*/*/*/*/stdout.log")} == {"words\n"}

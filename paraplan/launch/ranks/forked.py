@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from paraplan.launch.ranks.bootstrap import Target
 from paraplan.launch.ranks.spawner import RankStart
@@ -31,20 +31,20 @@ def enter_rank(start: RankStart) -> None:
     """Give this process the environment, the streams and the random state of a fresh rank."""
     os.environ.clear()
     os.environ.update(start.environment)
-    sys.stdout = _unbuffered(1, "<stdout>", errors="strict")
-    sys.stderr = _unbuffered(2, "<stderr>", errors="backslashreplace")
+    sys.stdout, sys.stderr = _unbuffered(1, sys.stdout), _unbuffered(2, sys.stderr)
     vars(sys).update(__stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.orig_argv[:] = [sys.executable, "-u", *start.command[1 + start.command[1:].count("-u") :]]
     _forget_shared_state(start)
     gc.enable()
 
 
-def _unbuffered(descriptor: int, name: str, *, errors: str) -> io.TextIOWrapper:
-    """Return what `python -u` has as a standard stream: text that is written through to a raw file."""
+def _unbuffered(descriptor: int, stream: TextIO) -> TextIO:
+    """Return what `python -u` has in the place of `stream`: text that is written through to a raw file."""
     raw = io.FileIO(descriptor, "wb", closefd=False)
-    raw.name = name
-    encoding = sys.stdout.encoding if sys.stdout is not None else "utf-8"
-    return io.TextIOWrapper(raw, encoding=encoding, errors=errors, write_through=True)
+    raw.name = stream.name
+    text = io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, write_through=True)
+    text.mode = "w"  # type: ignore[misc]  # as the interpreter sets it
+    return text
 
 
 def _forget_shared_state(start: RankStart) -> None:
