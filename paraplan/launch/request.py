@@ -243,9 +243,7 @@ def check_script(arguments: argparse.Namespace, current_folder: Path) -> None:
     if arguments.module:
         if arguments.no_python and not arguments.run_path:
             raise ArgumentError("--no-python and --module contradict each other", hint="give one of them")
-        top = script.partition(".")[0]
-        finder = importlib.machinery.PathFinder.find_spec(top, [str(current_folder), *sys.path])
-        if finder is None and top not in sys.builtin_module_names:
+        if not _has_module(script.partition(".")[0], current_folder):
             raise ArgumentError(f"there is no module {script}", hint="install it, or run from the folder that holds it")
         return
     if arguments.no_python and not arguments.run_path:
@@ -257,6 +255,14 @@ def check_script(arguments: argparse.Namespace, current_folder: Path) -> None:
         raise ArgumentError(f"there is no script {script}", hint=_similar_scripts(path))
     if path.is_file() and not os.access(path, os.R_OK):
         raise ArgumentError(f"the script {script} cannot be read", hint="check its permissions")
+
+
+def _has_module(name: str, folder: Path) -> bool:
+    """Whether an interpreter in `folder` finds the module: by its path, or by a hook as editable installations have."""
+    if "PYTHON_EXEC" in os.environ:  # the ranks', which may have other packages
+        return True
+    here = importlib.machinery.PathFinder.find_spec(name, [str(folder)])
+    return here is not None or any(finder.find_spec(name, None) is not None for finder in sys.meta_path)
 
 
 def _similar_scripts(path: Path) -> str:

@@ -34,6 +34,8 @@ def read_traits(path: Path) -> ScriptTraits:
 
     Only this file is read, not the modules that it imports.
     """
+    if not path.is_file():  # a pipe, as /dev/stdin, is the rank's to read
+        return ScriptTraits()
     try:
         source = path.read_bytes()
         tree = ast.parse(source)

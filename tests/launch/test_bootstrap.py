@@ -105,6 +105,13 @@ def test_a_script_ends_as_it_ends_under_python_alone(tmp_path: Path, body: str) 
     assert _without_thread_numbers(ours.stderr) == _without_thread_numbers(alone.stderr)
 
 
+def test_a_script_is_read_from_a_pipe_once(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", "print('words')")
+    words = f"cat train.py | {sys.executable} {bootstrap.__file__} /dev/stdin"
+    done = subprocess.run(["/bin/sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "words\n", "")
+
+
 def _without_thread_numbers(text: str) -> list[str]:
     return [line for line in text.splitlines() if "Thread-" not in line]
 

@@ -207,9 +207,19 @@ def test_failed_ranks_are_started_again_as_often_as_allowed(script: WriteScript,
     assert names_in(long_path) == []
 
 
+EDITABLE = """
+    import sys, types  # an import hook, as setuptools leaves one for `pip install -e`
+    from importlib.util import spec_from_file_location
+    found = lambda name, path=None, target=None: spec_from_file_location(name, {!r}) if name == "job" else None
+    sys.meta_path.append(types.SimpleNamespace(find_spec=found))
+"""
+
+
 def test_modules_programs_and_logs_are_torchruns(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
-    script("import os, sys; print('module', os.environ['RANK'], sys.argv[1:])", "job.py")
-    done = launch("--log-dir", "logs", "--redirects", "3", "--tee", "0:1", "--nproc-per-node", 2, "-m", "job", "--x")
+    job = script("import os, sys; print('module', os.environ['RANK'], sys.argv[1:])", "hidden.py")
+    script(EDITABLE.format(str(job)), "sitecustomize.py")
+    logs = ("--log-dir", "logs", "--redirects", "3", "--tee", "0:1")
+    done = launch(*logs, "--nproc-per-node", 2, "-m", "job", "--x", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[default0]:module 0 ['--x']\n"
     logs = {path.parent.name: path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/stdout.log")}

@@ -137,6 +137,10 @@ def test_an_argument_that_cannot_be_used_is_refused_with_something_to_do(check, 
     assert isinstance(caught.value, ValueError)
 
 
+def test_a_module_is_found_in_the_current_folder_and_in_the_library(check) -> None:
+    assert [check(training_script=name, module=True).arguments.module for name in ("train", "json.tool", "sys")]
+
+
 def test_a_missing_script_is_answered_with_the_scripts_that_are_there(check) -> None:
     with pytest.raises(ArgumentError) as caught:
         check(training_script="trian.py")

@@ -262,7 +262,7 @@ def _run_as_main(target: Target, main: ModuleType) -> None:
         return
     path = os.path.join(os.getcwd(), target.name)  # noqa: PTH109, PTH118 (as the interpreter, not normalised)
     arguments = [target.name, *target.arguments]
-    if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113
+    if os.path.isdir(path) or _is_archive(path):  # noqa: PTH112
         _enter(arguments, path)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
@@ -284,6 +284,8 @@ def _enter(arguments: list[str], first_path: str) -> None:
 
 
 def _is_archive(path: str) -> bool:
+    if not os.path.isfile(path):  # noqa: PTH113 (a pipe, as /dev/stdin, can be read once)
+        return False
     with open(path, "rb") as file:  # noqa: PTH123
         if file.read(2) == b"PK":
             from zipfile import is_zipfile
