@@ -225,7 +225,7 @@ def check_row_input(given: torch.Tensor, name: str) -> None:
 
 def leave_row(partial: torch.Tensor, bias: Any, group: TensorGroup, *, sequence_parallel: bool) -> torch.Tensor:
     """Return the sum of what the ranks computed plus `bias`: whole, or this rank's tokens of it, in their type."""
-    if bias is not None:
+    if bias is not None and bias.dtype is not partial.dtype:
         bias = bias.to(partial.dtype)  # which autocast leaves in fp32
     if not sequence_parallel:
         total = sum_over_ranks(partial, group, is_product=True)
