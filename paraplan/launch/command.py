@@ -49,18 +49,18 @@ def _launch(arguments: Sequence[str]) -> int:
     gc.disable()  # next to all that the imports make stays: collections would look through it again and again
     args = parse_arguments(list(arguments), os.environ)
     ends_with_stdin = os.environ.pop(END_WITH_STDIN, None) is not None
-    if args.hostfile is not None and not ends_with_stdin:
+    if args.fake is not None:
+        from paraplan.launch.fake.ranks import show_fake_launch  # imports pydantic, which other launches do without
+
+        return show_fake_launch(args)
+    if args.hostfile is not None and not ends_with_stdin and not args.dry_run:
         return launch_on_hosts(Path(args.hostfile), words=arguments, port=args.master_port, environment=os.environ)
     place = find_place(os.environ)
     line = take_place(args, place) if place is not None else None
     if args.dry_run:
-        from paraplan.launch.preview import show_dry_run  # imports pydantic, which other launches do without
+        from paraplan.launch.preview import show_dry_run  # imports pydantic too
 
         return show_dry_run(args)
-    if args.fake is not None:
-        from paraplan.launch.fake.ranks import show_fake_launch  # imports pydantic too
-
-        return show_fake_launch(args)
     _refuse_preview_options(args)
     check_script(args, Path.cwd())  # what is wrong with the script can be said before torch is imported
     traits = ScriptTraits() if args.module else read_traits(Path(args.training_script))

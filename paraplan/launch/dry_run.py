@@ -37,12 +37,22 @@ class PlannedRank:
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """The machines of a dry run. `gpu_memory_bytes` is None where unknown, `num_cores` where they are not at hand."""
+    """The machines of a dry run. `gpu_memory_bytes` is None where unknown, `num_cores` where they are not at hand.
+
+    `hosts` are the names of the nodes, in their order, where they are known.
+    """
 
     host: str
     num_gpus: int
     gpu_memory_bytes: int | None = None
     num_cores: int | None = field(default_factory=usable_cores)
+    hosts: tuple[str, ...] = ()
+
+    def name_of(self, node: int, *, num_nodes: int) -> str:
+        """Return the name of a node in what is shown."""
+        if node < len(self.hosts):
+            return self.hosts[node]
+        return self.host if num_nodes == 1 else f"{self.host} {node}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ def plan_launch(
         ranks.append(
             PlannedRank(
                 rank=rank,
-                host=target.host if num_nodes == 1 else f"{target.host} {node}",
+                host=target.name_of(node, num_nodes=num_nodes),
                 local_rank=local_rank,
                 gpu=gpus[local_rank] if local_rank < len(gpus) else None,
                 coordinates={axis: grid.coordinates(rank)[axis] for axis in axes} if grid else {},

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from paraplan.hardware.profile_files import cluster_from_profile, load_machine
 from paraplan.launch.accelerate import drives_accelerate
+from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.dry_run import CHOSEN_AT_START, LaunchTarget, plan_launch
+from paraplan.launch.nodes.hosts import read_host_file
 from paraplan.launch.planning import make_plan
 from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes
 from paraplan.plan.files import PlanFile
@@ -29,6 +31,8 @@ def show_dry_run(args: Namespace) -> int:
         target = LaunchTarget(host=socket.gethostname(), num_gpus=num_gpus, gpu_memory_bytes=memory)
     else:
         target = _profile_target(args.profile)
+    if args.hostfile is not None:
+        target = replace(target, hosts=_take_hosts(args))
     request = _dry_request(args, target)
     words = request.arguments.nproc_per_node
     if words in ("gpu", "auto") and target.num_gpus:
@@ -44,6 +48,21 @@ def show_dry_run(args: Namespace) -> int:
     sys.stdout.write(plan.to_json() + "\n" if args.json else plan.render())
     plan.require_runnable()
     return 0
+
+
+def _take_hosts(args: Namespace) -> tuple[str, ...]:
+    """Write into `args` what the launchers on the hosts of its host file would get; return the names of the hosts."""
+    hosts = read_host_file(Path(args.hostfile))
+    slots = list(dict.fromkeys("unknown" if host.slots is None else str(host.slots) for host in hosts))
+    if args.nproc_per_node is None and len(slots) > 1:
+        raise ArgumentError(
+            f"the slots of the hosts in {args.hostfile} differ ({', '.join(slots)}), and --dry-run shows nodes alike",
+            hint="give --nproc-per-node",
+        )
+    args.nnodes = args.nnodes or str(len(hosts))
+    args.nproc_per_node = args.nproc_per_node or (str(hosts[0].slots) if hosts[0].slots else None)
+    args.master_addr, args.master_port = hosts[0].address, args.master_port or CHOSEN_AT_START
+    return tuple(host.name for host in hosts)
 
 
 def _with_made_plan(request: LaunchRequest, *, ranks: int) -> LaunchRequest:

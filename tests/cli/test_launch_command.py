@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -46,6 +47,9 @@ def test_help_says_what_the_command_does_and_lists_both_kinds_of_options(tmp_pat
         (["no_such.py"], "there is no script no_such.py"),
         (["--plan", "broken.json", "train.py"], "broken.json"),
         (["--plan", "four.json", "--nproc-per-node", "2", "train.py"], "is for 4 ranks"),
+        (["--fake", "2", "--hostfile", "hosts", "train.py"], "--fake 2 and --hostfile contradict each other"),
+        (["--fake", "2", "--dry-run", "train.py"], "--fake 2 and --dry-run contradict each other"),
+        (["--hostfile", "hosts", "--dry-run", "train.py"], "the slots of the hosts in hosts differ (2, unknown)"),
         (["--no-such-option", "train.py"], "unrecognized arguments: --no-such-option"),
         (["--rdzv-backend", "pigeon", "--nnodes", "2", "train.py"], "pigeon"),
     ],
@@ -53,6 +57,7 @@ def test_help_says_what_the_command_does_and_lists_both_kinds_of_options(tmp_pat
 def test_bad_input_is_one_sentence_with_a_hint_and_starts_nothing(tmp_path: Path, words: list[str], said: str) -> None:
     (tmp_path / "train.py").write_text("open('started', 'w')")
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "hosts").write_text("gpu-a slots=2\ngpu-b\n")
     (tmp_path / "four.json").write_text('{"plan": {"dp": 4}}')
     done = run(tmp_path, *words)
     assert done.returncode == 2
@@ -63,6 +68,16 @@ def test_bad_input_is_one_sentence_with_a_hint_and_starts_nothing(tmp_path: Path
     assert done.stdout == ""
     assert not (tmp_path / "started").exists()
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_dry_run_of_a_host_file_shows_all_nodes_once_and_reaches_for_none(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    (tmp_path / "hosts").write_text("no-such-host-a slots=2\nme@no-such-host-b slots=2\n")
+    done = run(tmp_path, "--hostfile", "hosts", "--dry-run", "--json", "train.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    ranks = json.loads(done.stdout)["ranks"]
+    assert [rank["host"] for rank in ranks] == ["no-such-host-a"] * 2 + ["me@no-such-host-b"] * 2
+    assert {rank["environment"]["MASTER_ADDR"] for rank in ranks} == {"no-such-host-a"}
 
 
 def test_a_port_that_is_taken_is_said_to_be_taken_and_by_whom(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ class Host:
     name: str
     slots: int | None = None
 
+    @property
+    def address(self) -> str:
+        """What other hosts reach it by: its name without the user's."""
+        return self.name.rpartition("@")[2].strip("[]")
+
 
 def read_host_file(path: Path) -> list[Host]:
     """Return the hosts of a file: a name a line, with `slots=8` (Open MPI, DeepSpeed) or `:8` (MPICH) after it.
@@ -91,11 +96,10 @@ def host_command(
     ssh hands one text to a shell of the other host: every word is quoted for it.
     """
     variables = {name: value for name, value in environment.items() if name.startswith(_PASSED_ON)}
-    address = hosts[0].name.rpartition("@")[2].strip("[]")
     variables |= {
         "PET_NNODES": str(len(hosts)),
         "PET_NODE_RANK": str(node_rank),
-        "PET_MASTER_ADDR": address,
+        "PET_MASTER_ADDR": hosts[0].address,
         "PET_MASTER_PORT": str(port),
         END_WITH_STDIN: "1",
     }
