@@ -100,15 +100,19 @@ def require_batch(global_batch: int | None, cluster: Cluster) -> int:
     return global_batch
 
 
-def read_trained_model(reference: str, *, seq_len: int | None, micro_batch_size: int = 1) -> ModelSpec:
+def read_trained_model(
+    reference: str, *, seq_len: int | None, micro_batch_size: int = 1, finds_length: bool = False
+) -> ModelSpec:
     """Return the model as it is trained on sequences of `seq_len` tokens, by default its longest.
 
-    What layers with a sliding window keep depends on the length, so that a default is read as if it were given.
+    What layers with a sliding window keep depends on the length, so that a default is read as if it were given. Where
+    the length is searched for (`finds_length`), they keep the masks of sequences longer than the window.
     """
     model = read_model(reference, seq_length=seq_len, micro_batch_size=micro_batch_size)
     longest = model.max_seq_length
     has_windows = any(run.block.attention is not None and run.block.attention.window for run in model.runs)
-    if seq_len is not None or longest is None or not has_windows:
+    is_final = (seq_len is not None and not finds_length) or longest is None or longest <= (seq_len or 0)
+    if is_final or not has_windows:
         return model
     return read_model(reference, seq_length=longest, micro_batch_size=micro_batch_size)
 

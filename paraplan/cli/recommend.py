@@ -181,7 +181,7 @@ def recommend(
     require_files(html, output, trace)
     require_checks(check is not None, github=github, junit=junit, needs="--check PLAN")
     started = time.perf_counter()
-    spec = read_trained_model(model, seq_len=seq_len)
+    spec = read_trained_model(model, seq_len=seq_len, finds_length=find is FindName.longest_sequence)
     cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
     check_precision(precision, cluster.gpu)
     chosen: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}

@@ -58,7 +58,9 @@ def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Se
     """Return the page for a workload that no plan fits: what was lacking and what would help."""
     renderer = ChartRenderer()
     nearest = error.nearest
-    lacking = nearest.peak_memory_bytes - nearest.usable_memory_bytes
+    needed, usable, where = nearest.peak_memory_bytes, nearest.usable_memory_bytes, ""
+    if needed <= usable:
+        needed, usable, where = nearest.host_bytes_per_node, nearest.host_memory_bytes or 0, " on the host"
     head = [
         f"<h1>{escape(workload.model.name)}: no plan fits</h1>",
         *(paragraph(line, style="soft") for line in workload_lines(workload)),
@@ -66,9 +68,9 @@ def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Se
         paragraph(f"What would help: {error.hint}.") if error.hint else "",
         facts(
             [
-                ("needed", format_bytes(nearest.peak_memory_bytes)),
-                ("usable", format_bytes(nearest.usable_memory_bytes)),
-                ("too much", format_bytes(lacking)),
+                (f"needed{where}", format_bytes(needed)),
+                ("usable", format_bytes(usable)),
+                ("too much", format_bytes(needed - usable)),
             ]
         ),
     ]

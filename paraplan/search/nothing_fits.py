@@ -25,6 +25,21 @@ def nothing_fits(
 ) -> NoPlanFitsError:
     """Return the error for a workload whose `space` has no plan that fits."""
     cluster, usable = workload.cluster, workload.usable_memory_bytes
+    ways_out = None
+    if with_ways_out and (too_large.nearest or too_large.beyond_host):
+        ways_out = ", or ".join(_ways_out(workload, runnable_only=space.runnable_only, fixed=space.fixed))
+    what = f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs"
+    if too_large.beyond_host is not None:
+        # A plan that fits the GPUs is nearer than any that does not.
+        on_host = estimate_plan(workload, too_large.beyond_host)
+        needed, limit = format_bytes_apart(on_host.host_bytes_per_node, cluster.host_memory_bytes or 0)
+        plans = "1 plan fits" if too_large.num_beyond_host == 1 else f"{too_large.num_beyond_host:,} plans fit"
+        return NothingFitsError(
+            f"{what}; with offload {plans} their {format_bytes(usable)}, but not the {limit} of a node: "
+            f"{on_host.plan.describe()} needs {needed} there",
+            hint=ways_out,
+            nearest=on_host,
+        )
     if too_large.nearest is None:
         reasons = "; ".join(f"{count:,} plans: {reason}" for reason, count in space.rejected.most_common(3))
         return NoPlanFitsError(
@@ -37,11 +52,9 @@ def nothing_fits(
     needed, limit = format_bytes_apart(fullest.total_bytes, usable)
     where = f" on stage {fullest.pipeline_stage}" if nearest.plan.pp > 1 else ""
     return NothingFitsError(
-        f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs with {limit} usable each; the "
-        f"nearest, {nearest.plan.describe()}, needs {needed}, {lacking} too much{where}",
-        hint=", or ".join(_ways_out(workload, runnable_only=space.runnable_only, fixed=space.fixed))
-        if with_ways_out
-        else None,
+        f"{what} with {limit} usable each; the nearest, {nearest.plan.describe()}, needs {needed}, {lacking} too "
+        f"much{where}",
+        hint=ways_out,
         nearest=nearest,
     )
 

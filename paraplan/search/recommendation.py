@@ -170,7 +170,7 @@ def _found(workload: Workload, question: Question, *, runnable_only: bool) -> tu
                 hint="leave out --find, or use more GPUs",
             )
         batch = f"{size} sequences of {training.seq_length} tokens"
-        words = f"the largest batch that some plan holds in one micro-batch: {batch}"
+        words = f"the largest batch that some plan holds in one micro-batch: {batch}; the fastest plan for it follows"
         return replace(workload, training=training.replace(global_batch_size=size)), words
     length = longest_sequence(workload, runnable_only=runnable_only, fixed=question.fixed)
     if length is None:

@@ -106,12 +106,17 @@ class Survey:
 
 @dataclass
 class TooLarge:
-    """The plans that do not fit: how many, how much they need, and the one that comes nearest."""
+    """The plans that do not fit: how many, how much they need, and the one that comes nearest.
+
+    `num_beyond_host` more fit the GPUs, but offload more than a node holds; `beyond_host` is the first of them.
+    """
 
     count: int = 0
     least_bytes: float = float("inf")
     most_bytes: float = 0.0
     nearest: ParallelPlan | None = None
+    num_beyond_host: int = 0
+    beyond_host: ParallelPlan | None = None
 
     def add(self, table: PlanTable, peaks: Floats, weights: Ints) -> None:
         """Count the plans of a table, each as often as `weights` says."""
@@ -157,6 +162,8 @@ class MemorySurvey:
             if on_host.any():
                 total = format_bytes(workload.cluster.host_memory_bytes)
                 survey.rejected[f"offload needs more than the {total} of a node"] += int(weights[on_host].sum())
+                survey.too_large.num_beyond_host += int(weights[on_host].sum())
+                survey.too_large.beyond_host = survey.too_large.beyond_host or table.plan(int(np.argmax(on_host)))
                 fitting &= ~on_host
             if fitting.any():
                 left = table.select(fitting)

@@ -17,8 +17,9 @@ from paraplan.units import format_bytes, format_seconds
 class TreeFacts(Record):
     """The numbers that the tree looks at. Bytes are those of one unsplit model; bandwidths are per GPU and direction.
 
-    `training_state_bytes` is parameters, gradients and optimizer state; `least_activation_bytes` what the smallest
-    micro-batch adds under full recompute; `largest_layer_bytes` the training state of the largest single layer.
+    `training_state_bytes` is parameters, gradients and optimizer state; `least_step_bytes` what a step of the smallest
+    micro-batch adds under full recompute: activations, or the copies that the optimizer makes; `largest_layer_bytes`
+    the training state of the largest single layer.
     `ddp_step_s` and `one_process_step_s` are steps of one micro-batch under DDP and under DataParallel in one process.
     `has_gpus` is False of CPU processes. `node` says whether the links inside a node are fast (None where nothing is
     known of them), `network` those between nodes (None with one node).
@@ -28,7 +29,7 @@ class TreeFacts(Record):
     num_nodes: int
     usable_memory_bytes: int
     training_state_bytes: int
-    least_activation_bytes: int
+    least_step_bytes: int
     largest_layer_bytes: int
     node: Verdict | None = None
     network: Verdict | None = None
@@ -39,7 +40,7 @@ class TreeFacts(Record):
     @property
     def needed_bytes(self) -> int:
         """Memory that one GPU needs to train the whole model."""
-        return self.training_state_bytes + self.least_activation_bytes
+        return self.training_state_bytes + self.least_step_bytes
 
 
 class TreeAnswer(Record):
@@ -84,8 +85,8 @@ def _one_gpu(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
 
 def _model_fits(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
     numbers = (
-        f"training state {format_bytes(facts.training_state_bytes)} + smallest activations "
-        f"{format_bytes(facts.least_activation_bytes)} against {format_bytes(facts.usable_memory_bytes)} usable per GPU"
+        f"training state {format_bytes(facts.training_state_bytes)} + at least {format_bytes(facts.least_step_bytes)} "
+        f"for a step against {format_bytes(facts.usable_memory_bytes)} usable per GPU"
     )
     rule = "does the model fit one GPU?"
     if not _fits(facts):

@@ -10,6 +10,7 @@ import pytest
 from factory_script import FACTORY
 from typer.testing import CliRunner
 
+from paraplan.cli.inputs import read_trained_model
 from paraplan.cli.main import app
 
 LLAMA = ["estimate", "llama-3-8b", "--profile", "dgx-h100"]
@@ -95,6 +96,11 @@ def test_the_longest_sequence_by_default_is_the_same_as_given(tmp_path: Path) ->
         report("estimate", str(config), "--profile", "dgx-h100", *more) for more in ((), ("--seq-len", "256"))
     )
     assert (default["memory"], default["step"]) == (given["memory"], given["step"])
+    searched, short, long = (
+        read_trained_model(str(config), seq_len=length, finds_length=finds)
+        for length, finds in ((32, True), (32, False), (256, False))
+    )
+    assert searched == long != short, "--find longest-sequence keeps the masks of sequences beyond the window"
 
 
 def test_the_plan_decides_how_many_machines_there_are_unless_nodes_says() -> None:

@@ -101,7 +101,7 @@ def test_the_threshold_between_fast_and_slow_decides() -> None:
         num_nodes=1,
         usable_memory_bytes=20,
         training_state_bytes=30,
-        least_activation_bytes=5,
+        least_step_bytes=5,
         largest_layer_bytes=10,
         node=Verdict(is_fast=True, bandwidth_bytes_per_s=5e10, threshold_bytes_per_s=4e10, because="50 of 40"),
     )
