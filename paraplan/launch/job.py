@@ -76,14 +76,20 @@ def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_t
         silence_torch_log()
     job = JobRecord()
     started = time.monotonic()
-    status: int | None = None
+    status = 1
     try:
         status = _run(request, job, spawner=spawner, fork=fork, imported_threads=imported_threads)
         return status
+    except ParaplanError as error:
+        status = error.exit_status
+        raise
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+        raise
     finally:
         if job.folder is not None and not job.folder.is_temporary and not request.arguments.no_logs:
             elapsed_s = time.monotonic() - started
-            job.folder.note_end(exit_status=2 if status is None else status, elapsed_s=elapsed_s, attempts=job.attempts)
+            job.folder.note_end(exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts)
             if status == 0 and job.attempts:
                 _say_summary(job, elapsed_s)
 

@@ -88,6 +88,8 @@ def test_a_port_that_is_taken_is_said_to_be_taken_and_by_whom(tmp_path: Path) ->
     assert done.returncode == 1
     assert f"error: port {port} of this host is taken by " in done.stderr
     assert f"(pid {os.getpid()})" in done.stderr
+    (kept,) = tmp_path.glob("paraplan-runs/*/run.json")
+    assert json.loads(kept.read_text())["exit_status"] == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "started").exists()
 

@@ -13,7 +13,9 @@ from datetime import timedelta
 import pytest
 from launching import PATIENCE_S, free_port
 
+from paraplan.errors import UsageError
 from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, is_own_address
+from paraplan.launch.nodes.interfaces import addresses_of
 from paraplan.launch.nodes.meeting import MeetingError, open_store
 from paraplan.launch.nodes.native_calls import run_interruptibly
 
@@ -60,6 +62,13 @@ def test_why_nothing_answers_is_said_in_words(host: str, reason: str) -> None:
     assert describe_silence(silence).startswith(reason)
 
 
+@pytest.mark.parametrize("host", ["a" * 64, "gpu..a"])
+def test_what_cannot_be_a_host_name_is_refused_at_once(host: str) -> None:
+    assert addresses_of(host) == []
+    with pytest.raises(UsageError, match=f"'{host}' is no host name"):
+        await_answer(Endpoint(host, free_port()), patience_s=PATIENCE_S)
+
+
 def test_a_connection_that_nothing_answers_may_be_a_firewalls_doing() -> None:
     assert "firewall" in describe_silence(TimeoutError("timed out"))
     assert describe_silence(OSError(101, "Network is unreachable")) == "network is unreachable"
@@ -68,6 +77,7 @@ def test_a_connection_that_nothing_answers_may_be_a_firewalls_doing() -> None:
 def test_addresses_of_this_node_are_known_from_those_of_others() -> None:
     assert is_own_address("127.0.0.1")
     assert not is_own_address("192.0.2.1")  # an address of documentation, RFC 5737
+    assert not is_own_address("fe80::1234")  # one of a link, and no interface beside it
 
 
 def test_nobody_at_the_endpoint_is_told_with_what_it_means_and_how_long_it_was_tried() -> None:

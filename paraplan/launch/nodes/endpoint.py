@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import threading
 import time
@@ -56,7 +55,7 @@ def await_answer(
     """Return None once something accepts connections at `endpoint`; after `patience_s` why nothing does.
 
     `on_wait` is told the reason once, when it has taken a while. Ctrl-C ends the wait at once, also where a name
-    service or a network swallows what is asked of it.
+    service or a network swallows what is asked of it. Raises `UsageError` for what cannot be the name of a host.
     """
     is_given_up = threading.Event()
 
@@ -76,6 +75,11 @@ def await_answer(
                     is_said = True
                     on_wait(describe_silence(error))
                 is_given_up.wait(min(_PAUSES_S[elapsed_s > 1], patience_s - elapsed_s))
+            except UnicodeError as error:
+                raise UsageError(
+                    f"{endpoint.host!r} is no host name: {error.__cause__ or error}",
+                    hint="give the first node's address",
+                ) from None
             else:
                 return None
 
@@ -100,9 +104,9 @@ def describe_silence(error: OSError) -> str:
 def is_own_address(address: str) -> bool:
     """Whether `address` is one of this node's own."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
-        except OSError as error:
-            return error.errno != errno.EADDRNOTAVAIL
+    except OSError:  # another's address, one that needs an interface beside it, or a kernel without IPv6
+        return False
     return True

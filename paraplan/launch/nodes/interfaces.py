@@ -32,7 +32,7 @@ def address_towards(host: str) -> str | None:
         try:
             run_interruptibly(lambda: probe.connect((host, 9)))
             return str(probe.getsockname()[0])
-        except OSError:
+        except (OSError, UnicodeError):
             return None
 
 
@@ -43,7 +43,7 @@ def addresses_of(host: str) -> list[str]:
     """
     try:
         found = run_interruptibly(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for what is no name, as one with a label of 64 characters
         return []
     return sorted({str(entry[4][0]) for entry in found})
 

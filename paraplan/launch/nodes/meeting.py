@@ -6,8 +6,9 @@ import re
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
@@ -110,7 +111,7 @@ def open_static_store(
     says_at = time.monotonic() + WAIT_S
     missing = set(range(num_nodes))
     while missing:
-        missing = {rank for rank in missing if not store.check([f"paraplan/here/{rank}"])}
+        missing = run_interruptibly(partial(_absent, store, missing))
         if missing and time.monotonic() > says_at:
             say(f"waiting at {host}:{port} for {_nodes_in_words(sorted(missing))} of {num_nodes}")
             says_at = deadline + WAIT_S  # once
@@ -124,6 +125,10 @@ def open_static_store(
         if missing:
             time.sleep(_POLL_S)
     return store
+
+
+def _absent(store: TCPStore, ranks: Set[int]) -> set[int]:
+    return {rank for rank in ranks if not store.check([f"paraplan/here/{rank}"])}
 
 
 def _named(endpoint: Endpoint) -> str:

@@ -25,8 +25,8 @@ def run_interruptibly(
 ) -> ResultT:
     """Return what `call` returns, from a thread: a signal ends the wait for it, however long `call` stays in C.
 
-    `on_wait` is called once when that takes `WAIT_S`. Raises TimeoutError after `timeout_s` (None: never); `call` then
-    goes on, and nobody waits for it.
+    `on_wait` is called once when that takes `WAIT_S`, and `timeout_s` counts from there. Raises TimeoutError after
+    `timeout_s` (None: never); `call` then goes on, and nobody waits for it.
     """
     answers: SimpleQueue[tuple[ResultT | None, BaseException | None]] = SimpleQueue()
 
