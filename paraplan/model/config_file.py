@@ -146,7 +146,10 @@ def load_config(path: Path, *, seq_length: int | None = None) -> ModelConfig:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}", hint="give a config.json or its folder") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is no JSON: {error}", hint="give a config.json as transformers saves it") from error
+        hint = "give a config.json as transformers saves it"
+        if path.suffix == ".py":
+            hint = f"write {path}:FACTORY with the name of a function that returns the model"
+        raise ModelError(f"{path} is no JSON: {error}", hint=hint) from error
     if not isinstance(fields, dict):
         raise ModelError(f"{path} holds no JSON object", hint="give a config.json as transformers saves it")
     name = path.parent.name if path.name == "config.json" else path.stem

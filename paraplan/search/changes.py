@@ -59,7 +59,7 @@ def compare_with(workload: Workload, old: PlanFile, result: SearchResult) -> Com
     """Return what changed from the plan of `old` to the best of `result`, and why."""
     new = result.best
     because = [*_of_machines(workload, old), *_of_training(workload.training, old)]
-    here_s, reason = _old_plan_here(workload, old.plan)
+    here_s, reason = _old_plan_here(workload, old)
     because.append(reason)
     changes = tuple(
         Change(field=name, before=_words(old.plan, name), now=_words(new.plan, name))
@@ -67,10 +67,10 @@ def compare_with(workload: Workload, old: PlanFile, result: SearchResult) -> Com
         if getattr(old.plan, name) != getattr(new.plan, name)
     )
     if here_s is not None and changes:
-        gain = here_s / new.step.step_time_s - 1
+        ratio = new.step.step_time_s / here_s
         because.append(
             f"the new plan takes {format_seconds(new.step.step_time_s)}, "
-            + (f"{gain:.1%} less time" if gain > 0 else f"{-gain:.1%} more, and is the simpler of equals")
+            + (f"{1 - ratio:.1%} less time" if ratio < 1 else f"{ratio - 1:.1%} more")
         )
     elif not changes:
         because.append("the same plan is still the best")
@@ -106,9 +106,12 @@ def _of_training(training: TrainingSpec, old: PlanFile) -> list[str]:
     ]
 
 
-def _old_plan_here(workload: Workload, plan: ParallelPlan) -> tuple[float | None, str]:
+def _old_plan_here(workload: Workload, old: PlanFile) -> tuple[float | None, str]:
     """Return the old plan's step on the machines of now and a sentence; no step where it cannot run there."""
-    cluster, training = workload.cluster, workload.training
+    cluster, training, plan = workload.cluster, workload.training, old.plan
+    then = old.model
+    if then is not None and then.num_parameters not in (None, workload.model.parameters.total):
+        return None, f"the old plan is for {then.name}, not {workload.model.name}"
     if plan.world_size != cluster.num_gpus:
         return None, f"the old plan needs {plan.world_size} GPUs, and there are {cluster.num_gpus}"
     if plan.global_batch_size != training.global_batch_size:

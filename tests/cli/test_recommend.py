@@ -258,6 +258,14 @@ def test_an_earlier_plan_is_compared_after_gpus_were_lost(tmp_path: Path) -> Non
     same = json.loads(run(*RECOMMEND, "--like", str(path), "--json")[1])["comparison"]
     assert same["changes"] == []
     assert same["here_step_s"] == pytest.approx(same["then_step_s"])
+    slow = ["--dp", "8", "--zero", "1", "--offload", "optimizer"]
+    assert run(*RECOMMEND, *slow, "-o", str(path))[0] == 0
+    faster = json.loads(run(*RECOMMEND, "--like", str(path), "--json")[1])["comparison"]
+    saved = 1 - faster["now_step_s"] / faster["here_step_s"]
+    assert 0 < saved < 1
+    assert faster["because"][-1].endswith(f"{saved:.1%} less time")
+    other = run("recommend", "gpt2", "--profile", "dgx-h100", "--global-batch", "64", "--like", str(path), "--json")
+    assert "the old plan is for llama-3-8b, not gpt2" in json.loads(other[1])["comparison"]["because"]
 
 
 def test_tokens_and_a_price_give_time_and_cost() -> None:
