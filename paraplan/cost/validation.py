@@ -166,7 +166,10 @@ def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Run
     """Return the prediction of one run beside what was measured.
 
     Where the run says nothing of recompute, it is none if that fits the GPU, and full if it does not: the run did fit.
+    Raises `PlanError` for more stages than layers.
     """
+    if plan.num_stages > workload.model.num_blocks:
+        raise PlanError(f"{plan.num_stages} pipeline stages for {workload.model.num_blocks} layers")
     estimate = estimate_plan(workload, plan)
     may_recompute = not run.recompute and run.fit_status != "oom" and "offload" not in run.nonstandard_features.lower()
     if may_recompute and not _fits(estimate, workload):

@@ -34,9 +34,12 @@ def named_config(known: Mapping[str, Fields], name: str, *, num_layers: int | No
     DeepSeek's models, run_pretrain_deepseekv2.sh).
     """
     fields = known.get(plain_name(name))
-    if fields is None or num_layers is None or num_layers >= fields["num_hidden_layers"]:
+    if fields is None:
+        return None
+    key = "n_layer" if "n_layer" in fields else "num_hidden_layers"
+    if num_layers is None or num_layers >= fields[key]:
         return fields
-    fewer = {"num_hidden_layers": num_layers}
+    fewer = {key: num_layers}
     if fields.get("first_k_dense_replace"):
         fewer["first_k_dense_replace"] = 1
     return fields | fewer

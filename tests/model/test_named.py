@@ -28,6 +28,9 @@ def test_a_model_with_fewer_layers_keeps_one_of_its_dense_ones() -> None:
     assert fields is not None
     assert (fields["num_hidden_layers"], fields["first_k_dense_replace"]) == (4, 1)
     assert known["deepseekv3"]["num_hidden_layers"] == 61
+    shorter = named_config(known, "gpt2", num_layers=3)
+    assert shorter is not None
+    assert shorter["n_layer"] == 3
 
 
 def test_an_unknown_name_is_not_guessed() -> None:
