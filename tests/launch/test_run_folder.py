@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from argparse import Namespace
 from collections.abc import Iterator
@@ -117,16 +118,28 @@ def test_on_a_terminal_ranks_write_to_a_terminal_and_the_log_has_what_they_wrote
     tmp_path: Path, scratch: Path, script: WriteScript
 ) -> None:
     ours, theirs = pty.openpty()
-    train = script("import os; os.write(1, f'on a terminal {os.isatty(1)} {os.isatty(2)}\\n'.encode())")
+    train = script(
+        """
+        import os, time
+        os.write(1, f"on a terminal {os.isatty(1)} {os.isatty(2)}\\n".encode())
+        while os.get_terminal_size(1) != (71, 20):
+            time.sleep(0.05)
+        """
+    )
     process = subprocess.Popen(
         launcher_command("--nproc-per-node", 1, train),
         cwd=tmp_path,
         env=launcher_environment(scratch),
         stdout=theirs,
         stderr=theirs,
+        start_new_session=True,
     )
     os.close(theirs)
     said = b""
+    while b"on a terminal" not in said:
+        said += os.read(ours, 1 << 16)
+    termios.tcsetwinsize(ours, (20, 71))
+    os.killpg(process.pid, signal.SIGWINCH)  # as the kernel does where it is the terminal of the session
     while True:
         try:
             data = os.read(ours, 1 << 16)

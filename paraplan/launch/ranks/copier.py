@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -34,19 +35,26 @@ def open_copy(console: int, path: str) -> tuple[Copy, int]:
 
 
 def _open_terminal(console: int) -> tuple[int, int]:
-    import fcntl  # only here: most launches write to no terminal
-    import pty
+    import pty  # only here: most launches write to no terminal
     import termios
 
     source, sink = pty.openpty()
     settings = termios.tcgetattr(sink)
     settings[1] &= ~termios.OPOST  # the console adds the carriage returns
     termios.tcsetattr(sink, termios.TCSANOW, settings)
-    size = fcntl.ioctl(console, termios.TIOCGWINSZ, bytes(8))
-    fcntl.ioctl(sink, termios.TIOCSWINSZ, size)
+    _take_size(console, sink)
     for descriptor in (source, sink):
         os.set_inheritable(descriptor, False)
     return source, sink
+
+
+def _take_size(console: int, terminal: int) -> None:
+    """Give `terminal` the rows and columns of `console`."""
+    import fcntl
+    import termios
+
+    with contextlib.suppress(OSError):  # a console that is gone by now
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, fcntl.ioctl(console, termios.TIOCGWINSZ, bytes(8)))
 
 
 def serve_copies(copies: list[Copy], *, close: list[int]) -> NoReturn:
@@ -65,6 +73,7 @@ def serve_copies(copies: list[Copy], *, close: list[int]) -> NoReturn:
         with contextlib.suppress(OSError):
             copy.log = os.open(copy.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     by_source = {copy.source: copy for copy in copies}
+    _follow_sizes(by_source)
     poll = select.poll()
     for source in by_source:
         poll.register(source, select.POLLIN)
@@ -75,6 +84,18 @@ def serve_copies(copies: list[Copy], *, close: list[int]) -> NoReturn:
                 os.close(source)
                 del by_source[source]
     os._exit(0)
+
+
+def _follow_sizes(copies: Mapping[int, Copy]) -> None:
+    """Have the terminals of ranks be as large as the console when that is made larger or smaller."""
+
+    def follow(*_: object) -> None:
+        for copy in copies.values():
+            _take_size(copy.console, copy.source)
+
+    if any(os.isatty(source) for source in copies):
+        signal.signal(signal.SIGWINCH, follow)
+        follow()  # it may have changed since they were opened
 
 
 def _copy_chunk(copy: Copy) -> bool:
