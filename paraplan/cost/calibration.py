@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from paraplan.cost.described_run import workload_of_run
 from paraplan.cost.estimate import step_times
 from paraplan.cost.table import Floats, PlanTable
-from paraplan.cost.validation import plan_of_run
+from paraplan.cost.validation import estimate_run, plan_of_run
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.link_speed import LinkSpeedTable
@@ -149,7 +149,8 @@ def calibrate_to_runs(
             if run.measured_step_time_s is None:
                 raise PlanError("no step time was measured", hint="fill in measured_step_time_s")
             workload = workload_of_run(run, gpus, links, known)
-            usable.append(CalibrationRun(workload, plan_of_run(run), run.measured_step_time_s))
+            plan = estimate_run(run, workload, plan_of_run(run)).plan
+            usable.append(CalibrationRun(workload, plan, run.measured_step_time_s))
             used.append(run)
         except (ParaplanError, ValidationError) as error:
             reason = error.message if isinstance(error, ParaplanError) else error.errors()[0]["msg"]

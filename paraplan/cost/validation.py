@@ -162,19 +162,25 @@ def _splits_sequences(run: MeasuredRun) -> bool:
     return any(sign in words for sign in ("megatron-core", "megatron-bridge", "nemo", "torchtitan"))
 
 
-def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> RunPrediction:
-    """Return the prediction of one run beside what was measured.
+def estimate_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> PlanEstimate:
+    """Return the estimate of one run.
 
     Where the run says nothing of recompute, it is none if that fits the GPU, and full if it does not: the run did fit.
     Raises `PlanError` for more stages than layers.
     """
     if plan.num_stages > workload.model.num_blocks:
-        raise PlanError(f"{plan.num_stages} pipeline stages for {workload.model.num_blocks} layers")
+        raise PlanError(f"{plan.num_stages} pipeline stages, and the model has {workload.model.num_blocks} layers")
     estimate = estimate_plan(workload, plan)
     may_recompute = not run.recompute and run.fit_status != "oom" and "offload" not in run.nonstandard_features.lower()
     if may_recompute and not _fits(estimate, workload):
-        plan = plan.replace(recompute="full")
-        estimate = estimate_plan(workload, plan)
+        return estimate_plan(workload, plan.replace(recompute="full"))
+    return estimate
+
+
+def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> RunPrediction:
+    """Return the prediction of one run, as `estimate_run` makes it, beside what was measured."""
+    estimate = estimate_run(run, workload, plan)
+    plan = estimate.plan
     measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
     predicted_bytes = _as_measured(estimate, run.memory_metric)
     step_s = estimate.step.step_time_s

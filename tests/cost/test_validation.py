@@ -54,7 +54,7 @@ def test_stated_cells_are_kept() -> None:
     with pytest.raises(PlanError, match="dp=4 x tp=4 x pp=1 x cp=1 is not num_gpus=8"):
         plan_of_run(run(dp=4, tp=4))
     row = run(pp=8, vpp=2)
-    with pytest.raises(PlanError, match="16 pipeline stages for 12 layers"):
+    with pytest.raises(PlanError, match="16 pipeline stages, and the model has 12 layers"):
         predict_run(row, workload_of_run(row, list_gpus(), load_link_speeds()), plan_of_run(row))
 
 
