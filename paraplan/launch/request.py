@@ -77,7 +77,7 @@ def check_request(
     Raises `ArgumentError` and `PlanError`; nothing has been started then.
     """
     completed = argparse.Namespace(**vars(arguments))
-    planner = _planner_request(arguments, num_gpus=num_gpus)
+    planner = planner_request(arguments, num_gpus=num_gpus)
     plan_path = getattr(arguments, "plan", None)
     if plan_path == AUTO:
         plan_path = None
@@ -111,7 +111,7 @@ TRAINING_OPTIONS = ("--global-batch", "--seq-len", "--precision", "--optimizer",
 """Options that describe the training to the planner, as `paraplan recommend` has them."""
 
 
-def _planner_request(arguments: argparse.Namespace, *, num_gpus: int) -> PlannerRequest | None:
+def planner_request(arguments: argparse.Namespace, *, num_gpus: int) -> PlannerRequest | None:
     """Return what to make a plan for, None without --model. Raises `ArgumentError` for what contradicts it."""
     model, plan = getattr(arguments, "model", None), getattr(arguments, "plan", None)
     values = {option: getattr(arguments, option[2:].replace("-", "_"), None) for option in TRAINING_OPTIONS}

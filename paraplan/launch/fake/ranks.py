@@ -28,7 +28,7 @@ from paraplan.launch.fake.report import FakeLaunchReport, render_report
 from paraplan.launch.faults.report import say
 from paraplan.launch.planning import AUTO, make_plan
 from paraplan.launch.ranks.cores import usable_cores
-from paraplan.launch.request import PLAN_VARIABLE, _planner_request, check_script, read_plan_file
+from paraplan.launch.request import PLAN_VARIABLE, check_script, planner_request, read_plan_file
 from paraplan.plan.fake import MOST_FAKE_RANKS, FakeRankReport
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -137,7 +137,7 @@ def _check(args: Namespace) -> None:
 
 def _plan_path(args: Namespace, folder: Path) -> Path | None:
     """Return the plan file that is asked for, None for none; with --model it is made in `folder`."""
-    planner = _planner_request(args, num_gpus=0)
+    planner = planner_request(args, num_gpus=0)
     if planner is None:
         return None if args.plan is None else Path.cwd() / args.plan
     assert planner.profile is not None  # the one asked for, or that of CPUs

@@ -82,7 +82,7 @@ def _names_of_rank(rank: int, per_node: int) -> dict[str, str]:
         "LOCAL_RANK": rank % per_node,
         "LOCAL_WORLD_SIZE": per_node,
         "GROUP_RANK": rank // per_node,
-        "GROUP_WORLD_SIZE": int(os.environ["WORLD_SIZE"]) // per_node,
+        "GROUP_WORLD_SIZE": -(-int(os.environ["WORLD_SIZE"]) // per_node),
     }
     return {name: str(value) for name, value in numbers.items()} | {"TORCHELASTIC_RUN_ID": "none"}
 
