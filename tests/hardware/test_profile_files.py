@@ -47,6 +47,10 @@ def test_every_bundled_profile_is_read_under_its_own_name() -> None:
     for kind, profiles in (("gpus", list_gpus()), ("networks", list_networks()), ("machines", list_machines())):
         stems = sorted(path.stem for path in (profiles_folder() / kind).glob("*.json"))
         assert [profile.name for profile in profiles] == stems
+    for rack, rate in (("gb200-nvl72", 50e9), ("gb300-nvl72", 100e9)):
+        network = cluster_from_profile(rack, num_nodes=2).network
+        assert network is not None
+        assert network.node_bandwidth_bytes_per_s == 72 * rate, "one NIC for each GPU of a rack, not those of one tray"
 
 
 def test_no_two_bundled_profiles_share_a_name_or_an_alias() -> None:
