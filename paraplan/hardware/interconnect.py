@@ -107,7 +107,8 @@ def network_verdict(cluster: Cluster, thresholds: InterconnectThresholds) -> Ver
     rate = network.node_bandwidth_bytes_per_s / cluster.gpus_per_node
     limit = thresholds.network_bytes_per_s
     nics = f"{network.nics_per_node} x {format_bandwidth(network.nic_bandwidth_bytes_per_s)}"
-    words = f"{nics} for {cluster.gpus_per_node} GPUs = {format_bandwidth(rate)} per GPU and direction"
+    gpus = "1 GPU" if cluster.gpus_per_node == 1 else f"{cluster.gpus_per_node} GPUs"
+    words = f"{nics} for {gpus} = {format_bandwidth(rate)} per GPU and direction"
     return Verdict(
         is_fast=rate >= limit,
         bandwidth_bytes_per_s=rate,

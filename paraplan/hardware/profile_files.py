@@ -199,7 +199,11 @@ def _resized(machine: MachineProfile, data: dict[str, Any], *, where: str, num_g
             f"--gpus-per-node={num_gpus}, but {machine.name} has {have} GPUs",
             hint=f"use at most {have}, or more nodes with --nodes",
         )
-    return machine.replace(node=first_gpus(machine.node, num_gpus))
+    network = machine.network
+    if network is not None:
+        # GPUs send through the NICs beside them: those of the GPUs that are left out serve nobody.
+        network = network.replace(nics_per_node=-(-network.nics_per_node * num_gpus // have))
+    return machine.replace(node=first_gpus(machine.node, num_gpus), network=network)
 
 
 def _machine(data: dict[str, Any], *, where: str) -> MachineProfile:

@@ -39,8 +39,14 @@ def test_a_threshold_may_be_set() -> None:
 
 
 def test_a_network_is_judged_by_the_share_of_each_gpu() -> None:
-    for machine, rate in (("dgx-h100", 50e9), ("aws-p4d-24xlarge", 6.25e9)):
-        verdict = describe_interconnect(cluster_from_profile(machine, num_nodes=2)).network
+    for machine, gpus, rate in (
+        ("dgx-h100", 8, 50e9),
+        ("dgx-h100", 1, 50e9),
+        ("gb200-nvl72", 4, 50e9),
+        ("aws-p4d-24xlarge", 8, 6.25e9),
+    ):
+        cluster = cluster_from_profile(machine, num_nodes=2, gpus_per_node=gpus)
+        verdict = describe_interconnect(cluster).network
         assert verdict is not None
         assert verdict.bandwidth_bytes_per_s == rate
         assert verdict.is_fast is (rate > 12.5e9)
