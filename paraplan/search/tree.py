@@ -50,6 +50,8 @@ class TreeAnswer(Record):
     decisions: tuple[Decision, ...]
 
 
+_EQUAL = 1.02  # predictions closer than this decide nothing: DDP is what torch recommends
+
 Rule = Callable[[TreeFacts], "tuple[Decision, tuple[str, ...]] | None"]
 
 
@@ -109,7 +111,7 @@ def _processes(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
         f"predicted for one micro-batch: DDP {format_seconds(facts.ddp_step_s)}, DataParallel "
         f"{format_seconds(facts.one_process_step_s)}"
     )
-    is_ddp = facts.ddp_step_s <= facts.one_process_step_s
+    is_ddp = facts.ddp_step_s <= _EQUAL * facts.one_process_step_s
     outcome = "DDP" if is_ddp else "DataParallel in one process is faster; the search keeps to DDP"
     return Decision(rule=rule, outcome=outcome, because=f"{predicted}; {because}"), ()
 

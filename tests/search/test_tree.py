@@ -108,6 +108,9 @@ def test_the_threshold_between_fast_and_slow_decides() -> None:
     assert facts.node is not None
     assert "TP x DP" in decide(facts).families
     assert decide(facts.replace(node=facts.node.replace(is_fast=False))).families[0] == "PP"
+    for ddp_s, words in ((1.01, "DDP"), (1.1, "DataParallel in one process is faster; the search keeps to DDP")):
+        small = decide(facts.replace(training_state_bytes=5, ddp_step_s=ddp_s, one_process_step_s=1.0))
+        assert outcome(small, "DataParallel in one process") == words
 
 
 def test_cpu_processes_are_not_asked_about_dataparallel(workload: MakeWorkload) -> None:
