@@ -46,8 +46,8 @@ def validate(
     prediction took than the best of all.
     Blank cells take stated defaults: bf16, AdamW, the framework's attention kernel, degrees of 1, micro-batches of 1,
     8 GPUs a node with NVLink where the GPU has it, the shapes of the bundled model of that name or a vocabulary of
-    50304; no recompute if that fits, else full; of a batch that is not stated only the memory is compared. FP8 is
-    predicted as bf16, LoRA as full training. Without --calibration nothing is fitted.
+    50304; no recompute if that fits, else full; of a batch that is not stated only the memory is compared. FP8 doubles
+    the rate of linear layers, LoRA is predicted as full training. Without --calibration nothing is fitted.
     """
     entries = [entry for path in files for entry in _read(path)]
     fitted = read_calibration(_text(calibration), source=str(calibration)) if calibration else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import get_args
 
@@ -20,6 +21,9 @@ from paraplan.model.spec import BlockSpec, ModelSpec
 from paraplan.plan.runs import SHAPES, MeasuredRun
 
 DEFAULT_VOCABULARY = 50304
+FP8_SPEEDUP = 2.0
+"""Dense FP8 to dense bf16 on tensor cores, in the data sheets of Ada, Hopper and Blackwell; FP4 is taken for FP8."""
+FIRST_FP8_CAPABILITY = 8.9
 
 
 def workload_of_run(
@@ -45,6 +49,8 @@ def workload_of_run(
         # A classifier: the vocabulary stays in the embedding alone.
         model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
     cluster = described_cluster(machines, gpus)
+    if re.search("fp[48]", run.precision) and (cluster.gpu.cuda_capability or 0.0) >= FIRST_FP8_CAPABILITY:
+        habits = habits.replace(matmul_speedup=FP8_SPEEDUP)
     training = training_of_run(run, habits)
     if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
         training = training.replace(precision="fp16")

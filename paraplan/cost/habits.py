@@ -42,6 +42,8 @@ class Habits(Record):
     operation: 38 bytes in torch's cross-entropy on upcast logits, 52 in Megatron-LM's vocabulary-parallel one.
     `bucket_elements` is the size of each of two communication buckets, to reduce gradients and to gather parameters.
     `uses_tf32`: matmuls of fp32 training run on TF32 tensor cores.
+    `matmul_speedup` is how many times faster than in 16 bits the linear layers of blocks run (8-bit training); what is
+    kept in memory and sent is that of 16 bits.
     `traffic_per_saved_byte` is what a forward pass moves through memory outside of matmuls, for each byte that it
     keeps: counted by operation, 1.6 where kernels are fused (a GPT block moves 54 bytes and keeps 34 for each hidden
     feature), 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and keeps 49).
@@ -102,6 +104,7 @@ class Habits(Record):
     splits_experts: bool = True
     bucket_elements: float = 0.0
     uses_tf32: bool = False
+    matmul_speedup: float = 1.0
     traffic_per_saved_byte: float = 2.6
     prefetch_elements: float = float("inf")
     gathers_each_weight: bool = False

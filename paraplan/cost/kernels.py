@@ -100,7 +100,8 @@ class KernelTimes:
         if is_fp32.any():
             whole = replace(self, training=self.training.replace(precision="fp32"))
             each = np.where(is_fp32, whole._products_s(shapes), each)
-        seconds = experts * each
+        speedup = self.habits.matmul_speedup if block.attention is not None else 1.0  # heads stay in 16 bits
+        seconds = experts * each / speedup
         of_kind = dict(zip(distinct, seconds, strict=True))
         for kind in kinds:
             total = total + of_kind[kind]

@@ -47,6 +47,17 @@ def test_blank_cells_take_the_stated_defaults() -> None:
     assert (training.precision, training.optimizer, training.attention) == ("bf16", "adamw", "flash")
 
 
+def test_fp8_doubles_the_rate_of_linear_layers_where_the_gpu_has_it() -> None:
+    row = run(layers=4, hidden=8192, heads=64, seq_len=4096, framework="Megatron-Core", flash_attention=True)
+    for gpu, least, most in (("H100-80GB", 0.5, 0.8), ("A100-80GB", 1.0, 1.0)):
+        seconds = []
+        for precision in ("bf16", "fp8"):
+            one = row.replace(gpu=gpu, precision=precision)
+            made = workload_of_run(one, list_gpus(), load_link_speeds())
+            seconds.append(predict_run(one, made, plan_of_run(one)).predicted_step_time_s or 0.0)
+        assert least <= seconds[1] / seconds[0] <= most
+
+
 def test_stated_cells_are_kept() -> None:
     plan = plan_of_run(run(tp=2, pp=2, vpp=3, zero_stage=1, micro_batch=4, sequence_parallel=True, recompute="full"))
     assert (plan.dp, plan.virtual_pipeline_size, plan.pipeline_schedule) == (2, 3, "interleaved_1f1b")
