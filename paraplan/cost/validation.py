@@ -166,9 +166,9 @@ def estimate_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Pl
     """Return the estimate of one run.
 
     Where the run says nothing of recompute, it is none if that fits the GPU, and full if it does not: the run did fit.
-    Raises `PlanError` for more stages than layers.
+    Raises `PlanError` for more stages than layers, with the embedding and the head, which Megatron-LM may count as two.
     """
-    if plan.num_stages > workload.model.num_blocks:
+    if plan.num_stages > workload.model.num_blocks + 2:
         raise PlanError(f"{plan.num_stages} pipeline stages, and the model has {workload.model.num_blocks} layers")
     estimate = estimate_plan(workload, plan)
     may_recompute = not run.recompute and run.fit_status != "oom" and "offload" not in run.nonstandard_features.lower()
