@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from paraplan.errors import UsageError
 from paraplan.runtime.checkpoints.entries import MODEL
-from paraplan.runtime.checkpoints.safe_reader import CheckpointError, SafeReader
+from paraplan.runtime.checkpoints.safe_reader import CheckpointError, SafeReader, read_entries
 from paraplan.runtime.checkpoints.saving import find_whole
 
 
@@ -22,7 +20,8 @@ def export_weights(folder: str | Path, path: str | Path, *, dtype: torch.dtype |
 
     One process calls it, with or without a job; it needs the memory of the whole model. A tied parameter is written
     once, under the first of its names. `dtype` converts what is floating point. The file is there when it is whole.
-    Raises `CheckpointError` for a folder without a checkpoint, and `UsageError` where safetensors is not installed.
+    Raises `CheckpointError` for a folder without a checkpoint that is whole, and `UsageError` where safetensors is not
+    installed.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise UsageError("safetensors is not installed", hint="pip install safetensors")
@@ -37,11 +36,7 @@ def export_weights(folder: str | Path, path: str | Path, *, dtype: torch.dtype |
     }
     if not weights:
         raise CheckpointError(f"{folder} holds no weights", hint="name a folder that engine.save wrote")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        load(
-            {f"{MODEL}{name}": value for name, value in weights.items()}, storage_reader=SafeReader(whole), no_dist=True
-        )
+    read_entries(whole, {f"{MODEL}{name}": value for name, value in weights.items()}, alone=True)
     if dtype is not None:
         weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     target = Path(path)

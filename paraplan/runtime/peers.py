@@ -37,8 +37,11 @@ class Peers:
     def meet(self, call: Call, size: int = 0) -> list[int]:
         """Return the `size` that every rank brings to `call`, in order of the ranks; all ranks must make it.
 
-        Raises `UsageError` on every rank where some make another call, and `RankLeftError` where some have ended.
+        Raises `UsageError` on every rank where some make another call, and after `leave`; `RankLeftError` where some
+        ranks have ended.
         """
+        if self._has_left:
+            raise UsageError(f"engine.{call} after job.close", hint="close the job when all is done")
         if not self._world.is_distributed:
             return [size]
         device = "cpu" if _has_cpu_backend() else self._world.device

@@ -88,17 +88,28 @@ def test_a_checkpoint_written_beside_the_training_is_of_the_moment_when_it_was_a
     assert sorted(path.name for path in tmp_path.iterdir()) == ["passing", "second", "waiting"]
 
 
-def test_what_fails_while_a_thread_writes_is_raised_by_the_next_call(tmp_path: Path) -> None:
+def test_what_fails_while_a_thread_writes_is_raised_by_the_next_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, engine = prepared("decoder", None, seed=0)
     engine.save(tmp_path / "checkpoint", wait=False)
     engine.finish()
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(CheckpointError, match=r"file/checkpoint was not written: \w+"):
         engine.save(blocked / "checkpoint", wait=False)
     engine.save(tmp_path / "later", wait=False)
     (tmp_path / "later").mkdir(exist_ok=True)  # or it is there already; both are replaced
     engine.finish()
+    (tmp_path / "later.partial").write_text("in the way of torch.distributed.checkpoint")
+    capsys.readouterr()
+    said = f"the checkpoint {tmp_path / 'later'} was not written: File exists: {tmp_path / 'later.partial'}"
+    engine.save(tmp_path / "later", wait=False)
+    with pytest.raises(CheckpointError, match=said):
+        engine.finish()
+    with pytest.raises(CheckpointError, match=said):
+        engine.save(tmp_path / "later")
+    assert capsys.readouterr().err == f"paraplan: {said}\n"  # of the thread, which nobody need ask how it fared
     assert (tmp_path / "later" / INDEX_NAME).exists()
 
 
@@ -178,6 +189,18 @@ def test_code_in_the_index_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatc
     with pytest.raises(CheckpointError, match=r"it names \w+\.mkdir, which no index of a checkpoint needs"):
         engine.load(tmp_path / "checkpoint")
     assert not (tmp_path / "harmed").exists()
+
+
+def test_a_damaged_checkpoint_is_said_to_be_damaged(tmp_path: Path) -> None:
+    _, engine = prepared("decoder", None, seed=0)
+    engine.save(tmp_path / "checkpoint")
+    (values,) = (tmp_path / "checkpoint").glob("*.distcp")
+    values.write_bytes(values.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match=r"checkpoint cannot be read: RuntimeError: "):
+        engine.load(tmp_path / "checkpoint")
+    values.unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint cannot be read: No such file or directory: .*distcp"):
+        export_weights(tmp_path / "checkpoint", tmp_path / "model.safetensors")
 
 
 def test_the_position_in_the_data_goes_on_through_epochs_and_short_batches(tmp_path: Path) -> None:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from paraplan.errors import ParaplanError
 
@@ -52,6 +57,39 @@ class SafeReader(FileSystemReader):
         meta.load_id = self.load_id
         metadata.storage_meta = meta
         return metadata
+
+
+def read_entries(whole: Path, entries: dict[str, torch.Tensor], *, alone: bool = False) -> None:
+    """Fill the tensors of `entries` from a checkpoint. Every rank calls it, with its own entries, or one `alone`.
+
+    Raises `CheckpointError` where a file of the checkpoint is missing or damaged.
+    """
+    try:
+        with without_the_note_on_single_processes():
+            load(entries, storage_reader=SafeReader(whole), no_dist=alone)
+    except CheckpointException as error:  # no Exception
+        raise CheckpointError(
+            f"the checkpoint {whole} cannot be read: {reason_of(error)}", hint="it is damaged; load an older one"
+        ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a checkpoint could not be read or written, in the words of the first rank that knows."""
+    found = [error]
+    if isinstance(error, CheckpointException):
+        found = [failure for _, (failure, _) in sorted(error.failures.items())]
+    first = next((one for one in found if isinstance(one, OSError)), found[0])
+    if isinstance(first, OSError) and first.strerror:
+        return f"{first.strerror}: {first.filename}" if first.filename else first.strerror
+    return f"{type(first).__name__}: {first}"
+
+
+@contextmanager
+def without_the_note_on_single_processes() -> Iterator[None]:
+    """Silence what torch.distributed.checkpoint says in one process: that it takes it for one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from paraplan.plan.parallel import ParallelPlan
@@ -41,9 +40,19 @@ from paraplan.runtime.checkpoints.entries import (
     take_options,
 )
 from paraplan.runtime.checkpoints.random_state import random_entries, reseed, restore_random
-from paraplan.runtime.checkpoints.safe_reader import INDEX_NAME, CheckpointError, SafeReader
+from paraplan.runtime.checkpoints.safe_reader import (
+    INDEX_NAME,
+    CheckpointError,
+    SafeReader,
+    read_entries,
+    reason_of,
+    without_the_note_on_single_processes,
+)
 
 __all__ = ["CheckpointError", "CheckpointSource", "CheckpointWriter", "find_whole", "load_checkpoint"]
+
+
+_TORCHS_FILE = "inline_container"  # caffe2/serialize/inline_container.cc, which counts the bytes that were written
 
 
 class CheckpointWriter:
@@ -53,12 +62,13 @@ class CheckpointWriter:
         self._is_main = is_main
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failure: CheckpointError | None = None
 
     def write(self, folder: Path, source: CheckpointSource, *, wait: bool) -> None:
         """Write a checkpoint to `folder`, replacing one that is there. Every rank calls it.
 
         With `wait` all return when it is whole. Without, they return when the state is copied, and a thread goes on.
+        Raises `CheckpointError` where the folder or the disk does not take it; the one that is there stays.
         """
         self.finish()
         entries = entries_to_write(source) | random_entries(source.mesh.world)
@@ -66,8 +76,11 @@ class CheckpointWriter:
             entries = copied(entries)
             if self._group is None and dist.is_initialized():
                 self._group = dist.new_group(backend="gloo")  # for the thread: collectives must not cross
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)  # on every rank, so that each can say why not
+        except OSError as error:
+            raise _unwritten(folder, error) from error
         if self._is_main:
-            folder.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(_beside(folder, "partial"), ignore_errors=True)
         _wait_for_all()
         if wait:
@@ -85,29 +98,45 @@ class CheckpointWriter:
         self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise CheckpointError(
-                f"the checkpoint was not written: {failure}", hint="the one before it is whole; see the disk"
-            ) from failure
+            raise failure
 
     def _write_or_keep_error(
         self, folder: Path, entries: dict[str, torch.Tensor], group: dist.ProcessGroup | None
     ) -> None:
         try:
             self._write(folder, entries, group)
-        except Exception as error:  # raised again by `finish`, in the thread that trains
-            self._failure = error
+        except Exception as error:  # raised again by `finish`, in the thread that trains, which a script may not call
+            self._failure = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
+            if self._is_main:
+                sys.stderr.write(f"paraplan: {self._failure.message}\n")
 
     def _write(self, folder: Path, entries: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
         partial, previous = _beside(folder, "partial"), _beside(folder, "previous")
-        with _without_the_note_on_single_processes():
-            save(entries, checkpoint_id=partial, process_group=group)
-        # On rank 0 that returns when every rank has written its part, and the index is there.
-        if self._is_main:
-            if folder.exists():
+        try:
+            with without_the_note_on_single_processes():
+                save(entries, checkpoint_id=partial, process_group=group)
+            # On rank 0 that returns when every rank has written its part, and the index is there.
+            if self._is_main:
+                if folder.exists():
+                    shutil.rmtree(previous, ignore_errors=True)
+                    folder.rename(previous)
+                partial.rename(folder)
                 shutil.rmtree(previous, ignore_errors=True)
-                folder.rename(previous)
-            partial.rename(folder)
-            shutil.rmtree(previous, ignore_errors=True)
+        except (OSError, CheckpointException) as error:  # the latter is no Exception
+            if self._is_main:
+                shutil.rmtree(partial, ignore_errors=True)  # every rank has given up by now
+            raise _unwritten(folder, error) from error
+
+
+def _unwritten(folder: Path, error: BaseException) -> CheckpointError:
+    """Return what says that a checkpoint could not be written."""
+    reason = reason_of(error)
+    if _TORCHS_FILE in reason:
+        reason = f"the disk has not taken all of it ({reason})"
+    return CheckpointError(
+        f"the checkpoint {folder} was not written: {reason}",
+        hint="name a folder that can be written, on a disk with space for it; one that was there before is whole",
+    )
 
 
 def find_whole(folder: Path) -> Path:
@@ -181,8 +210,7 @@ def _take_progress(
 
 def _read(whole: Path, entries: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Fill the tensors of `entries` from a checkpoint, and return them. Every rank calls it, with its own entries."""
-    with _without_the_note_on_single_processes():
-        load(entries, storage_reader=SafeReader(whole))
+    read_entries(whole, entries)
     return entries
 
 
@@ -213,11 +241,3 @@ def _beside(folder: Path, ending: str) -> Path:
 def _wait_for_all() -> None:
     if dist.is_initialized():
         dist.barrier()
-
-
-@contextmanager
-def _without_the_note_on_single_processes() -> Iterator[None]:
-    """Silence what torch.distributed.checkpoint says in one process: that it takes it for one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
