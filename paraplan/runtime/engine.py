@@ -227,7 +227,8 @@ class Engine:
         That is parameters, buffers, optimizer, scheduler, loss scale, random numbers and `num_steps`. Every rank calls
         it, with a folder that all of them reach. A checkpoint that is there stays whole until the new one is. Without
         `wait` the state is copied to the host's memory and written while training goes on; the next `save`, `load` or
-        `job.close` waits for it. Raises `DivergedError` before anything is written where the last loss is no number.
+        `job.close` waits for it, and raises what went wrong. Raises `CheckpointError` where the folder or the disk does
+        not take it, and `DivergedError` before anything is written where the last loss is no number.
         """
         self._losses.check()
         with self._explained("save"):
