@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -145,6 +146,24 @@ def _odd_tokens() -> str:
 def test_tokens_that_do_not_divide_are_refused_with_the_shape(ranks: RankHarness) -> None:
     for said in ranks.run(_odd_tokens, size=2):
         assert "hidden states of shape (12, 5, 16) do not divide along their tokens over tp=2 ranks" in said
+
+
+def _values_left() -> set[tuple[int, ...]]:
+    """Shapes of the weights that are whole and have values beside the engine's, before Python looks for circles."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = prepared(Transformer(), TWO_PARTS)
+        own = {id(held) for held in engine.module.parameters()}
+        held = [one for one in gc.get_objects() if type(one) is nn.Parameter and not one.is_meta]
+        return {tuple(one.shape) for one in held if id(one) not in own}
+    finally:
+        gc.enable()
+
+
+@pytest.mark.ranks
+def test_the_copies_that_a_split_is_checked_with_leave_no_values(ranks: RankHarness) -> None:
+    assert ranks.run(_values_left, size=2) == [set(), set()]
 
 
 def _dropped_out() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -252,20 +252,31 @@ def _checked(
     whole = copy.deepcopy(block)
     give_random_values(whole)
     whole = whole.to(mesh.world.device, torch.float32).eval()
-    if ends is None and not split.draws:
-        # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
-        direct = replace(split, is_direct=True)
-        part = copy.deepcopy(whole)
-        summed = summed_gradients(whole, part, split_block(part, direct, group, None), call, group=group)
-        if summed is not None:
-            split = replace(direct, summed=summed)
+    copies = [whole]
     try:
-        part = copy.deepcopy(whole)
+        if ends is None and not split.draws:
+            # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
+            direct = replace(split, is_direct=True)
+            copies.append(copy.deepcopy(whole))
+            cuts = split_block(copies[-1], direct, group, None)
+            summed = summed_gradients(whole, copies[-1], cuts, call, group=group)
+            if summed is not None:
+                split = replace(direct, summed=summed)
+        copies.append(_copied(whole, name))
+        cuts = split_block(copies[-1], split, group, ends)
+        check_split(whole, copies[-1], cuts, call, group=group, name=name)
+        return split
+    finally:
+        # Their forward passes refer to them: the values are let go here, not when Python next looks for such circles.
+        for each in copies:
+            each.to("meta")
+
+
+def _copied(block: nn.Module, name: str) -> nn.Module:
+    try:
+        return copy.deepcopy(block)
     except RuntimeError as error:
         raise UnsupportedPlanError(
             f"a split of {name} ({type(block).__name__}) cannot be checked: it keeps tensors of its last pass",
             hint="use tp=1 for this model",
         ) from error
-    cuts = split_block(part, split, group, ends)
-    check_split(whole, part, cuts, call, group=group, name=name)
-    return split
