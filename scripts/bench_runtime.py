@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_runtime_plain import plain_step
 from bench_runtime_rivals import accelerate_step, deepspeed_step, is_installed
-from bench_runtime_sides import CPU_SIZE, GPU_SIZE, Case, Size, Step, build, device, engine_step
+from bench_runtime_sides import CPU_SIZE, GPU_SIZE, LARGER_CPU_SIZE, Case, Size, Step, build, device, engine_step
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
@@ -65,7 +65,7 @@ SIDES: dict[str, Callable[[Case], Step]] = {
     "accelerate": accelerate_step,
     "deepspeed": deepspeed_step,
 }
-TINY_SIZE = Size(layers=4, hidden=32, heads=4, tokens=16, micro_batch=2)
+SIZES = {"tiny": Size(layers=4, hidden=32, heads=4, tokens=16, micro_batch=2), "larger": LARGER_CPU_SIZE}
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LOSS_TOLERANCE = 1e-3  # relative, after two steps; bf16 and other orders of sums stay well inside
 
@@ -341,7 +341,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=11)
     parser.add_argument("--steps", type=int, default=2, help="steps of each side of a pair")
     parser.add_argument("--no-memory", action="store_true", help="measure time alone")
-    parser.add_argument("--tiny", action="store_true", help="a model of some kilobytes: to see that all runs")
+    sizes = "tiny: some kilobytes, to see that all runs; larger: 26 M parameters"
+    parser.add_argument("--size", choices=SIZES, help=f"another model; {sizes}")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     names = {case.name for ranks in arguments.ranks for case in cases(ranks)}
@@ -351,7 +352,7 @@ def main() -> None:
     say_what_is_compared(arguments)
     results = []
     for ranks in arguments.ranks:
-        for case in cases(ranks, TINY_SIZE if arguments.tiny else None):
+        for case in cases(ranks, SIZES.get(arguments.size)):
             if arguments.only and case.name not in arguments.only:
                 continue
             if arguments.rival and case.rival not in arguments.rival:
@@ -365,7 +366,7 @@ def main() -> None:
 
 def say_what_is_compared(arguments: argparse.Namespace) -> None:
     """Print what the table below is of, and what is left out."""
-    size = cases(arguments.ranks[0], TINY_SIZE if arguments.tiny else None)[0].size
+    size = cases(arguments.ranks[0], SIZES.get(arguments.size))[0].size
     count = sum(parameter.numel() for parameter in build(size).parameters())
     on_gpu = arguments.ranks == [1] and device().type == "cuda"
     where = f"bf16 on {torch.cuda.get_device_name()}" if on_gpu else f"fp32 on {os.cpu_count()} CPU cores"

@@ -38,6 +38,7 @@ class Size:
 
 
 CPU_SIZE = Size(layers=6, hidden=384, heads=8, tokens=128, micro_batch=2)
+LARGER_CPU_SIZE = Size(layers=8, hidden=512, heads=8, tokens=128, micro_batch=2)
 GPU_SIZE = Size(layers=24, hidden=1024, heads=16, tokens=1024, micro_batch=8)
 
 
