@@ -281,10 +281,6 @@ def _repeat_interleave(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return SplitTensor(tensor.local.repeat_interleave(repeats, dim=dim), longer, tensor.group, tensor.source)
 
 
-def _iterate(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return iter(args[0].unbind(0))
-
-
 SIZE_RULES: dict[str, Rule] = {
     "view": _reshape,
     "reshape": _reshape,
@@ -300,7 +296,6 @@ SIZE_RULES: dict[str, Rule] = {
     "chunk": _split,
     "narrow": _narrow,
     "unbind": _unbind,
-    "__iter__": _iterate,
     "__getitem__": _getitem,
     "cat": _cat,
     "concat": _cat,

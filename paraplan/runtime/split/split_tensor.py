@@ -47,16 +47,13 @@ class SplitError(Exception):
 class SplitSpec:
     """How parts lie in the wholes of shape `shape`. Of one group, those that are alike are one object.
 
-    `source` names the layer that the tensors are of; `is_vocabulary` and `is_sequence` say whether it is one of those
-    that are more than a layer, `VOCABULARY` and `CONTEXT`.
+    `source` names the layer that the tensors are of, or is `VOCABULARY`, `SEQUENCE` or `CONTEXT`.
     """
 
     cut: Cut
     group: TensorGroup
     source: str
     shape: torch.Size
-    is_vocabulary: bool
-    is_sequence: bool
 
 
 def spec_of(local: torch.Tensor, cut: Cut, group: TensorGroup, source: str) -> SplitSpec:
@@ -68,7 +65,7 @@ def spec_of(local: torch.Tensor, cut: Cut, group: TensorGroup, source: str) -> S
     if len(group.specs) >= _KEPT_SPECS:  # sequences of ever other lengths
         group.specs.clear()
     shape = torch.Size(cut.whole_shape(local.shape))
-    made = SplitSpec(cut, group, source, shape, is_vocabulary=source == VOCABULARY, is_sequence=source == CONTEXT)
+    made = SplitSpec(cut, group, source, shape)
     group.specs[key] = made
     return made
 
@@ -93,7 +90,9 @@ class SplitTensor(torch.Tensor):
     @classmethod
     def of(cls, local: torch.Tensor, spec: SplitSpec) -> SplitTensor:
         """Return the whole tensor of which `local` is this rank's part by `spec`."""
-        is_followed = spec.is_vocabulary and spec.group.gathers and local.requires_grad and torch.is_grad_enabled()
+        is_followed = (
+            spec.source == VOCABULARY and spec.group.gathers and local.requires_grad and torch.is_grad_enabled()
+        )
         whole: SplitTensor = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=is_followed
         )
@@ -186,7 +185,7 @@ def on_own_tokens(given: torch.Tensor, work: Callable[[torch.Tensor], torch.Tens
 
 def is_of_sequence(value: Any) -> bool:
     """Whether `value` is a tensor of which this rank has some tokens under context parallelism."""
-    return isinstance(value, SplitTensor) and value.spec.is_sequence
+    return isinstance(value, SplitTensor) and value.spec.source == CONTEXT
 
 
 def split_operands(*values: Any) -> list[SplitTensor]:
