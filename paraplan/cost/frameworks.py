@@ -26,6 +26,10 @@ JAX = FSDP.replace(
     fused_kernels=True,
     traffic_per_saved_byte=FUSED_TRAFFIC,
     host_s_per_block=0.0,
+    gather_traffic=0,
+    reduce_traffic=(0, 0),
+    gather_host_s=0,
+    reduce_host_s=0,
     writes_out_gelu=False,
     source="MaxText's base.yml: fp32 parameters and optimizer state, sharded over the fsdp axis, bf16 compute; XLA "
     "fuses what stands between matmuls and runs a step as one program, which costs the host nothing by block "

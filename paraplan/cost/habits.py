@@ -15,6 +15,11 @@ from paraplan.plan.training import AttentionKind
 from paraplan.records import Record
 from paraplan.units import MIB
 
+FSDP_GATHER_HOST_S = 0.5e-3
+"""What FSDP's hooks need on the host to gather a block for a pass; see `FSDP`."""
+FSDP_REDUCE_HOST_S = 0.6e-3
+"""What they need to reduce the gradients of a block."""
+
 FUSED_TRAFFIC = 1.6
 """Bytes that a forward pass of fused kernels moves outside of matmuls, for each byte that it keeps; see `Habits`."""
 
@@ -73,6 +78,10 @@ class Habits(Record):
     `flat_step_bytes` are copies of an own parameter's gradient that an optimizer step makes, all at once.
     `takes_loss_in_model`: labels are inputs of the model, which gives its loss, and fp32 logits, as outputs.
     `accumulates_apart`: gradients in fp32 are accumulated beside those that backward passes make.
+    `fuses_accumulation`: the product that makes a gradient adds it to those of earlier micro-batches.
+    `gather_traffic` and `replica_traffic` are the bytes that a gathered 16-bit parameter, and a gradient that replicas
+    reduce, move through a GPU's own memory; `reduce_traffic` those of a gradient that is reduced into shards, in
+    16 bits and in fp32. `gather_host_s` and `reduce_host_s` is the host's time to gather and to reduce a block.
     `has_expert_parallel`: experts may go over ranks of dp and cp, which send tokens to each other (`ep` of a plan).
     `fused_softmax_heads`: eager attention's fused softmax takes as many scores (heads times sequences) as a multiple of
     it; others go through torch's operations, one after the other. 1 takes all.
@@ -127,6 +136,12 @@ class Habits(Record):
     flat_step_bytes: float = 0.0
     takes_loss_in_model: bool = False
     accumulates_apart: bool = False
+    fuses_accumulation: bool = False
+    gather_traffic: float = 0.0
+    reduce_traffic: tuple[float, float] = (0.0, 0.0)
+    replica_traffic: float = 0.0
+    gather_host_s: float = 0.0
+    reduce_host_s: float = 0.0
     has_expert_parallel: bool = False
     fused_softmax_heads: int = 1
     schedules: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
@@ -163,7 +178,12 @@ PARAPLAN = Habits(
     host_s_per_block=0.3e-3,
     default_attention="sdpa",
     parallel_logit_bytes=6.0,
-    source="paraplan.runtime: fp32 parameters under autocast, DDP and FSDP2",
+    gather_traffic=4,
+    reduce_traffic=(4, 6),
+    replica_traffic=8,
+    gather_host_s=FSDP_GATHER_HOST_S,
+    reduce_host_s=FSDP_REDUCE_HOST_S,
+    source="paraplan.runtime: fp32 parameters under autocast, DDP with gradients as views of buckets, FSDP2",
 )
 
 MEGATRON_CORE = Habits(
@@ -175,6 +195,7 @@ MEGATRON_CORE = Habits(
     fused_kernels=True,
     host_s_per_block=2.0e-3,
     overlaps_tensor_backward=True,
+    fuses_accumulation=True,
     rings_context=True,
     overlaps_zero_1=True,
     splits_pipeline_sends=True,
@@ -226,8 +247,10 @@ MEGATRON_2021 = Habits(
 MEGATRON_2022 = MEGATRON_2021.replace(
     name="Megatron-LM with sequence parallelism or selective recompute",
     overlaps_tensor_backward=True,
+    fuses_accumulation=True,
     source="Korthikanti et al. 2022; Megatron-LM v3.0, megatron/core/tensor_parallel/layers.py: all-reduces of input "
-    "gradients, and what sequence parallelism gathers and scatters, beside the gradients of weights",
+    "gradients, and what sequence parallelism gathers and scatters, beside the gradients of weights; "
+    "gradient_accumulation_fusion",
 )
 
 FLAGSCALE = MEGATRON_2022.replace(
@@ -269,7 +292,15 @@ FSDP = Habits(
     frees_gradients=True,
     fused_kernels=False,
     host_s_per_block=0.3e-3,
-    source="torch.distributed.fsdp with mixed precision: fp32 shards, 16-bit all-gathers",
+    gather_traffic=4,
+    reduce_traffic=(4, 6),
+    gather_host_s=FSDP_GATHER_HOST_S,
+    reduce_host_s=FSDP_REDUCE_HOST_S,
+    source="torch.distributed.fsdp with mixed precision: fp32 shards, 16-bit all-gathers; FSDP2 copies out of the "
+    "buffer that it gathers in and into the one that it reduces (_fully_shard/_fsdp_collectives.py); host: 0.45 to "
+    "0.56 ms a gather and 0.5 to 0.7 ms a reduction of a block of 12 parameters of 8 features, more than the block "
+    "alone, measured with torch 2.13 on one CPU rank; a user of torch 2.10 reports 1 ms a gather on a Xeon (pytorch "
+    "issue 173680), a profile of FSDP1 0.45 ms after a forward pass (huggingface/blog issue 1649)",
 )
 
 COMPOSER = FSDP.replace(
@@ -279,9 +310,12 @@ COMPOSER = FSDP.replace(
     flash_generation=1,
     dropout=0,
     logit_bytes=4,
+    gather_traffic=0,
+    reduce_traffic=(8, 18),
     source="MosaicML Composer of 2023 on FSDP: MPT blocks with torch's fused LayerNorm and GELU, and FlashAttention 1; "
     "MPT has no dropout, and its loss is flash-attn's, which keeps the 16-bit logits and makes their gradient "
-    "(llm-foundry, models/mpt/modeling_mpt.py)",
+    "(llm-foundry, models/mpt/modeling_mpt.py); FSDP1 joins the gradients of a flat parameter, casts and divides them "
+    "(torch/distributed/fsdp/_flat_param.py, _runtime_utils.py)",
 )
 
 DEEPSPEED_ZERO = Habits(
@@ -298,9 +332,13 @@ DEEPSPEED_ZERO = Habits(
     live_elements=1e9,
     flat_step_bytes=6,
     logit_bytes=12,
+    gather_traffic=4,
+    reduce_traffic=(12, 12),
     source="Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12 bytes per parameter under Adam; reduce_bucket_size and "
     "allgather_bucket_size (5e8), stage3_prefetch_bucket_size (5e7) and stage3_max_live_parameters (1e9) of "
-    "DeepSpeed's configuration; loss of transformers: fp32 logits, shifted ones in a copy, their log-probabilities",
+    "DeepSpeed's configuration; loss of transformers: fp32 logits, shifted ones in a copy, their log-probabilities; "
+    "partitions are joined (zero/partition_parameters.py), gradients copied to a bucket, joined by rank and divided "
+    "(zero/stage3.py, comm/coalesced_collectives.py)",
 )
 
 HF_TRAINER = Habits(
@@ -317,8 +355,10 @@ HF_TRAINER = Habits(
     host_s_per_block=0.6e-3,
     default_attention="eager",
     logit_bytes=12,
+    replica_traffic=16,
     source="transformers.Trainer: fp32 parameters under autocast; loss: fp32 logits, shifted ones in a copy, their "
-    "log-probabilities; AdamW of transformers before 4.30, one parameter after the other",
+    "log-probabilities; AdamW of transformers before 4.30, one parameter after the other; DDP copies gradients into "
+    "buckets and back",
 )
 
 NVIDIA_EXAMPLES = HF_TRAINER.replace(

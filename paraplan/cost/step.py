@@ -15,6 +15,7 @@ from paraplan.cost.offload import offload_gather_s, offload_step_s
 from paraplan.cost.one_process import one_process_s
 from paraplan.cost.stages import StageBlocks, joined_ranks
 from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
+from paraplan.cost.weights import WeightWork, weight_work
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis
 
@@ -82,8 +83,8 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     not depend on where the blocks are cut.
     """
     links = _links(workload, table)
-    exchanges = _exchanges(workload, table, links)
-    slots = _slots(workload, table, costs, stages, links, exchanges)
+    exchanges, work = _exchanges(workload, table, links), weight_work(workload, table)
+    slots = _slots(workload, table, costs, stages, links, exchanges, work)
     slowest = np.argmax(np.stack([slot.total_s for slot in slots]), axis=0)
     rows = np.arange(len(table))
 
@@ -91,7 +92,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         return np.asarray(np.stack([getattr(slot, name) for slot in slots])[slowest, rows])
 
     microbatches = table.num_microbatches
-    whole = _slot(workload, table, costs, _all_blocks(table, costs), links, exchanges)
+    whole = _slot(workload, table, costs, _all_blocks(table, costs), links, exchanges, work)
     bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
     wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
     parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
@@ -115,18 +116,19 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
 def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats:
     """Return the seconds of an optimizer step on `sharded` parameters of one rank, on the GPU or offloaded."""
     constants = workload.constants
-    bandwidth = workload.cluster.gpu.memory_bandwidth_bytes_per_s * constants.memory_bandwidth_efficiency
+    traffic = constants.optimizer_traffic(workload.habits.optimizer_step)
     return np.where(
         table.offload > 0,
         offload_step_s(workload, sharded),
-        sharded * constants.optimizer_traffic(workload.habits.optimizer_step) / bandwidth,
+        sharded * traffic / workload.memory_bandwidth_bytes_per_s,
     )
 
 
 def rank_slots(workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> list[RankSlot]:
     """Return the seconds of one micro-batch on each of `stages`, as `step_time` counts them."""
     links = _links(workload, table)
-    return _slots(workload, table, costs, stages, links, _exchanges(workload, table, links))
+    exchanges = _exchanges(workload, table, links)
+    return _slots(workload, table, costs, stages, links, exchanges, weight_work(workload, table))
 
 
 def _links(workload: Workload, table: PlanTable) -> dict[Axis, GroupLinks]:
@@ -152,15 +154,15 @@ def _slots(
     stages: list[StageBlocks],
     links: dict[Axis, GroupLinks],
     exchanges: Exchanges,
+    work: WeightWork,
 ) -> list[RankSlot]:
     """Return the slot of each of `stages`; those of a single plan are computed side by side."""
     if len(table) != 1:
-        return [_slot(workload, table, costs, stage, links, exchanges) for stage in stages]
+        return [_slot(workload, table, costs, stage, links, exchanges, work) for stage in stages]
     rows = np.zeros(len(stages), dtype=np.int64)
     of_ranks = {axis: group.select(rows) for axis, group in links.items()}
-    slot = _slot(
-        workload, table.select(rows), costs.select(rows), joined_ranks(stages), of_ranks, exchanges.select(rows)
-    )
+    table, costs, work = table.select(rows), costs.select(rows), work.select(rows)
+    slot = _slot(workload, table, costs, joined_ranks(stages), of_ranks, exchanges.select(rows), work)
     return [
         RankSlot(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot))) for rank in range(len(stages))
     ]
@@ -173,11 +175,12 @@ def _slot(
     stage: StageBlocks,
     links: dict[Axis, GroupLinks],
     of_block: Exchanges,
+    work: WeightWork,
 ) -> RankSlot:
     """Return the seconds of one micro-batch on a rank; `of_block` are what context and expert parallelism exchange."""
     key, habits, tp, pp = costs.key, workload.habits, links["tp"], links["pp"]
     is_full = table.recompute == RECOMPUTES.index("full")
-    forward, backward = stage.sum(costs, costs.forward_s), stage.sum(costs, costs.backward_s)
+    forward, backward, cast = _passes(workload, costs, stage, work)
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     forward_sends, backward_sends = _tensor_parallel(
@@ -188,12 +191,13 @@ def _slot(
     # One process starts the kernels of all its GPUs, by threads that share Python's lock.
     host_s = habits.host_s_per_block * table.devices
     floor = (host_s + 2.0 * tp.all_reduce_s(np.ones_like(activation))) * stage.num_blocks
-    forward = np.maximum(forward, floor - forward_sends)
-    backward = np.maximum(backward, floor - backward_sends)
+    again = np.maximum(stage.sum(costs, costs.forward_s) + cast, floor - forward_sends)
+    forward = np.maximum(forward, floor + work.forward_host_s * stage.num_blocks - forward_sends)
+    backward = np.maximum(backward, floor + work.backward_host_s * stage.num_blocks - backward_sends)
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
     ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first
     ends = ends + np.maximum(costs.head_s[key], host_s) * stage.is_last
-    recompute = np.where(is_full, forward, stage.sum(costs, costs.recompute_s))
+    recompute = np.where(is_full, again, stage.sum(costs, costs.recompute_s))
     transfers = np.where(table.pp > 1, table.virtual, 0)
     splits = habits.splits_pipeline_sends
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
@@ -216,6 +220,20 @@ def _slot(
         forward_context_parallel_s=context,
         forward_expert_parallel_s=expert,
     )
+
+
+def _passes(
+    workload: Workload, costs: BlockCosts, stage: StageBlocks, work: WeightWork
+) -> tuple[Floats, Floats, Floats]:
+    """Return the GPU's seconds of the forward and the backward pass of a rank's blocks, and of autocast in each."""
+    forward, backward = stage.sum(costs, costs.forward_s), stage.sum(costs, costs.backward_s)
+    bandwidth = workload.memory_bandwidth_bytes_per_s
+    cast = np.zeros_like(forward)
+    if work.cast.any():
+        head = costs.head_copied_parameters[costs.key] * stage.is_last
+        cast = work.cast * (stage.sum(costs, costs.copied_parameters) + head) / bandwidth
+    weights = _parameters(costs, stage) / bandwidth
+    return forward + cast + work.forward * weights, backward + cast + work.backward * weights, cast
 
 
 def _tensor_parallel(

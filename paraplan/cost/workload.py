@@ -61,6 +61,11 @@ class Workload:
         return self.constants.usable_memory_bytes(self.cluster.gpu_memory_bytes, num_gpus=self.cluster.num_gpus)
 
     @property
+    def memory_bandwidth_bytes_per_s(self) -> float:
+        """What kernels that do nothing but move bytes reach of the GPU's memory."""
+        return self.cluster.gpu.memory_bandwidth_bytes_per_s * self.constants.memory_bandwidth_efficiency
+
+    @property
     def is_mixed_precision(self) -> bool:
         """True for training in 16 bits with fp32 master weights."""
         return self.training.precision != "fp32"

@@ -104,7 +104,7 @@ def test_autocast_leaves_experts_in_fp32_where_the_weights_are(workload: MakeWor
     of_fp16 = replace(made, habits=MEGATRON_CORE)
     assert compute_s(of_fp16, 0) == pytest.approx(compute_s(of_fp16, 1))
     dense = workload("llama-3-8b", seq_length=4096)
-    assert compute_s(dense, 0) == pytest.approx(compute_s(dense, 1), rel=0.1)
+    assert compute_s(dense, 0) == pytest.approx(compute_s(dense, 1), rel=0.15)
 
 
 def test_a_model_without_experts_has_none_to_share_out(workload: MakeWorkload) -> None:

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.habits import COMPOSER, DEEPSPEED_ZERO, FSDP, HF_TRAINER, MEGATRON_2021, MEGATRON_2022, Habits
+from paraplan.cost.table import PlanTable
+from paraplan.cost.weights import weight_work
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
+
+MakeWorkload = Callable[..., Workload]
+DP = ParallelPlan(dp=8, num_microbatches=4)
+
+
+@pytest.fixture
+def made(workload: MakeWorkload) -> Workload:
+    return workload("gpt2", profile="dgx-a100", seq_length=1024)
+
+
+def bytes_of(made: Workload, plan: ParallelPlan) -> tuple[float, float, float]:
+    work = weight_work(made, PlanTable.of_plans([plan]))
+    return float(work.cast[0]), float(work.forward[0]), float(work.backward[0])
+
+
+def test_replicas_cast_their_weights_and_add_and_send_fp32_gradients(made: Workload) -> None:
+    # 4 + 4 + 4 bytes to add a gradient in three of four micro-batches, 4 + 4 into a bucket in one.
+    assert bytes_of(made, DP) == (6, 0, 0.75 * 12 + 8 / 4)
+    assert bytes_of(made, DP.replace(num_microbatches=1)) == (6, 0, 8)
+    assert bytes_of(made, ParallelPlan(num_microbatches=32)) == pytest.approx((6, 0, 31 / 32 * 12))
+
+
+@pytest.mark.parametrize(
+    ("stage", "forward", "backward"),
+    [(1, 4 / 4, 6 / 4 + 0.75 * (2 + 2 * 4)), (2, 4 / 4, 6), (3, 4, 4 + 6)],
+)
+def test_shards_are_copied_when_they_are_gathered_and_reduced(
+    made: Workload, stage: int, forward: float, backward: float
+) -> None:
+    assert bytes_of(made, DP.replace(zero_stage=stage)) == (0, forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("habits", "stage", "backward"),
+    [
+        (MEGATRON_2021, 0, 0.75 * (2 + 2 * 2)),
+        (MEGATRON_2021.replace(gradient_bytes=4), 0, 0.75 * (2 + 2 * 4)),
+        (MEGATRON_2022, 0, 0),
+        (HF_TRAINER, 0, 0.75 * 12 + 16 / 4),
+        (FSDP, 3, 4 + 6),
+        (COMPOSER, 3, 18),
+        (COMPOSER.replace(gradient_bytes=2), 3, 8),
+        (DEEPSPEED_ZERO, 3, 4 + 12),
+        (DEEPSPEED_ZERO, 2, 12),
+    ],
+)
+def test_each_framework_moves_its_gradients_as_its_source_does(
+    made: Workload, habits: Habits, stage: int, backward: float
+) -> None:
+    assert bytes_of(replace(made, habits=habits), DP.replace(zero_stage=stage))[2] == backward
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_step_takes_as_much_longer_as_its_copies_take_at_the_memory_s_bandwidth(
+    made: Workload, precision: TrainingPrecision
+) -> None:
+    made = replace(made, training=made.training.replace(precision=precision))
+    plain = replace(made, habits=made.habits.replace(gather_traffic=0, reduce_traffic=(0, 0)))
+    plan = DP.replace(zero_stage=3, micro_batch_size=16)  # more than the host needs to start it
+    moved = 124_439_808 * (4 + 4 + 6) / made.memory_bandwidth_bytes_per_s
+    steps = [estimate_plan(each, plan).step for each in (made, plain)]
+    assert steps[0].compute_s - steps[1].compute_s == pytest.approx(4 * moved, rel=1e-6)
+
+
+def test_the_host_is_the_limit_of_small_blocks_that_are_gathered(workload: MakeWorkload) -> None:
+    small, large = workload("gpt2", seq_length=256), workload("llama-3-8b", seq_length=4096)
+    plans = [ParallelPlan(dp=8, num_microbatches=4, zero_stage=stage) for stage in (0, 1, 2, 3)]
+
+    def compute_s(of: Workload) -> list[float]:
+        return [estimate_plan(of, plan).step.compute_s for plan in plans]
+
+    whole, once, reduced, gathered = compute_s(small)
+    assert gathered > reduced > once > whole
+    # 12 blocks, two gathers and a reduction each, are more than what the GPU does beside the host's other work.
+    assert gathered - whole > 4 * 12 * (0.3e-3 + 0.5e-3) * 0.9
+    without = replace(large, habits=large.habits.replace(gather_host_s=0.0, reduce_host_s=0.0))
+    assert compute_s(large) == pytest.approx(compute_s(without))
+
+
+def test_a_recomputed_pass_casts_again_and_gathers_nothing(made: Workload) -> None:
+    plan = DP.replace(recompute="full", micro_batch_size=2)
+    bandwidth = made.memory_bandwidth_bytes_per_s
+    uncast = replace(made, habits=made.habits.replace(is_autocast=False, copy_bytes=0))
+    casts = [estimate_plan(each, plan).step.recompute_s for each in (made, uncast)]
+    matmuls = 12 * 12 * 768 * 768
+    assert casts[0] - casts[1] >= 4 * 6 * matmuls / bandwidth * 0.99
+    gathered = [
+        estimate_plan(each, plan.replace(zero_stage=3)).step.recompute_s
+        for each in (made, replace(made, habits=made.habits.replace(gather_traffic=0)))
+    ]
+    assert np.ptp(gathered) == 0
