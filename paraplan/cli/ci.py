@@ -36,11 +36,11 @@ CheckOption = Annotated[
     ),
 ]
 ToleranceOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--tolerance",
         metavar="PERCENT",
-        help="With --check: how much slower than the best plan is allowed.",
+        help="With --check: how much slower than the best plan is allowed, 5% unless told.",
         rich_help_panel=CI_PANEL,
     ),
 ]
@@ -64,8 +64,10 @@ MinTokensOption = Annotated[
 ]
 
 
-def read_tolerance(text: str) -> float:
-    """Return the share in a text such as `5%` or `5`. Raises `UsageError` for anything else."""
+def read_tolerance(text: str | None) -> float:
+    """Return the share in a text such as `5%` or `5`, 0.05 without one. Raises `UsageError` for anything else."""
+    if text is None:
+        return 0.05
     try:
         percent = float(text.strip().removesuffix("%"))
     except ValueError:
@@ -85,12 +87,14 @@ def read_memory_limit(text: str | None) -> int | None:
         raise UsageError(f"--max-memory: {error}", hint="write it like 70GiB or 80GB") from None
 
 
-def require_checks(has_checks: bool, *, github: bool, junit: Path | None, needs: str) -> None:
-    """Raise `UsageError` where a form of report is asked for and there is nothing to report."""
-    if has_checks or not (github or junit):
-        return
-    option = "--github" if github else "--junit"
-    raise UsageError(f"{option} reports checks, and there are none", hint=f"add {needs}")
+def require_checks(
+    has_checks: bool, *, github: bool, junit: Path | None, needs: str, tolerance: str | None = None
+) -> None:
+    """Raise `UsageError` where a form of report, or a limit, is asked for and there is nothing to report."""
+    given = {"--github reports checks": github, "--junit reports checks": junit, "--tolerance is a check's": tolerance}
+    said = [words for words, value in given.items() if value not in (None, False)]
+    if said and not has_checks:
+        raise UsageError(f"{said[0]}, and there are none", hint=f"add {needs}")
 
 
 def report_checks(

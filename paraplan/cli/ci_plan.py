@@ -25,7 +25,7 @@ def refuse_beside_check(options: Mapping[str, object]) -> None:
 
 
 def check_plan_file(
-    workload: Workload, path: Path, *, tolerance: str, github: bool, junit: Path | None, as_json: bool
+    workload: Workload, path: Path, *, tolerance: str | None, github: bool, junit: Path | None, as_json: bool
 ) -> None:
     """Check a plan file and report it. Raises `CheckFailedError` where a check does not hold."""
     from paraplan.search.check import check_plan  # another search, which most calls do without

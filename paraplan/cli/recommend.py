@@ -168,7 +168,7 @@ def recommend(
     html: HtmlOption = None,
     trace: TraceOption = None,
     check: CheckOption = None,
-    tolerance: ToleranceOption = "5%",
+    tolerance: ToleranceOption = None,
     github: GithubOption = False,
     junit: JunitOption = None,
     calibration: CalibrationOption = None,
@@ -179,7 +179,7 @@ def recommend(
     Example: paraplan recommend llama-3-8b --profile dgx-h100 --seq-len 4096 --global-batch 64 -o plan.json
     """
     require_files(html, output, trace)
-    require_checks(check is not None, github=github, junit=junit, needs="--check PLAN")
+    require_checks(check is not None, github=github, junit=junit, needs="--check PLAN", tolerance=tolerance)
     started = time.perf_counter()
     spec = read_trained_model(model, seq_len=seq_len, finds_length=find is FindName.longest_sequence)
     cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)

@@ -162,6 +162,7 @@ def test_estimate_holds_memory_and_rate_against_limits() -> None:
         (["--check", "{plan}", "--tolerance", "many"], "--tolerance many is no percentage"),
         (["--check", "{plan}", "--tolerance", "-1"], "no percentage"),
         (["--github"], "add --check PLAN"),
+        (["--tolerance", "3"], "--tolerance is a check's, and there are none"),
         (["--check", "{plan}", "--junit", "/no/such/folder/junit.xml"], "cannot write"),
         (["--check", "/no/such/plan.json"], "/no/such/plan.json"),
         (["--check", "{plan}", "-o", "plan.json"], "-o beside --check"),
