@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from paraplan.cost.scoring import ErrorSummary, Score, score
 from paraplan.cost.validation import RunPrediction
@@ -21,15 +22,32 @@ README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 
 
-def validate(files: list[str]) -> tuple[Score, Score, Score]:
-    """Return the scores of step times and of memory over the rows that are scored, and of memory over the others."""
+def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str]:
+    """Return the scores of step times and of memory over the rows that are scored, and of memory over the others.
+
+    Beside them stands a sentence about sweeps.
+    """
     command = [sys.executable, "-m", "paraplan", "validate", *files, "--json"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         sys.exit(finished.stderr)
-    rows = [(row.pop("scored"), RunPrediction.model_validate(row)) for row in json.loads(finished.stdout)["rows"]]
+    answer = json.loads(finished.stdout)
+    rows = [(row.pop("scored"), RunPrediction.model_validate(row)) for row in answer["rows"]]
     standard, others = ([row for scored, row in rows if scored == kind] for kind in (True, False))
-    return score(standard, "step_time_error"), score(standard, "memory_error"), score(others, "memory_error")
+    step_time = answer["summary"]["step_time"]
+    scores = score(standard, "step_time_error"), score(standard, "memory_error"), score(others, "memory_error")
+    return scores, sentence(step_time["sweeps"], step_time["batch_sweeps"])
+
+
+def sentence(sweeps: dict[str, Any], batch_sweeps: dict[str, Any]) -> str:
+    """Return in words how often the best plan of a sweep is found."""
+    return (
+        f"Of {len(sweeps['sweeps'])} sweeps, four or more plans that one source measured for one model on one set of "
+        f"GPUs, the plan with the best\nprediction takes {sweeps['top1_regret']:.1%} longer for a sequence than the best "
+        f"measured, {sweeps['worst_regret']:.0%} at worst (rank correlation {sweeps['rank_correlation']:.2f}); at\none "
+        f"global batch, in {len(batch_sweeps['sweeps'])} sweeps, {batch_sweeps['top1_regret']:.1%} and "
+        f"{batch_sweeps['worst_regret']:.0%}.\n"
+    )
 
 
 def table(title: str, figures: Score) -> str:
@@ -58,7 +76,9 @@ def main() -> None:
     parser.add_argument("files", nargs="+", metavar="RUNS.csv")
     files: list[str] = parser.parse_args().files
     titles = ("step time", "peak memory", "peak memory of other runs")
-    tables = [table(title, figures) for title, figures in zip(titles, validate(files), strict=True)]
+    scores, sweeps = validate(files)
+    tables = [table(title, figures) for title, figures in zip(titles, scores, strict=True)]
+    tables.insert(1, sweeps)
     before, _, rest = README.read_text().partition(START)
     _, _, after = rest.partition(END)
     README.write_text(before + START + "\n" + "\n".join(tables) + "\n" + END + after)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from paraplan.cli.options import CalibrationOption, JsonOption
 from paraplan.cli.terminal import make_console
-from paraplan.cli.validate_tables import print_fits, print_scores, print_skipped
+from paraplan.cli.validate_tables import print_fits, print_scores, print_skipped, print_sweeps
 from paraplan.cost.calibration import Calibration, read_calibration
 from paraplan.cost.described_run import workload_of_run
 from paraplan.cost.scoring import Score, SweepScore, score, score_fits, score_sweeps
@@ -41,9 +41,9 @@ def validate(
     """Predict measured runs from their configuration alone, and print what the predictions are worth.
 
     Scored are rows of quality A, B or none without nonstandard features, in bf16, fp16 or fp32; the others stand apart.
-    Errors are given by source, GPU, framework and parallelism. A sweep is what one source measured for one model, batch
-    and set of GPUs, four plans or more: of it the rank correlation, and how much longer the plan with the best
-    prediction took than the best of all.
+    Errors are given by source, GPU, framework and parallelism. A sweep is what one source measured of one model on one
+    set of GPUs, four plans or more: of it the rank correlation of a sequence's time, and how much longer the plan with
+    the best prediction took than the best of all; and the same at each global batch apart.
     Blank cells take stated defaults: bf16, AdamW, the framework's attention kernel, degrees of 1, micro-batches of 1,
     8 GPUs a node with NVLink where the GPU has it, the shapes of the bundled model of that name or a vocabulary of
     50304; no recompute if that fits, else full; of a batch that is not stated only the memory is compared. FP8 doubles
@@ -97,10 +97,14 @@ def _is_scored(row: Row, *, everything: bool) -> bool:
     return isinstance(entry, MeasuredRun) and prediction.skipped is None and (everything or is_standard(entry))
 
 
-def _scores(rows: list[Row]) -> tuple[Score, Score, SweepScore]:
+def _scores(rows: list[Row]) -> tuple[Score, Score]:
     predictions = [prediction for _, prediction in rows]
+    return score(predictions, "step_time_error"), score(predictions, "memory_error")
+
+
+def _sweeps(rows: list[Row]) -> dict[str, SweepScore]:
     pairs = [(entry, prediction) for entry, prediction in rows if isinstance(entry, MeasuredRun)]
-    return score(predictions, "step_time_error"), score(predictions, "memory_error"), score_sweeps(pairs)
+    return {"sweeps": score_sweeps(pairs), "batch_sweeps": score_sweeps(pairs, at_one_batch=True)}
 
 
 def _report(rows: list[Row], *, everything: bool) -> dict[str, Any]:
@@ -124,9 +128,10 @@ def _report(rows: list[Row], *, everything: bool) -> dict[str, Any]:
 
 
 def _summary(rows: list[Row]) -> dict[str, Any]:
-    step_time, memory, sweeps = _scores(rows)
+    step_time, memory = _scores(rows)
+    sweeps = {name: found.model_dump() for name, found in _sweeps(rows).items()}
     return {
-        "step_time": _figures(step_time) | {"sweeps": sweeps.model_dump()},
+        "step_time": _figures(step_time) | sweeps,
         "memory": _figures(memory),
     }
 
@@ -141,9 +146,11 @@ def _print(rows: list[Row], *, everything: bool) -> None:
     others = [row for row in rows if not _is_scored(row, everything=everything) and row[1].skipped is None]
     by_id = {prediction.id: prediction for _, prediction in rows}
     print_scores(console, *_scores(scored), by_id)
+    print_sweeps(console, **_sweeps(scored))
     if others:
         console.print("[bold]Not scored:[/bold] low quality, unusual features, or another precision\n")
         print_scores(console, *_scores(others), by_id, brief=True)
+        print_sweeps(console, **_sweeps(others))
     print_fits(console, score_fits(prediction for _, prediction in rows))
     skipped = [prediction for _, prediction in rows if prediction.skipped is not None]
     print_skipped(console, skipped, scored=len(scored), total=len(rows))

@@ -17,7 +17,6 @@ def print_scores(
     console: Console,
     step_time: Score,
     memory: Score,
-    sweeps: SweepScore,
     rows: Mapping[str, RunPrediction],
     *,
     brief: bool = False,
@@ -38,8 +37,13 @@ def print_scores(
         for identity in figures.worst:
             console.print(f"  {_row(rows[identity], is_time=figures is step_time)}", soft_wrap=True)
         console.print()
-    if sweeps.sweeps:
-        _print_sweeps(console, sweeps)
+
+
+def print_sweeps(console: Console, sweeps: SweepScore, batch_sweeps: SweepScore) -> None:
+    """Print whether the best plan of each sweep is found, of one model and machine and of one batch too."""
+    for what, found in (("one model on one set of GPUs", sweeps), ("one batch", batch_sweeps)):
+        if found.sweeps:
+            _print_sweeps(console, what, found)
 
 
 def print_fits(console: Console, fits: FitScore) -> None:
@@ -87,11 +91,11 @@ def _row(row: RunPrediction, *, is_time: bool) -> str:
     return f"{error or 0:+.0%}  {row.id}: {shown}; {row.plan} on {row.gpu}"
 
 
-def _print_sweeps(console: Console, sweeps: SweepScore) -> None:
+def _print_sweeps(console: Console, what: str, sweeps: SweepScore) -> None:
     worst = max(sweeps.sweeps, key=lambda sweep: sweep.top1_regret)
-    count = len(sweeps.sweeps)
+    count, plans = len(sweeps.sweeps), sum(sweep.rows for sweep in sweeps.sweeps)
     console.print(
-        f"[bold]{count} sweep{'s' if count != 1 else ''}[/bold] of {sum(sweep.rows for sweep in sweeps.sweeps)} plans: "
+        f"[bold]{count} sweep{'s' if count != 1 else ''} of {what}[/bold], {plans} plans by the time of a sequence: "
         f"rank correlation {sweeps.rank_correlation or 0:.2f}; the plan with the best prediction is "
         f"{sweeps.top1_regret or 0:.1%} slower than the best measured, {worst.top1_regret:.1%} at worst"
     )

@@ -42,10 +42,10 @@ class Score(Record):
 
 
 class Sweep(Record):
-    """Plans that were measured for one model, batch and set of GPUs.
+    """Plans that were measured for one model and set of GPUs.
 
-    `rank_correlation` is Spearman's between predicted and measured step times; `top1_regret` is how much longer the
-    plan with the best prediction took than the best of all, as a share.
+    `rank_correlation` is Spearman's between predicted and measured times of a sequence; `top1_regret` is how much
+    longer the plan with the best prediction took than the best of all, as a share.
     """
 
     name: str
@@ -104,16 +104,19 @@ def score(predictions: Iterable[RunPrediction], error: str, *, num_worst: int = 
     )
 
 
-def score_sweeps(pairs: Iterable[tuple[MeasuredRun, RunPrediction]]) -> SweepScore:
-    """Return how well predictions rank the plans of each sweep: a source's runs of one model, batch and set of GPUs.
+def score_sweeps(pairs: Iterable[tuple[MeasuredRun, RunPrediction]], *, at_one_batch: bool = False) -> SweepScore:
+    """Return how well predictions rank the plans of each sweep: a source's runs of one model on one set of GPUs.
 
-    A plan that was measured several times counts once, with its mean. Sweeps of fewer than four plans are left out.
+    Plans are ranked by the time of a sequence, since batches differ; `at_one_batch` takes each global batch apart, and
+    looks at smaller differences then. A plan that was measured several times counts once, with its mean. Sweeps of
+    fewer than four plans are left out.
     """
     groups: dict[tuple[object, ...], list[tuple[MeasuredRun, RunPrediction]]] = {}
     for run, prediction in pairs:
         if prediction.predicted_step_time_s is not None and prediction.measured_step_time_s is not None:
-            groups.setdefault(_sweep_key(run), []).append((run, prediction))
-    sweeps = [sweep for rows in groups.values() if (sweep := _sweep(rows)) is not None]
+            key = _sweep_key(run) + ((run.global_batch,) if at_one_batch else ())
+            groups.setdefault(key, []).append((run, prediction))
+    sweeps = [sweep for rows in groups.values() if (sweep := _sweep(rows, at_one_batch=at_one_batch)) is not None]
     return SweepScore(
         sweeps=tuple(sweeps),
         rank_correlation=fmean(sweep.rank_correlation for sweep in sweeps) if sweeps else None,
@@ -152,14 +155,14 @@ def _grouped(pairs: Sequence[tuple[str, float]]) -> dict[str, ErrorSummary]:
 def _sweep_key(run: MeasuredRun) -> tuple[object, ...]:
     named = run.model_name if run.hidden is None else ""
     model = (named, run.layers, run.hidden, run.heads, run.kv_heads, run.ffn_hidden, run.seq_len)
-    return (run.source, *model, run.gpu, run.num_gpus, run.global_batch, run.precision, run.framework)
+    return (run.source, *model, run.gpu, run.num_gpus, run.precision, run.framework)
 
 
-def _sweep(rows: Sequence[tuple[MeasuredRun, RunPrediction]]) -> Sweep | None:
+def _sweep(rows: Sequence[tuple[MeasuredRun, RunPrediction]], *, at_one_batch: bool) -> Sweep | None:
     times: dict[str, list[tuple[float, float]]] = {}
-    for _, row in rows:
-        pair = (row.predicted_step_time_s or 0.0, row.measured_step_time_s or 0.0)
-        times.setdefault(row.plan, []).append(pair)
+    for run, row in rows:
+        steps = (row.predicted_step_time_s or 0.0, row.measured_step_time_s or 0.0)
+        times.setdefault(row.plan, []).append((steps[0] / run.global_batch, steps[1] / run.global_batch))
     predicted, measured = np.array([np.mean(pairs, axis=0) for pairs in times.values()]).T
     if len(predicted) < FEWEST_ROWS:
         return None
@@ -167,7 +170,7 @@ def _sweep(rows: Sequence[tuple[MeasuredRun, RunPrediction]]) -> Sweep | None:
     chosen = float(measured[int(np.argmin(predicted))])
     model = run.model_name if run.hidden is None else f"{run.layers} x {run.hidden}"
     return Sweep(
-        name=f"{run.source}: {model}, batch {run.global_batch} on {run.num_gpus} {run.gpu}",
+        name=f"{run.source}: {model}{f', batch {run.global_batch}' * at_one_batch} on {run.num_gpus} {run.gpu}",
         rows=len(predicted),
         rank_correlation=rank_correlation(predicted, measured),
         top1_regret=chosen / float(measured.min()) - 1,

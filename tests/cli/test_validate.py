@@ -93,7 +93,14 @@ def test_rows_that_are_not_scored_stand_apart_and_skipped_ones_have_their_share(
 
 def test_the_text_names_the_worst_rows_and_every_grouping(sweep: Path) -> None:
     text = CliRunner().invoke(app, ["validate", str(sweep)]).stdout
-    for expected in ("by GPU", "by framework", "by parallelism", "Worst rows, step time", "1 sweep of 4 plans"):
+    for expected in (
+        "by GPU",
+        "by framework",
+        "by parallelism",
+        "Worst rows, step time",
+        "1 sweep of one model",
+        "1 sweep of one batch",
+    ):
         assert expected in text
 
 

@@ -70,6 +70,19 @@ def test_regret_is_what_the_chosen_plan_takes_longer_than_the_best() -> None:
     assert figures.rank_correlation == pytest.approx(0.8)
 
 
+def test_plans_of_several_batches_are_ranked_by_the_time_of_a_sequence() -> None:
+    rows = sweep_of([2.0, 2.2, 2.4, 2.6, 1.1, 1.2, 1.3, 1.4], [2.5, 2.2, 2.4, 2.6, 1.0, 1.2, 1.3, 1.4])
+    halves = [(run.replace(global_batch=32 if row >= 4 else 64), made) for row, (run, made) in enumerate(rows)]
+    together, apart = score_sweeps(halves), score_sweeps(halves, at_one_batch=True)
+    # The best prediction are 2.0 s for 64 sequences, which took 2.5 s; the best measurement are 1.0 s for 32.
+    assert [sweep.rows for sweep in together.sweeps] == [8]
+    assert together.top1_regret == pytest.approx(2.5 / 2.0 - 1)
+    assert [sweep.rows for sweep in apart.sweeps] == [4, 4]
+    assert [sweep.top1_regret for sweep in apart.sweeps] == pytest.approx([2.5 / 2.2 - 1, 0])
+    assert "batch 32" in apart.sweeps[1].name
+    assert "batch" not in together.sweeps[0].name
+
+
 def test_three_plans_are_no_sweep_and_a_plan_measured_twice_is_one() -> None:
     assert score_sweeps(sweep_of([1, 2, 3], [1, 2, 3])).sweeps == ()
     rows = sweep_of([1, 2, 3, 4], [1, 2, 3, 4])
