@@ -41,10 +41,11 @@ def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str]:
 
 def sentence(sweeps: dict[str, Any], batch_sweeps: dict[str, Any]) -> str:
     """Return in words how often the best plan of a sweep is found."""
+    regret, worst, ranks = sweeps["top1_regret"], sweeps["worst_regret"], sweeps["rank_correlation"]
     return (
         f"Of {len(sweeps['sweeps'])} sweeps, four or more plans that one source measured for one model on one set of "
-        f"GPUs, the plan with the best\nprediction takes {sweeps['top1_regret']:.1%} longer for a sequence than the best "
-        f"measured, {sweeps['worst_regret']:.0%} at worst (rank correlation {sweeps['rank_correlation']:.2f}); at\none "
+        f"GPUs, the plan with the best\nprediction takes {regret:.1%} longer for a sequence than the best "
+        f"measured, {worst:.0%} at worst (rank correlation {ranks:.2f}); at\none "
         f"global batch, in {len(batch_sweeps['sweeps'])} sweeps, {batch_sweeps['top1_regret']:.1%} and "
         f"{batch_sweeps['worst_regret']:.0%}.\n"
     )
