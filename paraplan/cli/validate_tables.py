@@ -27,6 +27,9 @@ def print_scores(
             continue
         console.print(_table(f"{title} by source", "source", figures.by_source, figures))
         console.print()
+        if figures.by_reading:
+            console.print(_table(f"{title} by what was read", "reading", figures.by_reading))
+            console.print()
         if brief:
             continue
         groups = {"GPU": figures.by_gpu, "framework": figures.by_framework, "parallelism": figures.by_parallelism}

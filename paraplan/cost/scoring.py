@@ -29,6 +29,8 @@ class ErrorSummary(Record):
 class Score(Record):
     """Errors over rows and by group. `mean_of_sources` weighs every source the same, whatever its rows.
 
+    `by_reading` groups memory by what was read, and is empty for step times.
+
     `worst` are the ids of the rows with the largest errors.
     """
 
@@ -38,6 +40,7 @@ class Score(Record):
     by_gpu: dict[str, ErrorSummary]
     by_framework: dict[str, ErrorSummary]
     by_parallelism: dict[str, ErrorSummary]
+    by_reading: dict[str, ErrorSummary]
     worst: tuple[str, ...]
 
 
@@ -100,6 +103,9 @@ def score(predictions: Iterable[RunPrediction], error: str, *, num_worst: int = 
         by_gpu=_grouped([(row.gpu, value) for row, value in rows]),
         by_framework=_grouped([(row.framework, value) for row, value in rows]),
         by_parallelism=_grouped([(row.parallelism, value) for row, value in rows]),
+        by_reading=_grouped([(row.memory_reading, value) for row, value in rows if row.memory_reading])
+        if error == "memory_error"
+        else {},
         worst=tuple(row.id for row, _ in worst),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import get_args
+from typing import Literal, get_args
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.frameworks import habits_of
@@ -21,12 +21,15 @@ from paraplan.units import GIB, MIB
 LOSS_FUSION_BYTES = 10.0
 
 
+MemoryReading = Literal["max_allocated", "max_reserved", "nvidia-smi", "not stated"]
+
+
 class RunPrediction(Record):
     """One row of `paraplan validate`. Errors are predicted / measured - 1; what was not measured is None.
 
     `fits` says whether a run ran (True) or ran out of memory (False), `predicted_fits` whether what `nvidia-smi` would
     show is less than the GPU has. `parallelism` names the kinds of splitting without their degrees, `plan` the whole
-    plan.
+    plan; `memory_reading` is what the measured peak is.
     """
 
     id: str
@@ -41,6 +44,7 @@ class RunPrediction(Record):
     predicted_peak_memory_bytes: int | None = None
     measured_peak_memory_bytes: int | None = None
     memory_error: float | None = None
+    memory_reading: MemoryReading | None = None
     fits: bool | None = None
     predicted_fits: bool | None = None
     skipped: str | None = None
@@ -182,7 +186,8 @@ def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Run
     estimate = estimate_run(run, workload, plan)
     plan = estimate.plan
     measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
-    predicted_bytes = _as_measured(estimate, run.memory_metric)
+    reading = _reading(run.memory_metric)
+    predicted_bytes = _as_read(estimate, workload, reading, is_last="last rank" in run.memory_metric.lower())
     step_s = estimate.step.step_time_s
     return RunPrediction(
         id=run.id,
@@ -197,6 +202,7 @@ def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Run
         predicted_peak_memory_bytes=predicted_bytes,
         measured_peak_memory_bytes=measured_bytes,
         memory_error=predicted_bytes / measured_bytes - 1 if measured_bytes else None,
+        memory_reading=reading if measured_bytes else None,
         fits={"fits": True, "oom": False}.get(run.fit_status),
         predicted_fits=_fits(estimate, workload),
     )
@@ -212,13 +218,26 @@ def _parallelism(plan: ParallelPlan) -> str:
     return ", ".join(part for part in (axes, sharding) if part) or "one GPU"
 
 
-def _as_measured(estimate: PlanEstimate, metric: str) -> int:
-    """Return the peak in the unit of a measurement: of all ranks or the last; allocated, reserved, or on the device."""
+def _reading(metric: str) -> MemoryReading:
     words = metric.lower()
-    stages = estimate.memory[-1:] if "last rank" in words else estimate.memory
-    if "nvidia-smi" in words or "nvml" in words or not words or "unknown" in words:
-        return max(stage.device_bytes for stage in stages)
-    return max(stage.total_bytes for stage in stages)
+    if "nvidia-smi" in words or "nvml" in words:
+        return "not stated" if "unknown" in words else "nvidia-smi"
+    if not words or "unknown" in words:
+        return "not stated"
+    return "max_reserved" if "reserved" in words else "max_allocated"
+
+
+def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading, *, is_last: bool) -> int:
+    """Return the peak in the unit of a measurement: of all ranks or the last; not stated is as nvidia-smi."""
+    stages = estimate.memory[-1:] if is_last else estimate.memory
+    if reading == "max_allocated":
+        return max(stage.total_bytes for stage in stages)
+    on_device = max(stage.device_bytes for stage in stages)
+    if reading != "max_reserved":
+        return on_device
+    return on_device - workload.constants.device_bytes(
+        0, num_gpus=workload.cluster.num_gpus, context_bytes=workload.habits.context_bytes
+    )
 
 
 def is_standard(run: MeasuredRun) -> bool:
