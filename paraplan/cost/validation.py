@@ -187,7 +187,7 @@ def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Run
     plan = estimate.plan
     measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
     reading = _reading(run.memory_metric)
-    predicted_bytes = _as_read(estimate, workload, reading, is_last="last rank" in run.memory_metric.lower())
+    predicted_bytes = _as_read(estimate, workload, reading, run.memory_metric.lower())
     step_s = estimate.step.step_time_s
     return RunPrediction(
         id=run.id,
@@ -227,9 +227,16 @@ def _reading(metric: str) -> MemoryReading:
     return "max_reserved" if "reserved" in words else "max_allocated"
 
 
-def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading, *, is_last: bool) -> int:
-    """Return the peak in the unit of a measurement: of all ranks or the last; not stated is as nvidia-smi."""
-    stages = estimate.memory[-1:] if is_last else estimate.memory
+def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading, words: str) -> int:
+    """Return the peak in the unit of a measurement; what is not stated is taken as `nvidia-smi` shows it.
+
+    `words` may say that it is the last rank's, else it is the largest of all ranks. `nvidia-smi` shows one machine: of
+    several, where the words do not say more, the first, which has the first pipeline stages.
+    """
+    stages = estimate.memory[-1:] if "last rank" in words else estimate.memory
+    if reading == "nvidia-smi" and not re.search(r"\b(max|all|every)\b", words):
+        ranks_of_stage = max(1, estimate.plan.world_size // estimate.plan.pp)
+        stages = stages[: max(1, workload.cluster.gpus_per_node // ranks_of_stage)]
     if reading == "max_allocated":
         return max(stage.total_bytes for stage in stages)
     on_device = max(stage.device_bytes for stage in stages)

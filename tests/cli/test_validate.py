@@ -117,6 +117,18 @@ def test_peaks_are_compared_as_they_were_read(tmp_path: Path) -> None:
     assert "Peak memory by what was read" in CliRunner().invoke(app, ["validate", str(path)]).stdout
 
 
+def test_nvidia_smi_shows_the_first_machine_where_nothing_else_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    row = "paper,A100-80GB,16,24,2048,16,50304,2048,256,fp16,Megatron-DeepSpeed,A,3.0,20.0,{},2,8,8,full\n"
+    metrics = ("nvidia-smi (GB as printed)", "nvidia-smi (max over nodes)", "max_allocated of LAST rank")
+    rows = "".join(f"row{number}," + row.format(metric) for number, metric in enumerate(metrics))
+    path.write_text(f"{HEADER},pp,micro_batch,gpus_per_node,recompute\n{rows}")
+    answer = json.loads(CliRunner().invoke(app, ["validate", str(path), "--json"]).stdout)
+    first, of_all, _ = [row["predicted_peak_memory_bytes"] for row in answer["rows"]]
+    # The second stage has the logits of 8 x 2,048 tokens, on the second machine.
+    assert of_all > first + 2e9
+
+
 def test_the_text_names_the_worst_rows_and_every_grouping(sweep: Path) -> None:
     text = CliRunner().invoke(app, ["validate", str(sweep)]).stdout
     for expected in (
