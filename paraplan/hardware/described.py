@@ -49,7 +49,9 @@ def gpu_by_label(label: str, gpus: list[GpuProfile] | None = None) -> GpuProfile
             f"no profile describes the GPU {label!r}", hint=near_names(label, [gpu.name for gpu in known])
         )
     if memory is None:
-        return found[0]
+        # H20 names the card that has that name or alias, not the first that is told apart by its memory alone.
+        own = [gpu for gpu in found if label.strip().lower() in (gpu.name, *gpu.aliases)]
+        return (own or found)[0]
     return min(found, key=lambda gpu: abs(gpu.memory_bytes - int(memory.group(1)) * GIB))
 
 
