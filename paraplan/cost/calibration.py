@@ -29,6 +29,7 @@ NOISE = 0.08
 and the clock of a shared machine are taken to be off by."""
 
 NETWORK_KINDS = ("rdma", "tcp")
+HOST_SECONDS = ("host_s_per_block", "gather_host_s", "reduce_host_s")
 _STEP, _ROUNDS = 0.02, 8
 
 KnobName = Literal["matmul", "attention", "memory", "host", "node_links", "network", "optimizer"]
@@ -125,7 +126,7 @@ def scaled(workload: Workload, factors: Mapping[KnobName, float]) -> Workload:
             fused_optimizer_bytes=constants.fused_optimizer_bytes * factor("optimizer"),
             unfused_optimizer_bytes=constants.unfused_optimizer_bytes * factor("optimizer"),
         ),
-        habits=habits.replace(host_s_per_block=habits.host_s_per_block * factor("host")),
+        habits=habits.replace(**{name: getattr(habits, name) * factor("host") for name in HOST_SECONDS}),
         links=_scaled_links(workload.links, factors),
     )
 
