@@ -12,6 +12,7 @@ from paraplan.model.named import known_configs, named_config, plain_name
         ("GPT OSS 120B", "gpt-oss-120b"),
         ("DeepSeekV3 (w/o MTP)", "deepseek-v3"),
         ("deepseekv2-4L", "deepseek-v2"),
+        ("Kimi_K2", "kimi-k2"),
         ("mistralai/Mixtral-8x7B-Instruct", "mixtral-8x7b"),
         ("meta-llama/Llama-3.1-8B", "llama-3-8b"),
     ],
@@ -34,5 +35,5 @@ def test_a_model_with_fewer_layers_keeps_one_of_its_dense_ones() -> None:
 
 
 def test_an_unknown_name_is_not_guessed() -> None:
-    assert named_config(known_configs(), "Kimi_K2", num_layers=None) is None
+    assert named_config(known_configs(), "Kimi_Linear", num_layers=None) is None
     assert named_config(known_configs(), "qwen3-30b", num_layers=None) is None
