@@ -246,10 +246,25 @@ def _load_named(kind: str, name_or_path: str, *, beside: Path | None = None) -> 
             aliases[alias] = stem
         if name in aliases:
             return data, str(path)
-    hint = near_names(name, [*known, *aliases])
-    if hint.startswith("known"):
-        hint = near_names(name, known)  # nothing is near: the names without their aliases are list enough
+    hint = _machine_of_gpu(name) if kind == "machines" else None
+    if hint is None:
+        hint = near_names(name, [*known, *aliases])
+        if hint.startswith("known"):
+            hint = near_names(name, known)  # nothing is near: the names without their aliases are list enough
     raise ProfileError(f"no {kind.removesuffix('s')} profile is called {name_or_path!r}", hint=hint)
+
+
+def _machine_of_gpu(name: str) -> str | None:
+    """Return the hint for the name of a kind of GPU where a machine is asked for, None for other names."""
+    if name not in profile_names("gpus"):
+        return None
+    gpu = load_gpu(name).name
+    folder = profiles_folder() / "machines"
+    machines = [stem for stem in _stems("machines") if read_object(folder / f"{stem}.json").get("gpu") == gpu]
+    if machines:
+        return f"{name} is a kind of GPU; machines with it: {', '.join(machines)}"
+    example = json.dumps({"name": "mine", "gpu": gpu, "num_gpus": 2})
+    return f"{name} is a kind of GPU; describe the machine: write {example} to mine.json and name that file"
 
 
 def _stems(kind: str) -> list[str]:
