@@ -2,7 +2,7 @@
 
     python scripts/check_calibration.py FOLDER [--runs 16] [--draws 5]
 
-FOLDER holds runs.csv and vtrain_multi.csv: tables of measured runs as `paraplan validate` reads them. Fails where the
+FOLDER holds runs.csv, vtrain_multi.csv and vtrain_single.csv: tables of measured runs as `paraplan validate` reads them. Fails where the
 mean error after calibration is above 8 % in a system, or above that before it.
 """
 
@@ -25,6 +25,7 @@ from paraplan.plan.runs import MeasuredRun, read_runs
 
 SYSTEMS = {
     "vtrain-multi-node": "",
+    "vtrain-single-node": "",
     "llm-foundry": "",
     "bloom-prequel": "14336",
     "dgxc-24.11": "",
@@ -39,7 +40,7 @@ def runs_of(folder: Path, source: str, hidden: str) -> list[CalibrationRun]:
     """Return the standard runs of a source; with a hidden size all of its runs of that size."""
     gpus, links = list_gpus(), load_link_speeds()
     found = []
-    for name in ("runs.csv", "vtrain_multi.csv"):
+    for name in ("runs.csv", "vtrain_multi.csv", "vtrain_single.csv"):
         for run in read_runs((folder / name).read_text(), source=name):
             if not isinstance(run, MeasuredRun) or run.source != source or run.measured_step_time_s is None:
                 continue
