@@ -2,8 +2,8 @@
 
     python scripts/check_calibration.py FOLDER [--runs 16] [--draws 5]
 
-FOLDER holds runs.csv, vtrain_multi.csv and vtrain_single.csv: tables of measured runs as `paraplan validate` reads them. Fails where the
-mean error after calibration is above 8 % in a system, or above that before it.
+FOLDER holds runs.csv, vtrain_multi.csv and vtrain_single.csv: tables of measured runs as `paraplan validate` reads
+them. Fails where the mean error after calibration is above 8 % in a system, or above that before it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "micro_batch_size": 8},
     "zero3": {"dp": 2, "zero_stage": 3, "micro_batch_size": 8},
     "pp2": {"pp": 2, "pipeline_schedule": "1f1b", "micro_batch_size": 4, "num_microbatches": 4},
-    "tp2": {"tp": 2, "micro_batch_size": 16},
 }
 
 

@@ -156,10 +156,7 @@ def check_plan_suits_model(plan: ParallelPlan, model: ModelSpec) -> None:
     limit = math.gcd(*(run.block.tp_limit or 0 for run in model.runs))
     if limit and limit % plan.tp:
         fitting = [str(tp) for tp in range(1, limit + 1) if limit % tp == 0]
-        raise PlanError(
-            f"tp={plan.tp} does not divide the attention and key-value heads of {model.name}",
-            hint=f"use {', '.join(fitting)}",
-        )
+        raise PlanError(f"tp={plan.tp}: {model.tensor_split_reason(plan.tp)}", hint=f"use {', '.join(fitting)}")
     if plan.num_stages > model.num_blocks:
         raise PlanError(
             f"{plan.num_stages} pipeline stages for the {model.num_blocks} blocks of {model.name}",

@@ -110,7 +110,8 @@ class BlockSpec(Record):
     """One block of a model: a transformer layer, the embedding, or the head with its final norm.
 
     `tp_limit` is the largest number that may divide it for tensor parallelism together with all its divisors
-    (heads and key-value heads decide); 1 where the block cannot be split, None where nothing limits it.
+    (heads and key-value heads decide); 1 where the block cannot be split, None where nothing limits it. Of a traced
+    module nobody says which of its weights would be divided, so 1 there, and `is_traced`.
     `saved` is what the block's own modules keep, run one operation after the other (transformers' code on
     torch kernels); `saved_fused` is what remains where norms, activations and rotations are fused kernels
     (Megatron-LM, Transformer Engine), the setting of Korthikanti et al. 2022. Sum one of the two, never both.
@@ -128,6 +129,7 @@ class BlockSpec(Record):
     saved_fused: tuple[SavedTensor, ...] = ()
     tp_limit: int | None = None
     norm_output: NormOutput = "promoted"
+    is_traced: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -190,6 +192,21 @@ class ModelSpec(Record):
             parameter.tp_dim is None and len(parameter.shape) == 2 and longest <= parameter.shape[0] <= longest + 2
             for parameter in self.embedding.parameters
         )
+
+    @property
+    def tp_limits(self) -> frozenset[int]:
+        """What each degree of tensor parallelism has to divide."""
+        return frozenset(run.block.tp_limit for run in self.runs if run.block.tp_limit is not None)
+
+    def tensor_split_reason(self, tp: int) -> str | None:
+        """Return why `tp` tensor-parallel ranks cannot share out the blocks, None where they can."""
+        if not any(limit % tp for limit in self.tp_limits):
+            return None
+        if any(run.block.is_traced for run in self.runs):
+            return "how tensor parallelism divides a traced module is not known before it runs"
+        heads = {(one.num_heads, one.num_kv_heads) for run in self.runs if (one := run.block.attention)}
+        words = " and ".join(f"{own} attention and {shared} key-value heads" for own, shared in sorted(heads))
+        return f"{tp} does not divide the {words} of {self.name}"
 
     @property
     def vocabulary(self) -> int:

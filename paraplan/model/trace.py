@@ -50,10 +50,9 @@ def trace_module(
 ) -> ModelSpec:
     """Return the model that `factory` builds, measured for `micro_batch_size` sequences of `seq_length` tokens.
 
-    Inputs are those of the module's own `example_inputs(micro_batch_size, seq_length)` (a tensor, a tuple of
-    positional or a dict of keyword arguments), else token ids [batch, sequence]. Parameters and activations have
-    `dtype`. What grows with the square of the sequence is told apart by a second run at half the length; the sums are
-    exact at `seq_length`. Nothing is known about tensor parallelism: every block's `tp_limit` is 1.
+    Inputs are those of the module's own `example_inputs(micro_batch_size, seq_length)` (a tensor, a tuple of positional
+    or a dict of keyword arguments), else token ids [batch, sequence]. Parameters and activations have `dtype`. What
+    grows with the sequence's square is told apart by a second run at half its length. `is_traced` marks the blocks.
     """
     seq_length = seq_length or DEFAULT_SEQ_LENGTH
     with torch.device("meta"):
@@ -397,4 +396,5 @@ def _block(
         saved=tuple(saved),
         saved_fused=tuple(saved),
         tp_limit=1,
+        is_traced=True,
     )

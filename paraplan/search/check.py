@@ -82,13 +82,12 @@ def limit_findings(
 def _suits(workload: Workload, plan: ParallelPlan) -> Finding:
     model, training, cluster = workload.model, workload.training, workload.cluster
     problem = None
-    limits = [run.block.tp_limit for run in model.runs if run.block.tp_limit is not None]
     if plan.world_size != cluster.num_gpus:
         problem = f"the plan has {plan.world_size} ranks, and the machines {cluster.num_gpus} GPUs"
     elif plan.global_batch_size != training.global_batch_size:
         problem = f"the plan's global batch is {plan.global_batch_size}, and {training.global_batch_size} is wanted"
-    elif any(limit % plan.tp for limit in limits):
-        problem = f"tp={plan.tp} does not divide the attention heads of {model.name}"
+    elif (reason := model.tensor_split_reason(plan.tp)) is not None:
+        problem = f"tp={plan.tp}: {reason}"
     elif (reason := context_reason(model, tp=plan.tp, cp=plan.cp)) is not None:
         problem = reason
     elif plan.num_stages > model.num_blocks:

@@ -135,14 +135,8 @@ class PlanSpace:
     def _model_limit(self, axis: Degree, degree: int) -> str | None:
         """Return why a degree does not suit the model, on however many GPUs."""
         model = self.workload.model
-        if axis == "tp" and any(limit % degree for limit in self._tp_limits):
-            heads = {
-                (run.block.attention.num_heads, run.block.attention.num_kv_heads)
-                for run in model.runs
-                if run.block.attention
-            }
-            words = " and ".join(f"{own} attention and {shared} key-value heads" for own, shared in sorted(heads))
-            return f"{degree} does not divide the {words} of {model.name}"
+        if axis == "tp":
+            return model.tensor_split_reason(degree)
         if axis == "ep":
             return experts_reason(model, degree)
         if axis == "pp" and degree > model.num_blocks:
@@ -154,7 +148,9 @@ class PlanSpace:
         if degrees.tp > self.workload.cluster.gpus_per_node:
             return f"tensor parallelism across nodes of {self.workload.cluster.gpus_per_node} GPUs"
         if any(limit % degrees.tp for limit in self._tp_limits):
-            return "tp does not divide the model's attention and key-value heads"
+            is_traced = any(run.block.is_traced for run in model.runs)
+            heads = "tp does not divide the model's attention and key-value heads"
+            return model.tensor_split_reason(degrees.tp) if is_traced else heads
         rings = self.workload.habits.rings_context
         if not rings and context_reason(model, tp=degrees.tp, cp=degrees.cp) is not None:
             return "cp, which exchanges tokens for heads, does not divide the model's heads"
@@ -176,9 +172,8 @@ class PlanSpace:
         return None if reason is None else rule_of(reason)
 
     @cached_property
-    def _tp_limits(self) -> set[int]:
-        limits = {run.block.tp_limit for run in self.workload.model.runs}
-        return {limit for limit in limits if limit is not None}
+    def _tp_limits(self) -> frozenset[int]:
+        return self.workload.model.tp_limits
 
     def _micro_batch_sizes(self, degrees: Degrees) -> Ints:
         """Return the sizes of a micro-batch that divide a rank's share of the batch."""

@@ -127,7 +127,7 @@ def test_a_plan_file_brings_its_training_and_options_come_first(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tp", "3"], "tp=3 does not divide the attention and key-value heads of llama-3-8b"),
+        (["--tp", "3"], "tp=3: 3 does not divide the 32 attention and 8 key-value heads of llama-3-8b"),
         (["--pp", "33"], "33 pipeline stages for the 32 blocks"),
         (["--cp", "7"], "cp=7, which exchanges tokens for heads, does not divide the 32 attention and 8 key-value"),
         (["--cp", "32", "--seq-len", "8200"], "cp=32 does not divide the 8200 tokens"),

@@ -148,6 +148,14 @@ def test_a_plain_module_is_read_part_by_part(script: str) -> None:
     assert {run.block.tp_limit for run in model.runs} == {1}
 
 
+def test_of_tensor_parallelism_a_trace_says_that_it_knows_nothing(script: str) -> None:
+    traced, read = _trace(script, "make"), read_model("llama-3-8b")
+    assert traced.tensor_split_reason(1) is None
+    assert "traced module" in (traced.tensor_split_reason(2) or "")
+    assert read.tensor_split_reason(8) is None
+    assert read.tensor_split_reason(16) == "16 does not divide the 32 attention and 8 key-value heads of llama-3-8b"
+
+
 def test_an_untied_head_brings_its_own_matrix(script: str) -> None:
     tied, untied = _trace(script, "make"), _trace(script, "make_untied")
     assert untied.parameters.head - tied.parameters.head == 256 * 64
