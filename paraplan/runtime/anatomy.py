@@ -152,7 +152,7 @@ class _ChainProbe:
         self.num_outputs: int | None = None
         self._stack = stack
         self._handed_on: torch.Tensor | None = None
-        self._marked: list[torch.Tensor] = []  # kept, so that their ids stay theirs
+        self._kept: list[torch.Tensor] = []  # with their graphs, so that ids that were noted stay theirs
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -174,6 +174,7 @@ class _ChainProbe:
                     f"block {self._stack.names[index]} runs out of turn, after {len(self.received)} blocks", hint=HINT
                 )
             where, hidden = self._find_hidden(index, args, kwargs)
+            self._kept.append(hidden)
             if index == 0:
                 self.reached_before = _leaves(hidden)
             cut = hidden.cut if isinstance(hidden, SplitTensor) else None
@@ -216,6 +217,7 @@ class _ChainProbe:
             # What stands beside the hidden state (attention weights) is let through, and must not be used again.
             others = pytree.tree_map(self._mark, others)
             self.num_outputs = len(output) if isinstance(output, tuple) else None
+            self._kept.append(first)
             self.reached.append(_leaves(first))
             self._handed_on = _cut(first)
             return (self._handed_on, *others) if isinstance(output, tuple) else self._handed_on
@@ -227,7 +229,7 @@ class _ChainProbe:
             return leaf
         marked = _cut(leaf)
         self.side_outputs.add(id(marked))
-        self._marked.append(marked)
+        self._kept.append(marked)
         return marked
 
 
