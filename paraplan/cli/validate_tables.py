@@ -38,7 +38,7 @@ def print_scores(
             console.print()
         console.print(f"[bold]Worst rows, {title.lower()}[/bold]")
         for identity in figures.worst:
-            console.print(f"  {_row(rows[identity], is_time=figures is step_time)}", soft_wrap=True)
+            console.print(f"  {_row(rows[identity], is_time=figures is step_time)}", soft_wrap=not console.is_terminal)
         console.print()
 
 
