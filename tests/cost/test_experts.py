@@ -95,8 +95,8 @@ def test_autocast_leaves_experts_in_fp32_where_the_weights_are(workload: MakeWor
     made = workload("mixtral-8x7b", seq_length=4096)
     whole = replace(made, training=made.training.replace(precision="fp32"))
 
-    def compute_s(of: Workload, stage: int) -> float:
-        return estimate_plan(of, DP.replace(zero_stage=stage)).step.compute_s
+    def compute_s(of: Workload, stage: int, micro_batch: int = 1) -> float:
+        return estimate_plan(of, DP.replace(zero_stage=stage, micro_batch_size=micro_batch)).step.compute_s
 
     # ZeRO gathers 16-bit weights, DDP keeps fp32 ones: 67 of 989 TFLOP/s on an H100, and most of the work is experts.
     assert compute_s(made, 0) > 5 * compute_s(made, 1)
@@ -104,7 +104,8 @@ def test_autocast_leaves_experts_in_fp32_where_the_weights_are(workload: MakeWor
     of_fp16 = replace(made, habits=MEGATRON_CORE)
     assert compute_s(of_fp16, 0) == pytest.approx(compute_s(of_fp16, 1))
     dense = workload("llama-3-8b", seq_length=4096)
-    assert compute_s(dense, 0) == pytest.approx(compute_s(dense, 1), rel=0.15)
+    # Casts of weights, which DDP alone has, are few beside the work of large micro-batches.
+    assert compute_s(dense, 0, 4) == pytest.approx(compute_s(dense, 1, 4), rel=0.1)
 
 
 def test_a_model_without_experts_has_none_to_share_out(workload: MakeWorkload) -> None:
