@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
+from paraplan.hardware.cluster import Cluster
 from paraplan.plan.files import PlanFile, PlannedPlacement
 from paraplan.plan.placement import place
 from paraplan.plan.traffic import axis_traffic
@@ -70,6 +71,7 @@ class Recommendation:
 def recommendation(workload: Workload, question: Question) -> Recommendation:
     """Return the answer to a question; raise `NoPlanFitsError` where no plan fits."""
     runnable_only = question.framework is None
+    asked = workload.cluster
     workload, found = _found(workload, question, runnable_only=runnable_only)
     result, workload, offers = _searched(workload, question, runnable_only=runnable_only)
     return Recommendation(
@@ -78,7 +80,7 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
         placement=_placement(workload, result),
         framework=question.framework,
         found=found,
-        offload=_offload(workload, question, result, runnable_only=runnable_only),
+        offload=_offload(workload, asked, question, result, runnable_only=runnable_only),
         explanation=_explanation(result) if question.explains else None,
         comparison=_comparison(workload, question.earlier, result) if question.earlier else None,
         budget=_budget(workload, question.tokens, question.price_per_gpu_hour, result) if question.tokens else None,
@@ -122,12 +124,15 @@ def _explanation(result: SearchResult) -> Explanation | None:
     return explain(result.best, result.second, is_named=is_named)
 
 
-def _offload(workload: Workload, question: Question, result: SearchResult, *, runnable_only: bool) -> str | None:
+def _offload(
+    workload: Workload, asked: Cluster, question: Question, result: SearchResult, *, runnable_only: bool
+) -> str | None:
     if result.best.plan.offload == "none":
         return None
     from paraplan.search.without_offload import offload_remark
 
-    return offload_remark(workload, result.best, runnable_only=runnable_only, fixed=question.fixed)
+    asked = asked if question.find == "fewest-gpus" else workload.cluster
+    return offload_remark(workload, result.best, asked=asked, runnable_only=runnable_only, fixed=question.fixed)
 
 
 def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> Comparison:
