@@ -153,7 +153,7 @@ def read_training(
 
 def check_plan_suits_model(plan: ParallelPlan, model: ModelSpec) -> None:
     """Raise `PlanError` where a plan cannot cut a model: heads that tp does not divide, more stages than blocks."""
-    limit = math.gcd(*(run.block.tp_limit or 0 for run in model.runs))
+    limit = math.gcd(*model.tp_limits)
     if limit and limit % plan.tp:
         fitting = [str(tp) for tp in range(1, limit + 1) if limit % tp == 0]
         raise PlanError(f"tp={plan.tp}: {model.tensor_split_reason(plan.tp)}", hint=f"use {', '.join(fitting)}")

@@ -30,7 +30,7 @@ def one_process_s(workload: Workload, table: PlanTable, parameters: Floats) -> F
     output = logits * (_LIKE_PARAMETERS if habits.takes_loss_in_model else float(training.activation_bytes))
     others = table.devices - 1
     returned = others * links.send_s(output) * (1.0 if habits.takes_loss_in_model else 2.0)
-    bandwidth = workload.cluster.gpu.memory_bandwidth_bytes_per_s * workload.constants.memory_bandwidth_efficiency
+    bandwidth = workload.memory_bandwidth_bytes_per_s
     loss = 0.0 if habits.takes_loss_in_model else others * logits * habits.loss_traffic_per_logit / bandwidth
     each = links.broadcast_s(weights) + links.broadcast_s(gradients) + returned + loss
     return np.asarray(table.num_microbatches * np.where(table.devices > 1, each, 0.0))

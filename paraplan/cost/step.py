@@ -180,7 +180,7 @@ def _slot(
     """Return the seconds of one micro-batch on a rank; `of_block` are what context and expert parallelism exchange."""
     key, habits, tp, pp = costs.key, workload.habits, links["tp"], links["pp"]
     is_full = table.recompute == RECOMPUTES.index("full")
-    forward, backward, cast = _passes(workload, costs, stage, work)
+    forward, backward, again = _passes(workload, costs, stage, work)
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     forward_sends, backward_sends = _tensor_parallel(
@@ -191,7 +191,7 @@ def _slot(
     # One process starts the kernels of all its GPUs, by threads that share Python's lock.
     host_s = habits.host_s_per_block * table.devices
     floor = (host_s + 2.0 * tp.all_reduce_s(np.ones_like(activation))) * stage.num_blocks
-    again = np.maximum(stage.sum(costs, costs.forward_s) + cast, floor - forward_sends)
+    again = np.maximum(again, floor - forward_sends)
     forward = np.maximum(forward, floor + work.forward_host_s * stage.num_blocks - forward_sends)
     backward = np.maximum(backward, floor + work.backward_host_s * stage.num_blocks - backward_sends)
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
@@ -225,15 +225,15 @@ def _slot(
 def _passes(
     workload: Workload, costs: BlockCosts, stage: StageBlocks, work: WeightWork
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the GPU's seconds of the forward and the backward pass of a rank's blocks, and of autocast in each."""
-    forward, backward = stage.sum(costs, costs.forward_s), stage.sum(costs, costs.backward_s)
+    """Return the GPU's seconds of a rank's blocks: forward pass, backward pass, and a forward pass that runs again."""
+    again, backward = stage.sum(costs, costs.forward_s), stage.sum(costs, costs.backward_s)
     bandwidth = workload.memory_bandwidth_bytes_per_s
-    cast = np.zeros_like(forward)
     if work.cast.any():
         head = costs.head_copied_parameters[costs.key] * stage.is_last
         cast = work.cast * (stage.sum(costs, costs.copied_parameters) + head) / bandwidth
+        again, backward = again + cast, backward + cast
     weights = _parameters(costs, stage) / bandwidth
-    return forward + cast + work.forward * weights, backward + cast + work.backward * weights, cast
+    return again + work.forward * weights, backward + work.backward * weights, again
 
 
 def _tensor_parallel(

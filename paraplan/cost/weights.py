@@ -46,7 +46,7 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     once = 1.0 / table.num_microbatches
     is_whole, keeps_shards, is_zero_3 = table.zero_stage == 0, table.zero_stage >= 2, table.zero_stage == 3
     gathers = np.where(is_zero_3, 1.0, np.where(is_whole, 0.0, once) * habits.shards_with_fsdp)
-    again = np.where(is_zero_3, 1.0, 0.0)
+    again = 1.0 * is_zero_3
     reductions = np.where(keeps_shards, 1.0, np.where(is_whole, 0.0, once))
     cast = np.where(is_whole, AUTOCAST_BYTES if habits.is_autocast and is_mixed else 0.0, 0.0)
     made_bytes = np.where(cast > 0, 4.0, float(workload.training.activation_bytes))
