@@ -41,6 +41,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=0.4, help="largest median error of a kind of link")
     parser.add_argument("--rows", action="store_true", help="print every row")
     arguments = parser.parse_args()
+    if not (arguments.folder / "nccl_tests.csv").is_file():
+        parser.error(f"{arguments.folder} holds no nccl_tests.csv")
     errors, left_out = check_collectives(arguments.folder / "nccl_tests.csv", show=arguments.rows)
     print(f"{'kind of link':<26}{'series':>7}{'median':>8}{'mean':>8}{'worst':>8}  of it")
     bad = False

@@ -34,13 +34,14 @@ SYSTEMS = {
 """Sources, and the hidden size to which one is cut: runs of BLOOM's log are scored whatever their precision of
 gradients, which the table counts as unusual."""
 LIMIT = 0.08
+TABLES = ("runs.csv", "vtrain_multi.csv", "vtrain_single.csv")
 
 
 def runs_of(folder: Path, source: str, hidden: str) -> list[CalibrationRun]:
     """Return the standard runs of a source; with a hidden size all of its runs of that size."""
     gpus, links = list_gpus(), load_link_speeds()
     found = []
-    for name in ("runs.csv", "vtrain_multi.csv", "vtrain_single.csv"):
+    for name in TABLES:
         for run in read_runs((folder / name).read_text(), source=name):
             if not isinstance(run, MeasuredRun) or run.source != source or run.measured_step_time_s is None:
                 continue
@@ -66,6 +67,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=16)
     parser.add_argument("--draws", type=int, default=5)
     options = parser.parse_args()
+    if missing := [name for name in TABLES if not (options.folder / name).is_file()]:
+        parser.error(f"{options.folder} holds no {', '.join(missing)}")
     failed = False
     print(f"{'system':20s} runs   before    after (each draw)   said by leave-one-out")
     for source, hidden in SYSTEMS.items():
