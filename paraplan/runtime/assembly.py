@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,15 +19,14 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.blocks import BlockStack, find_blocks
 from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync, never_sharded
-from paraplan.runtime.engine import RankPart
 from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute import recompute_blocks
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.sharded_table import shard_tables
 from paraplan.runtime.split.context_parallel import check_context, context_group, keep_experts_apart
 from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
-from paraplan.runtime.split.trial import seen_through
 from paraplan.runtime.step.execution import WholeModelExecution
 from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
 
@@ -64,8 +62,6 @@ def assemble_part(
 ) -> RankPart:
     """Return this rank's part of `model`, which is changed in place."""
     shard_tables(model, setting.plan, setting.mesh)
-    if setting.plan.tp * setting.plan.cp > 1:
-        setting = replace(setting, loss_fn=seen_through(setting.loss_fn))
     if setting.plan.pp > 1:
         return _assemble_stages(model, stack, setting, example_inputs)
     split = _layer_split(model, stack, setting, example_inputs)
@@ -78,7 +74,7 @@ def assemble_part(
     execution = WholeModelExecution(
         called,
         sync=gradient_sync(called, zero_stage=setting.plan.zero_stage),
-        loss_fn=setting.loss_fn,
+        loss=setting.loss,
         precision=setting.precision,
         device=setting.mesh.world.device,
         context=context_group(setting.mesh) if setting.plan.cp > 1 else None,

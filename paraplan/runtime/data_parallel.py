@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
@@ -49,7 +50,7 @@ class NoSync:
 
 
 class ReplicaSync:
-    """DDP: gradients are averaged in the backward pass of the last micro-batch."""
+    """DDP: gradients are summed in the backward pass of the last micro-batch."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
@@ -96,7 +97,7 @@ def apply_data_parallelism(
 
     That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
     gathered one by one under ZeRO. The parameters `apart` stay whole under ZeRO; without `replicates` there is no DDP.
-    The caller averages the gradients of both.
+    The caller sums the gradients of both.
     """
     device = mesh.world.device
     if plan.zero_stage == 0:
@@ -123,12 +124,21 @@ def apply_data_parallelism(
                 show_hooks_plain(block)
     # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
     fully_shard(module, reshard_after_forward=False, **options)
+    _sum_gradients(module)
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
     if plan.offload != "parameters":
         return module.to(device)
     for whole in (*module.buffers(), *apart):
         whole.data = whole.to(device)
     return module
+
+
+def _sum_gradients(module: nn.Module) -> None:
+    """Have FSDP sum gradients, where by itself it takes their mean: the weights of micro-batches add up to 1."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
 
 
 def never_sharded(module: nn.Module, plan: ParallelPlan) -> frozenset[nn.Parameter]:
@@ -162,7 +172,20 @@ def _replicate(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     buffers: dict[str, Any] = {
         "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False
     }
-    return DistributedDataParallel(module, process_group=mesh.replica_group, gradient_as_bucket_view=True, **buffers)
+    replicated = DistributedDataParallel(
+        module, process_group=mesh.replica_group, gradient_as_bucket_view=True, **buffers
+    )
+    # Without annotations: torch compares them with its classes, and here they are texts.
+    replicated.register_comm_hook(mesh.replica_group, lambda group, bucket: _sum_over_replicas(bucket.buffer(), group))
+    return replicated
+
+
+def _sum_over_replicas(bucket: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """Sum the gradients of a bucket, where DDP by itself takes their mean."""
+    work = dist.all_reduce(bucket, group=group, async_op=True)
+    assert work is not None
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return summed
 
 
 def reads_shards(error: RuntimeError) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paraplan.errors import ModelError, UnsupportedPlanError
+from paraplan.errors import ModelError, UnsupportedPlanError, UsageError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
 from paraplan.runtime.data_parallel import reads_shards
 from paraplan.runtime.export import export_weights
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.peers import Call, Peers
-from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.precision import half_type
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.split.pieces import Place
 from paraplan.runtime.step.batches import (
+    Division,
     MicroBatch,
     TargetCount,
     batch_size,
@@ -35,62 +38,44 @@ from paraplan.runtime.step.batches import (
     to_device,
     weigh,
 )
-from paraplan.runtime.step.clipping import clip_gradients, global_norm
+from paraplan.runtime.step.clipping import clip_factor, global_norm, scale_gradients
 from paraplan.runtime.step.division import StepDivider, StepShape
-from paraplan.runtime.step.execution import Execution
+from paraplan.runtime.step.first_step import FirstStep
+from paraplan.runtime.step.forward_state import BatchStatistics
+from paraplan.runtime.step.loss import LossRule
+from paraplan.runtime.step.loss_rule import LossProbe
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.loss_watch import LossWatch
 from paraplan.runtime.step.memory_fault import is_out_of_memory, memory_error
 from paraplan.runtime.step.reports import RunWatch, StepReport, count_tokens
+from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
+from paraplan.runtime.step.trials import global_sequences
+from paraplan.runtime.step.verification import Verification
 from paraplan.runtime.timeouts import TimeoutWatch
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """What one rank holds of the model: the module, its parameters and buffers by their names in the whole model.
-
-    `buffers` are those that belong to the model's state. `repeated` names the parameters that an earlier pipeline stage
-    holds too, and counts in the norm of the gradient. `cuts` names those of which the ranks of a `tp` group hold parts.
-    `is_replica` says that DDP averages the gradients, which needs every one of them.
-    """
-
-    module: nn.Module
-    parameters: dict[str, nn.Parameter]
-    buffers: dict[str, torch.Tensor]
-    execution: Execution
-    repeated: frozenset[str] = frozenset()
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    is_replica: bool = False
-
-    def optimized(self) -> list[nn.Parameter]:
-        """Return the parameters that an optimizer is made for.
-
-        A rank that trains none of them (a stage of frozen blocks) has one without elements too, since optimizers refuse
-        an empty list, and scripts give them those that need a gradient.
-        """
-        held = list(self.parameters.values())
-        if not any(parameter.requires_grad for parameter in held):
-            held.append(nn.Parameter(torch.empty(0)))
-        return held
 
 
 @dataclass
 class Equipment:
     """What an engine works with beside its part of the model and the optimizer.
 
-    `count_targets` says over how many targets of a micro-batch its mean loss goes. `loss_scale` is given in fp16.
-    `has_values` is False where tensors have none (a run without a GPU that counts bytes).
+    `count_targets` says over how many targets of a micro-batch its mean loss goes, None where `loss_fn` shows it.
+    `loss_scale` is given in fp16.
+    `has_values` is False where tensors have none (a run without a GPU that counts bytes). `reference` is the whole
+    model, to check the plan by.
     """
 
     max_grad_norm: float | None = None
     scheduler: LRScheduler | None = None
-    count_targets: TargetCount = counted_targets
+    count_targets: TargetCount | None = None
     loss_scale: LossScale | None = None
     peers: Peers | None = None
     timeouts: TimeoutWatch | None = None
     watch: RunWatch | None = None
     file: PlanFile | None = None
     has_values: bool = True
+    precision: TrainingPrecision = "fp32"
+    batch_statistics: BatchStatistics = "global"
+    reference: nn.Module | None = None
 
 
 class Engine:
@@ -98,7 +83,8 @@ class Engine:
 
     `optimizer` is this rank's, over `parameters`; `scheduler` what sets its learning rate, None without one.
     `grad_norm` is the norm of the whole model's gradient at the last step before clipping, None where nothing needed
-    it. Gradients stay readable until the next step. `num_steps` counts the steps done, those of a loaded checkpoint
+    it. Gradients stay readable until the next step. `metrics` are what `loss_fn` returned beside the loss in the last
+    call, over the global batch. `num_steps` counts the steps done, those of a loaded checkpoint
     included: it is the position in the data, for `job.shard(skip=engine.num_steps)`.
     """
 
@@ -122,7 +108,12 @@ class Engine:
         self._equipment = equipment
         self._peers = equipment.peers or Peers(mesh.world)
         self._has_stepped = False
+        self.metrics: dict[str, torch.Tensor] = {}
         self._losses = LossWatch(mesh.world)
+        self._totals = TotalsOverRanks(mesh)
+        self._first_step = self._checks()
+        self._loss: torch.Tensor | None = None
+        self._tokens: int | None = None
         self._writer = CheckpointWriter(is_main=mesh.world.rank == 0)
 
     @property
@@ -164,62 +155,97 @@ class Engine:
         return whole_tensor(tensor, self._part.cuts.get(name), self._mesh)
 
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
-        """Do one optimizer step on this rank's share of a global batch; return the mean loss of the whole batch.
+        """Do one optimizer step on this rank's share of a global batch; return the loss of the whole batch.
 
         `inputs` and `targets` are tensors, or nests of tensors, with the batch first; a dict of inputs gives the model
-        keyword arguments, a tuple positional ones. The mean is that over all targets of the global batch, also where
-        some are masked or the batch is not full. The loss is a scalar tensor on the device; reading it waits for the
+        keyword arguments, a tuple positional ones. The loss is that of one process with the whole batch, also where
+        some targets are masked or the batch is not full. It is a scalar tensor on the device; reading it waits for the
         step. Raises `UsageError` where the share has another size than the plan says or does not divide, or ranks make
-        other calls; `DivergedError` where the loss is no number; `RankMemoryError` where the memory is too small;
+        other calls; `UnsupportedPlanError` before the first step where the loss of a batch cannot be made of those of
+        its parts; `DivergedError` where the loss is not a number; `RankMemoryError` where the memory is too small;
         `CollectiveTimeoutError` where a rank did not come.
         """
         with self._explained("step"):
-            return self._step(inputs, targets)
+            totals = self._backward(inputs, targets)
+            self._update(totals.factor)
+            return totals.loss
 
-    def _step(self, inputs: Any, targets: Any) -> torch.Tensor:
+    def backward(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Do the first half of `step`: leave the gradients of the global batch in place, and return its loss.
+
+        Gradients of an earlier batch are dropped. `update` does the other half.
+        """
+        with self._explained("step"):
+            totals = self._backward(inputs, targets)
+            if totals.factor is not None:
+                scale_gradients(self._gradients().values(), totals.factor)
+            return totals.loss
+
+    def update(self) -> None:
+        """Do the second half of `step`: clip the gradients that `backward` left, step optimizer and scheduler."""
+        if self._tokens is None:
+            raise UsageError("engine.update without engine.backward before it", hint="call engine.backward first")
+        with self._explained("step"):
+            self._update(None)
+
+    def _backward(self, inputs: Any, targets: Any) -> StepTotals:
         watch, scale = self._equipment.watch, self._equipment.loss_scale
         if watch is not None:
             watch.begin()
         self._losses.check(keep=1)
-        micro_batches = self._divided("step", inputs, targets)
+        loss = self._part.execution.loss
+        micro_batches, rule = self._divided("step", inputs, targets)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._guarded(lambda: self._part.execution.train(micro_batches))
-        if scale is not None:
-            loss = loss / scale.scale
+        loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
+        self._guarded(lambda: self._part.execution.train(micro_batches))
+        self._first_step.share_state()
         if self._part.is_replica and not self._has_stepped:
             self._check_every_gradient()
-        mean = self._global_mean(loss)
-        self._losses.add(step=self.num_steps + 1, mean=mean, own=loss, is_read=self._equipment.has_values)
-        if self._prepare_gradients():
+        totals = self._totals.sum("step", loss.tally, rule, has_values=self._equipment.has_values)
+        self.metrics = totals.metrics
+        own = loss.tally.loss
+        self._losses.add(step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._equipment.has_values)
+        self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
+        return totals
+
+    def _update(self, factor: torch.Tensor | None) -> None:
+        watch = self._equipment.watch
+        if self._prepare_gradients(factor):
             self._guarded(self.optimizer.step)
             if self.scheduler is not None:
                 self.scheduler.step()
         self._has_stepped = True
         self._peers.num_steps += 1
-        if watch is not None:
+        if watch is not None and self._loss is not None and self._tokens is not None:
             watch.end(
                 step=self.num_steps,
-                loss=mean,
+                loss=self._loss,
                 grad_norm=self.grad_norm,
                 learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-                tokens=count_tokens(inputs) * self._mesh.size("dp"),
+                tokens=self._tokens,
             )
-        return mean
+        self._loss = self._tokens = None
 
     def eval_step(self, inputs: Any, targets: Any) -> torch.Tensor:
-        """Return the mean loss of a global batch, this rank's share of which is given, without training on it.
+        """Return the loss of a global batch, this rank's share of which is given, without training on it.
 
-        Every rank calls it. Dropout is off.
+        Every rank calls it. Dropout is off. What `loss_fn` returned beside the loss is in `metrics`.
         """
         self._losses.check()
-        was_training = self._part.module.training
+        modes = {module: module.training for module in self._part.module.modules()}
         with self._explained("eval_step"):
-            micro_batches = self._divided("eval_step", inputs, targets)
+            micro_batches, rule = self._divided("eval_step", inputs, targets)
             self._part.module.eval()
+            loss = self._part.execution.loss
+            loss.rule = rule
             try:
-                return self._global_mean(self._guarded(lambda: self._part.execution.evaluate(micro_batches)))
+                self._guarded(lambda: self._part.execution.evaluate(micro_batches))
             finally:
-                self._part.module.train(was_training)
+                for module, was_training in modes.items():
+                    module.training = was_training
+            totals = self._totals.sum("eval_step", loss.tally, rule, has_values=self._equipment.has_values)
+            self.metrics = totals.metrics
+            return totals.loss
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write the state of the training to `folder`, which any plan can load.
@@ -270,6 +296,25 @@ class Engine:
         if self._equipment.watch is not None:
             self._equipment.watch.finish()
 
+    def _checks(self) -> FirstStep:
+        equipment, part, plan, mesh = self._equipment, self._part, self._plan, self._mesh
+        probe = LossProbe(
+            part.execution,
+            part.module,
+            mesh=mesh,
+            plan=plan,
+            count_targets=equipment.count_targets,
+            dtype=half_type(equipment.precision) or torch.float32,
+        )
+        verification = None
+        if equipment.reference is not None:
+            verification = Verification(
+                equipment.reference, part, plan=plan, mesh=mesh, precision=equipment.precision, whole=self.whole
+            )
+            equipment.reference = None
+        statistics = equipment.batch_statistics
+        return FirstStep(part, probe, plan=plan, mesh=mesh, statistics=statistics, verification=verification)
+
     def _source(self) -> CheckpointSource:
         index = self._mesh.coordinate("tp")
         return CheckpointSource(
@@ -293,18 +338,34 @@ class Engine:
     def _meet(self, call: Call, size: int = 0) -> list[int]:
         return self._peers.meet(call, size) if self._equipment.has_values else [size] * self._mesh.world.size
 
-    def _divided(self, call: Call, inputs: Any, targets: Any) -> list[MicroBatch]:
-        """Return the micro-batches of a step, each with its weight in the mean over the global batch."""
-        device, mesh = self._mesh.world.device, self._mesh
+    def _divided(self, call: Call, inputs: Any, targets: Any) -> tuple[list[MicroBatch], LossRule]:
+        """Return the micro-batches of a step, and by what rule their losses make up that of the global batch."""
+        device = self._mesh.world.device
         sizes = self._meet(call, batch_size(inputs, targets))
         division = self._divider.divide(sizes, is_step=call == "step")
-        pieces = split_batch(to_device(inputs, device), to_device(targets, device), division)
-        counts = count_micro_batches(pieces, self._equipment.count_targets, device)
-        total = counts.sum()
-        if mesh.group("dp") is not None:
-            dist.all_reduce(total, group=mesh.group("dp"))
-        scale = self._equipment.loss_scale.scale if self._equipment.loss_scale and call == "step" else 1.0
-        return weigh(pieces, counts * (scale * mesh.size("dp")) / total.clamp(min=torch.finfo(total.dtype).tiny))
+        inputs, targets = to_device(inputs, device), to_device(targets, device)
+        rule = self._loss_rule(call, division, (inputs, targets), sizes)
+        pieces = split_batch(inputs, targets, division)
+        if rule.kind == "counted":
+            return pieces, rule
+        if rule.kind == "targets":
+            counts = count_micro_batches(pieces, self._equipment.count_targets or counted_targets, device)
+            total = counts.sum()
+            if self._mesh.group("dp") is not None:
+                dist.all_reduce(total, group=self._mesh.group("dp"))
+            return weigh(pieces, counts / total.clamp(min=torch.finfo(total.dtype).tiny)), rule
+        whole = global_sequences(sizes, self._mesh) if rule.kind == "sequences" else 1
+        each = [piece.num_sequences if rule.kind == "sequences" else float(piece.num_sequences > 0) for piece in pieces]
+        return weigh(pieces, [count / whole for count in each]), rule
+
+    def _loss_rule(self, call: Call, division: Division, batch: tuple[Any, Any], sizes: list[int]) -> LossRule:
+        is_divided = division.count > 1 or self._mesh.size("dp") > 1
+        if not self._equipment.has_values:
+            return LossRule(kind="sequences" if is_divided else "whole")
+        rule: LossRule = self._guarded(
+            lambda: self._first_step.check(*batch, sizes, is_divided=is_divided, trains=call == "step")
+        )
+        return rule
 
     def _check_every_gradient(self) -> None:
         missing = [name for name, held in self._part.parameters.items() if held.requires_grad and held.grad is None]
@@ -314,16 +375,26 @@ class Engine:
                 hint="turn them off with requires_grad_(False), or use ZeRO, which leaves them alone",
             )
 
-    def _prepare_gradients(self) -> bool:
-        """Unscale and clip the gradients; return whether the step can be done, the same on every rank."""
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
+
+    def _prepare_gradients(self, factor: torch.Tensor | None) -> bool:
+        """Multiply the gradients by `factor`, unscale and clip them; return whether the step can be done, on all ranks.
+
+        They are read once for their norm and written once.
+        """
         max_norm, scale = self._equipment.max_grad_norm, self._equipment.loss_scale
-        if max_norm is None and scale is None:
-            return True
-        gradients = {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
+        gradients = self._gradients()
+        by: torch.Tensor | float | None = factor
         if scale is not None:
-            scale.unscale(gradients.values())
+            by = 1.0 / scale.scale if factor is None else factor / scale.scale
+        if max_norm is None and scale is None:
+            if by is not None:
+                scale_gradients(gradients.values(), by)
+            return True
         counted = {name: gradient for name, gradient in gradients.items() if name not in self._part.repeated}
-        self.grad_norm = global_norm(counted, self._mesh, split=self._part.cuts.keys())
+        norm = global_norm(counted, self._mesh, split=self._part.cuts.keys())
+        self.grad_norm = norm if by is None else norm * by
         if scale is not None and self._equipment.has_values:
             # The norm of the whole model's gradient is finite where every part of it is, on every rank.
             overflowed = not bool(self.grad_norm.isfinite())
@@ -331,7 +402,10 @@ class Engine:
             if overflowed:
                 return False
         if max_norm is not None:
-            clip_gradients(list(self._part.parameters.values()), norm=self.grad_norm, max_norm=max_norm)
+            clip = clip_factor(self.grad_norm, max_norm=max_norm)
+            by = clip if by is None else clip * by
+        if by is not None:
+            scale_gradients(gradients.values(), by)
         return True
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
@@ -358,13 +432,3 @@ class Engine:
                 step=self.num_steps + 1,
                 allocated_bytes=int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None,
             ) from error
-
-    def _global_mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the mean over `dp` of the losses of the last stages; ranks of other stages bring 0.
-
-        The ranks of a `tp` group bring the same loss each.
-        """
-        mean = loss / (self._mesh.size("dp") * self._mesh.size("tp"))
-        if self._mesh.world.is_distributed:
-            dist.all_reduce(mean)
-        return mean

@@ -20,19 +20,23 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
+from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
 from paraplan.runtime.data import ShardedBatches, SizedDataset, shard_dataset
-from paraplan.runtime.engine import Engine, Equipment, RankPart
+from paraplan.runtime.engine import Engine, Equipment
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.peers import Peers
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.setting import Setting
-from paraplan.runtime.step.batches import TargetCount, counted_targets
+from paraplan.runtime.step.batches import TargetCount
 from paraplan.runtime.step.division import StepShape
-from paraplan.runtime.step.execution import LossFunction
+from paraplan.runtime.step.forward_state import BatchStatistics
+from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.reports import RunWatch, Yardstick, peak_flops_per_s
+from paraplan.runtime.step.verification import Verify, reference_of
 from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import World
@@ -80,10 +84,12 @@ class Job:
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
-        count_targets: TargetCount = counted_targets,
+        count_targets: TargetCount | None = None,
         compile_backend: str | None = None,
         example_inputs: Any = None,
         weights: str | Path | None = None,
+        batch_statistics: BatchStatistics = "global",
+        verify: Verify = "auto",
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
 
@@ -98,13 +104,27 @@ class Job:
         inputs are not token ids. `weights` is a safetensors file, or a folder of them, from which every rank reads its
         own part; `model` may then be built in `runtime.without_weights()`, for one that no rank can hold whole.
 
+        `loss_fn` may also return `(loss_sum, count)`, and a dict of metrics behind the loss, which are averaged alike.
+        `batch_statistics` "local" lets buffers that the model writes in its forward pass (batch norm) be those of
+        micro-batches, where they cannot be those of the global batch; "global" refuses that. The first step is done
+        beside the model itself on two sequences, and refused where loss, gradients or buffers differ: `verify` "auto"
+        does so where the plan changes the model and a copy of it is small beside the free memory, "full" always.
+
         Raises `PlanError` for a model that the plan was not made for, `UnsupportedPlanError` for a plan that the
         runtime cannot execute on it, and `ModelError` for a model without values, or another one on another rank.
         """
         watch = self._watch(count_parameters(model))
-        setting = Setting(plan=self.plan, mesh=self.mesh, precision=self.precision, loss_fn=loss_fn)
+        setting = Setting.of(self.plan, self.mesh, self.precision, loss_fn)
         with nullcontext() if self._timeouts is None else self._timeouts.explained(lambda: "job.prepare"):
-            part = self._part_of(model, setting, example_inputs, compile_backend=compile_backend, weights=weights)
+            part, reference = self._part_of(
+                model,
+                setting,
+                example_inputs,
+                compile_backend=compile_backend,
+                weights=weights,
+                verify=verify,
+                synchronizes=batch_statistics == "global",
+            )
         self._separate_random_numbers()
         made = optimizer(part.optimized())
         if self.plan.offload == "optimizer":
@@ -121,6 +141,9 @@ class Job:
                 scheduler=None if scheduler is None else scheduler(made),
                 count_targets=count_targets,
                 loss_scale=LossScale() if self.precision == "fp16" else None,
+                precision=self.precision,
+                batch_statistics=batch_statistics,
+                reference=reference,
                 peers=peers,
                 timeouts=self._timeouts,
                 watch=watch,
@@ -140,12 +163,17 @@ class Job:
         *,
         compile_backend: str | None,
         weights: str | Path | None,
-    ) -> RankPart:
-        """Return this rank's part of `model`, with the weights of rank 0 or those of a file."""
+        verify: Verify,
+        synchronizes: bool,
+    ) -> tuple[RankPart, nn.Module | None]:
+        """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
         reads = weights is not None
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=reads)
         share_weights(model, self.world)
         names = names_of_ties(model)
+        reference = reference_of(model, self.plan, self.mesh, verify)
+        if synchronizes:
+            synchronize_batch_norms(model, self.plan, self.mesh)
         if compile_backend is None and is_compiled(self.file):
             compile_backend = "inductor"
         if compile_backend is not None:
@@ -153,7 +181,7 @@ class Job:
         part = assemble_part(model, stack, setting, example_inputs=example_inputs)
         if weights is not None:
             read_weights(Path(weights), part, self.mesh, names=names)
-        return part
+        return part, reference
 
     def shard(
         self,

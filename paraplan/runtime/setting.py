@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.step.execution import LossFunction
+from paraplan.runtime.split.trial import seen_through
+from paraplan.runtime.step.loss import LossFunction, StepLoss
 
 
 @dataclass(frozen=True)
@@ -17,4 +18,11 @@ class Setting:
     plan: ParallelPlan
     mesh: Mesh
     precision: TrainingPrecision
-    loss_fn: LossFunction
+    loss: StepLoss
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, mesh: Mesh, precision: TrainingPrecision, loss_fn: LossFunction) -> Setting:
+        """Return the setting of a training by `loss_fn`, which sees split outputs under tp and cp."""
+        if plan.tp * plan.cp > 1:
+            loss_fn = seen_through(loss_fn)
+        return cls(plan=plan, mesh=mesh, precision=precision, loss=StepLoss(loss_fn, mesh.world.device))

@@ -6,8 +6,6 @@ each looks up those that it has, and what they found is summed and dealt back.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,9 +38,8 @@ class ShardedEmbedding(nn.Embedding):
         else:
             found = rows.new_zeros((own.shape[0], self.embedding_dim)) + rows.sum()
         found = found.masked_fill(is_other[:, None], 0.0)
-        mean: torch.Tensor = _Mean.apply(found, group.size)  # type: ignore[no-untyped-call]
-        cut = Cut(dim=0, segments=(mean.shape[0],), size=group.size)
-        return sum_and_scatter(mean, cut, group).reshape(*tokens.shape, self.embedding_dim)
+        cut = Cut(dim=0, segments=(found.shape[0],), size=group.size)
+        return sum_and_scatter(found, cut, group).reshape(*tokens.shape, self.embedding_dim)
 
 
 def shard_tables(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> None:
@@ -92,16 +89,3 @@ def _gathered(tokens: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     parts = [torch.empty_like(tokens) for _ in range(group.size)]
     dist.all_gather(parts, tokens.contiguous(), group=group.handle)
     return torch.cat(parts)
-
-
-class _Mean(torch.autograd.Function):
-    """What all ranks send back is summed here; data parallelism takes the mean."""
-
-    @staticmethod
-    def forward(ctx: Any, found: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size = size
-        return found.view_as(found)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0] / ctx.size, None

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from paraplan.errors import ModelError, UsageError
-from paraplan.runtime.engine import RankPart
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.split.pieces import Place, boxes_of
 
 _HINT = "give job.prepare the weights of this model"

@@ -25,10 +25,12 @@ from paraplan.runtime.fake.split import splits_without_values
 from paraplan.runtime.job import Job, SchedulerFactory
 from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.setting import Setting
-from paraplan.runtime.step.batches import TargetCount, batch_size, counted_targets
+from paraplan.runtime.step.batches import TargetCount, batch_size
 from paraplan.runtime.step.division import StepDivider, StepShape
-from paraplan.runtime.step.execution import LossFunction
+from paraplan.runtime.step.forward_state import BatchStatistics
+from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.loss_scale import LossScale
+from paraplan.runtime.step.verification import Verify
 from paraplan.runtime.weights import count_parameters
 
 
@@ -49,16 +51,18 @@ class FakeJob(Job):
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
-        count_targets: TargetCount = counted_targets,
+        count_targets: TargetCount | None = None,
         compile_backend: str | None = None,
         example_inputs: Any = None,
         weights: str | Path | None = None,
+        batch_statistics: BatchStatistics = "global",
+        verify: Verify = "auto",
     ) -> Engine:
-        """Put `model` under the plan without values; see `Job.prepare`. Nothing is compiled, no weights are read."""
+        """Put `model` under the plan without values; see `Job.prepare`. Nothing is compiled, read or verified."""
         left_out = [] if compile_backend is None else [f"compiling with {compile_backend}"]
         left_out += [] if weights is None else [f"the weights in {weights}"]
         num_parameters = count_parameters(model)
-        setting = Setting(plan=self.plan, mesh=self.mesh, precision=self.precision, loss_fn=loss_fn)
+        setting = Setting.of(self.plan, self.mesh, self.precision, loss_fn)
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")

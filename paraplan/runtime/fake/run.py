@@ -25,16 +25,17 @@ from paraplan.records import Record
 from paraplan.runtime import recompute
 from paraplan.runtime.assembly import assemble_part
 from paraplan.runtime.blocks import find_blocks
-from paraplan.runtime.engine import Engine, Equipment, RankPart
+from paraplan.runtime.engine import Engine, Equipment
 from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
 from paraplan.runtime.fake.split import splits_without_values
 from paraplan.runtime.fake.storage_tracking import Peak, Phase, StorageTracker, StorageUse
 from paraplan.runtime.fake.world import fake_world, without_values
 from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.noise import silence_known_noise
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.step.division import StepShape
-from paraplan.runtime.step.execution import LossFunction
+from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.token_loss import token_loss
 from paraplan.runtime.world import World
 
@@ -111,7 +112,7 @@ def trace_peak(
         stack.enter_context(without_values())
         stack.enter_context(GroupedProducts())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         materialise(model, world.device)
-        setting = Setting(plan=plan, mesh=mesh, precision=training.precision, loss_fn=loss_fn or token_loss)
+        setting = Setting.of(plan, mesh, training.precision, loss_fn or token_loss)
         tracked = _TrackedRank(model, setting, training, world)
         stack.enter_context(tracked.tracker.following_resizes())
         stack.enter_context(attention_again_on_gpu())

@@ -15,13 +15,13 @@ from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.anatomy import Anatomy, examine
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.data_parallel import never_sharded
-from paraplan.runtime.engine import RankPart
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution
 from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stage_module import StageModule
 from paraplan.runtime.pipeline.stage_split import CutStage, cut_stage
 from paraplan.runtime.pipeline.ties import TiedGradients, find_ties
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.split.context_parallel import context_group, keep_experts_apart
 from paraplan.runtime.split.cut import Cut
@@ -113,7 +113,7 @@ def _cut_piece(
         model,
         cut.inject,
         is_last=index == len(bounds) - 1,
-        loss_fn=setting.loss_fn,
+        loss=setting.loss,
         precision=setting.precision,
         device=device,
         context=_context(setting),

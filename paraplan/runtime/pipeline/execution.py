@@ -65,6 +65,7 @@ class PipelineExecution:
         self._stages = stages
         self._anatomy = anatomy
         self._bounds = bounds
+        self.loss = setting.loss
         self._setting = setting
         self._mesh = setting.mesh
         self._ties = ties
@@ -73,28 +74,27 @@ class PipelineExecution:
         self._context = context
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
 
-    def train(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Run forward and backward passes, leave the gradients of the mean loss in place, and return that loss."""
-        loss = self._run(micro_batches, trains=True)
+    def train(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run forward and backward passes, and leave the gradients of the weighted loss in place."""
+        self._run(micro_batches, trains=True)
         self._replicas.start(self._apart)
         self._replicas.finish()
         self._ties.sum_gradients()
-        return loss
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Run forward passes without gradients and return the mean loss."""
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run forward passes without gradients."""
         with torch.no_grad():
-            return self._run(micro_batches, trains=False)
+            self._run(micro_batches, trains=False)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> torch.Tensor:
+    def _run(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> None:
+        self.loss.start()
         schedule, ends = self._schedule_for(micro_batches, trains=trains)
         for stage, (received, sent) in zip(self._stages, ends, strict=True):
             stage.module.micro_batches, stage.module.received, stage.module.sent = micro_batches, received, sent
         numbers = torch.arange(len(micro_batches))
-        losses: list[torch.Tensor] = []
         arguments = (numbers,) if self._stages[0].index == 0 else ()
         has_end = self._stages[-1].index == len(self._bounds) - 1
-        last: dict[str, Any] = {"target": numbers, "losses": losses} if has_end else {}
+        last: dict[str, Any] = {"target": numbers} if has_end else {}
         run = schedule.step if trains else schedule.eval
         try:
             run(*arguments, number=numbers, return_outputs=False, **last)
@@ -106,9 +106,6 @@ class PipelineExecution:
         finally:
             for stage in self._stages:
                 stage.module.micro_batches = ()
-        total = sum((loss.detach() for loss in losses), torch.zeros((), device=self._mesh.world.device))
-        # Each rank of `cp` has the whole loss, as many times as there are such ranks.
-        return total if self._context is None else total / self._context.size**2
 
     def _schedule_for(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Schedule, list[_Ends]]:
         inputs = micro_batches[0].inputs

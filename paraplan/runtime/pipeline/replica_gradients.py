@@ -1,4 +1,4 @@
-"""Gradients of whole replicas of a pipeline stage, averaged over `dp` once the last micro-batch has gone through it.
+"""Gradients of whole replicas of a pipeline stage, summed over `dp` once the last micro-batch has gone through it.
 
 DDP does this by hooks on the accumulation of gradients. A schedule that takes the backward pass in two halves (zero
 bubble) goes around these hooks, and a parameter that two stages of one rank hold cannot belong to two replicas.
@@ -18,7 +18,7 @@ _BUCKET_BYTES = 25 * 2**20  # that of DDP
 
 @dataclass
 class ReplicaGradients:
-    """Averages the gradients of parameters over `group`; without a group there is one replica and nothing to do.
+    """Sums the gradients of parameters over `group`; without a group there is one replica and nothing to do.
 
     `started` ones travel while other stages compute. A missing gradient counts as 0, so that all replicas send alike.
     """
@@ -38,13 +38,12 @@ class ReplicaGradients:
             self._travelling.append((work, flat, gradients))
 
     def finish(self) -> None:
-        """Wait for what was sent and put the averages in place."""
+        """Wait for what was sent and put the sums in place."""
         for work, flat, gradients in self._travelling:
             work.wait()
-            flat /= dist.get_world_size(self.group)
-            means = torch.split(flat, [gradient.numel() for gradient in gradients])
-            for gradient, mean in zip(gradients, means, strict=True):
-                gradient.copy_(mean.view_as(gradient))
+            sums = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, total in zip(gradients, sums, strict=True):
+                gradient.copy_(total.view_as(gradient))
         self._travelling.clear()
 
 

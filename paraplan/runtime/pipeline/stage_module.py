@@ -12,20 +12,19 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import HiddenShape
 from paraplan.runtime.pipeline.stage_split import Inject, StageEndError
 from paraplan.runtime.precision import compute_context
-from paraplan.runtime.split.context_parallel import context_error, split_tokens
+from paraplan.runtime.split.context_parallel import split_tokens
 from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
-from paraplan.runtime.step.batches import MicroBatch, call_model
-from paraplan.runtime.step.execution import LossFunction, weighted_loss
+from paraplan.runtime.step.batches import MicroBatch
+from paraplan.runtime.step.loss import StepLoss, split_error
 
 
 class StageModule(nn.Module):
     """A stage as torch's schedules call it: a hidden state in and out; on the last stage the loss out.
 
     The micro-batches of a step are handed over beforehand, whole, and the schedule passes their numbers: every stage
-    makes its own masks and positions from the inputs. The loss goes by the weight of the micro-batch, so that the
-    gradients of a step add up to those of the mean over the global batch. `context` is the `cp` group, whose ranks have
-    some tokens of each sequence: inputs and received hidden states are split, and plain tensors travel.
+    makes its own masks and positions from the inputs. `context` is the `cp` group, whose ranks have some tokens of each
+    sequence: inputs and received hidden states are split, and plain tensors travel.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class StageModule(nn.Module):
         inject: Inject | None,
         *,
         is_last: bool,
-        loss_fn: LossFunction,
+        loss: StepLoss,
         precision: TrainingPrecision,
         device: torch.device,
         context: TensorGroup | None = None,
@@ -43,7 +42,7 @@ class StageModule(nn.Module):
         self.model = model
         self._inject = inject if inject is None else [inject]  # in a list: it is no second child of this module
         self._is_last = is_last
-        self._loss_fn = loss_fn
+        self._loss = loss
         self._precision = precision
         self._device = device
         self._context = context
@@ -62,19 +61,14 @@ class StageModule(nn.Module):
             self._inject[0].hold(self._with_context(received))
         try:
             with compute_context(self._precision, self._device):
-                outputs = call_model(self.model, inputs)
-                loss = weighted_loss(self._loss_fn(outputs, micro_batch.targets), micro_batch)
+                return self._loss.run(self.model, inputs, micro_batch).reshape(1)
         except StageEndError as end:
             return self._sendable(end.hidden)
         except SplitError as error:
-            if self._context is None:
-                raise
-            raise context_error(error, self._context) from error
+            raise split_error(error, self._context) from error
         finally:
             if self._inject is not None:
                 self._inject[0].hold(None)
-        # Ranks of `cp` have parts of one gradient, and data parallelism takes the mean over them too.
-        return loss.reshape(1) if self._context is None else (loss * self._context.size).reshape(1)
 
     def _with_context(self, received: torch.Tensor) -> torch.Tensor:
         cut = None if self.received is None else self.received.cut

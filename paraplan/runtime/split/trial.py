@@ -87,10 +87,10 @@ def functions_refused() -> Iterator[None]:
         torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
-def seen_through(loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+def seen_through(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return `loss_fn`, refused where it hands an autograd.Function outputs that are split."""
 
-    def loss(outputs: Any, targets: Any) -> torch.Tensor:
+    def loss(outputs: Any, targets: Any) -> Any:
         with functions_refused():
             return loss_fn(outputs, targets)
 

@@ -21,15 +21,15 @@ TargetCount = Callable[[Any], "torch.Tensor | float"]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs and targets of one forward pass, as tensors or nests of them.
+    """Inputs and targets of one forward pass, as tensors or nests of them, of `num_sequences` (0 for a piece of zeros).
 
-    `weight` is what its loss counts in the loss of this rank, a scalar tensor: over all ranks of `dp` the weights sum
-    to `dp`, since data parallelism takes the mean of gradients. None stands for a loss that nothing was counted for.
+    `weight` is what its loss counts in the loss of the global batch, None where that shows when it is computed.
     """
 
     inputs: Any
     targets: Any
-    weight: torch.Tensor | None = None
+    num_sequences: int
+    weight: torch.Tensor | float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,18 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
+def is_of_batch(leaf: Any) -> bool:
+    """Whether a leaf of a batch has an entry for each sequence: a tensor that is no single number."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+
+
 def batch_size(inputs: Any, targets: Any) -> int:
-    """Return the number of sequences of a batch: the first dimension, the same in every tensor of it."""
-    sizes = {
-        leaf.shape[0] if leaf.ndim else -1
-        for leaf in pytree.tree_leaves((inputs, targets))
-        if isinstance(leaf, torch.Tensor)
-    }
-    if len(sizes) != 1 or -1 in sizes:
+    """Return the number of sequences of a batch: the first dimension, the same in every tensor of it.
+
+    Single numbers belong to the whole batch.
+    """
+    sizes: set[int] = {leaf.shape[0] for leaf in pytree.tree_leaves((inputs, targets)) if is_of_batch(leaf)}
+    if len(sizes) != 1:
         raise UsageError(
             f"the tensors of a batch must share one first dimension, found {sorted(sizes) or 'no tensor'}",
             hint="give engine.step inputs and targets with the batch first",
@@ -77,7 +81,7 @@ def divide_short(sizes: Sequence[int], *, micro_batch_size: int, min_count: int 
 
 
 def split_batch(inputs: Any, targets: Any, division: Division) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of one size; such that no sequence is left for are zeros, of weight 0.
+    """Cut a batch into micro-batches of one size; those that no sequence is left for are zeros.
 
     Raises `UsageError` where no size is given and the batch does not divide.
     """
@@ -93,12 +97,12 @@ def split_batch(inputs: Any, targets: Any, division: Division) -> list[MicroBatc
         start = index * size
 
         def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
+            if not is_of_batch(leaf):
                 return leaf
             return leaf[start : start + size] if start < held else leaf.new_zeros((size, *leaf.shape[1:]))
 
-        pair = MicroBatch(inputs=pytree.tree_map(cut, inputs), targets=pytree.tree_map(cut, targets))
-        return pair if start < held else replace(pair, weight=torch.zeros(()))
+        counted = size if start < held else 0
+        return MicroBatch(pytree.tree_map(cut, inputs), pytree.tree_map(cut, targets), num_sequences=counted)
 
     return [piece(index) for index in range(division.count)]
 
@@ -116,14 +120,14 @@ def count_micro_batches(micro_batches: Sequence[MicroBatch], count: TargetCount,
     """Return how many targets each micro-batch brings into the mean, as a vector; 0 for those that are zeros."""
 
     def one(micro_batch: MicroBatch) -> torch.Tensor:
-        if micro_batch.weight is not None:
+        if not micro_batch.num_sequences:
             return torch.zeros((), device=device)
         return torch.as_tensor(count(micro_batch.targets), dtype=torch.float32, device=device)
 
     return torch.stack([one(micro_batch) for micro_batch in micro_batches])
 
 
-def weigh(micro_batches: Sequence[MicroBatch], weights: torch.Tensor) -> list[MicroBatch]:
+def weigh(micro_batches: Sequence[MicroBatch], weights: torch.Tensor | Sequence[float]) -> list[MicroBatch]:
     """Return the micro-batches with these weights, one for each."""
     return [replace(micro_batch, weight=weights[index]) for index, micro_batch in enumerate(micro_batches)]
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paraplan.runtime.mesh import Mesh
@@ -44,13 +43,19 @@ def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Col
     return summed(whole + summed(part.clone(), mesh.group("tp")), mesh.group("pp")).sqrt()
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], *, norm: torch.Tensor, max_norm: float) -> None:
-    """Scale the gradients of `parameters` in place so that a model's gradient of `norm` is at most `max_norm` long."""
-    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    for alike in (sharded, whole):  # one call takes tensors of one kind
-        if alike:
-            torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
+def clip_factor(norm: torch.Tensor, *, max_norm: float) -> torch.Tensor:
+    """Return what brings a gradient of `norm` to at most `max_norm`, as torch.nn.utils.clip_grad_norm_ computes it."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def scale_gradients(gradients: Iterable[torch.Tensor], by: torch.Tensor | float) -> None:
+    """Multiply gradients by a number, in place, all in one call for each of their devices and types."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        groups.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), alike in groups.items():
+        torch._foreach_mul_(alike, by.to(device) if isinstance(by, torch.Tensor) else by)
 
 
 def _squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -7,10 +7,7 @@ has overflowed the step is left out and the scale shrinks; after many steps with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-import torch
 
 INITIAL_SCALE = 2.0**16
 _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0, 0.5, 2000
@@ -23,11 +20,6 @@ class LossScale:
     scale: float = INITIAL_SCALE
     steady_steps: int = 0
     skipped_steps: int = 0
-
-    def unscale(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
-        for gradient in gradients:
-            gradient.mul_(1.0 / self.scale)
 
     def update(self, *, overflowed: bool) -> None:
         """Take note of a step whose gradients have overflowed, anywhere in the model, or not."""

@@ -1,0 +1,107 @@
+"""Batch normalisation over the global batch, of which each rank of `dp` has a share.
+
+The mean and the variance of a channel are those of all ranks' entries, and so are their gradients (SyncBatchNorm, which
+torch has for GPUs alone). Without it each rank would train by the statistics of its own share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.mesh import Mesh
+
+
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the layers of `model` that normalise by the statistics of a batch in training, by their names.
+
+    Those that were put into evaluation (frozen) go by their running statistics.
+    """
+    return {name: one for name, one in model.named_modules() if isinstance(one, _BatchNorm) and one.training}
+
+
+def synchronize_batch_norms(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> None:
+    """Make the batch norms of `model` those of the global batch.
+
+    Raises `UnsupportedPlanError` where micro-batches or tokens divide it too: one is computed before the next is there.
+    """
+    found = batch_norms(model)
+    if not found or plan.dp * plan.num_microbatches * plan.cp == 1:
+        return
+    name = next(iter(found))
+    if plan.num_microbatches * plan.cp > 1:
+        raise UnsupportedPlanError(
+            f"{name} ({type(found[name]).__name__}) takes statistics over a batch that num_microbatches="
+            f"{plan.num_microbatches}, cp={plan.cp} divides: they would not be those of one process",
+            hint='use one micro-batch, GroupNorm, or job.prepare(batch_statistics="local") for those of a micro-batch',
+        )
+    group = mesh.group("dp")
+    assert group is not None
+    for module in found.values():
+        _synchronize(module, group)
+
+
+def _synchronize(module: _BatchNorm, group: dist.ProcessGroup) -> None:
+    inner = module.forward
+
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        return _normalized(module, given, group) if module.training else inner(given)
+
+    module.forward = forward  # type: ignore[method-assign,assignment]
+
+
+def _normalized(module: _BatchNorm, given: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    module._check_input_dim(given)  # type: ignore[no-untyped-call]
+    own = given.float().movedim(1, -1).flatten(0, -2)  # [entries, channels]
+    count = torch.full((1,), float(own.shape[0]), device=own.device)
+    total = _SumOverRanks.apply(torch.cat([own.sum(0), count]), group)  # type: ignore[no-untyped-call]
+    number = total[-1].detach()
+    mean = total[:-1] / number
+    # In two passes, as one process does it: the mean of squares less the square of the mean cancels digits.
+    centered = own - mean
+    squares = _SumOverRanks.apply(centered.square().sum(0), group)  # type: ignore[no-untyped-call]
+    variance = squares / number
+    _follow(module, mean.detach(), variance.detach() * number / (number - 1).clamp(min=1))
+    normal = centered * torch.rsqrt(variance + module.eps)
+    if module.affine:
+        normal = normal * module.weight.float() + module.bias.float()
+    shape = given.movedim(1, -1).shape
+    normalized: torch.Tensor = normal.view(shape).movedim(-1, 1).to(given.dtype)
+    return normalized
+
+
+def _follow(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """Bring the running statistics one batch further, as torch.nn.BatchNorm does."""
+    if not module.track_running_stats or module.running_mean is None or module.running_var is None:
+        return
+    momentum: Any = module.momentum
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if momentum is None:  # a plain average of all batches
+            momentum = 1.0 / module.num_batches_tracked.float()
+    with torch.no_grad():
+        for running, now in ((module.running_mean, mean), (module.running_var, variance)):
+            running.add_((now - running) * momentum)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks; each rank's part reaches the losses of all of them, so gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,93 @@
+"""What is found out and checked with the first batch, before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.step.forward_state import BatchStatistics, ForwardState
+from paraplan.runtime.step.loss import LossRule
+from paraplan.runtime.step.loss_rule import LossProbe
+from paraplan.runtime.step.trials import Piece, gathered_numbers, global_sequences, modes, two_sequences
+from paraplan.runtime.step.verification import Verification
+
+_WORTH_SAYING_S = 0.5
+
+
+class FirstStep:
+    """The checks of one engine. `verification` is done once, where there is one; the loss where a batch is divided."""
+
+    def __init__(
+        self,
+        part: RankPart,
+        probe: LossProbe,
+        *,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        statistics: BatchStatistics,
+        verification: Verification | None,
+    ) -> None:
+        self.rule: LossRule | None = None
+        self._module = part.module
+        self._probe = probe
+        self._plan = plan
+        self._mesh = mesh
+        self._statistics = statistics
+        self._verification = verification
+        self._state = ForwardState(part.module, mesh)
+        self._is_steady: bool | None = None
+
+    def check(self, inputs: Any, targets: Any, sizes: Sequence[int], *, is_divided: bool, trains: bool) -> LossRule:
+        """Return the rule of the loss for a batch; `trains` says that it is trained on.
+
+        Raises `UnsupportedPlanError` on every rank where the plan does not train the model as one process does.
+        """
+        needs_rule = is_divided and self.rule is None
+        verification = self._verification if trains else None
+        if needs_rule or verification is not None:
+            pieces = two_sequences(inputs, targets, sizes, self._mesh)
+            known = pieces if pieces is not None else self._one_sequence(inputs, targets, sizes)
+            if known is not None:
+                self._look(known, needs_rule and pieces is not None, verification, global_sequences(sizes, self._mesh))
+        if not is_divided:
+            return LossRule(kind="whole")
+        return self.rule or LossRule(kind="sequences")
+
+    def share_state(self) -> None:
+        """Keep what the forward pass of a divided batch has written the same on all replicas."""
+        if self._statistics == "local":
+            self._state.share()
+
+    def _look(
+        self, pieces: Sequence[Piece], needs_rule: bool, verification: Verification | None, num_sequences: int
+    ) -> None:
+        is_steady = self._steady(pieces[0])
+        if needs_rule:
+            self._state.find(self._probe, pieces, self._plan, statistics=self._statistics)
+            with modes(self._module, training=None if is_steady else False, batch_norm_training=False):
+                self.rule = self._probe.find((pieces[0], pieces[1]), num_sequences=num_sequences)
+        if verification is None:
+            return
+        self._verification = None
+        taken_s = verification.check(pieces, trains=is_steady)
+        if taken_s > _WORTH_SAYING_S and self._mesh.world.rank == 0:
+            sys.stderr.write(f"paraplan: the plan trains like one process, checked in {taken_s:.1f} s\n")
+
+    def _steady(self, piece: Piece) -> bool:
+        """Return whether the model gives the same for the same in training: whether nothing in it is random."""
+        if self._is_steady is None:
+            values = []
+            with modes(self._module, training=None, batch_norm_training=False):
+                for seed in (0, 1):
+                    returned = self._probe.value(piece, seed=seed)
+                    values.append(None if returned is None else float(returned.value))
+            differs = float(values[0] != values[1] and values[0] == values[0])
+            self._is_steady = not any(row[0] for row in gathered_numbers([differs], self._mesh))
+        return self._is_steady
+
+    def _one_sequence(self, inputs: Any, targets: Any, sizes: Sequence[int]) -> tuple[Piece] | None:
+        return ((inputs, targets),) if min(sizes) == max(sizes) == 1 and self._mesh.size("dp") == 1 else None

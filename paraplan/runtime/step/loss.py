@@ -1,0 +1,292 @@
+"""The loss of a step: what `loss_fn` returns for each micro-batch, weighed so that all add up to that of the batch.
+
+Every micro-batch brings a term to the loss of the global batch. How much it counts is the rule of the loss: as its
+share of the sequences, of the targets that its mean goes over, or in full where the loss is a sum. Where the number of
+targets shows only when `loss_fn` has run, terms are sums over a provisional number, and the gradients are brought to
+the right one after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.runtime.split.context_parallel import context_error
+from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.split_tensor import CONTEXT, SplitError
+from paraplan.runtime.step.batches import MicroBatch, call_model
+from paraplan.runtime.step.loss_counts import LossFollower, Mean, Number, Sum, Term
+
+LossFunction = Callable[[Any, Any], Any]
+LossKind = Literal["whole", "sum", "sequences", "targets", "counted", "probe"]
+
+HINT = (
+    "return (loss_sum, count) from loss_fn: the sum over the micro-batch, and over how many targets it goes; "
+    "or use a plan of one rank of dp and one micro-batch"
+)
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """How much the loss of a micro-batch counts in that of the step.
+
+    - whole: the batch is not divided, its loss is the loss.
+    - sum: the loss is a sum over sequences, and so is that of the batch.
+    - sequences: a mean that counts as many as the micro-batch has sequences.
+    - targets: a mean that counts what `count_targets` says; known before the model runs.
+    - counted: a mean over targets whose number shows when it is computed.
+    - probe: losses are kept one by one, to find out the rule.
+
+    `in_model` says that the model computes the loss itself. `provisional` is what counted sums are divided by until
+    their number is known: a power of two, so that the division rounds nothing. `num_others` means are added to the
+    first one, each with a count of its own.
+    """
+
+    kind: LossKind
+    in_model: bool = False
+    provisional: float = 1.0
+    num_others: int = 0
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What `loss_fn` returned for a micro-batch: a number, what it is, and metrics beside it.
+
+    `is_sum` says that the number is a sum over `count` targets by the word of `loss_fn` itself.
+    """
+
+    value: torch.Tensor
+    term: Term | None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    is_sum: bool = False
+
+    @property
+    def total_and_count(self) -> tuple[torch.Tensor, Number] | None:
+        """The sum over all targets, and their number; None where that is not known."""
+        if not isinstance(self.term, Mean) or self.term.count is None or self.term.divisor is None:
+            return None
+        return (self.value if self.is_sum else self.value * self.term.divisor), self.term.count
+
+
+@dataclass
+class Tally:
+    """What the micro-batches of one run of an execution came to on this rank; nothing where it has no end of the model.
+
+    `loss` is the sum of their terms without a gradient, `count` that of the counted targets. `spread` [others, 2] holds
+    the smallest ratio (negated) and the largest one that the counts of added means have to that of the first; `metrics`
+    a sum and a count by name.
+    """
+
+    loss: torch.Tensor
+    count: torch.Tensor
+    spread: torch.Tensor
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    returned: list[Returned] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, device: torch.device, num_others: int = 0) -> Tally:
+        """Return a tally of nothing."""
+        loss, count = torch.zeros((), device=device), torch.zeros((), device=device)
+        return cls(loss=loss, count=count, spread=torch.full((num_others, 2), -torch.inf, device=device))
+
+
+class StepLoss:
+    """`loss_fn` as executions call it, under the rule that the engine has found.
+
+    `gradient_factor` multiplies what is differentiated and not what is reported: it undoes that data parallelism takes
+    means over ranks, and holds the loss scale of fp16.
+    """
+
+    def __init__(self, loss_fn: LossFunction, device: torch.device) -> None:
+        self.rule = LossRule(kind="whole")
+        self.gradient_factor = 1.0
+        self.tally = Tally.empty(device)
+        self.loss_fn = loss_fn
+        self._device = device
+
+    def start(self) -> None:
+        """Begin a new tally."""
+        self.tally = Tally.empty(self._device, self.rule.num_others)
+
+    @contextmanager
+    def replaced(self, loss_fn: LossFunction, rule: LossRule) -> Iterator[None]:
+        """Use another loss, under `rule`, in this context; the tally is left as it was."""
+        kept = self.loss_fn, self.rule, self.gradient_factor, self.tally
+        self.loss_fn, self.rule = loss_fn, rule
+        try:
+            yield
+        finally:
+            self.loss_fn, self.rule, self.gradient_factor, self.tally = kept
+
+    @contextmanager
+    def under(self, rule: LossRule) -> Iterator[None]:
+        """Use `loss_fn` under another rule in this context."""
+        with self.replaced(self.loss_fn, rule):
+            yield
+
+    def run(self, model: nn.Module, inputs: Any, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return the term of `micro_batch` to differentiate, `inputs` of which go into `model`, and tally it."""
+        returned = self._returned(model, inputs, micro_batch)
+        if self.rule.kind == "probe":
+            self.tally.returned.append(returned)
+            return returned.value.float().reshape(())
+        term, weight = self._weighed(returned, micro_batch)
+        self.tally.loss += term.detach()
+        self._tally_metrics(returned, weight)
+        return term * self.gradient_factor
+
+    def _returned(self, model: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Returned:
+        follower = LossFollower() if self.rule.kind in ("counted", "probe") else None
+        watches: AbstractContextManager[Any] = nullcontext() if follower is None else follower
+        if self.rule.in_model:
+            with watches:
+                return self._read(call_model(model, inputs), micro_batch, follower)
+        outputs = call_model(model, inputs)
+        with watches:
+            return self._read(outputs, micro_batch, follower)
+
+    def _read(self, outputs: Any, micro_batch: MicroBatch, follower: LossFollower | None) -> Returned:
+        try:
+            return read_loss(self.loss_fn(outputs, micro_batch.targets), follower)
+        except SplitError as error:
+            raise loss_split_error(error) from error
+
+    def _weighed(self, returned: Returned, micro_batch: MicroBatch) -> tuple[torch.Tensor, Number]:
+        """Return the term of a micro-batch, and what its metrics count."""
+        if self.rule.kind == "counted":
+            return self._counted(returned, micro_batch)
+        weight = micro_batch.weight
+        assert weight is not None
+        value = returned.value.float()
+        if not isinstance(weight, torch.Tensor) and weight:
+            return value * weight, weight
+        # A micro-batch whose targets are all masked has no mean: its loss is NaN, and its gradients are 0.
+        is_counted = torch.as_tensor(weight, device=self._device) > 0
+        return torch.where(is_counted, value * weight, 0.0), weight
+
+    def _counted(self, returned: Returned, micro_batch: MicroBatch) -> tuple[torch.Tensor, Number]:
+        known = returned.total_and_count
+        if known is None or not isinstance(returned.term, Mean) or len(returned.term.others) != self.rule.num_others:
+            raise UsageError(
+                "loss_fn returned a mean over a known number of targets at first, and now something else", hint=HINT
+            )
+        total, number = known
+        count = torch.as_tensor(number, dtype=torch.float32, device=self._device)
+        if not micro_batch.num_sequences:  # a piece of zeros
+            count = torch.zeros_like(count)
+        for place, other in enumerate(returned.term.others):
+            ratio = torch.as_tensor(micro_batch.num_sequences if other is None else other, device=self._device) / count
+            bounds = torch.where(count > 0, torch.stack([-ratio, ratio]), -torch.inf)
+            self.tally.spread[place] = torch.maximum(self.tally.spread[place], bounds)
+        self.tally.count += count
+        return torch.where(count > 0, total.float(), 0.0) / self.rule.provisional, count
+
+    def _tally_metrics(self, returned: Returned, weight: Number) -> None:
+        for name, value in returned.metrics.items():
+            number, count = value if isinstance(value, tuple) else (value, None)
+            own = torch.as_tensor(number, device=self._device).detach().float().reshape(())
+            by = torch.as_tensor(weight if count is None else count, dtype=torch.float32, device=self._device)
+            own = torch.where(by > 0, own * by if count is None else own, 0.0)
+            pair = torch.stack([own, by])
+            self.tally.metrics[name] = self.tally.metrics.get(name, torch.zeros_like(pair)) + pair
+
+
+def read_loss(returned: Any, follower: LossFollower | None = None) -> Returned:
+    """Return what `loss_fn` returned, in one form.
+
+    That is a mean, or a sum with its count `(loss_sum, count)`; each may have a dict of metrics behind it. Raises
+    `UsageError` for anything else, and where the loss has no gradient in training.
+    """
+    metrics: Mapping[str, Any] = {}
+    parts = list(returned) if isinstance(returned, tuple) else [returned]
+    if len(parts) > 1 and isinstance(parts[-1], Mapping):
+        metrics = _checked_metrics(parts.pop())
+    loss, *rest = parts
+    if len(rest) > 1:
+        raise UsageError(
+            f"loss_fn returned {len(parts)} values", hint="return the mean loss, (loss_sum, count), or these and a dict"
+        )
+    value = scalar_loss(loss)
+    if not rest:
+        return Returned(value=value, term=None if follower is None else follower.term_of(loss), metrics=metrics)
+    count = _count(rest[0])
+    return Returned(value=value, term=Mean(divisor=count, count=count), metrics=metrics, is_sum=True)
+
+
+def _count(value: Any) -> Number:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise UsageError(f"loss_fn returned {found} as its count, not one number", hint="return (loss_sum, count)")
+
+
+def _checked_metrics(metrics: Mapping[Any, Any]) -> Mapping[str, Any]:
+    for name, value in metrics.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        fits = all(
+            isinstance(number, (int, float)) or (isinstance(number, torch.Tensor) and number.numel() == 1)
+            for number in numbers
+        )
+        if not isinstance(name, str) or len(numbers) > 2 or not fits:
+            raise UsageError(
+                f"loss_fn returned the metric {name!r} as {type(value).__name__}, not as a number",
+                hint="a metric is a mean over the micro-batch, or (sum, count)",
+            )
+    return metrics
+
+
+def loss_split_error(error: SplitError) -> UnsupportedPlanError:
+    """Return what a user can understand of a loss that needs what several ranks hold."""
+    if error.source == CONTEXT:
+        return UnsupportedPlanError(
+            f"loss_fn brings tokens of a sequence together, of which each rank of cp has some: {error.message}",
+            hint="use torch.nn.functional.cross_entropy over all tokens, a mean or a sum, with targets that the data "
+            "set has shifted; or cp=1",
+        )
+    return UnsupportedPlanError(
+        f"loss_fn brings together what the ranks of tp hold each a part of: {error.message}",
+        hint="use torch.nn.functional.cross_entropy, or tp=1",
+    )
+
+
+def split_error(error: SplitError, context: TensorGroup | None) -> UnsupportedPlanError:
+    """Return what a user can understand of a model that needs what several ranks hold; `context` is the `cp` group."""
+    if context is not None:
+        return context_error(error, context)
+    return UnsupportedPlanError(
+        f"the model brings together what the ranks of tp hold each a part of: {error.message}",
+        hint="use a plan without sequence parallelism, or tp=1",
+    )
+
+
+def scalar_loss(loss: Any) -> torch.Tensor:
+    """Return `loss` as a tensor without dimensions; raise `UsageError` where it is not a number to train by."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UsageError(
+            f"loss_fn returned {found}, not one number",
+            hint="return the mean loss over the micro-batch, or (sum, count)",
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UsageError(
+            "loss_fn returned a number that has no gradient",
+            hint="compute it from the model's outputs, without detach, item or torch.no_grad",
+        )
+    return loss.reshape(())
+
+
+def term_kind(returned: Returned) -> LossKind | None:
+    """Return the rule that fits what is known of a loss, None where nothing is."""
+    if returned.total_and_count is not None:
+        return "counted"
+    if isinstance(returned.term, Mean):
+        return "sequences"
+    return "sum" if isinstance(returned.term, Sum) and returned.term.raw is None else None

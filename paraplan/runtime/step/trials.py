@@ -1,0 +1,126 @@
+"""Trying a prepared model before it trains: on two sequences of a batch, with all that is written put back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.step.batches import is_of_batch
+
+Piece = tuple[Any, Any]
+"""Inputs and targets of some sequences."""
+
+
+def two_sequences(inputs: Any, targets: Any, sizes: Sequence[int], mesh: Mesh) -> tuple[Piece, Piece] | None:
+    """Return two sequences of the global batch, the same on every rank; None where it has fewer than two.
+
+    `sizes` are the sequences that every rank has.
+    """
+    own: dict[int, int] = {}
+    for rank, size in enumerate(sizes):
+        own.setdefault(mesh.grid.coordinates(rank)["dp"], size)
+    places = [(place, index) for place, size in sorted(own.items()) for index in range(min(size, 2))][:2]
+    if len(places) < 2:
+        return None
+    first, second = (_sequence((inputs, targets), place, index, mesh.group("dp")) for place, index in places)
+    return first, second
+
+
+def _sequence(batch: Piece, place: int, index: int, group: dist.ProcessGroup | None) -> Piece:
+    """Return sequence `index` of rank `place` of `dp`."""
+
+    def row(leaf: Any) -> Any:
+        if not is_of_batch(leaf):
+            return leaf
+        mine = leaf[index : index + 1]
+        if group is None:
+            return mine
+        sent = mine.clone() if len(mine) else leaf.new_zeros((1, *leaf.shape[1:]))
+        dist.broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, group=group, group_src=place)
+        return sent
+
+    return _pair(pytree.tree_map(row, batch))
+
+
+def joined(first: Piece, second: Piece) -> Piece:
+    """Return both pieces as one batch."""
+
+    def both(one: Any, other: Any) -> Any:
+        return torch.cat([one, other]) if is_of_batch(one) else one
+
+    return _pair(pytree.tree_map(both, first, second))
+
+
+def num_sequences_of(piece: Piece) -> int:
+    """Return the sequences of a piece."""
+    return next((int(leaf.shape[0]) for leaf in pytree.tree_leaves(piece) if is_of_batch(leaf)), 1)
+
+
+def global_sequences(sizes: Sequence[int], mesh: Mesh) -> int:
+    """Return the sequences of the global batch of which the ranks have shares of these sizes."""
+    return sum({mesh.grid.coordinates(rank)["dp"]: size for rank, size in enumerate(sizes)}.values())
+
+
+def gathered_numbers(numbers: Sequence[float], mesh: Mesh) -> list[list[float]]:
+    """Return the numbers that every rank gives, as many of each, in the order of the ranks."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=mesh.world.device)
+    rows = [mine]
+    if mesh.world.is_distributed:
+        rows = [torch.empty_like(mine) for _ in range(mesh.world.size)]
+        dist.all_gather(rows, mine)
+    gathered: list[list[float]] = torch.stack(rows).tolist()
+    return gathered
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled blocks run as they are: shapes of two sequences are not worth compiling."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool = True) -> Iterator[None]:
+    """Put all modules of `models` into training or evaluation, in this context; None leaves them as they are.
+
+    Without `batch_norm_training` layers that need more than one entry go by their running statistics.
+    """
+    before = {module: module.training for model in models for module in model.modules()}
+    for module in before:
+        if training is not None:
+            module.training = training
+        if isinstance(module, _BatchNorm) and not batch_norm_training:
+            module.training = False
+    try:
+        yield
+    finally:
+        for module, was_training in before.items():
+            module.training = was_training
+
+
+@contextmanager
+def nothing_changed(*models: nn.Module) -> Iterator[None]:
+    """Put buffers and random numbers back at the end of this context."""
+    buffers = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
+    gpus = sorted({one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"})
+    with torch.random.fork_rng(devices=gpus):
+        try:
+            yield
+        finally:
+            for buffer, value in buffers:
+                buffer.data.copy_(value)
+
+
+def _pair(pair: Any) -> Piece:
+    first, second = pair
+    return first, second
