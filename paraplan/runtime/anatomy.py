@@ -1,7 +1,7 @@
-"""How a model uses its parameters: before its blocks, in each block, and after them.
+"""How a model uses its parameters and buffers: before its blocks, in each block, and after them.
 
-The model is copied to torch's meta device, where tensors have shapes and no values, and run once. Cutting the graph at
-every block tells which parameters each piece of it reaches, tied ones included, and whether the blocks form a chain:
+The model is copied to torch's meta device, where tensors have shapes and no values, and run once. Following what every
+tensor is computed from (`dataflow`) tells what each piece of it reads, and whether the blocks form a chain (`chain`):
 a pipeline can be cut only where one tensor alone passes from block to block.
 """
 
@@ -20,27 +20,14 @@ from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import SplitTensor
+from paraplan.runtime.chain import HINT, ChainProbe, ChainUses, find_uses
+from paraplan.runtime.chain import HiddenShape as HiddenShape
+from paraplan.runtime.dataflow import Dataflow
 from paraplan.runtime.step.batches import call_model
 from paraplan.runtime.without_values import WAYS_TO_RUN, Context, reentrant_refused
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
-HINT = "use pp=1 for this model"
-"""What a model that is no chain of blocks is told."""
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class HiddenShape:
-    """The tensor that passes from one block to the next, for one micro-batch.
-
-    Under context parallelism it has this rank's tokens; `cut` says which those are.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -58,12 +45,13 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model's blocks as a chain, with the names of the parameters that each piece uses.
+    """A model's blocks as a chain, with the names of the parameters and other tensors that each piece uses.
 
     `shadow` is a copy of the model on the meta device; where it had to be made in bf16, `hidden_dtype` is what the
     model itself computes in. A block takes the hidden state as its argument `hidden_argument` (a position or a keyword)
-    and returns it alone, or first in a tuple of `num_outputs`. Names are those of `named_parameters`: a tied parameter
-    has one. A parameter that nothing uses counts as used before the blocks.
+    and returns it alone, or first in a tuple of `num_outputs`. Names are those of `named_parameters` and
+    `named_buffers`: a tied parameter has one. What nothing uses counts to where it lies, outside of blocks to what is
+    before them. `writes_hidden`: blocks write into the hidden state that they are given.
     """
 
     shadow: nn.Module
@@ -71,23 +59,39 @@ class Anatomy:
     stack: BlockStack
     hidden_argument: int | str
     num_outputs: int | None
-    before: frozenset[str]
-    blocks: tuple[frozenset[str], ...]
-    after: frozenset[str]
+    uses: ChainUses
+    writes_hidden: bool = False
+
+    @property
+    def before(self) -> frozenset[str]:
+        """The parameters that are used before the blocks."""
+        return self.uses.parameters.before
+
+    @property
+    def blocks(self) -> tuple[frozenset[str], ...]:
+        """The parameters that each block uses."""
+        return self.uses.parameters.blocks
+
+    @property
+    def after(self) -> frozenset[str]:
+        """The parameters that are used after the blocks."""
+        return self.uses.parameters.after
 
     def used_by(self, start: int, end: int) -> frozenset[str]:
         """Return the parameters that a stage with blocks `start`..`end` - 1 uses, the model's ends included."""
-        names = frozenset().union(*self.blocks[start:end])
-        if start == 0:
-            names |= self.before
-        if end == len(self.blocks):
-            names |= self.after
-        return names
+        return self.uses.parameters.of(start, end)
 
     def hidden_shapes(self, inputs: Any) -> list[HiddenShape]:
         """Return what each block receives for one micro-batch of `inputs`, on whatever device these are."""
+
+        def attempt(tried: Any, _: Context) -> ChainProbe:
+            probe = ChainProbe(self.stack)
+            with probe.attached(self.shadow):
+                call_model(self.shadow, tried)
+            return probe
+
         with torch.no_grad():
-            probe, _ = _probe(self.shadow, self.stack, _on_meta(inputs))
+            probe = first_that_runs(self.shadow, _on_meta(inputs), attempt)
         return [replace(hidden, dtype=self.own_dtype(hidden.dtype)) for hidden in probe.received]
 
     def own_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -96,7 +100,7 @@ class Anatomy:
 
 
 def examine(model: nn.Module, stack: BlockStack, example_inputs: Any = None) -> Anatomy:
-    """Return the anatomy of `model`, run on `example_inputs`.
+    """Return the anatomy of `model`, run on `example_inputs` as it runs in training.
 
     Without these the inputs are those of the model's own `example_inputs(batch, tokens)`, where it has that method,
     else token ids. Raises `UsageError` where the model does not run on them, and `UnsupportedPlanError` where its
@@ -107,168 +111,60 @@ def examine(model: nn.Module, stack: BlockStack, example_inputs: Any = None) -> 
     hidden_dtype = None
     with torch.enable_grad():
         try:
-            probe, output = _probe(shadow, stack, inputs)
+            probe, uses = _followed(shadow, stack, inputs)
         except UsageError:
             # Grouped matmuls (experts) have shapes in bf16 only.
             hidden_dtype = next((held.dtype for held in model.parameters() if held.is_floating_point()), None)
             if hidden_dtype in (None, torch.bfloat16):
                 raise
             shadow = shadow.to(torch.bfloat16)
-            probe, output = _probe(shadow, stack, inputs)
-    names = {id(parameter): name for name, parameter in shadow.named_parameters()}
-    if len(probe.received) != len(stack):
-        raise UnsupportedPlanError(
-            f"{len(probe.received)} of {len(stack)} blocks take part in a forward pass", hint=HINT
-        )
+            probe, uses = _followed(shadow, stack, inputs)
     assert probe.hidden_argument is not None
-    reached_after = _reached(output)
-    if probe.side_outputs & reached_after.union(*probe.reached):
-        raise UnsupportedPlanError("blocks hand on more than one tensor that needs a gradient", hint=HINT)
-    after = frozenset(names[key] for key in reached_after if key in names)
-    blocks = tuple(frozenset(names[key] for key in reached if key in names) for reached in probe.reached)
-    before = frozenset(names[key] for key in probe.reached_before if key in names)
-    used = before.union(after, *blocks)
+    assert probe.flow is not None
     return Anatomy(
         shadow=shadow,
         hidden_dtype=hidden_dtype,
         stack=stack,
         hidden_argument=probe.hidden_argument,
         num_outputs=probe.num_outputs,
-        before=before | (frozenset(names.values()) - used),
-        blocks=blocks,
-        after=after,
+        uses=uses,
+        writes_hidden=probe.flow.writes_hidden,
     )
 
 
-class _ChainProbe:
-    """Hooks that follow the hidden state from block to block and cut the graph between them."""
+def _followed(shadow: nn.Module, stack: BlockStack, inputs: Any) -> tuple[ChainProbe, ChainUses]:
+    """Run `shadow` on `inputs` and return what its blocks did, and what its pieces use."""
 
-    def __init__(self, stack: BlockStack) -> None:
-        self.received: list[HiddenShape] = []
-        self.reached: list[set[int]] = []
-        self.reached_before: set[int] = set()
-        self.side_outputs: set[int] = set()
-        self.hidden_argument: int | str | None = None
-        self.num_outputs: int | None = None
-        self._stack = stack
-        self._handed_on: torch.Tensor | None = None
-        self._kept: list[torch.Tensor] = []  # with their graphs, so that ids that were noted stay theirs
-
-    @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[None]:
-        """Follow the forward passes of `model` in this context."""
-        handles = []
-        for index, block in enumerate(self._stack.modules(model)):
-            handles.append(block.register_forward_pre_hook(self._enter(index), with_kwargs=True))
-            handles.append(block.register_forward_hook(self._leave(index)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, index: int) -> Callable[..., Any]:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            if index != len(self.received):
-                raise UnsupportedPlanError(
-                    f"block {self._stack.names[index]} runs out of turn, after {len(self.received)} blocks", hint=HINT
-                )
-            where, hidden = self._find_hidden(index, args, kwargs)
-            self._kept.append(hidden)
-            if index == 0:
-                self.reached_before = _leaves(hidden)
-            cut = hidden.cut if isinstance(hidden, SplitTensor) else None
-            own = hidden.local if isinstance(hidden, SplitTensor) else hidden
-            self.received.append(HiddenShape(shape=tuple(own.shape), dtype=own.dtype, cut=cut))
-            return put_argument(where, _cut(hidden), args, kwargs)
-
-        return enter
-
-    def _find_hidden(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, torch.Tensor]:
-        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        tensors = [(where, value) for where, value in named if isinstance(value, torch.Tensor)]
-        if index == 0:
-            # Token ids or masks may stand beside the hidden state; a model may also begin with its blocks.
-            found = [(where, value) for where, value in tensors if value.is_floating_point()] or tensors
-        else:
-            found = [(where, value) for where, value in tensors if value is self._handed_on]
-        if not found:
+    def attempt(tried: Any, _: Context) -> tuple[ChainProbe, ChainUses]:
+        flow = Dataflow(shadow, len(stack))
+        probe = ChainProbe(stack, flow)
+        with probe.attached(shadow):
+            output = call_model(shadow, tried)
+            flow.look_for_reassigned()
+        if len(probe.received) != len(stack):
             raise UnsupportedPlanError(
-                f"block {self._stack.names[index]} does not take the output of the block before it unchanged",
-                hint=HINT,
+                f"{len(probe.received)} of {len(stack)} blocks take part in a forward pass", hint=HINT
             )
-        where, hidden = found[0]
-        if index == 1 and where != self.hidden_argument:
-            raise UnsupportedPlanError(
-                f"blocks take their hidden state as argument {self.hidden_argument} at first and {where} later",
-                hint=HINT,
-            )
-        self.hidden_argument = where
-        return where, hidden
+        probe.check_pure(output)
+        return probe, find_uses(probe, shadow, stack, output, is_complete=tried is inputs)
 
-    def _leave(self, index: int) -> Callable[..., Any]:
-        def leave(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            first, *others = output if isinstance(output, tuple) else (output,)
-            if not isinstance(first, torch.Tensor):
-                raise UnsupportedPlanError(
-                    f"block {self._stack.names[index]} returns {type(first).__name__} first, not its hidden state",
-                    hint=HINT,
-                )
-            # What stands beside the hidden state (attention weights) is let through, and must not be used again.
-            others = pytree.tree_map(self._mark, others)
-            self.num_outputs = len(output) if isinstance(output, tuple) else None
-            self._kept.append(first)
-            self.reached.append(_leaves(first))
-            self._handed_on = _cut(first)
-            return (self._handed_on, *others) if isinstance(output, tuple) else self._handed_on
-
-        return leave
-
-    def _mark(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
-            return leaf
-        marked = _cut(leaf)
-        self.side_outputs.add(id(marked))
-        self._kept.append(marked)
-        return marked
+    with _in_training(shadow):
+        return first_that_runs(shadow, inputs, attempt)
 
 
-def put_argument(
-    where: int | str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return `args` and `kwargs` with `value` at `where`, a position or a keyword."""
-    if isinstance(where, int):
-        return (*args[:where], value, *args[where + 1 :]), kwargs
-    return args, {**kwargs, where: value}
-
-
-def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())
-
-
-def _reached(output: Any) -> set[int]:
-    leaves = pytree.tree_leaves(output)
-    # An output object that torch does not know as a container is one leaf: its fields are looked at.
-    leaves += [leaf for holder in leaves for leaf in pytree.tree_leaves(getattr(holder, "__dict__", None))]
-    return set().union(*(_leaves(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)))
-
-
-def _leaves(tensor: torch.Tensor) -> set[int]:
-    """Return the ids of the tensors that the graph of `tensor` starts from."""
-    found: set[int] = set()
-    if tensor.grad_fn is None:
-        return {id(tensor)}
-    waiting, seen = [tensor.grad_fn], {tensor.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.add(id(variable))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return found
+@contextmanager
+def _in_training(shadow: nn.Module) -> Iterator[None]:
+    """Run `shadow` as in training, where it was left as for evaluation; parts of it that are so on purpose stay so."""
+    if shadow.training:
+        yield
+        return
+    modes = {module: module.training for module in shadow.modules()}
+    shadow.train()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -339,17 +235,6 @@ def block_calls(shadow: nn.Module, stack: BlockStack, inputs: Any) -> list[Block
     except UsageError:
         # Grouped matmuls (experts) have shapes in bf16 only.
         return first_that_runs(shadow.to(torch.bfloat16), inputs, attempt)
-
-
-def _probe(shadow: nn.Module, stack: BlockStack, inputs: Any) -> tuple[_ChainProbe, Any]:
-    """Run `shadow` on `inputs` and return what its blocks did, with the output."""
-
-    def attempt(tried: Any, _: Context) -> tuple[_ChainProbe, Any]:
-        probe = _ChainProbe(stack)
-        with probe.attached(shadow):
-            return probe, call_model(shadow, tried)
-
-    return first_that_runs(shadow, inputs, attempt)
 
 
 def first_that_runs(shadow: nn.Module, inputs: Any, attempt: Callable[[Any, Context], _Result]) -> _Result:

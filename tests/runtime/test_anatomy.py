@@ -115,7 +115,7 @@ class Pairs(nn.Module):
         (Skipping(2), "layers.1 does not take the output of the block before it unchanged"),
         (Backwards(2), "layers.1 runs out of turn"),
         (HalfUsed(2), "1 of 2 blocks take part"),
-        (Pairs(adds_second=True), "more than one tensor that needs a gradient"),
+        (Pairs(adds_second=True), "reads what block layers.1 computes beside its hidden state: more than one tensor"),
     ],
 )
 def test_blocks_that_are_no_chain_are_refused(model: nn.Module, words: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +20,7 @@ from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution
 from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stage_module import StageModule
-from paraplan.runtime.pipeline.stage_split import CutStage, cut_stage
+from paraplan.runtime.pipeline.stage_split import CutStage, check_stages, cut_stage
 from paraplan.runtime.pipeline.ties import TiedGradients, find_ties
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.setting import Setting
@@ -34,12 +35,17 @@ SplitFinder = Callable[[Anatomy], TensorSplit | None]
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stage of this rank. `names` maps the names of its parameters in the whole model to those in the stage."""
+    """A stage of this rank.
+
+    `names` maps the names of its parameters in the whole model to those in the stage, and `buffer_names` those of the
+    buffers that it uses.
+    """
 
     index: int
     module: StageModule
     blocks: list[nn.Module]
     names: Mapping[str, str]
+    buffer_names: Mapping[str, str]
     cuts: Mapping[str, Cut]
 
     @property
@@ -47,6 +53,15 @@ class _Piece:
         """The parameters by their names in the whole model; others once the stage is sharded."""
         held = dict(self.module.model.named_parameters())
         return {name: held[own] for name, own in self.names.items()}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of the model's state that this stage uses, by their names in the whole model.
+
+        Others have not the values of one process: the stage may compute them from zeros.
+        """
+        held = lasting_buffers(self.module.model)
+        return {name: held[own] for name, own in self.buffer_names.items() if own in held}
 
 
 def assemble_stages(
@@ -66,6 +81,7 @@ def assemble_stages(
     plan, mesh = setting.plan, setting.mesh
     anatomy = examine(model, stack, example_inputs)
     bounds = stage_bounds(stage_blocks(plan, len(stack)))
+    check_stages(anatomy, bounds, num_ranks=plan.pp)
     split = find_split(anatomy)
     if plan.cp > 1:
         keep_experts_apart(anatomy.shadow)
@@ -123,6 +139,7 @@ def _cut_piece(
         module=module,
         blocks=anatomy.stack.modules(model)[start:end],
         names=cut.names,
+        buffer_names=cut.buffers,
         cuts=cuts,
     )
 
@@ -155,12 +172,23 @@ def _rank_part(
     )
     repeated = {tie.name for tie in ties if tie.ranks[0] != mesh.coordinate("pp")}
     modules = [piece.module for piece in pieces]
+    _share_buffers(pieces)
     return RankPart(
         module=modules[0] if len(modules) == 1 else nn.ModuleList(modules),
         parameters=parameters,
-        buffers={name: value for piece in pieces for name, value in lasting_buffers(piece.module.model).items()},
+        buffers={name: value for piece in pieces for name, value in piece.buffers.items()},
         execution=execution,
         repeated=frozenset(repeated & parameters.keys()),
         cuts={name: cut for piece in pieces for name, cut in piece.cuts.items()},
         is_replica=any(isinstance(stage.called, DistributedDataParallel) for stage in stages),
     )
+
+
+def _share_buffers(pieces: Sequence[_Piece]) -> None:
+    """Let the stages of one rank hold one tensor for each buffer that several of them use: a checkpoint fills one."""
+    first: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        for name, buffer in piece.buffers.items():
+            if first.setdefault(name, buffer) is not buffer:
+                path, _, own = piece.buffer_names[name].rpartition(".")
+                piece.module.model.get_submodule(path)._buffers[own] = first[name]

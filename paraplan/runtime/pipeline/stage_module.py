@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ class StageModule(nn.Module):
         micro_batch = self.micro_batches[int(number)]
         inputs = micro_batch.inputs if self._context is None else split_tokens(micro_batch.inputs, self._context)
         if self._inject is not None:
-            self._inject[0].hold(self._with_context(received))
+            self._inject[0].hold(self._with_context(_with_contiguous_gradient(received)))
         try:
             with compute_context(self._precision, self._device):
                 return self._loss.run(self.model, inputs, micro_batch).reshape(1)
@@ -90,3 +91,21 @@ class StageModule(nn.Module):
         sendable = hidden.to(self.sent.dtype).contiguous()
         # A backward pass in halves (zero bubble) detaches it in place, which a view does not allow.
         return sendable.clone() if sendable._is_view() else sendable
+
+
+def _with_contiguous_gradient(received: torch.Tensor) -> torch.Tensor:
+    """Return a received tensor, whose gradient will travel back."""
+    passed: torch.Tensor = _ContiguousGradient.apply(received)  # type: ignore[no-untyped-call]
+    return passed
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Returns a tensor as it is, and its gradient in the layout in which it can be sent."""
+
+    @staticmethod
+    def forward(_: Any, received: torch.Tensor) -> torch.Tensor:
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()

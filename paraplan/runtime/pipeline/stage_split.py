@@ -10,7 +10,10 @@ micro-batch.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import Anatomy
+from paraplan.runtime.chain import HINT
+from paraplan.runtime.dataflow import Registered, named_tensors
 from paraplan.runtime.split.split_tensor import SplitTensor
 
 
@@ -71,9 +76,14 @@ class PassOn(_StandIn):
 class Inject(PassOn):
     """The block before a stage: returns what the stage received."""
 
+    def __init__(self, shadow: nn.Module, anatomy: Anatomy) -> None:
+        super().__init__(shadow, anatomy)
+        self.__dict__["copies"] = anatomy.writes_hidden
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the received hidden state, whatever comes in."""
-        return self.output(self.__dict__["received"])
+        """Return the received hidden state, whatever comes in; a copy where blocks write into it."""
+        received = self.__dict__["received"]
+        return self.output(received.clone() if self.__dict__["copies"] else received)
 
     def hold(self, received: torch.Tensor | None) -> None:
         """Keep `received` for the next forward pass; None lets it go."""
@@ -89,42 +99,103 @@ class Exit(PassOn):
 
 
 class Phantom(_StandIn):
-    """A module around the blocks whose output nothing in this stage depends on: returns zeros of the right shape."""
+    """A module around the blocks whose output nothing in this stage depends on: returns zeros of the right shape.
+
+    So do its methods, its parts and their parameters.
+    """
 
     def __init__(self, shadow: nn.Module, anatomy: Anatomy, device: torch.device) -> None:
         super().__init__(shadow)
-        self.__dict__["own_dtype"] = anatomy.own_dtype
+        self.__dict__["anatomy"] = anatomy
         self.__dict__["zeros_device"] = device
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, nn.Module):
+            return Phantom(value, self.__dict__["anatomy"], self.__dict__["zeros_device"])
+        if isinstance(value, torch.Tensor):
+            return self._zeros(value)
+        if isinstance(value, MethodType) and value.__self__ is self.__dict__["shadow"]:
+            return lambda *args, **kwargs: self._shapes_of(value, args, kwargs)
+        return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return zeros that take no memory, in the shape of the module's output."""
+        return self._shapes_of(self.__dict__["shadow"], args, kwargs)
 
+    def _shapes_of(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def meta(leaf: Any) -> Any:
             return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
-        def zeros(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if isinstance(leaf, SplitTensor):  # this rank's tokens, under context parallelism
-                return SplitTensor(zeros(leaf.local), leaf.cut, leaf.group, leaf.source)
-            dtype, device = self.__dict__["own_dtype"](leaf.dtype), self.__dict__["zeros_device"]
-            return torch.zeros((), dtype=dtype, device=device).expand(leaf.shape)
-
         with torch.no_grad():
-            output = self.__dict__["shadow"](*pytree.tree_map(meta, args), **pytree.tree_map(meta, kwargs))
-        return pytree.tree_map(zeros, output)
+            output = function(*pytree.tree_map(meta, args), **pytree.tree_map(meta, kwargs))
+        return pytree.tree_map(self._zeros, output)
+
+    def _zeros(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if isinstance(leaf, SplitTensor):  # this rank's tokens, under context parallelism
+            return SplitTensor(self._zeros(leaf.local), leaf.cut, leaf.group, leaf.source)
+        dtype = self.__dict__["anatomy"].own_dtype(leaf.dtype)
+        return torch.zeros((), dtype=dtype, device=self.__dict__["zeros_device"]).expand(leaf.shape)
 
 
 @dataclass(frozen=True)
 class CutStage:
-    """What `cut_stage` left: where the received hidden state goes in (None for the first stage), and the parameters.
+    """What `cut_stage` left: where the received hidden state goes in (None for the first stage), and the tensors.
 
-    `names` maps the name of a parameter in the whole model to its name in the stage; they differ where one of several
-    tied modules stayed.
+    `names` maps the name of a parameter in the whole model to its name in the stage, and `buffers` that of a buffer
+    that the stage uses; they differ where one of several tied modules stayed.
     """
 
     inject: Inject | None
     names: dict[str, str]
+    buffers: dict[str, str]
+
+
+def check_stages(anatomy: Anatomy, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> None:
+    """Raise `UnsupportedPlanError` where any of the stages with these `bounds` would not compute what the model does.
+
+    Every rank asks about all stages, so that all of them end with the same error. Of the stages rank i of `num_ranks`
+    holds i, i + num_ranks and so on.
+    """
+    problem = anatomy.uses.problem
+    if problem is not None:
+        raise UnsupportedPlanError(problem, hint=HINT)
+    for start, end in bounds:
+        _check_stage(anatomy, start=start, end=end)
+    holders = Counter(
+        (name, stage % num_ranks)
+        for stage, (start, end) in enumerate(bounds)
+        for name in (anatomy.used_by(start, end) | anatomy.uses.tensors.of(start, end)) & anatomy.uses.written_before
+    )
+    twice = sorted(name for (name, _), count in holders.items() if count > 1)
+    if twice:
+        raise UnsupportedPlanError(
+            f"the forward pass writes {twice[0]}, which several stages of one rank use",
+            hint="use a schedule with one stage for each rank (1f1b)",
+        )
+
+
+def _check_stage(anatomy: Anatomy, *, start: int, end: int) -> None:
+    """Raise `UnsupportedPlanError` where a stage uses a tensor that lies in blocks of other stages alone."""
+    elsewhere = tuple(f"{name}." for at, name in enumerate(anatomy.stack.names) if not start <= at < end)
+    paths = _paths(anatomy.shadow)
+    for name in sorted(anatomy.used_by(start, end) | anatomy.uses.tensors.of(start, end)):
+        if all(path.startswith(elsewhere) for path in paths[name]):
+            raise UnsupportedPlanError(
+                f"blocks {start} to {end - 1} use {name}, which lies in a block of another stage", hint=HINT
+            )
+
+
+def _paths(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of every tensor of `model`, by the first of them."""
+    registered = Registered.of(model)
+    first = {id(tensor): name for name, tensor in [*registered.tensors.items(), *registered.parameters.items()]}
+    found: dict[str, list[str]] = {}
+    for path, tensor in [*model.named_parameters(remove_duplicate=False), *named_tensors(model)]:
+        found.setdefault(first[id(tensor)], []).append(path)
+    return found
 
 
 def cut_stage(model: nn.Module, anatomy: Anatomy, *, start: int, end: int, device: torch.device) -> CutStage:
@@ -132,19 +203,19 @@ def cut_stage(model: nn.Module, anatomy: Anatomy, *, start: int, end: int, devic
 
     Raises `UnsupportedPlanError` where the stage uses a parameter that lies inside a block of another stage.
     """
-    whole = dict(model.named_parameters())
-    needed = {id(whole[name]): name for name in sorted(anatomy.used_by(start, end))}
+    _check_stage(anatomy, start=start, end=end)
+    whole = Registered.of(model)
+    needed = {id(whole.parameters[name]): name for name in sorted(anatomy.used_by(start, end))}
+    tensors = {id(whole.tensors[name]): name for name in sorted(anatomy.uses.tensors.of(start, end))}
+    written = {id(whole.parameters[name]) for name in anatomy.uses.written_before & whole.parameters.keys()}
     inject = _replace_blocks(model, anatomy, start=start, end=end)
-    _replace_surroundings(model, anatomy, set(needed), device)
-    _drop_leftovers(model, set(needed), device)
-    kept = {needed[id(parameter)]: name for name, parameter in model.named_parameters()}
-    missing = sorted(set(needed.values()) - set(kept))
-    if missing:
-        raise UnsupportedPlanError(
-            f"blocks {start} to {end - 1} use {missing[0]}, which lies in a block of another stage",
-            hint="use pp=1 for this model",
-        )
-    return CutStage(inject=inject, names=kept)
+    _replace_surroundings(model, anatomy, {*needed, *tensors}, device)
+    _drop_leftovers(model, set(needed), written, device)
+    return CutStage(
+        inject=inject,
+        names={needed[id(parameter)]: name for name, parameter in model.named_parameters()},
+        buffers={tensors[id(buffer)]: name for name, buffer in model.named_buffers() if id(buffer) in tensors},
+    )
 
 
 def _replace_blocks(model: nn.Module, anatomy: Anatomy, *, start: int, end: int) -> Inject | None:
@@ -163,7 +234,7 @@ def _replace_blocks(model: nn.Module, anatomy: Anatomy, *, start: int, end: int)
 
 
 def _replace_surroundings(model: nn.Module, anatomy: Anatomy, needed: set[int], device: torch.device) -> None:
-    """Replace the modules outside the blocks that hold parameters, and none that the stage needs."""
+    """Replace the modules outside the blocks that hold parameters, and nothing that the stage needs."""
     blocks = tuple(f"{name}." for name in anatomy.stack.names)
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -171,19 +242,21 @@ def _replace_surroundings(model: nn.Module, anatomy: Anatomy, needed: set[int], 
         if holds_blocks or f"{name}.".startswith(blocks + replaced):
             continue
         has_own = any(True for _ in module.parameters(recurse=False))
-        if has_own and not any(id(parameter) in needed for parameter in module.parameters()):
+        held = [*module.parameters(), *(tensor for _, tensor in named_tensors(module))]
+        if has_own and not any(id(tensor) in needed for tensor in held):
             model.set_submodule(name, Phantom(anatomy.shadow.get_submodule(name), anatomy, device))
             replaced += (f"{name}.",)
 
 
-def _drop_leftovers(model: nn.Module, needed: set[int], device: torch.device) -> None:
+def _drop_leftovers(model: nn.Module, needed: set[int], written: set[int], device: torch.device) -> None:
     """Put zeros without memory in place of parameters that stand beside needed ones, and that the stage does not need.
 
     They are plain attributes, so that no optimizer and no replica sees them; what is computed from them goes nowhere.
+    Those that the forward pass writes have memory of their own.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in needed:
                 zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
                 delattr(module, name)
-                setattr(module, name, zeros)
+                setattr(module, name, zeros.clone() if id(parameter) in written else zeros)

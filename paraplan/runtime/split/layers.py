@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
-from paraplan.runtime.anatomy import put_argument
+from paraplan.runtime.chain import put_argument
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.group import (
     TensorGroup,

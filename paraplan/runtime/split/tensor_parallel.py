@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.anatomy import HINT, Anatomy, BlockCall, block_calls, examine, example_of, meta_copy
+from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, example_of, meta_copy
 from paraplan.runtime.blocks import BlockStack
+from paraplan.runtime.chain import HINT
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split.check import check_split, summed_gradients
 from paraplan.runtime.split.cut import Cut

@@ -1,0 +1,55 @@
+"""Models that no pipeline was written for train as in one process, or are refused by name on every rank."""
+
+from __future__ import annotations
+
+import pytest
+from odd_models import BATCH, REFUSED, SOUND, difference, train_all
+from rank_harness import RankHarness
+
+from paraplan.plan.parallel import ParallelPlan
+
+pytestmark = pytest.mark.ranks
+
+ALONE = ParallelPlan(num_microbatches=2, micro_batch_size=BATCH // 2)
+PIPELINES = [
+    ParallelPlan(
+        pp=2,
+        pipeline_schedule=schedule,
+        virtual_pipeline_size=virtual,
+        num_microbatches=2,
+        micro_batch_size=BATCH // 2,
+    )
+    for schedule, virtual in (("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2))
+]
+
+
+def test_models_of_odd_build_train_as_in_one_process(ranks: RankHarness) -> None:
+    (references,) = ranks.run_alone(train_all, list(SOUND), [ALONE])
+    by_rank = ranks.run(train_all, list(SOUND), PIPELINES, size=2, timeout_s=240.0)
+    wrong = {}
+    for number, plan in enumerate(PIPELINES):
+        for index, kind in enumerate(SOUND):
+            runs = [found[number][index] for found in by_rank]
+            key = (kind.__name__, plan.pipeline_schedule)
+            refused = [run for run in runs if isinstance(run, str)]
+            if refused:
+                wrong[key] = refused
+                continue
+            errors = [difference(run, references[index]) for run in runs]
+            if any(errors):
+                wrong[key] = errors
+            for what in ("gradients", "parameters", "buffers"):
+                held = {name for run in runs for name in getattr(run, what)}
+                if held != set(getattr(references[index], what)):
+                    wrong[*key, what] = held ^ set(getattr(references[index], what))
+    allowed = {(name, "interleaved_1f1b") for name in ("WarmUp", "FrozenAverage")}  # written where two stages read it
+    assert wrong.keys() == allowed, {key: value for key, value in wrong.items() if key not in allowed}
+    for refusals in wrong.values():
+        assert all("several stages of one rank" in refusal for refusal in refusals)
+
+
+def test_models_of_which_stages_would_compute_something_else_are_refused_on_every_rank(ranks: RankHarness) -> None:
+    for found in ranks.run(train_all, list(REFUSED), PIPELINES[:1], size=2, timeout_s=120.0):
+        for (kind, words), said in zip(REFUSED.items(), found[0], strict=True):
+            assert isinstance(said, str), kind
+            assert words in said, (kind, said)
