@@ -211,7 +211,7 @@ def accepts_new_forms() -> bool:
     job = runtime.init(shows_progress=False)
     engine = job.prepare(
         model,
-        loss_fn=lambda outputs, _: (outputs.square().sum(), torch.tensor(4.0)),  # type: ignore[arg-type, return-value]  # what is tried
+        loss_fn=lambda outputs, _: (outputs.square().sum(), torch.tensor(4.0)),  # what is tried
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     try:
