@@ -63,7 +63,7 @@ def train_plain(recipe: Recipe, *, shift: int = 0) -> Trace:
     trace = Trace()
     for step in range(NUM_STEPS):
         inputs, targets = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.roll(shift, 0), make_batch(recipe, step))
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         loss = whole_loss(LOSSES[recipe.loss](call_model(model, inputs), targets))
         loss.backward()  # type: ignore[no-untyped-call]
         if recipe.max_grad_norm is not None:

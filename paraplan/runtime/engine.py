@@ -195,7 +195,7 @@ class Engine:
         self._losses.check(keep=1)
         loss = self._part.execution.loss
         micro_batches, rule = self._divided("step", inputs, targets)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
         self._guarded(lambda: self._part.execution.train(micro_batches))
         self._first_step.share_state()
@@ -374,6 +374,11 @@ class Engine:
                 f"{len(missing)} parameters take no part in the loss, {missing[0]} first, and DDP averages them all",
                 hint="turn them off with requires_grad_(False), or use ZeRO, which leaves them alone",
             )
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._part.parameters.values():  # of which the optimizer may have some
+            parameter.grad = None
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}

@@ -23,10 +23,12 @@ from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_mod
 from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
+from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
 from paraplan.runtime.data import ShardedBatches, SizedDataset, shard_dataset
 from paraplan.runtime.engine import Engine, Equipment
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.offload import keep_on_host
+from paraplan.runtime.optimizers import WholeTensorSteps, check_optimizer, check_scheduler
 from paraplan.runtime.peers import Peers
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.setting import Setting
@@ -127,8 +129,11 @@ class Job:
             )
         self._separate_random_numbers()
         made = optimizer(part.optimized())
+        self._suit(made, part)
         if self.plan.offload == "optimizer":
             keep_on_host(made)
+        schedule = None if scheduler is None else scheduler(made)
+        check_scheduler(schedule)
         peers = Peers(self.world)
         engine = Engine(
             part,
@@ -138,7 +143,7 @@ class Job:
             shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
             equipment=Equipment(
                 max_grad_norm=max_grad_norm,
-                scheduler=None if scheduler is None else scheduler(made),
+                scheduler=schedule,
                 count_targets=count_targets,
                 loss_scale=LossScale() if self.precision == "fp16" else None,
                 precision=self.precision,
@@ -154,6 +159,18 @@ class Job:
         atexit.register(peers.leave)  # runs before the group is left
         self._engines.append(engine)
         return engine
+
+    def _suit(self, optimizer: torch.optim.Optimizer, part: RankPart) -> None:
+        """Give `optimizer` whole tensors for its steps where it looks at more than single numbers."""
+        if check_optimizer(optimizer, self.plan) == "numbers":
+            return
+        steps = WholeTensorSteps(
+            {parameter: name for name, parameter in part.parameters.items()},
+            part.cuts,
+            self.mesh,
+            lambda name, tensor: whole_tensor(tensor, part.cuts.get(name), self.mesh),
+        )
+        steps.attach(optimizer)
 
     def _part_of(
         self,
