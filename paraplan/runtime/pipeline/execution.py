@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from paraplan.errors import ParaplanError
@@ -77,6 +78,8 @@ class PipelineExecution:
     def train(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run forward and backward passes, and leave the gradients of the weighted loss in place."""
         self._run(micro_batches, trains=True)
+        for stage in self._stages:
+            _lay_out_gradients(stage.module)
         self._replicas.start(self._apart)
         self._replicas.finish()
         self._ties.sum_gradients()
@@ -154,6 +157,17 @@ class PipelineExecution:
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
         half = half_type(self._setting.precision)
         return [replace(one, dtype=half or one.dtype) for one in self._anatomy.hidden_shapes(inputs)]
+
+
+def _lay_out_gradients(module: nn.Module) -> None:
+    """Give gradients the strides of their parameters, as autograd's own accumulation does.
+
+    The second half of a backward pass (zero bubble) leaves those of a product, and fused optimizers go by memory alone.
+    """
+    for parameter in module.parameters():
+        gradient = parameter.grad
+        if gradient is not None and not isinstance(gradient, DTensor) and gradient.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(gradient).detach()
 
 
 def _example(hidden: HiddenShape, trains: bool) -> torch.Tensor:
