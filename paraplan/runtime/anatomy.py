@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
@@ -22,7 +22,8 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.chain import HINT, ChainProbe, ChainUses, find_uses
 from paraplan.runtime.chain import HiddenShape as HiddenShape
-from paraplan.runtime.dataflow import Dataflow
+from paraplan.runtime.dataflow import Dataflow, Mark, tensors_within
+from paraplan.runtime.split.outputs import map_outputs
 from paraplan.runtime.step.batches import call_model
 from paraplan.runtime.without_values import WAYS_TO_RUN, Context, reentrant_refused
 
@@ -34,13 +35,15 @@ _Result = TypeVar("_Result")
 class BlockCall:
     """The arguments of one call of a block, and the context in which it runs without values.
 
-    `graded` says of each tensor among the arguments whether gradients flow back to it.
+    `graded` says of each tensor among the arguments whether gradients flow back to it, and `read` which tensors of the
+    output other code reads beside the first, by their numbers (`outputs`).
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     context: Context
     graded: tuple[bool, ...] = ()
+    read: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -216,25 +219,43 @@ def block_calls(shadow: nn.Module, stack: BlockStack, inputs: Any) -> list[Block
 
             return enter
 
-        handles = [
-            block.register_forward_pre_hook(note(index), with_kwargs=True)
-            for index, block in enumerate(stack.modules(shadow))
-        ]
-        try:
+        with ExitStack() as undo:
+            for index, block in enumerate(stack.modules(shadow)):
+                undo.callback(block.register_forward_pre_hook(note(index), with_kwargs=True).remove)
             with torch.no_grad():
                 call_model(shadow, tried)
             with torch.enable_grad():
-                call_model(shadow, tried)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [call and replace(call, graded=flags) for call, flags in zip(calls, graded, strict=True)]
+                read = _outputs_read(shadow, stack, tried)
+        return [
+            call and replace(call, graded=flags, read=numbers)
+            for call, flags, numbers in zip(calls, graded, read, strict=True)
+        ]
 
     try:
         return first_that_runs(shadow, inputs, attempt)
     except UsageError:
         # Grouped matmuls (experts) have shapes in bf16 only.
         return first_that_runs(shadow.to(torch.bfloat16), inputs, attempt)
+
+
+def _outputs_read(shadow: nn.Module, stack: BlockStack, inputs: Any) -> list[frozenset[int]]:
+    """Return which tensors that the blocks return beside the first are read by other code, by their numbers."""
+    flow = Dataflow(shadow, len(stack))
+
+    def marked(index: int) -> Callable[..., Any]:
+        def change(number: int, tensor: torch.Tensor) -> torch.Tensor:
+            return flow.hand_over(tensor, Mark("output", index, number)) if number else tensor
+
+        return lambda _, __, output: map_outputs(change, output)
+
+    with ExitStack() as undo:
+        for index, block in enumerate(stack.modules(shadow)):
+            undo.callback(block.register_forward_hook(marked(index)).remove)
+        with flow:
+            output = call_model(shadow, inputs)
+    sources = frozenset[str | Mark]().union(*flow.reads.values(), *map(flow.sources, tensors_within(output)))
+    marks = [source for source in sources if isinstance(source, Mark) and source.kind == "output"]
+    return [frozenset(mark.number for mark in marks if mark.block == index) for index in range(len(stack))]
 
 
 def first_that_runs(shadow: nn.Module, inputs: Any, attempt: Callable[[Any, Context], _Result]) -> _Result:

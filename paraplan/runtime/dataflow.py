@@ -26,11 +26,13 @@ class Mark:
     """A source that is not a tensor of the model.
 
     The hidden state that enters block number `block` (the output of the last one has the number of blocks); what block
-    `block` computes or writes beside its hidden state; random numbers drawn outside of the blocks.
+    `block` computes or writes beside its hidden state; tensor `number` of its output; random numbers drawn outside of
+    the blocks.
     """
 
-    kind: Literal["hidden", "beside", "random"]
+    kind: Literal["hidden", "beside", "output", "random"]
     block: int
+    number: int = 0
 
 
 Sources = frozenset[str | Mark]

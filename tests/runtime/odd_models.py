@@ -425,7 +425,7 @@ class SharedCount(Base):
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            return hidden / self.calls
+            return hidden / self.calls.clone()
 
     block = SharedBlock
 
@@ -444,6 +444,80 @@ class NoiseAtBothEnds(Base):
         return self.head(self.run(self.words(tokens) * noise) * noise)
 
 
+class Headed(nn.Module):
+    """Attention of two heads whose values are mixed with those of the first block; returns both in some form."""
+
+    form: str = "tuple"
+
+    @dataclass
+    class Pair:
+        hidden: torch.Tensor
+        value: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, first: torch.Tensor | None = None) -> Any:
+        normed = self.norm(hidden)
+        query, key, value = (
+            layer(normed).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = value if first is None else (value + first) / 2
+        attended = F.scaled_dot_product_attention(query, key, mixed)
+        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
+        if self.form == "dict":
+            return {"hidden": hidden, "value": value}
+        return self.Pair(hidden, value) if self.form == "dataclass" else (hidden, value)
+
+
+class HeadedDict(Headed):
+    form = "dict"
+
+
+class HeadedFields(Headed):
+    form = "dataclass"
+
+
+class ValuesOfHeads(Base):
+    """The values of the first block's heads, in every block; the last one's are read by the end."""
+
+    block = Headed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, first, value = self.words(tokens), None, None
+        for layer in self.layers:
+            output = layer(hidden, first)
+            if isinstance(output, tuple):
+                hidden, value = output
+            else:
+                fields = output if isinstance(output, dict) else vars(output)
+                hidden, value = fields["hidden"], fields["value"]
+            first = value if first is None else first
+        return self.head(hidden + value.transpose(1, 2).flatten(2))
+
+
+class ValuesInDict(ValuesOfHeads):
+    block = HeadedDict
+
+
+class ValuesInFields(ValuesOfHeads):
+    block = HeadedFields
+
+
+class ValuesUnread(ValuesOfHeads):
+    """Nothing reads the values."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens)
+        for layer in self.layers:
+            hidden, _ = layer(hidden)
+        return self.head(hidden)
+
+
+SPLIT: tuple[type[Base], ...] = (ValuesOfHeads, ValuesInDict, ValuesInFields, ValuesUnread)
 SOUND: tuple[type[Base], ...] = (
     *(FrozenTower, TrainedTower, TowerByMethod, DetachedPrior, ByData, Chosen, Unused, IntegerPath, InputSkip),
     *(InPlaceBlocks, StepCount, WarmUp, MeanOfWords, FrozenAverage, Normed, NormedEnds, SharedPart, Images, Fields),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from odd_models import BATCH, REFUSED, SOUND, difference, train_all
+from odd_models import BATCH, REFUSED, SOUND, SPLIT, NoiseAtBothEnds, difference, train_all
 from rank_harness import RankHarness
 
 from paraplan.plan.parallel import ParallelPlan
@@ -53,3 +53,21 @@ def test_models_of_which_stages_would_compute_something_else_are_refused_on_ever
         for (kind, words), said in zip(REFUSED.items(), found[0], strict=True):
             assert isinstance(said, str), kind
             assert words in said, (kind, said)
+
+
+# Three outputs over two ranks; nothing that can be split.
+NOT_SPLIT = {"Chosen": "does not divide the outputs 3", "Images": "can be split", "ValueResidual": "can be split"}
+
+
+def test_models_of_odd_build_train_with_split_layers_as_in_one_process(ranks: RankHarness) -> None:
+    kinds = [*SPLIT, *SOUND, *(kind for kind in REFUSED if kind is not NoiseAtBothEnds)]
+    (references,) = ranks.run_alone(train_all, kinds, [ALONE])
+    refused = {}
+    for found in ranks.run(train_all, kinds, [ALONE.replace(tp=2)], size=2, timeout_s=240.0):
+        for kind, run, reference in zip(kinds, found[0], references, strict=True):
+            if isinstance(run, str):
+                refused[kind.__name__] = run
+            else:
+                assert not difference(run, reference), kind
+    assert refused.keys() == NOT_SPLIT.keys()
+    assert all(words in refused[kind] for kind, words in NOT_SPLIT.items())

@@ -17,6 +17,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import BlockCall
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.outputs import numbered_outputs
 from paraplan.runtime.split.split_tensor import SplitError
 
 _TOLERANCE = 1e-4  # fp32 sums in another order differ by some 1e-6 of the largest element
@@ -119,7 +120,7 @@ def _errors(
 
 
 def _gradients(block: nn.Module, call: BlockCall, *, mask: bool) -> dict[str, torch.Tensor]:
-    """Return the output of `block` (named ""), and the gradients of its inputs and parameters."""
+    """Return the outputs of `block` that other code reads (the first named ""), and every gradient."""
     block.zero_grad()
     generator = torch.Generator().manual_seed(0)
     inputs: list[torch.Tensor] = []
@@ -134,14 +135,20 @@ def _gradients(block: nn.Module, call: BlockCall, *, mask: bool) -> dict[str, to
             return torch.full(leaf.shape, mask, dtype=leaf.dtype, device=device)
         values = torch.randn(leaf.shape, generator=generator).to(device).requires_grad_(wants_gradient)
         inputs.append(values)
-        return values
+        return values.clone() if wants_gradient else values  # into which code may write
 
     args, kwargs = pytree.tree_map(filled, copy.deepcopy((call.args, call.kwargs)))
     with torch.enable_grad():
         output = block(*args, **kwargs)
-        first = output[0] if isinstance(output, tuple) else output
-        weights = torch.randn(first.shape, generator=generator).to(device)
-        (first * weights).sum().backward()
-    found = {"": first.detach()}
+        outputs = {
+            f"output {number}" if number else "": tensor
+            for number, tensor in numbered_outputs(output).items()
+            if not number or number in call.read
+        }
+        graded_outputs = [tensor for tensor in outputs.values() if tensor.requires_grad]
+        weights = [torch.randn(tensor.shape, generator=generator).to(device) for tensor in graded_outputs]
+        total = [(tensor * weight).sum() for tensor, weight in zip(graded_outputs, weights, strict=True)]
+        torch.autograd.backward(total)
+    found = {name: tensor.detach().float() for name, tensor in outputs.items()}
     found |= {f"input {number}": value.grad for number, value in enumerate(inputs) if value.grad is not None}
     return found | {name: value.grad for name, value in block.named_parameters() if value.grad is not None}

@@ -30,6 +30,7 @@ from paraplan.runtime.split.group import (
     sum_over_ranks,
     take_part,
 )
+from paraplan.runtime.split.outputs import map_outputs
 from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor, is_of_sequence, on_own_tokens
 
 _TOKENS = 1  # their dimension, in [batch, tokens, hidden]
@@ -263,23 +264,32 @@ def run_block(
     *,
     group: TensorGroup,
     ends: SequenceEnds | None,
+    read: frozenset[int] = frozenset(),
 ) -> Any:
     """Return what a block with split layers, whose forward pass is `inner`, returns.
 
     With `ends` its hidden state has split tokens; outside of the first and the last such block whole tensors travel.
+    Of what it returns beside the first tensor, other code reads those with the numbers `read`: they have to be whole.
     """
+
+    def leave(number: int, value: torch.Tensor) -> Any:
+        if not number:
+            return value if ends is None else on_own_tokens(value, lambda own: _leave_sequence(own, group, ends))
+        if not _is_of_heads(value):
+            return value
+        if number in read:
+            split: Any = value
+            source = split.local.source if is_of_sequence(value) else split.source
+            raise SplitError("the block returns it, and other code reads it", source=source, is_mixed=True)
+        return None  # attention weights beside the hidden state are of some heads alone
+
     try:
         if ends is not None:
             where = ends.hidden_argument
             hidden = args[where] if isinstance(where, int) else kwargs[where]
             entered = on_own_tokens(hidden, lambda own: _enter_sequence(own, group, ends))
             args, kwargs = put_argument(where, entered, args, kwargs)
-        output = inner(*args, **kwargs)
-        first, *others = output if isinstance(output, tuple) else (output,)
-        left = first if ends is None else on_own_tokens(first, lambda own: _leave_sequence(own, group, ends))
-        # Attention weights beside the hidden state are of some heads alone.
-        others = [None if _is_of_heads(other) else other for other in others]
-        return (left, *others) if isinstance(output, tuple) else left
+        return map_outputs(leave, inner(*args, **kwargs))
     finally:
         group.forget()
 

@@ -80,6 +80,7 @@ _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm"})
 _ALONG = frozenset({"softmax", "log_softmax", "cumsum", "cumprod", "normalize", "sort", "argsort", "flip", "softmin"})
 _RANDOM = frozenset({"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "bernoulli"})
+_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 _OF_THE_WHOLE = frozenset(
     {
         *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "dtype", "device", "layout"),
@@ -170,6 +171,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return func(*_parts(args), **_parts(kwargs))
     operands = _operands(args, kwargs)
     first = operands[0]
+    _check_written(name, first, args, kwargs)
     rule = _RULES.get(name)
     if rule is not None:
         answer = rule(name, args, kwargs)
@@ -258,6 +260,16 @@ def _narrowed(plain: torch.Tensor, split: SplitTensor) -> torch.Tensor:
     if plain.shape[dim] != split.cut.length:
         return plain
     return split.cut.at(dim).part(plain, split.group.index)
+
+
+def _check_written(name: str, split: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a function writes what is split into a whole tensor, which would differ between the ranks then."""
+    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    targets = [kwargs.get("out"), args[0] if is_in_place and args else None]
+    if any(isinstance(target, torch.Tensor) and not isinstance(target, SplitTensor) for target in targets):
+        raise SplitError(
+            f"{name} writes the output of {split.source} into a whole tensor", source=split.source, is_mixed=True
+        )
 
 
 def _check_alike(name: str, operands: list[SplitTensor]) -> None:

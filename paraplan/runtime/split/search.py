@@ -33,6 +33,7 @@ from paraplan.runtime.split.layers import (
     linear_sizes,
     run_block,
 )
+from paraplan.runtime.split.outputs import numbered_outputs
 from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor
 
 _MOST_TRIES = 64
@@ -43,7 +44,8 @@ class BlockSplit:
     """The layers of a block that are split, by their names in it, and why others are left whole.
 
     `draws`: random numbers are drawn for split tensors. `is_direct`: the block's code runs on plain parts, without
-    `SplitTensor` around them; then the gradients of the parameters in `summed` are sums over the ranks.
+    `SplitTensor` around them; then the gradients of the parameters in `summed` are sums over the ranks. `read` are the
+    tensors of the output that other code reads beside the first, by their numbers.
     """
 
     roles: dict[str, LayerRole]
@@ -51,6 +53,7 @@ class BlockSplit:
     draws: bool = False
     is_direct: bool = False
     summed: tuple[str, ...] = ()
+    read: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -88,7 +91,7 @@ def find_split(
             args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
             tried = _tried(shadow, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
             with torch.no_grad(), tried, call.context():
-                output = run_block(shadow.forward, args, kwargs, group=group, ends=ends)
+                output = run_block(shadow.forward, args, kwargs, group=group, ends=ends, read=call.read)
             _check_output(output)
         except SplitError as error:
             _learn(trial, error, shadow, name, size)
@@ -99,14 +102,14 @@ def find_split(
                 f"tp={size}, but no layer of {name} ({type(shadow).__name__}) can be split: {reasons}",
                 hint="use tp=1 for this model",
             )
-        return BlockSplit(roles=trial.roles, whole=trial.whole, draws=group.draws)
+        return BlockSplit(roles=trial.roles, whole=trial.whole, draws=group.draws, read=call.read)
     raise UnsupportedPlanError(
         f"tp={size}: no split of {name} ({type(shadow).__name__}) was found", hint="use tp=1 for this model"
     )
 
 
 def _check_output(output: Any) -> None:
-    first = output[0] if isinstance(output, tuple) else output
+    first = numbered_outputs(output).get(0)
     if isinstance(first, SplitTensor):
         raise SplitError("the block returns it", source=first.source, is_mixed=True)
 

@@ -186,13 +186,15 @@ def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: S
         summed.setdefault(layer, []).append(parameter)
     for layer, parameters in summed.items():
         sum_gradients_in_backward(block.get_submodule(layer), parameters, group)
-    block.forward = _block_forward(block.forward, group, ends)
+    block.forward = _block_forward(block.forward, group, ends, split.read)
     return cuts
 
 
-def _block_forward(inner: Callable[..., Any], group: TensorGroup, ends: SequenceEnds | None) -> Callable[..., Any]:
+def _block_forward(
+    inner: Callable[..., Any], group: TensorGroup, ends: SequenceEnds | None, read: frozenset[int]
+) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return run_block(inner, args, kwargs, group=group, ends=ends)
+        return run_block(inner, args, kwargs, group=group, ends=ends, read=read)
 
     return forward
 
@@ -233,7 +235,7 @@ def _kind(block: nn.Module, call: BlockCall, kept: Mapping[str, str]) -> Any:
         (name, type(module).__qualname__, module.extra_repr(), _numbers(module))
         for name, module in block.named_modules()
     )
-    return (type(block), shapes, settings, tuple(kept), tuple(call.kwargs), len(call.args))
+    return (type(block), shapes, settings, tuple(kept), tuple(call.kwargs), len(call.args), call.read)
 
 
 def _numbers(module: nn.Module) -> tuple[tuple[str, Any], ...]:

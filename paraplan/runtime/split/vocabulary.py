@@ -11,9 +11,12 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraplan.runtime.anatomy import example_of, first_that_runs
 from paraplan.runtime.blocks import BlockStack
@@ -63,6 +66,7 @@ def find_vocabulary_split(
         if Cut(dim=0, segments=(vocabulary,), size=size).local_length(size - 1) < 1
         else _computed_reason(shadow, [*chosen, *ends])
         or _shared_reason(shadow, {*chosen, *ends})
+        or _read_reason(shadow, [*chosen, *ends], example_inputs)
         or next(filter(None, (_lookup_reason(model.get_submodule(name), size) for name in chosen)), None)
         or _logits_reason(shadow, ends, size, example_inputs)
     )
@@ -134,6 +138,53 @@ def _shared_reason(shadow: nn.Module, chosen: set[str]) -> str | None:
         shares = any(id(parameter) in split for parameter in module.parameters(recurse=False))
         if shares and is_leaf and name not in chosen:
             return f"{name} uses its parameters too"
+    return None
+
+
+class _ReadsElsewhere(TorchDispatchMode):
+    """Notes operations on `weights`, or views of them, outside of the forward passes of their own layers."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+        self.num_inside = 0
+        self._storages = {weight.untyped_storage()._cdata for weight in weights}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func`; look for the weights among its operands."""
+        if not self.num_inside:
+            leaves = pytree.tree_leaves((args, kwargs))
+            operands = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self.found |= any(operand.untyped_storage()._cdata in self._storages for operand in operands)
+        return func(*args, **(kwargs or {}))
+
+    def enter(self, *_: object) -> None:
+        """Take note of a layer that begins."""
+        self.num_inside += 1
+
+    def leave(self, *_: object) -> None:
+        """Take note of a layer that ends."""
+        self.num_inside -= 1
+
+
+def _read_reason(shadow: nn.Module, chosen: list[str], example_inputs: object) -> str | None:
+    """Return why parameters of the chosen layers cannot be split: other code computes with them too."""
+    layers = [shadow.get_submodule(name) for name in chosen]
+
+    def attempt(tried: object, _: object) -> bool:
+        mode = _ReadsElsewhere([parameter for layer in layers for parameter in layer.parameters()])
+        with ExitStack() as undo:
+            for layer in layers:
+                undo.callback(layer.register_forward_pre_hook(mode.enter, prepend=True).remove)
+                undo.callback(layer.register_forward_hook(mode.leave, always_call=True).remove)
+            with torch.no_grad(), mode:
+                call_model(shadow, tried)
+        return mode.found
+
+    if first_that_runs(shadow, example_of(shadow, example_inputs), attempt):
+        return "the model computes with its weight outside of its forward pass"
     return None
 
 
