@@ -124,8 +124,10 @@ def random_recipe(seed: int, number: int, *, new_forms: bool = False) -> Recipe:
     norms = IMAGE_NORMS if is_image else SEQUENCE_NORMS
     weights = [3 if norm in ("layer", "rms", "group") else 1 for norm in norms]
     features = _features(dice, source)
-    losses = [*TOKEN_LOSSES, *OTHER_LOSSES, *(NEW_FORMS if new_forms else ())]
+    losses = [*TOKEN_LOSSES, *OTHER_LOSSES, *NEW_FORMS]
     loss = dice.choice(["cross entropy", *losses]) if dice.random() < 0.75 else "cross entropy"
+    if loss in NEW_FORMS and not new_forms:  # so the other choices are the same with and without them
+        loss = "cross entropy"
     if not is_image and dice.random() < 0.05:
         loss = "router loss"
     if is_image:

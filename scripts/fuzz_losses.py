@@ -206,8 +206,8 @@ class ClippedDescent(torch.optim.Optimizer):
             for group in self.param_groups:
                 for held in group["params"]:
                     if held.grad is not None:
-                        torch.nn.utils.clip_grad_norm_([held], 0.05)
-                        held.sub_(group["lr"] * held.grad)
+                        norm = torch.linalg.vector_norm(held.grad)
+                        held.sub_(group["lr"] * held.grad * (0.05 / (norm + 1e-6)).clamp(max=1.0))
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -130,6 +131,7 @@ def write_json(path: Path, verdicts: list[Verdict]) -> None:
 def main() -> None:
     """Try the pairs of the command line."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # all processes are ended then too
     began, verdicts = time.monotonic(), []
     try:
         with Fuzzer(jobs=options.jobs, limit_s=options.limit) as fuzzer:

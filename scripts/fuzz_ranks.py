@@ -33,6 +33,9 @@ _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distr
 _GRACE_S = 8.0  # for the other ranks to answer, once one has raised
 _CASES_OF_A_GROUP = 12
 
+_Reply = tuple[str, str, str, frozenset[str], int]
+"""What a rank sends: status, message, detail, the parameters that it does not hold, and where the first gap came."""
+
 FAILURES = ("wrong", "bare", "hung")
 
 
@@ -60,7 +63,7 @@ class _Group:
     connections: list[Connection]
     cases: deque[Case]
     folder: Path
-    answers: dict[int, tuple[str, str, str, frozenset[str], frozenset[str]]] = field(default_factory=dict)
+    answers: dict[int, _Reply] = field(default_factory=dict)
     num_done: int = 0
     began_s: float = 0.0
     deadline_s: float = 0.0
@@ -180,7 +183,7 @@ class Fuzzer:
                 group.answers[rank] = connection.recv()
             except (EOFError, OSError):
                 code = group.processes[rank].exitcode
-                group.answers[rank] = ("bare", f"the process ended, exit code {code}", "", frozenset(), frozenset())
+                group.answers[rank] = ("bare", f"the process ended, exit code {code}", "", frozenset(), 0)
             if group.answers[rank][0] != "right":
                 group.deadline_s = min(group.deadline_s, time.monotonic() + _GRACE_S)
         now = time.monotonic()
@@ -255,9 +258,9 @@ def _verdict(group: _Group) -> Verdict:
     if refused:
         return verdict("refused", answers[0][1], answers[0][2])
     if by_status["wrong"]:
-        first = by_status["wrong"][0]
+        first = min(by_status["wrong"], key=lambda rank: answers[rank][4])
         return verdict("wrong", answers[first][1], answers[first][2])
-    missing = frozenset.intersection(*(answer[4] for answer in answers.values()))
+    missing = frozenset.intersection(*(answer[3] for answer in answers.values()))
     if missing:
         return verdict("wrong", f"no rank holds {sorted(missing)}", "")
     return verdict("right", "", "")
@@ -295,7 +298,7 @@ def _rank_main(connection: Connection, rank: int, size: int, folder: str) -> Non
                 os.environ["MASTER_PORT"] = port
                 faulthandler.dump_traceback_later(3 * limit_s, file=stacks, exit=True)  # nobody is there to end it
                 answer, end = try_case(case, Path(folder))
-                connection.send((answer.status, answer.message, answer.detail, answer.held, answer.missing))
+                connection.send((answer.status, answer.message, answer.detail, answer.missing, answer.order))
                 # The next case comes when all have answered: none leaves while another still needs it.
                 if not connection.poll(3 * limit_s):
                     return

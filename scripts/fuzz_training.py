@@ -28,6 +28,8 @@ from paraplan.runtime.timeouts import CollectiveTimeoutError
 from paraplan.runtime.world import World
 
 TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "parameter": 1e-3, "buffer": 1e-3}
+_ROUGH = {"muon": 10.0}
+"""How much more is allowed to an optimizer that computes in bf16."""
 _SMALLEST = 1e-3  # of the largest of all: tensors smaller than that are measured against it
 _NOISE_FACTOR = 10.0  # how much more than the noise of one process is no finding
 
@@ -46,13 +48,14 @@ class Trace:
 
 @dataclass
 class Answer:
-    """What one rank found. `held` names the parameters that it compared."""
+    """What one rank found. `held` names the parameters that it compared, `order` is where the first gap came."""
 
     status: str
     message: str = ""
     detail: str = ""
     held: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
+    order: int = 0
 
 
 def train_plain(recipe: Recipe, *, shift: int = 0) -> Trace:
@@ -143,10 +146,10 @@ def _tried(case: Case, folder: Path, ends: list[Callable[[], None]]) -> Answer:
         )
     found.parameters = {name: engine.whole(name).clone() for name in engine.parameters}
     found.buffers = _buffers(engine)
-    return compare(expected, other, found, job.world)
+    return compare(expected, other, found, job.world, roughness=_ROUGH.get(recipe.optimizer, 1.0))
 
 
-def compare(expected: Trace, other: Trace, found: Trace, world: World) -> Answer:
+def compare(expected: Trace, other: Trace, found: Trace, world: World, *, roughness: float = 1.0) -> Answer:
     """Return how far `found`, of this rank, is from `expected`; `other` is as near to that as rounding allows."""
     held = frozenset(found.parameters)
     names = frozenset(expected.parameters)
@@ -164,14 +167,16 @@ def compare(expected: Trace, other: Trace, found: Trace, world: World) -> Answer
         parts.append(("gradient", step, one, two, three))
     parts.append(("parameter", NUM_STEPS - 1, expected.parameters, other.parameters, found.parameters))
     parts.append(("buffer", NUM_STEPS - 1, expected.buffers, other.buffers, found.buffers))
-    for quantity, step, one, two, three in parts:
-        tolerance = max(TOLERANCES[quantity], _NOISE_FACTOR * max(errors(one, two).values(), default=0.0))
+    for index, (quantity, step, one, two, three) in enumerate(parts):
+        least = TOLERANCES[quantity] * (roughness if step else 1.0)
+        tolerance = max(least, _NOISE_FACTOR * max(errors(one, two).values(), default=0.0))
         found_errors = errors({name: one[name] for name in three if name in one}, three)
         wrong = {name: error for name, error in found_errors.items() if not error <= tolerance}
         if wrong:
             worst = max(wrong, key=lambda name: wrong[name])
             message = f"{quantity} off by {wrong[worst]:.1e} in step {step + 1}, {len(wrong)} of {len(three)}: {worst}"
-            return Answer("wrong", message=message, detail=f"rank {world.rank}: {wrong}", held=held)
+            detail = f"rank {world.rank}: {wrong}"
+            return Answer("wrong", message=message, detail=detail, held=held, order=index)
     return Answer("right", held=held, missing=names - held)
 
 

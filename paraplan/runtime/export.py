@@ -28,15 +28,15 @@ def export_weights(folder: str | Path, path: str | Path, *, dtype: torch.dtype |
     from safetensors.torch import save_file
 
     whole = find_whole(Path(folder))
-    saved = SafeReader(whole).read_metadata().state_dict_metadata
+    index = SafeReader(whole).read_metadata()
     weights = {
         name.removeprefix(MODEL): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in saved.items()
+        for name, entry in index.state_dict_metadata.items()
         if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
     }
     if not weights:
         raise CheckpointError(f"{folder} holds no weights", hint="name a folder that engine.save wrote")
-    read_entries(whole, {f"{MODEL}{name}": value for name, value in weights.items()}, alone=True)
+    read_entries(whole, {f"{MODEL}{name}": value for name, value in weights.items()}, index=index, alone=True)
     if dtype is not None:
         weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     target = Path(path)

@@ -23,6 +23,7 @@ from paraplan.runtime.split.pieces import Place, SplitPieces
 from paraplan.runtime.step.loss_scale import LossScale
 
 PROGRESS = "progress"
+_MOST_BYTES = 2**28
 MODEL, OPTIMIZER, OPTIONS = "model.", "optimizer.", "options."
 
 
@@ -81,14 +82,11 @@ def as_bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def as_text(values: torch.Tensor) -> str:
-    """Return what `as_bytes` made of a text."""
-    return bytes(values.tolist()).decode()
-
-
-def empty_bytes(description: Any) -> torch.Tensor:
-    """Return a tensor to read a text into."""
-    assert isinstance(description, TensorStorageMetadata)
+def empty_bytes(name: str, description: Any) -> torch.Tensor:
+    """Return a tensor to read the bytes of entry `name` into."""
+    is_right = isinstance(description, TensorStorageMetadata) and len(description.size) == 1
+    if not is_right or description.properties.dtype != torch.uint8 or description.size[0] > _MOST_BYTES:
+        raise CheckpointError(f"the checkpoint is damaged: {name} is no text", hint="load an older one")
     return torch.empty(description.size, dtype=torch.uint8)
 
 
@@ -114,11 +112,6 @@ def take_options(optimizer: torch.optim.Optimizer, texts: Mapping[nn.Parameter, 
     for group in optimizer.param_groups:
         if group["params"]:
             group.update(texts.get(group["params"][0], {}))
-
-
-def read_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved options as optimizers have them: pairs are tuples."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _progress(source: CheckpointSource) -> dict[str, Any]:

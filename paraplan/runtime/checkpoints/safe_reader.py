@@ -1,7 +1,7 @@
 """Reading checkpoints of torch.distributed.checkpoint without running what is in them.
 
-torch reads the values of tensors with `weights_only`, and the index of a checkpoint with `pickle`, which runs any code
-that it names. Here the index may name the classes of such an index alone.
+torch reads the index of a checkpoint with `pickle`, which runs any code that it names; here it is read as data and made
+anew (`safe_index`). Values are read with `weights_only`, as plain tensors of the type and shape that the index names.
 """
 
 from __future__ import annotations
@@ -9,30 +9,27 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 
 from paraplan.errors import ParaplanError
+from paraplan.runtime.checkpoints.index_parser import IndexSyntaxError
+from paraplan.runtime.checkpoints.safe_index import read_index
 
 INDEX_NAME = ".metadata"
 
-_PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
-_ALLOWED = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
-    "collections": {"OrderedDict"},
-}
-_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_DAMAGED = "it is damaged; load an older one"
 
 
 class CheckpointError(ParaplanError):
@@ -40,33 +37,112 @@ class CheckpointError(ParaplanError):
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a folder, with an index that cannot run code."""
+    """torch's reader of a folder, which cannot run code. `index` is that of the folder, if it has been read already."""
+
+    def __init__(self, path: Path, index: Metadata | None = None) -> None:
+        super().__init__(path)
+        self._index = index
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the index of the checkpoint. Raises `CheckpointError` where it names what no index needs."""
-        path = Path(self.path) / INDEX_NAME
+        """Return the index of the checkpoint. Raises `CheckpointError` where it is damaged or names what it may not."""
+        if self._index is None:
+            path = Path(self.path) / INDEX_NAME
+            try:
+                self._index = read_index(path)
+            except IndexSyntaxError as error:
+                raise CheckpointError(
+                    f"the checkpoint {self.path} cannot be read: {error}", hint="name a folder that engine.save wrote"
+                ) from error
+            except OSError as error:
+                raise CheckpointError(
+                    f"the checkpoint {self.path} cannot be read: {reason_of(error)}", hint=_DAMAGED
+                ) from error
+        self._index.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the tensors of `plan`. Raises `CheckpointError` for what is no plain tensor as the index names it."""
+        for item in plan.items:
+            if item.type != LoadItemType.TENSOR:
+                raise CheckpointError(f"{item.storage_index.fqn} is no tensor", hint=_DAMAGED)
+            with (Path(self.path) / self.storage_data[item.storage_index].relative_path).open("rb") as stream:
+                value = self._tensor(stream, item)
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                value = value.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != value.shape:
+                raise CheckpointError(f"{item.storage_index.fqn} has another shape than is read", hint=_DAMAGED)
+            target.copy_(value)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _tensor(self, stream: io.BufferedReader, item: ReadItem) -> torch.Tensor:
+        """Return the piece of a tensor that `item` is a part of."""
+        name, place = item.storage_index.fqn, cast("_StorageInfo", self.storage_data[item.storage_index])
+        assert self._index is not None
+        entry = self._index.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        piece = next(one for one in entry.chunks if MetadataIndex(name, one.offsets) == item.storage_index)
+        part: Any = _Window(stream, place.offset, place.length)
         try:
-            metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise CheckpointError(
-                f"the index {path} cannot be read: {error}", hint="name a folder that engine.save wrote"
-            ) from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} is no index of a checkpoint", hint="name a folder that engine.save wrote")
-        meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        meta.load_id = self.load_id
-        metadata.storage_meta = meta
-        return metadata
+            with zipfile.ZipFile(part) as archive:  # what is packed could be of any size
+                files = archive.infolist()
+            if any(file.compress_type != zipfile.ZIP_STORED for file in files):
+                raise CheckpointError(f"the values of {name} are packed", hint=_DAMAGED)
+            part.seek(0)
+            value = torch.load(part, map_location="cpu", weights_only=True)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, EOFError) as error:
+            raise _unread(name, error) from error
+        except (OSError, zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError) as error:
+            raise _unread(name, error) from error
+        if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:
+            raise CheckpointError(f"the values of {name} are no plain tensor", hint=_DAMAGED)
+        if value.shape != piece.sizes or value.dtype != entry.properties.dtype or value.device.type != "cpu":
+            raise CheckpointError(f"the values of {name} are others than the index says", hint=_DAMAGED)
+        return value
 
 
-def read_entries(whole: Path, entries: dict[str, torch.Tensor], *, alone: bool = False) -> None:
+class _Window(io.RawIOBase):
+    """The `length` bytes at `start` of a file, as a file."""
+
+    def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
+        super().__init__()
+        self._stream, self._start, self._length, self._position = stream, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"position {base + offset} lies before the values")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._position)]
+        self._stream.seek(self._start + self._position)
+        done = self._stream.readinto(view) or 0
+        self._position += done
+        return done
+
+
+def read_entries(
+    whole: Path, entries: dict[str, torch.Tensor], *, index: Metadata | None = None, alone: bool = False
+) -> None:
     """Fill the tensors of `entries` from a checkpoint. Every rank calls it, with its own entries, or one `alone`.
 
-    Raises `CheckpointError` where a file of the checkpoint is missing or damaged.
+    `index` is that of the checkpoint, if it has been read already. Raises `CheckpointError` where a file of the
+    checkpoint is missing or damaged.
     """
     try:
         with without_the_note_on_single_processes():
-            load(entries, storage_reader=SafeReader(whole), no_dist=alone)
+            load(entries, storage_reader=SafeReader(whole, index), no_dist=alone)
     except CheckpointException as error:  # no Exception
         raise CheckpointError(
             f"the checkpoint {whole} cannot be read: {reason_of(error)}", hint="it is damaged; load an older one"
@@ -78,7 +154,10 @@ def reason_of(error: BaseException) -> str:
     found = [error]
     if isinstance(error, CheckpointException):
         found = [failure for _, (failure, _) in sorted(error.failures.items())]
-    first = next((one for one in found if isinstance(one, OSError)), found[0])
+    told = (one for one in found if isinstance(one, (OSError, CheckpointError)))
+    first = next(told, found[0])
+    if isinstance(first, CheckpointError):
+        return first.message
     if isinstance(first, OSError) and first.strerror:
         return f"{first.strerror}: {first.filename}" if first.filename else first.strerror
     return f"{type(first).__name__}: {first}"
@@ -92,11 +171,6 @@ def without_the_note_on_single_processes() -> Iterator[None]:
         yield
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class that an index is made of."""
-        if module in _ALLOWED_MODULES or name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint needs")
+def _unread(name: str, error: BaseException) -> CheckpointError:
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return CheckpointError(f"the values of {name} are damaged: {said}", hint=_DAMAGED)

@@ -10,7 +10,6 @@ leaves a whole one, under its name or the name with `.previous`.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import threading
@@ -22,24 +21,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checkpoints.entries import (
     MODEL,
     OPTIMIZER,
     OPTIONS,
     PROGRESS,
     CheckpointSource,
-    as_text,
     copied,
     empty_bytes,
     empty_states,
     entries_to_write,
-    read_options,
     take_options,
 )
-from paraplan.runtime.checkpoints.random_state import random_entries, reseed, restore_random
+from paraplan.runtime.checkpoints.random_state import RANDOM, random_entries, reseed, restore_random
 from paraplan.runtime.checkpoints.safe_reader import (
     INDEX_NAME,
     CheckpointError,
@@ -48,6 +45,7 @@ from paraplan.runtime.checkpoints.safe_reader import (
     reason_of,
     without_the_note_on_single_processes,
 )
+from paraplan.runtime.checkpoints.texts import Options, Progress, check_kinds, read_options, read_progress, taking
 
 __all__ = ["CheckpointError", "CheckpointSource", "CheckpointWriter", "find_whole", "load_checkpoint"]
 
@@ -154,64 +152,87 @@ def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
     """
     _wait_for_all()  # one that rank 0 still moves
     whole = find_whole(folder)
-    saved = SafeReader(whole).read_metadata().state_dict_metadata
+    index = SafeReader(whole).read_metadata()
+    saved = index.state_dict_metadata
     if PROGRESS not in saved:
         raise CheckpointError(f"{folder} is a checkpoint of another program", hint="name one that engine.save wrote")
-    progress = json.loads(as_text(_read(whole, {PROGRESS: empty_bytes(saved[PROGRESS])})[PROGRESS]))
-    entries: dict[str, torch.Tensor] = {}
-    for name, tensor in source.tensors():
-        _check_shape(folder, saved, name, source.whole_shape(name))
-        entries[f"{MODEL}{name}"] = source.piece(name, tensor)
-    states = empty_states(saved, source)
-    for name, values in states.items():
-        if f"{OPTIONS}{name}" in saved:
-            entries[f"{OPTIONS}{name}"] = empty_bytes(saved[f"{OPTIONS}{name}"])
-        for key, value in values.items():
-            is_part = value.shape == source.parameters[name].shape
-            entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if is_part else value
-    _read(whole, entries)
-    _take_optimizer(source, states, entries)
-    _take_progress(whole, saved, progress, source)
-    return int(progress["num_steps"])
-
-
-def _take_optimizer(
-    source: CheckpointSource, states: Mapping[str, dict[str, torch.Tensor]], entries: Mapping[str, torch.Tensor]
-) -> None:
-    texts = {
-        name: json.loads(as_text(entries[f"{OPTIONS}{name}"]))
+    texts = [PROGRESS, *(f"{OPTIONS}{name}" for name in source.parameters if f"{OPTIONS}{name}" in saved)]
+    entries = {name: empty_bytes(name, saved[name]) for name in (*texts, *_random_names(saved, source))}
+    read_entries(whole, entries, index=index)
+    # All that is not a tensor of the model is checked before anything of the model changes.
+    progress = read_progress(entries[PROGRESS])
+    options = {
+        name: read_options(name, entries[f"{OPTIONS}{name}"])
         for name in source.parameters
         if f"{OPTIONS}{name}" in entries
     }
-    options = {source.parameters[name]: read_options(text["options"]) for name, text in texts.items()}
-    take_options(source.optimizer, options)
+    _check_progress(progress, options, source)
+    if f"{RANDOM}{source.mesh.world.rank}" in entries:
+        state = entries[f"{RANDOM}{source.mesh.world.rank}"]
+        taking("the state of the random numbers", lambda: torch.Generator().set_state(state))
+    states = _read_tensors(folder, whole, index, source)
+    _take_optimizer(source, states, options)
+    _take_progress(entries, progress, source)
+    return progress.num_steps
+
+
+def _random_names(saved: Mapping[str, Any], source: CheckpointSource) -> list[str]:
+    names = random_entries(source.mesh.world).keys()
+    return [*names] if names <= saved.keys() else []
+
+
+def _check_progress(progress: Progress, options: Mapping[str, Options], source: CheckpointSource) -> None:
+    if source.scheduler is not None and progress.scheduler is not None:
+        check_kinds("numbers of the scheduler", progress.scheduler, source.scheduler.state_dict(), knows_all=True)
+    names = {parameter: name for name, parameter in source.parameters.items()}
+    for group in source.optimizer.param_groups:
+        for parameter in group["params"]:
+            if names.get(parameter) in options:
+                check_kinds(f"options of {names[parameter]}", options[names[parameter]].options, group)
+
+
+def _read_tensors(
+    folder: Path, whole: Path, index: Metadata, source: CheckpointSource
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Read parameters and buffers into those of `source`; return the tensors of the optimizer's state."""
+    saved = index.state_dict_metadata
+    entries: dict[str, torch.Tensor] = {}
+    for name, tensor in source.tensors():
+        _check_tensor(folder, saved, name, source.whole_shape(name), tensor.dtype)
+        entries[f"{MODEL}{name}"] = source.piece(name, tensor)
+    states = empty_states(saved, source)
+    for name, values in states.items():
+        for key, value in values.items():
+            is_part = value.shape == source.parameters[name].shape
+            entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if is_part else value
+    read_entries(whole, entries, index=index)
+    return states
+
+
+def _take_optimizer(
+    source: CheckpointSource, states: Mapping[str, dict[str, torch.Tensor]], options: Mapping[str, Options]
+) -> None:
+    groups = {source.parameters[name]: one.options for name, one in options.items()}
+    take_options(source.optimizer, groups)
     for name, parameter in source.parameters.items():
-        values: dict[str, Any] = _placed(states[name], parameter, options.get(parameter, {}))
-        values |= texts[name]["numbers"] if name in texts else {}
+        values: dict[str, Any] = _placed(states[name], parameter, groups.get(parameter, {}))
+        values |= options[name].numbers if name in options else {}
         if values:
             source.optimizer.state[parameter] = values
 
 
-def _take_progress(
-    whole: Path, saved: Mapping[str, Any], progress: Mapping[str, Any], source: CheckpointSource
-) -> None:
-    if source.scheduler is not None and progress["scheduler"] is not None:
-        source.scheduler.load_state_dict(source.scheduler.state_dict() | progress["scheduler"])
-    if source.loss_scale is not None and progress["loss_scale"] is not None:
-        vars(source.loss_scale).update(progress["loss_scale"])
+def _take_progress(entries: Mapping[str, torch.Tensor], progress: Progress, source: CheckpointSource) -> None:
+    scheduler, saved = source.scheduler, progress.scheduler
+    if scheduler is not None and saved is not None:
+        taking("the state of the scheduler", lambda: scheduler.load_state_dict(scheduler.state_dict() | saved))
+    if source.loss_scale is not None and progress.loss_scale is not None:
+        vars(source.loss_scale).update(progress.loss_scale)
     world = source.mesh.world
-    names = random_entries(world).keys()
-    if ParallelPlan.model_validate(progress["plan"]) == source.plan and names <= saved.keys():
-        restore_random(_read(whole, {name: empty_bytes(saved[name]) for name in names}), world)
+    if progress.plan == source.plan and random_entries(world).keys() <= entries.keys():
+        taking("the state of the random numbers", lambda: restore_random(dict(entries), world))
         return
     place = source.mesh.coordinate("dp") + source.mesh.coordinate("pp") * source.mesh.size("dp")
-    reseed(seed=int(progress["seed"]), num_steps=int(progress["num_steps"]), place=place)
-
-
-def _read(whole: Path, entries: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Fill the tensors of `entries` from a checkpoint, and return them. Every rank calls it, with its own entries."""
-    read_entries(whole, entries)
-    return entries
+    reseed(seed=progress.seed, num_steps=progress.num_steps, place=place)
 
 
 def _placed(
@@ -223,7 +244,7 @@ def _placed(
     return values
 
 
-def _check_shape(folder: Path, saved: Mapping[str, Any], name: str, shape: torch.Size) -> None:
+def _check_tensor(folder: Path, saved: Mapping[str, Any], name: str, shape: torch.Size, dtype: torch.dtype) -> None:
     description = saved.get(f"{MODEL}{name}")
     if description is None:
         raise CheckpointError(f"{folder} holds no {name}", hint="it is a checkpoint of another model")
@@ -231,6 +252,11 @@ def _check_shape(folder: Path, saved: Mapping[str, Any], name: str, shape: torch
         raise CheckpointError(
             f"{folder} holds {name} in shape {tuple(description.size)}, and the model has {tuple(shape)}",
             hint="it is a checkpoint of another model",
+        )
+    found = description.properties.dtype
+    if found.is_floating_point != dtype.is_floating_point or found.is_complex != dtype.is_complex:
+        raise CheckpointError(
+            f"{folder} holds {name} as {found}, and the model has {dtype}", hint="it is a checkpoint of another model"
         )
 
 

@@ -1,0 +1,64 @@
+"""Random models under random plans: each trains as plain torch does in one process, or is refused by every rank."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from fuzz_models import words_of
+from fuzz_plans import PLANS_PER_MODEL, Case, make_case
+from fuzz_ranks import Fuzzer, Verdict
+
+pytestmark = pytest.mark.ranks
+
+SEED, PAIRS_OF_A_KIND = 20, 10
+KINDS: dict[str, Callable[[Case], bool]] = {
+    "one process or DDP": lambda case: case.kind in ("one", "micro-batches", "dp"),
+    "ZeRO": lambda case: "zero" in case.kind and "+" not in case.kind,
+    "a pipeline": lambda case: case.kind == "pp",
+    "split layers": lambda case: case.kind == "tp",
+    "split sequences": lambda case: "cp" in case.kind,
+    "several axes": lambda case: "+" in case.kind and "cp" not in case.kind,
+}
+
+
+def pairs_of(kind: str, *, new_forms: bool) -> list[Case]:
+    """Return pairs whose plans are of `kind`, each with a model of its own."""
+
+    def pairs() -> Iterator[Case]:
+        for model in itertools.count():
+            numbers = range(model * PLANS_PER_MODEL, (model + 1) * PLANS_PER_MODEL)
+            same = (make_case(SEED, number, new_forms=new_forms) for number in numbers)
+            yield from itertools.islice(filter(KINDS[kind], same), 1)
+
+    return [*itertools.islice(pairs(), PAIRS_OF_A_KIND)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_models_train_as_in_plain_torch_or_are_refused_under(kind: str) -> None:
+    with Fuzzer(jobs=2) as fuzzer:
+        verdicts = [*fuzzer.verdicts(pairs_of(kind, new_forms=fuzzer.new_forms()))]
+    failures = [described(verdict) for verdict in verdicts if verdict.is_failure]
+    assert len(verdicts) == PAIRS_OF_A_KIND
+    assert not failures, "\n".join(failures)
+
+
+def test_a_case_is_the_same_whenever_it_is_made() -> None:
+    cases = [make_case(3, number) for number in range(40)]
+    assert cases == [make_case(3, number) for number in range(40)]
+    assert len({case.recipe for case in cases}) == 40 // PLANS_PER_MODEL
+    assert {"tp", "pp", "dp"} <= {word for case in cases for word in words_of(case)}
+
+
+def described(verdict: Verdict) -> str:
+    case = verdict.case
+    return (
+        f"{verdict.status} (scripts/fuzz_models.py --seed {case.seed} --case {case.number}), "
+        f"{case.plan.describe()}: {verdict.message}\n  {case.recipe!r}"
+    )
