@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from paraplan.errors import ModelError, UnsupportedPlanError, UsageError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.agreement import Agreement
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
 from paraplan.runtime.data_parallel import reads_shards
@@ -69,6 +70,7 @@ class Equipment:
     count_targets: TargetCount | None = None
     loss_scale: LossScale | None = None
     peers: Peers | None = None
+    agreement: Agreement | None = None
     timeouts: TimeoutWatch | None = None
     watch: RunWatch | None = None
     file: PlanFile | None = None
@@ -330,10 +332,17 @@ class Engine:
         )
 
     def _explained(self, call: Call) -> AbstractContextManager[None]:
-        """Have a timeout in this context say what rank did not come to what."""
-        if self._equipment.timeouts is None:
-            return nullcontext()
-        return self._equipment.timeouts.explained(lambda: f"engine.{call} after {self.num_steps} steps")
+        """Have a timeout or a lost connection in this context say what the other rank did."""
+        stack = ExitStack()
+
+        def name() -> str:
+            return f"engine.{call} after {self.num_steps} steps"
+
+        if self._equipment.agreement is not None:
+            stack.enter_context(self._equipment.agreement.explained(name))
+        if self._equipment.timeouts is not None:
+            stack.enter_context(self._equipment.timeouts.explained(name))
+        return stack
 
     def _meet(self, call: Call, size: int = 0) -> list[int]:
         return self._peers.meet(call, size) if self._equipment.has_values else [size] * self._mesh.world.size
@@ -362,9 +371,14 @@ class Engine:
         is_divided = division.count > 1 or self._mesh.size("dp") > 1
         if not self._equipment.has_values:
             return LossRule(kind="sequences" if is_divided else "whole")
-        rule: LossRule = self._guarded(
-            lambda: self._first_step.check(*batch, sizes, is_divided=is_divided, trains=call == "step")
-        )
+        first_step, trains = self._first_step, call == "step"
+        agreed: AbstractContextManager[None] = nullcontext()
+        if self._equipment.agreement is not None and first_step.is_due(is_divided=is_divided, trains=trains):
+            agreed = self._equipment.agreement.on(f"the check before the first {call}")
+        with agreed:
+            rule: LossRule = self._guarded(
+                lambda: first_step.check(*batch, sizes, is_divided=is_divided, trains=trains)
+            )
         return rule
 
     def _check_every_gradient(self) -> None:

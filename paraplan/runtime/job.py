@@ -19,6 +19,7 @@ from paraplan.errors import PlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.agreement import Agreement
 from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
 from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.blocks import compile_blocks
@@ -62,6 +63,7 @@ class Job:
     _timeouts: TimeoutWatch | None = field(default=None, repr=False)
     _peers: list[Peers] = field(default_factory=list, repr=False)
     _engines: list[Engine] = field(default_factory=list, repr=False)
+    _agreements: list[Agreement] = field(default_factory=list, repr=False)
 
     @property
     def world(self) -> World:
@@ -117,7 +119,8 @@ class Job:
         """
         watch = self._watch(count_parameters(model))
         setting = Setting.of(self.plan, self.mesh, self.precision, loss_fn)
-        with nullcontext() if self._timeouts is None else self._timeouts.explained(lambda: "job.prepare"):
+        explained = nullcontext() if self._timeouts is None else self._timeouts.explained(lambda: "job.prepare")
+        with self._agreement().on("job.prepare"), explained:
             part, reference = self._part_of(
                 model,
                 setting,
@@ -127,13 +130,13 @@ class Job:
                 verify=verify,
                 synchronizes=batch_statistics == "global",
             )
-        self._separate_random_numbers()
-        made = optimizer(part.optimized())
-        self._suit(made, part)
-        if self.plan.offload == "optimizer":
-            keep_on_host(made)
-        schedule = None if scheduler is None else scheduler(made)
-        check_scheduler(schedule)
+            self._separate_random_numbers()
+            made = optimizer(part.optimized())
+            self._suit(made, part)
+            if self.plan.offload == "optimizer":
+                keep_on_host(made)
+            schedule = None if scheduler is None else scheduler(made)
+            check_scheduler(schedule)
         peers = Peers(self.world)
         engine = Engine(
             part,
@@ -150,6 +153,7 @@ class Job:
                 batch_statistics=batch_statistics,
                 reference=reference,
                 peers=peers,
+                agreement=self._agreement(),
                 timeouts=self._timeouts,
                 watch=watch,
                 file=self.file,
@@ -159,6 +163,11 @@ class Job:
         atexit.register(peers.leave)  # runs before the group is left
         self._engines.append(engine)
         return engine
+
+    def _agreement(self) -> Agreement:
+        if not self._agreements:
+            self._agreements.append(Agreement(self.world))
+        return self._agreements[0]
 
     def _suit(self, optimizer: torch.optim.Optimizer, part: RankPart) -> None:
         """Give `optimizer` whole tensors for its steps where it looks at more than single numbers."""

@@ -6,10 +6,9 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.errors import ParaplanError, UsageError
-from paraplan.runtime.world import World
+from paraplan.runtime.world import World, default_store
 
 Call = Literal["step", "eval_step", "save", "load"]
 
@@ -51,8 +50,14 @@ class Peers:
             dist.all_gather(gathered, mine)
         except RuntimeError as error:
             left = self._who_left()
-            if left is None:
+            if left is None and "Connection closed by peer" not in str(error):
                 raise
+            if left is None:
+                raise RankLeftError(
+                    f"a rank has ended, and rank {self._world.rank} goes on with {call} after {self.num_steps} steps "
+                    "(connection closed by peer)",
+                    hint="look for what the other ranks have written; give every rank the same number of batches",
+                ) from error
             rank, num_steps = left
             raise RankLeftError(
                 f"rank {rank} has ended after {num_steps} steps, and rank {self._world.rank} goes on with "
@@ -75,7 +80,7 @@ class Peers:
             return
         self._has_left = True
         try:
-            _store().set(_LEFT.format(rank=self._world.rank), str(self.num_steps))
+            default_store().set(_LEFT.format(rank=self._world.rank), str(self.num_steps))
         except RuntimeError:  # the rank that held the store has ended before
             return
 
@@ -84,16 +89,11 @@ class Peers:
         try:
             for rank in range(self._world.size):
                 key = _LEFT.format(rank=rank)
-                if rank != self._world.rank and _store().check([key]):
-                    return rank, int(_store().get(key))
+                if rank != self._world.rank and default_store().check([key]):
+                    return rank, int(default_store().get(key))
         except RuntimeError:
             return None
         return None
-
-
-def _store() -> Store:
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store
 
 
 def _has_cpu_backend() -> bool:

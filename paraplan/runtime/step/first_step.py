@@ -41,6 +41,10 @@ class FirstStep:
         self._state = ForwardState(part.module, mesh)
         self._is_steady: bool | None = None
 
+    def is_due(self, *, is_divided: bool, trains: bool) -> bool:
+        """Whether `check` has something to find out, the same on every rank."""
+        return (is_divided and self.rule is None) or (trains and self._verification is not None)
+
     def check(self, inputs: Any, targets: Any, sizes: Sequence[int], *, is_divided: bool, trains: bool) -> LossRule:
         """Return the rule of the loss for a batch; `trains` says that it is trained on.
 

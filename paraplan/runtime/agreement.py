@@ -1,0 +1,121 @@
+"""All ranks come out of a call, or none: what one rank refuses the others refuse in the same words.
+
+They tell each other through the store of the job, not by a collective: a rank that has failed takes part in none.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from paraplan.errors import ParaplanError, UnsupportedPlanError
+from paraplan.runtime.world import World, default_store
+
+_PATIENCE_S = 5.0
+"""How long a rank that has failed waits to see whether others have too, before it says so."""
+_PAUSE_S = 0.01
+_WORDS_TRAVEL_S = 1.0
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+
+
+@dataclass
+class Agreement:
+    """The ranks of one job. `number` counts the calls that they have agreed on, the same on every rank."""
+
+    world: World
+    number: int = 0
+
+    @contextmanager
+    def on(self, call: str) -> Iterator[None]:
+        """Leave this context when every rank does. Raises what the first of them raised where one did."""
+        if not self.world.is_distributed or not dist.is_initialized():
+            yield
+            return
+        self.number += 1
+        prefix = f"paraplan/agreed/{self.number}"
+        try:
+            yield
+        except Exception as error:
+            self._tell(prefix, error)
+            self._wait(prefix, lambda: False, patience_s=_PATIENCE_S)
+            other = self._told(prefix)
+            if other is not None and not isinstance(error, ParaplanError):
+                raise _said_by(*other, call=call) from error  # a connection that was lost, since another rank has ended
+            raise
+        default_store().add(f"{prefix}/arrived", 1)
+        self._wait(prefix, lambda: default_store().check([f"{prefix}/failed"]), patience_s=None)
+        other = self._told(prefix)
+        if other is not None:
+            raise _said_by(*other, call=call)
+
+    @contextmanager
+    def explained(self, call: Callable[[], str]) -> Iterator[None]:
+        """Have a connection that is lost in this context say what the rank has raised that was at its other end."""
+        if not self.world.is_distributed or not dist.is_initialized():
+            yield
+            return
+        prefix = "paraplan/ended"
+        try:
+            yield
+        except ParaplanError as error:
+            self._tell(prefix, error)
+            raise
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _LOST):
+                raise
+            ends_s = time.monotonic() + _WORDS_TRAVEL_S
+            while (other := self._told(prefix)) is None and time.monotonic() < ends_s:
+                time.sleep(_PAUSE_S)
+            if other is None:
+                raise
+            raise _said_by(*other, call=call()) from error
+
+    def _tell(self, prefix: str, error: Exception) -> None:
+        is_known = isinstance(error, ParaplanError)
+        words = {
+            "message": error.message if isinstance(error, ParaplanError) else f"{type(error).__name__}: {error}",
+            "hint": error.hint if isinstance(error, ParaplanError) else None,
+        }
+        try:
+            store = default_store()
+            if is_known or not store.check([f"{prefix}/failed"]):
+                store.set(f"{prefix}/error/{self.world.rank}", json.dumps(words))
+                store.add(f"{prefix}/failed", 1)
+            store.add(f"{prefix}/arrived", 1)
+        except RuntimeError:  # the rank that held the store has ended
+            return
+
+    def _told(self, prefix: str) -> tuple[int, str, str | None] | None:
+        """Return the rank, the message and the hint of the first failure of another rank."""
+        try:
+            store = default_store()
+            if not store.check([f"{prefix}/failed"]):
+                return None
+            for rank in range(self.world.size):
+                if rank != self.world.rank and store.check([f"{prefix}/error/{rank}"]):
+                    words = json.loads(store.get(f"{prefix}/error/{rank}"))
+                    return rank, str(words["message"]), words["hint"]
+        except RuntimeError:
+            return None
+        return None
+
+    def _wait(self, prefix: str, is_over: Callable[[], bool], *, patience_s: float | None) -> None:
+        """Return once all ranks have arrived, or one has failed, or it took too long."""
+        store = default_store()
+        limit: timedelta = store.timeout
+        ends_s = time.monotonic() + (limit.total_seconds() if patience_s is None else patience_s)
+        try:
+            while store.add(f"{prefix}/arrived", 0) < self.world.size and time.monotonic() < ends_s and not is_over():
+                time.sleep(_PAUSE_S)
+        except RuntimeError:  # the rank that held the store has ended
+            return
+
+
+def _said_by(rank: int, message: str, hint: str | None, *, call: str) -> ParaplanError:
+    return UnsupportedPlanError(f"rank {rank} ended {call}: {message}", hint=hint)
