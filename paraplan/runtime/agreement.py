@@ -108,7 +108,7 @@ class Agreement:
     def _wait(self, prefix: str, is_over: Callable[[], bool], *, patience_s: float | None) -> None:
         """Return once all ranks have arrived, or one has failed, or it took too long."""
         store = default_store()
-        limit: timedelta = store.timeout
+        limit: timedelta = store.timeout  # type: ignore[attr-defined]  # torch leaves it out of its annotations
         ends_s = time.monotonic() + (limit.total_seconds() if patience_s is None else patience_s)
         try:
             while store.add(f"{prefix}/arrived", 0) < self.world.size and time.monotonic() < ends_s and not is_over():

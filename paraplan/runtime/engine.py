@@ -331,7 +331,7 @@ class Engine:
             mesh=self._mesh,
         )
 
-    def _explained(self, call: Call) -> AbstractContextManager[None]:
+    def _explained(self, call: Call) -> AbstractContextManager[Any]:
         """Have a timeout or a lost connection in this context say what the other rank did."""
         stack = ExitStack()
 
