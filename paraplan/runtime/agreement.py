@@ -24,6 +24,10 @@ _WORDS_TRAVEL_S = 1.0
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
+class FailedElsewhereError(Exception):
+    """Another rank has failed, in words of its own; this one has nothing to say."""
+
+
 @dataclass
 class Agreement:
     """The ranks of one job. `number` counts the calls that they have agreed on, the same on every rank."""
@@ -42,7 +46,10 @@ class Agreement:
         try:
             yield
         except Exception as error:
-            self._tell(prefix, error)
+            if not isinstance(error, FailedElsewhereError):
+                self._tell(prefix, error)
+            else:
+                default_store().add(f"{prefix}/arrived", 1)
             self._wait(prefix, lambda: False, patience_s=_PATIENCE_S)
             other = self._told(prefix)
             if other is not None and not isinstance(error, ParaplanError):

@@ -273,6 +273,7 @@ class Engine:
             self._meet("load")
             self._writer.finish()
             self._peers.num_steps = load_checkpoint(Path(folder), self._source())
+            self._first_step.reload(Path(folder))
 
     def export(self, path: str | Path) -> None:
         """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import Recompute
+from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.pipeline.recompute_in_halves import keep_inputs_alone
 
 
@@ -41,12 +42,62 @@ def recompute_in_backward(block: nn.Module, *, in_halves: bool = False) -> None:
     """
     inner = block.forward
 
+    written = _WrittenBuffers(block)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if in_halves:
-            return keep_inputs_alone(lambda *given: inner(*given[:-1], **given[-1]), *args, kwargs)
-        return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False)
+        with written.noted() as before:
+            if in_halves:
+                again = partial(written.back_to, before)
+                return keep_inputs_alone(lambda *given: inner(*given[:-1], **given[-1]), *args, kwargs, around=again)
+            return checkpoint(
+                partial(inner, **kwargs),
+                *args,
+                use_reentrant=False,
+                context_fn=lambda: (nullcontext(), written.back_to(before)),
+            )
 
     block.forward = forward
+
+
+class _WrittenBuffers:
+    """The buffers of a block that its forward pass writes: running statistics, say, which count a batch once."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._names: set[str] | None = None
+
+    @contextmanager
+    def noted(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Give what the written buffers hold before the forward pass in this context; all of them at first."""
+        held = dict(self._block.named_buffers()) if self._block.training and torch.is_grad_enabled() else {}
+        norms = batch_norms(self._block)
+        normalized = {f"{name}.{buffer}".lstrip(".") for name, one in norms.items() for buffer in one._buffers}
+        before = {
+            name: one.detach().clone()
+            for name, one in held.items()
+            if self._names is None or name in self._names or name in normalized
+        }
+        yield before
+        if held and self._names is None:
+            self._names = {name for name, value in before.items() if not torch.equal(value, held[name])}
+        for name in [name for name in before if name not in (self._names or ()) and name not in normalized]:
+            del before[name]
+
+    @contextmanager
+    def back_to(self, before: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Have the buffers hold `before` in this context, where the forward pass runs again, and then what they do now.
+
+        Not in place for autograd, which may have kept them.
+        """
+        held = dict(self._block.named_buffers()) if before else {}
+        now = {name: held[name].detach().clone() for name in before}
+        for name, value in before.items():
+            held[name].data.copy_(value)
+        try:
+            yield
+        finally:
+            for name, value in now.items():
+                held[name].data.copy_(value)
 
 
 @dataclass

@@ -46,6 +46,7 @@ from paraplan.runtime.checkpoints.safe_reader import (
     without_the_note_on_single_processes,
 )
 from paraplan.runtime.checkpoints.texts import Options, Progress, check_kinds, read_options, read_progress, taking
+from paraplan.runtime.weights import lasting_buffers
 
 __all__ = ["CheckpointError", "CheckpointSource", "CheckpointWriter", "find_whole", "load_checkpoint"]
 
@@ -174,6 +175,15 @@ def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
     _take_optimizer(source, states, options)
     _take_progress(entries, progress, source)
     return progress.num_steps
+
+
+def load_whole_model(folder: Path, model: nn.Module) -> None:
+    """Read parameters and buffers of a checkpoint into a whole model. Every rank calls it."""
+    whole = find_whole(folder)
+    saved = SafeReader(whole).read_metadata().state_dict_metadata
+    held = dict(model.named_parameters()) | lasting_buffers(model)
+    entries = {f"{MODEL}{name}": tensor.detach() for name, tensor in held.items() if f"{MODEL}{name}" in saved}
+    read_entries(whole, entries)
 
 
 def _random_names(saved: Mapping[str, Any], source: CheckpointSource) -> list[str]:

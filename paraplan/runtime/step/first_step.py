@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from paraplan.plan.parallel import ParallelPlan
@@ -16,6 +17,7 @@ from paraplan.runtime.step.trials import Piece, gathered_numbers, global_sequenc
 from paraplan.runtime.step.verification import Verification
 
 _WORTH_SAYING_S = 0.5
+_MOST_TRIES = 2
 
 
 class FirstStep:
@@ -40,6 +42,7 @@ class FirstStep:
         self._verification = verification
         self._state = ForwardState(part.module, mesh)
         self._is_steady: bool | None = None
+        self._tries = 0
 
     def is_due(self, *, is_divided: bool, trains: bool) -> bool:
         """Whether `check` has something to find out, the same on every rank."""
@@ -61,6 +64,11 @@ class FirstStep:
             return LossRule(kind="whole")
         return self.rule or LossRule(kind="sequences")
 
+    def reload(self, folder: Path) -> None:
+        """Take note that the checkpoint in `folder` was loaded."""
+        if self._verification is not None:
+            self._verification.reload(folder)
+
     def share_state(self) -> None:
         """Keep what the forward pass of a divided batch has written the same on all replicas."""
         if self._statistics == "local":
@@ -76,9 +84,16 @@ class FirstStep:
                 self.rule = self._probe.find((pieces[0], pieces[1]), num_sequences=num_sequences)
         if verification is None:
             return
+        if not verification.is_current():
+            self._verification = None
+            return
+        rule = self.rule if self.rule is not None and self.rule.kind == "counted" else LossRule(kind="sum")
+        taken_s = verification.check(pieces, rule, trains=is_steady)
+        if taken_s is None and self._tries < _MOST_TRIES:
+            self._tries += 1
+            return
         self._verification = None
-        taken_s = verification.check(pieces, trains=is_steady)
-        if taken_s > _WORTH_SAYING_S and self._mesh.world.rank == 0:
+        if taken_s is not None and taken_s > _WORTH_SAYING_S and self._mesh.world.rank == 0:
             sys.stderr.write(f"paraplan: the plan trains like one process, checked in {taken_s:.1f} s\n")
 
     def _steady(self, piece: Piece) -> bool:

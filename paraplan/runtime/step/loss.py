@@ -88,6 +88,7 @@ class Tally:
     spread: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     returned: list[Returned] = field(default_factory=list)
+    failure: Exception | None = None
 
     @classmethod
     def empty(cls, device: torch.device, num_others: int = 0) -> Tally:
@@ -132,22 +133,33 @@ class StepLoss:
 
     def run(self, model: nn.Module, inputs: Any, micro_batch: MicroBatch) -> torch.Tensor:
         """Return the term of `micro_batch` to differentiate, `inputs` of which go into `model`, and tally it."""
-        returned = self._returned(model, inputs, micro_batch)
         if self.rule.kind == "probe":
-            self.tally.returned.append(returned)
-            return returned.value.float().reshape(())
+            return self._probed(model, inputs, micro_batch)
+        returned = self._returned(model, inputs, micro_batch)
         term, weight = self._weighed(returned, micro_batch)
         self.tally.loss += term.detach()
         self._tally_metrics(returned, weight)
         return term * self.gradient_factor
 
+    def _probed(self, model: nn.Module, inputs: Any, micro_batch: MicroBatch) -> torch.Tensor:
+        """Keep what `loss_fn` returns, or what it raises: other stages of a pipeline are to finish what they began."""
+        follower = LossFollower()
+        with follower if self.rule.in_model else nullcontext():
+            outputs = call_model(model, inputs)
+        try:
+            with follower:
+                returned = self._read(outputs, micro_batch, follower)
+        except Exception as error:  # raised again by who probes, on every rank
+            self.tally.failure = error
+            return torch.zeros((), device=self._device)
+        self.tally.returned.append(returned)
+        return returned.value.float().reshape(())
+
     def _returned(self, model: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Returned:
-        follower = LossFollower() if self.rule.kind in ("counted", "probe") else None
+        follower = LossFollower() if self.rule.kind == "counted" else None
         watches: AbstractContextManager[Any] = nullcontext() if follower is None else follower
-        if self.rule.in_model:
-            with watches:
-                return self._read(call_model(model, inputs), micro_batch, follower)
-        outputs = call_model(model, inputs)
+        with watches if self.rule.in_model else nullcontext():
+            outputs = call_model(model, inputs)
         with watches:
             return self._read(outputs, micro_batch, follower)
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.agreement import FailedElsewhereError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.step.batches import MicroBatch, TargetCount, counted_targets
 from paraplan.runtime.step.execution import Execution
@@ -119,9 +120,14 @@ class LossProbe:
             if seed is not None:
                 torch.manual_seed(seed)
             self._execution.evaluate([micro_batch] * count)
-            returned = loss.tally.returned
+            returned, failure = loss.tally.returned, loss.tally.failure
             if seen is not None:
                 seen()
+        failed = any(row[0] for row in gathered_numbers([float(failure is not None)], self._mesh))
+        if failure is not None:
+            raise failure
+        if failed:
+            raise FailedElsewhereError
         return returned[0] if returned else None
 
     def _is_known(self, returned: Returned | None) -> bool:

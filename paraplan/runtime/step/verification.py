@@ -12,20 +12,24 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.batch_norm import batch_norms
+from paraplan.runtime.checkpoints.saving import load_whole_model
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import compute_context
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.step.batches import MicroBatch, call_model
-from paraplan.runtime.step.loss import LossRule, StepLoss, read_loss
+from paraplan.runtime.step.batches import MicroBatch
+from paraplan.runtime.step.clipping import scale_gradients
+from paraplan.runtime.step.loss import LossRule, StepLoss
 from paraplan.runtime.step.trials import Piece, gathered_numbers, modes, not_compiled, nothing_changed, num_sequences_of
 
 Verify = Literal["auto", "full", "off"]
@@ -78,6 +82,12 @@ def _copied(model: nn.Module, mesh: Mesh) -> nn.Module | None:
         return None
 
 
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a parameter."""
+    detached = parameter.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
 def _free_bytes(mesh: Mesh) -> float:
     device = mesh.world.device
     if device.type == "cuda":
@@ -106,11 +116,26 @@ class Verification:
         self._mesh = mesh
         self._precision = precision
         self._whole = whole
+        self._versions = self._held_versions()
 
-    def check(self, pieces: Sequence[Piece], *, trains: bool) -> float:
+    def reload(self, folder: Path) -> None:
+        """Bring the reference to the checkpoint in `folder`, which the part has been brought to."""
+        load_whole_model(folder, self._reference)
+        self._versions = self._held_versions()
+
+    def _held_versions(self) -> list[int]:
+        return [local_part(parameter)._version for parameter in self._part.parameters.values()]
+
+    def is_current(self) -> bool:
+        """Whether nobody has changed the weights since the reference was made, on any rank."""
+        changed = float(self._versions != self._held_versions())
+        return not any(row[0] for row in gathered_numbers([changed], self._mesh))
+
+    def check(self, pieces: Sequence[Piece], rule: LossRule, *, trains: bool) -> float | None:
         """Return how long it took, in seconds, after both were run on `pieces`; `trains` says in which mode.
 
-        Raises `UnsupportedPlanError` on every rank where they differ. Gradients and buffers are left as they were.
+        None where the model itself gives no number for these pieces, or does not run on them. Raises
+        `UnsupportedPlanError` on every rank where they differ. Gradients and buffers are left as they were.
         """
         started_s = time.perf_counter()
         module, reference, loss = self._part.module, self._reference, self._part.execution.loss
@@ -118,34 +143,52 @@ class Verification:
         rows = [pieces[index % len(pieces)] for index in range(count)]
         mode = modes(module, reference, training=None if trains else False, batch_norm_training=False)
         with mode, not_compiled(), nothing_changed(module, reference):
-            expected_loss = self._train_reference(rows, loss)
-            found_loss = self._train_part(rows, loss)
+            expected_loss = self._train_reference(rows, loss, rule)
+            if expected_loss is None:
+                return None
+            found_loss = self._train_part(rows, loss, rule)
             errors = self._errors(expected_loss, found_loss)
         self._forget_gradients()
         self._judge(errors)
         return time.perf_counter() - started_s
 
-    def _train_reference(self, rows: Sequence[Piece], loss: StepLoss) -> float:
-        total = 0.0
+    def _train_reference(self, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> float | None:
         self._reference.zero_grad()
-        for inputs, targets in rows:
-            with torch.enable_grad(), compute_context(self._precision, self._mesh.world.device):
-                value = read_loss(loss.loss_fn(call_model(self._reference, inputs), targets)).value.float()
-            (value / len(rows)).backward()  # type: ignore[no-untyped-call]
-            total += float(value.detach()) / len(rows)
-        return total
+        try:
+            with loss.under(rule), torch.enable_grad():
+                loss.gradient_factor = 1.0
+                loss.start()
+                for inputs, targets in rows:
+                    piece = self._micro_batch((inputs, targets), len(rows), rule, copies=1)
+                    with compute_context(self._precision, self._mesh.world.device):
+                        term = loss.run(self._reference, inputs, piece)
+                    term.backward()  # type: ignore[no-untyped-call]
+                total = float(loss.tally.loss)
+        except Exception:  # a loss for split outputs alone, or a model for other batches
+            return None
+        return total if math.isfinite(total) else None
 
-    def _train_part(self, rows: Sequence[Piece], loss: StepLoss) -> float:
+    def _train_part(self, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> float:
         self._forget_gradients()
-        weight = 1.0 / (len(rows) * self._mesh.size("dp"))
-        micro_batches = [MicroBatch(*row, num_sequences=num_sequences_of(row), weight=weight) for row in rows]
-        with loss.under(LossRule(kind="sum")):
+        copies = self._mesh.size("dp")
+        with loss.under(rule):
             loss.gradient_factor = 1.0
-            self._part.execution.train(micro_batches)
+            self._part.execution.train([self._micro_batch(row, len(rows), rule, copies=copies) for row in rows])
             own = float(loss.tally.loss)
-        return sum(row[0] for row in gathered_numbers([own], self._mesh)) / (
-            self._mesh.size("tp") * self._mesh.size("cp")
-        )
+        total = sum(row[0] for row in gathered_numbers([own], self._mesh))
+        total /= self._mesh.size("tp") * self._mesh.size("cp")
+        if rule.kind != "counted":
+            return total
+        # Counted terms have no weight: every copy of the model has brought all of them.
+        scale_gradients(self._gradients().values(), 1.0 / copies)
+        return total / copies
+
+    def _micro_batch(self, row: Piece, count: int, rule: LossRule, *, copies: int) -> MicroBatch:
+        weight = None if rule.kind == "counted" else 1.0 / (count * copies)
+        return MicroBatch(*row, num_sequences=num_sequences_of(row), weight=weight)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
 
     def _errors(self, expected_loss: float, found_loss: float) -> dict[str, float]:
         """Return how far the loss, each gradient and each buffer of this rank are off, by how much they may be."""
