@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from odd_models import BATCH, REFUSED, SOUND, SPLIT, NoiseAtBothEnds, difference, train_all
+from odd_models import (
+    BATCH,
+    REFUSED,
+    SOUND,
+    SPLIT,
+    BlockTiedToHead,
+    Chosen,
+    FrozenTower,
+    NoiseAtBothEnds,
+    SharedPart,
+    SharedWeight,
+    TrainedTower,
+    ValuesOfHeads,
+    difference,
+    train_all,
+)
 from rank_harness import RankHarness
 
 from paraplan.plan.parallel import ParallelPlan
@@ -53,6 +68,18 @@ def test_models_of_which_stages_would_compute_something_else_are_refused_on_ever
         for (kind, words), said in zip(REFUSED.items(), found[0], strict=True):
             assert isinstance(said, str), kind
             assert words in said, (kind, said)
+
+
+def test_models_of_odd_build_are_sharded_as_in_one_process(ranks: RankHarness) -> None:
+    """Buffers follow the data of each rank under data parallelism."""
+    kinds = [SharedPart, SharedWeight, BlockTiedToHead, FrozenTower, TrainedTower, Chosen, ValuesOfHeads]
+    (references,) = ranks.run_alone(train_all, kinds, [ALONE])
+    plans = [ALONE.replace(dp=2, micro_batch_size=BATCH // 4, zero_stage=stage) for stage in (1, 2, 3)]
+    for found in ranks.run(train_all, kinds, plans, size=2, timeout_s=240.0):
+        for kind, reference, *runs in zip(kinds, references, *found, strict=True):
+            for plan, run in zip(plans, runs, strict=True):
+                assert not isinstance(run, str), (kind, run)
+                assert not difference(run, reference), (kind, plan.zero_stage)
 
 
 # Three outputs over two ranks; nothing that can be split.
