@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from paraplan import runtime
-from paraplan.errors import UnsupportedPlanError
+from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 
 WIDTH, WORDS, LENGTH, BATCH, NUM_STEPS, NUM_BLOCKS = 12, 17, 6, 8, 3, 4
@@ -618,7 +618,7 @@ def train_all(kinds: list[type[Base]], plans: list[ParallelPlan]) -> list[list[R
         for kind in kinds:
             try:
                 found[-1].append(trained(job, made(kind)))
-            except UnsupportedPlanError as refusal:
+            except ParaplanError as refusal:
                 found[-1].append(str(refusal))
     return found
 

@@ -11,7 +11,10 @@ from odd_models import (
     BlockTiedToHead,
     Chosen,
     FrozenTower,
+    InPlaceBlocks,
     NoiseAtBothEnds,
+    Normed,
+    PooledStates,
     SharedPart,
     SharedWeight,
     TrainedTower,
@@ -70,6 +73,22 @@ def test_models_of_which_stages_would_compute_something_else_are_refused_on_ever
             assert words in said, (kind, said)
 
 
+def test_blocks_that_write_what_a_second_run_would_read_are_refused(ranks: RankHarness) -> None:
+    full = PIPELINES[1].replace(recompute="full")
+    for found in ranks.run(train_all, [InPlaceBlocks, Normed, FrozenTower], [full], size=2):
+        in_place, normed, sound = found[0]
+        assert "write in place into the hidden state" in in_place
+        assert "layers.0.batch_norm" in normed
+        assert not isinstance(sound, str)
+
+
+def test_code_between_the_blocks_is_refused_where_ranks_have_some_tokens(ranks: RankHarness) -> None:
+    plan = ALONE.replace(tp=2, sequence_parallel=True)
+    for found in ranks.run(train_all, [PooledStates, Normed], [plan], size=2):
+        assert "code between the blocks reads hidden states" in found[0][0]
+        assert "does not compute what it computes whole" in found[0][1]  # statistics in training, of some tokens
+
+
 def test_models_of_odd_build_are_sharded_as_in_one_process(ranks: RankHarness) -> None:
     """Buffers follow the data of each rank under data parallelism."""
     kinds = [SharedPart, SharedWeight, BlockTiedToHead, FrozenTower, TrainedTower, Chosen, ValuesOfHeads]
@@ -83,7 +102,12 @@ def test_models_of_odd_build_are_sharded_as_in_one_process(ranks: RankHarness) -
 
 
 # Three outputs over two ranks; nothing that can be split.
-NOT_SPLIT = {"Chosen": "does not divide the outputs 3", "Images": "can be split", "ValueResidual": "can be split"}
+NOT_SPLIT = {
+    "Chosen": "does not divide the outputs 3",
+    "Images": "can be split",
+    "ValueResidual": "can be split",
+    "SharedWeight": "belong to another layer",
+}
 
 
 def test_models_of_odd_build_train_with_split_layers_as_in_one_process(ranks: RankHarness) -> None:

@@ -95,6 +95,11 @@ def find_tensor_split(
                 f"sequence_parallel=True: {error.message}",
                 hint="use a plan without sequence parallelism" if is_no_chain else error.hint,
             ) from None
+    if sequence_parallel and anatomy is not None and anatomy.uses.reads_between:
+        raise UnsupportedPlanError(
+            "sequence_parallel=True: code between the blocks reads hidden states, of which ranks have some tokens",
+            hint="use a plan without sequence parallelism",
+        )
     shadow = meta_copy(model) if anatomy is None else anatomy.shadow
     calls = block_calls(shadow, stack, example_of(model, example_inputs))
     where = 0 if anatomy is None else anatomy.hidden_argument
