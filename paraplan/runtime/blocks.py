@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -43,6 +44,39 @@ def find_blocks(model: nn.Module) -> BlockStack | None:
     if isinstance(model, nn.Sequential) and len(model) > 1:
         return BlockStack(names=tuple(name for name, _ in model.named_children()))
     return None
+
+
+def sharded_alone(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the parts of `module` that can be sharded each by itself, those inside of others first.
+
+    These are `blocks`, and before them the modules that several blocks share, once each. A block stays with the root
+    where one of its parameters belongs to another module outside of it too.
+    """
+    holders: dict[int, set[int]] = {}
+    for index, block in enumerate(blocks):
+        for part in block.modules():
+            holders.setdefault(id(part), set()).add(index)
+    shared = [part for part in module.modules() if len(holders.get(id(part), ())) > 1]
+    within = {id(inner) for part in shared for inner in part.modules() if inner is not part}
+    outermost = [part for part in shared if id(part) not in within and any(True for _ in part.parameters())]
+    of_shared = {id(inner) for part in outermost for inner in part.modules()}
+    owners: dict[int, set[int]] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(owner))
+
+    def is_alone(part: nn.Module) -> bool:
+        inside = {id(inner) for inner in part.modules()}
+        own = [parameter for inner in part.modules() if id(inner) not in of_shared for parameter in _own(inner)]
+        return all(owners[id(parameter)] <= inside for parameter in own)
+
+    blocks_alone = [block for block in blocks if is_alone(block)]
+    inside = {id(inner) for block in blocks_alone for inner in block.modules()}
+    return [*(part for part in outermost if id(part) in inside), *blocks_alone]
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))
 
 
 def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, plan: ParallelPlan) -> None:

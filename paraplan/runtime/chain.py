@@ -197,13 +197,16 @@ class ChainUses:
     """Which parameters, and which buffers and other tensors, each piece of a model uses.
 
     `written_before` are those that the forward pass of every stage writes before the blocks. `problem` says why the
-    stages of a pipeline would not compute what one process computes, None where they do.
+    stages of a pipeline would not compute what one process computes, None where they do. `written_inside` are those
+    of the model's state that blocks write; `reads_between` says that code between the blocks reads hidden states.
     """
 
     parameters: Uses
     tensors: Uses
     written_before: frozenset[str]
     problem: str | None
+    written_inside: frozenset[str] = frozenset()
+    reads_between: bool = False
 
 
 def find_uses(probe: ChainProbe, model: nn.Module, stack: BlockStack, output: Any, *, is_complete: bool) -> ChainUses:
@@ -228,6 +231,8 @@ def find_uses(probe: ChainProbe, model: nn.Module, stack: BlockStack, output: An
         tensors=of(set(registered.tensors)),
         written_before=frozenset(pieces.early),
         problem=problem,
+        written_inside=pieces.written_inside,
+        reads_between=pieces.reads_between,
     )
 
 
@@ -247,6 +252,23 @@ class _Pieces:
         for name, writes in self._flow.writes.items():
             if all(write.place.inside is None for write in writes):
                 (self.early if all(not write.place.done for write in writes) else self.late).add(name)
+
+    @property
+    def written_inside(self) -> frozenset[str]:
+        """The parameters and buffers of the model's state that blocks write."""
+        writes = self._flow.writes.items()
+        written = {name for name, found in writes if any(write.place.inside is not None for write in found)}
+        return frozenset(written & self._lasting)
+
+    @property
+    def reads_between(self) -> bool:
+        """Whether code between the first and the last block reads what a block returned."""
+        return any(
+            mark.kind == "hidden"
+            for place, reads in self._flow.reads.items()
+            if place.inside is None and 0 < place.done < self._num_blocks
+            for mark in _marks(reads)
+        )
 
     def problem(self) -> str | None:
         """Return why a written tensor, or random numbers, would differ between stages and one process."""

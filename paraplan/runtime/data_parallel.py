@@ -24,6 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.sharding import sharded_dimension
 from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.blocks import sharded_alone
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import shard_precision
 from paraplan.runtime.sharded_table import sharded_names
@@ -117,7 +118,7 @@ def apply_data_parallelism(
         options["shard_placement_fn"] = _placement(mesh.shard_mesh.size(-1))
     if plan.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for block in blocks:
+    for block in sharded_alone(module, blocks):
         if any(True for _ in block.parameters()):
             fully_shard(block, reshard_after_forward=frees_parameters, **options)
             if plan.cp > 1:

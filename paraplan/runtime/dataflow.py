@@ -110,6 +110,7 @@ class Dataflow(TorchDispatchMode):
         self.writes: dict[str, list[Write]] = {}
         self.reassigned: set[str] = set()
         self.writes_hidden = False
+        self._copies = False
         self._num_blocks = num_blocks
         self._model = model
         self._storages: dict[int, _Held] = {}
@@ -124,6 +125,8 @@ class Dataflow(TorchDispatchMode):
     ) -> Any:
         """Run `func` and note what its results were computed from."""
         given = kwargs or {}
+        if self._copies:  # no operation of the model
+            return func(*args, **given)
         operands = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, torch.Tensor)]
         for operand in operands:  # inputs and constants, which no operation has made
             if self._key(operand) not in self._storages:
@@ -149,9 +152,11 @@ class Dataflow(TorchDispatchMode):
     def hand_over(self, tensor: torch.Tensor, mark: Mark) -> torch.Tensor:
         """Return a copy of `tensor` that has `mark` for its only source; writes to it are writes to `tensor` too."""
         origin = self._storages.get(self._key(tensor)) or self._hold(tensor, NOTHING)
+        self._copies = True
         copy = tensor.clone()
-        held = self._storages[self._key(copy)]
-        held.sources, held.origin, held.is_hidden = frozenset({mark}), origin, mark.kind == "hidden"
+        self._copies = False
+        held = self._hold(copy, frozenset({mark}))
+        held.origin, held.is_hidden = origin, mark.kind == "hidden"
         return copy
 
     def look_for_reassigned(self) -> None:

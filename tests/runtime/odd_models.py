@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from paraplan import runtime
-from paraplan.errors import UnsupportedPlanError
+from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 
 WIDTH, WORDS, LENGTH, BATCH, NUM_STEPS, NUM_BLOCKS = 12, 17, 6, 8, 3, 4
@@ -286,6 +286,23 @@ class SharedPart(Base):
             layer.shared = shared
 
 
+class SharedWeight(Base):
+    """Two blocks whose layers, modules of their own, have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].inner.weight = self.layers[0].inner.weight
+
+
+class BlockTiedToHead(Base):
+    """The head has the weight of a layer in the last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].table = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.layers[3].table.weight
+
+
 class Images(Base):
     """Convolutions: gradients that are not contiguous."""
 
@@ -521,7 +538,7 @@ SPLIT: tuple[type[Base], ...] = (ValuesOfHeads, ValuesInDict, ValuesInFields, Va
 SOUND: tuple[type[Base], ...] = (
     *(FrozenTower, TrainedTower, TowerByMethod, DetachedPrior, ByData, Chosen, Unused, IntegerPath, InputSkip),
     *(InPlaceBlocks, StepCount, WarmUp, MeanOfWords, FrozenAverage, Normed, NormedEnds, SharedPart, Images, Fields),
-    *(Tied, ByteCache),
+    *(Tied, ByteCache, SharedWeight, BlockTiedToHead),
 )
 REFUSED: dict[type[Base], str] = {
     ValueResidual: "computes beside its hidden state",
@@ -601,7 +618,7 @@ def train_all(kinds: list[type[Base]], plans: list[ParallelPlan]) -> list[list[R
         for kind in kinds:
             try:
                 found[-1].append(trained(job, made(kind)))
-            except UnsupportedPlanError as refusal:
+            except ParaplanError as refusal:
                 found[-1].append(str(refusal))
     return found
 

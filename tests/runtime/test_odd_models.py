@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 import pytest
-from odd_models import BATCH, REFUSED, SOUND, SPLIT, NoiseAtBothEnds, difference, train_all
+from odd_models import (
+    BATCH,
+    REFUSED,
+    SOUND,
+    SPLIT,
+    BlockTiedToHead,
+    Chosen,
+    FrozenTower,
+    InPlaceBlocks,
+    NoiseAtBothEnds,
+    Normed,
+    PooledStates,
+    SharedPart,
+    SharedWeight,
+    TrainedTower,
+    ValuesOfHeads,
+    difference,
+    train_all,
+)
 from rank_harness import RankHarness
 
 from paraplan.plan.parallel import ParallelPlan
@@ -55,8 +73,41 @@ def test_models_of_which_stages_would_compute_something_else_are_refused_on_ever
             assert words in said, (kind, said)
 
 
+def test_blocks_that_write_what_a_second_run_would_read_are_refused(ranks: RankHarness) -> None:
+    full = PIPELINES[1].replace(recompute="full")
+    for found in ranks.run(train_all, [InPlaceBlocks, Normed, FrozenTower], [full], size=2):
+        in_place, normed, sound = found[0]
+        assert "write in place into the hidden state" in in_place
+        assert "layers.0.batch_norm" in normed
+        assert not isinstance(sound, str)
+
+
+def test_code_between_the_blocks_is_refused_where_ranks_have_some_tokens(ranks: RankHarness) -> None:
+    plan = ALONE.replace(tp=2, sequence_parallel=True)
+    for found in ranks.run(train_all, [PooledStates, Normed], [plan], size=2):
+        assert "code between the blocks reads hidden states" in found[0][0]
+        assert "does not compute what it computes whole" in found[0][1]  # statistics in training, of some tokens
+
+
+def test_models_of_odd_build_are_sharded_as_in_one_process(ranks: RankHarness) -> None:
+    """Buffers follow the data of each rank under data parallelism."""
+    kinds = [SharedPart, SharedWeight, BlockTiedToHead, FrozenTower, TrainedTower, Chosen, ValuesOfHeads]
+    (references,) = ranks.run_alone(train_all, kinds, [ALONE])
+    plans = [ALONE.replace(dp=2, micro_batch_size=BATCH // 4, zero_stage=stage) for stage in (1, 2, 3)]
+    for found in ranks.run(train_all, kinds, plans, size=2, timeout_s=240.0):
+        for kind, reference, *runs in zip(kinds, references, *found, strict=True):
+            for plan, run in zip(plans, runs, strict=True):
+                assert not isinstance(run, str), (kind, run)
+                assert not difference(run, reference), (kind, plan.zero_stage)
+
+
 # Three outputs over two ranks; nothing that can be split.
-NOT_SPLIT = {"Chosen": "does not divide the outputs 3", "Images": "can be split", "ValueResidual": "can be split"}
+NOT_SPLIT = {
+    "Chosen": "does not divide the outputs 3",
+    "Images": "can be split",
+    "ValueResidual": "can be split",
+    "SharedWeight": "belong to another layer",
+}
 
 
 def test_models_of_odd_build_train_with_split_layers_as_in_one_process(ranks: RankHarness) -> None:

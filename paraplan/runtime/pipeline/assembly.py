@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.anatomy import Anatomy, examine
 from paraplan.runtime.blocks import BlockStack
@@ -82,6 +84,7 @@ def assemble_stages(
     anatomy = examine(model, stack, example_inputs)
     bounds = stage_bounds(stage_blocks(plan, len(stack)))
     check_stages(anatomy, bounds, num_ranks=plan.pp)
+    _check_repeatable(anatomy, plan)
     split = find_split(anatomy)
     if plan.cp > 1:
         keep_experts_apart(anatomy.shadow)
@@ -104,6 +107,21 @@ def assemble_stages(
         alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()
         stages.append(LocalStage(index=piece.index, module=piece.module, called=called, averaged=alone))
     return _rank_part(pieces, stages, anatomy=anatomy, bounds=bounds, setting=setting, apart=apart)
+
+
+def _check_repeatable(anatomy: Anatomy, plan: ParallelPlan) -> None:
+    """Raise `UnsupportedPlanError` where blocks write what a second run of them, or ZeRO's hooks, would read."""
+    if anatomy.writes_hidden and (plan.zero_stage or plan.recompute != "none"):
+        raise UnsupportedPlanError(
+            f"blocks write in place into the hidden state that they are given, which zero_stage={plan.zero_stage} with "
+            f"recompute={plan.recompute} does not allow",
+            hint="write hidden = hidden + change in the block, or use zero_stage=0 and recompute=none",
+        )
+    if anatomy.uses.written_inside and plan.recompute == "full":
+        raise UnsupportedPlanError(
+            f"blocks write {min(anatomy.uses.written_inside)}, which recompute=full would write twice",
+            hint="use recompute=none or selective",
+        )
 
 
 def _cut_piece(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,61 +20,160 @@ from torch.utils import _pytree as pytree
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import BlockCall
 from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.drawing import DROPOUTS
 from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.outputs import numbered_outputs
 from paraplan.runtime.split.split_tensor import SplitError
 
-_TOLERANCE = 1e-4  # fp32 sums in another order differ by some 1e-6 of the largest element
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class CheckSetting:
+    """How a block is run for a comparison: in training, in evaluation or in both, and in what type."""
+
+    modes: tuple[bool, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error that is rounding."""
+        # fp32 sums in another order differ by some 1e-6 of the largest element; bf16 has 8 bits of mantissa.
+        return 1e-4 if self.dtype == torch.float32 else 3e-2
+
+
+def setting_of(whole: nn.Module, call: BlockCall) -> CheckSetting:
+    """Return how `whole` can be compared, which is left in the type that it is compared in.
+
+    That is fp32, and 16 bits where its code takes nothing else (flash attention). In training dropout lets everything
+    pass; blocks that draw random numbers otherwise are compared in evaluation alone. Raises `UnsupportedPlanError`
+    where the block does not run by itself.
+    """
+    own = next((held.dtype for held in whole.parameters() if held.is_floating_point()), torch.float32)
+    failures = []
+    for dtype in (torch.float32, torch.bfloat16 if own.itemsize > 2 else own):
+        try:
+            _expected(whole.to(dtype).eval(), call, dtype)
+        except UnsupportedPlanError as error:
+            failures.append(error)
+            continue
+        return CheckSetting(modes=(True, False) if _repeats_in_training(whole, call, dtype) else (False,), dtype=dtype)
+    raise failures[0]
+
+
+def _repeats_in_training(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> bool:
+    """Whether `whole` runs in training mode without random numbers, but those of dropout."""
+    device = next(whole.parameters()).device
+    try:
+        _expected(whole.train(), call, dtype)
+    except UnsupportedPlanError:
+        return False
+    left = _random_states(device)
+    torch.manual_seed(_SEED)
+    return all(torch.equal(one, other) for one, other in zip(left, _random_states(device), strict=True))
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def comparable_runs(device: torch.device) -> Iterator[None]:
+    """Multiply in fp32 without TF32 or bf16 in this context, which round like an error; random numbers are put back."""
+    parts = ("cuda.matmul", "cudnn.conv", "mkldnn.matmul")
+    backends: list[Any] = [attrgetter(part)(torch.backends) for part in parts]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def check_split(
-    whole: nn.Module, part: nn.Module, cuts: dict[str, Cut], call: BlockCall, *, group: TensorGroup, name: str
+    whole: nn.Module,
+    part: nn.Module,
+    cuts: dict[str, Cut],
+    call: BlockCall,
+    *,
+    group: TensorGroup,
+    name: str,
+    setting: CheckSetting,
 ) -> None:
     """Raise `UnsupportedPlanError` on every rank where `part` does not compute what `whole` does.
 
-    Both are in fp32 on this rank's device; `part` holds this rank's share of the parameters in `cuts`. They run on
-    random numbers in the shapes of `call`, the same on every rank; only gradients that training needs are compared.
+    Both are on this rank's device in the type of `setting`; `part` holds this rank's share of the parameters in `cuts`.
+    They run on random numbers in the shapes of `call`, the same on every rank; only gradients that training needs are
+    compared.
     """
-    expected, mask = _expected(whole, call)
-    try:
-        found = _gradients(part, call, mask=mask)
-    except (SplitError, RuntimeError, ValueError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise UnsupportedPlanError(
-            f"the split of {name} over tp={group.size} does not run: {reason}", hint="use tp=1 for this model"
-        ) from error
-    errors = _errors(expected, found, cuts, group)
-    where = max(errors, key=lambda key: errors[key])
-    if errors[where] > _TOLERANCE:
-        raise UnsupportedPlanError(
-            f"{name} split over tp={group.size} does not compute what it computes whole: relative error "
-            f"{errors[where]:.1e} in {where or 'its output'}",
-            hint="use tp=1 for this model",
-        )
+    for training in setting.modes:
+        expected, mask = _expected(whole.train(training), call, setting.dtype)
+        try:
+            found = _gradients(part.train(training), call, mask=mask, dtype=setting.dtype)
+        except (SplitError, RuntimeError, ValueError, IndexError) as error:
+            reason = str(error).splitlines()[0]
+            raise UnsupportedPlanError(
+                f"the split of {name} over tp={group.size} does not run: {reason}", hint="use tp=1 for this model"
+            ) from error
+        errors = _errors(expected, found, cuts, group)
+        where = max(errors, key=lambda key: errors[key])
+        if errors[where] > setting.tolerance:
+            raise UnsupportedPlanError(
+                f"{name} split over tp={group.size} does not compute what it computes whole: relative error "
+                f"{errors[where]:.1e} in {where or 'its output'}",
+                hint="use tp=1 for this model",
+            )
 
 
 def summed_gradients(
-    whole: nn.Module, part: nn.Module, cuts: dict[str, Cut], call: BlockCall, *, group: TensorGroup
+    whole: nn.Module,
+    part: nn.Module,
+    cuts: dict[str, Cut],
+    call: BlockCall,
+    *,
+    group: TensorGroup,
+    setting: CheckSetting,
 ) -> tuple[str, ...] | None:
     """Return the whole parameters of `part` whose gradients are right once they are summed over the ranks.
 
     None where that is not all that is missing, or where the code does not run on plain parts. `part` is split without
     `SplitTensor`s; the rest is as for `check_split`.
     """
-    expected, mask = _expected(whole, call)
-    try:
-        with _NoEmptyAttention():
-            found = _gradients(part, call, mask=mask)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return None  # sizes that the code names do not fit the parts
-    errors = _errors(expected, found, cuts, group)
-    unequal = [key for key, error in errors.items() if error > _TOLERANCE]
-    parameters = dict(part.named_parameters()).keys() - cuts.keys()
-    if any(key not in parameters or key not in found for key in unequal):
-        return None
-    sums = {key: group.sum(found[key]) for key in unequal}
-    errors = _errors({key: expected[key] for key in unequal}, sums, {}, group)
-    return tuple(unequal) if all(error <= _TOLERANCE for error in errors.values()) else None
+    summed: set[str] = set()
+    for training in setting.modes:
+        expected, mask = _expected(whole.train(training), call, setting.dtype)
+        try:
+            with _NoEmptyAttention():
+                found = _gradients(part.train(training), call, mask=mask, dtype=setting.dtype)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return None  # sizes that the code names do not fit the parts
+        errors = _errors(expected, found, cuts, group)
+        unequal = [key for key, error in errors.items() if error > setting.tolerance]
+        parameters = dict(part.named_parameters()).keys() - cuts.keys()
+        if any(key not in parameters or key not in found for key in unequal):
+            return None
+        sums = {key: group.sum(found[key]) for key in unequal}
+        errors = _errors({key: expected[key] for key in unequal}, sums, {}, group)
+        if any(error > setting.tolerance for error in errors.values()):
+            return None
+        summed.update(unequal)
+    return tuple(sorted(summed))
+
+
+class _NoDropout(TorchFunctionMode):
+    """Lets dropout pass everything, so that two runs in training can be compared."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, dict(kwargs)
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
 
 
 class _NoEmptyAttention(TorchFunctionMode):
@@ -85,13 +188,13 @@ class _NoEmptyAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _expected(whole: nn.Module, call: BlockCall) -> tuple[dict[str, torch.Tensor], bool]:
+def _expected(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], bool]:
     """Return what the whole block computes, and what its masks are filled with: some leave out what is True."""
     try:
-        expected = _gradients(whole, call, mask=True)
+        expected = _gradients(whole, call, mask=True, dtype=dtype)
         if expected[""].isfinite().all():
             return expected, True
-        return _gradients(whole, call, mask=False), False
+        return _gradients(whole, call, mask=False, dtype=dtype), False
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UnsupportedPlanError(
             f"a split of {type(whole).__name__} cannot be checked, which does not run by itself: "
@@ -119,9 +222,13 @@ def _errors(
     return dict(zip(expected, agreed.tolist(), strict=True))
 
 
-def _gradients(block: nn.Module, call: BlockCall, *, mask: bool) -> dict[str, torch.Tensor]:
-    """Return the outputs of `block` that other code reads (the first named ""), and every gradient."""
+def _gradients(block: nn.Module, call: BlockCall, *, mask: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the outputs of `block` that other code reads (the first named ""), gradients, and buffers that it wrote.
+
+    The buffers are left as they were.
+    """
     block.zero_grad()
+    torch.manual_seed(_SEED)  # for code that draws: the caller puts random numbers back
     generator = torch.Generator().manual_seed(0)
     inputs: list[torch.Tensor] = []
     device = next(block.parameters()).device
@@ -133,12 +240,12 @@ def _gradients(block: nn.Module, call: BlockCall, *, mask: bool) -> dict[str, to
         wants_gradient = next(graded, True)
         if not leaf.is_floating_point():
             return torch.full(leaf.shape, mask, dtype=leaf.dtype, device=device)
-        values = torch.randn(leaf.shape, generator=generator).to(device).requires_grad_(wants_gradient)
+        values = torch.randn(leaf.shape, generator=generator).to(device, dtype).requires_grad_(wants_gradient)
         inputs.append(values)
         return values.clone() if wants_gradient else values  # into which code may write
 
     args, kwargs = pytree.tree_map(filled, copy.deepcopy((call.args, call.kwargs)))
-    with torch.enable_grad():
+    with torch.enable_grad(), _NoDropout(), _written_buffers(block) as written:
         output = block(*args, **kwargs)
         outputs = {
             f"output {number}" if number else "": tensor
@@ -146,9 +253,30 @@ def _gradients(block: nn.Module, call: BlockCall, *, mask: bool) -> dict[str, to
             if not number or number in call.read
         }
         graded_outputs = [tensor for tensor in outputs.values() if tensor.requires_grad]
-        weights = [torch.randn(tensor.shape, generator=generator).to(device) for tensor in graded_outputs]
+        weights = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in graded_outputs]
         total = [(tensor * weight).sum() for tensor, weight in zip(graded_outputs, weights, strict=True)]
         torch.autograd.backward(total)
-    found = {name: tensor.detach().float() for name, tensor in outputs.items()}
+    found = {name: tensor.detach().float() for name, tensor in outputs.items()} | written
     found |= {f"input {number}": value.grad for number, value in enumerate(inputs) if value.grad is not None}
     return found | {name: value.grad for name, value in block.named_parameters() if value.grad is not None}
+
+
+@contextmanager
+def _written_buffers(block: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect the values of the buffers that `block` writes in this context, and put back those of before."""
+    held = [
+        (f"buffer {path}.{name}", module, name, buffer, buffer.clone())
+        for path, module in block.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    written: dict[str, torch.Tensor] = {}
+    try:
+        yield written
+    finally:
+        with torch.no_grad():
+            for label, module, name, buffer, before in held:
+                now = module._buffers[name]
+                if now is not None and (now.shape != before.shape or not torch.equal(now, before)):
+                    written[label] = now.detach().float().clone()
+                module._buffers[name] = buffer.copy_(before)

@@ -17,6 +17,13 @@ from torch.utils import _pytree as pytree
 
 from paraplan.runtime.split.context_rules import split_attention, split_loss
 from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.drawing import (
+    DRAW_BY_ARGUMENTS,
+    draws_in_call,
+    is_seen_to_draw,
+    make_room,
+    without_values,
+)
 from paraplan.runtime.split.group import TensorGroup, copy_to_ranks, join_parts
 from paraplan.runtime.split.rank_randomness import own_random_numbers
 from paraplan.runtime.split.replay import RESHAPES, Call, Outcome, described
@@ -75,11 +82,9 @@ _ELEMENTWISE = frozenset(
         *("le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__"),
     }
 )
-_KEPT_SHAPES = 4096
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype})
 _LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm"})
 _ALONG = frozenset({"softmax", "log_softmax", "cumsum", "cumprod", "normalize", "sort", "argsort", "flip", "softmin"})
-_RANDOM = frozenset({"dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "bernoulli"})
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 _OF_THE_WHOLE = frozenset(
     {
@@ -156,7 +161,7 @@ def _replayed(
     else:
         run_args = [leaf.local if type(leaf) is SplitTensor else _parts(leaf) for leaf in args]
         run_kwargs = _parts(kwargs) if kwargs else kwargs
-    if not known.draws or not _draws(_name(func), args, kwargs):
+    if not known.draws or not draws_in_call(_name(func), args, kwargs, otherwise=True):
         return known.wrap(func(*run_args, **run_kwargs), first)
     with _own_random_numbers(first):
         return known.wrap(func(*run_args, **run_kwargs), first)
@@ -186,7 +191,11 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     aligned = name in _ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
     run_args = _local(args, first, aligned=aligned)
     run_kwargs = _local(kwargs, first, aligned=aligned)
-    with _own_random_numbers(first) if _draws(name, args, kwargs) else nullcontext():
+    is_random = name not in _ELEMENTWISE and is_seen_to_draw(name, func, args, kwargs, first.group)
+    draws = draws_in_call(name, args, kwargs, otherwise=is_random)
+    if draws and kwargs.get("generator") is not None:
+        raise SplitError(f"{name} draws from a generator of its own", source=first.source, is_mixed=True)
+    with _own_random_numbers(first) if draws else nullcontext():
         try:
             result = func(*run_args, **run_kwargs)
         except (RuntimeError, ValueError, IndexError) as error:  # sizes of whole and split operands differ
@@ -201,8 +210,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         found = _wrap(name, result, _whole_shapes(name, func, args, kwargs, first.group), first)
     if call is not None:
-        draws = name in _RANDOM or name == "scaled_dot_product_attention"
-        call.remember(found, keeps=keeps, aligned=aligned, draws=draws)
+        may_draw = is_random or name in DRAW_BY_ARGUMENTS
+        call.remember(found, keeps=keeps, aligned=aligned, draws=may_draw)
     return found
 
 
@@ -308,15 +317,6 @@ def _check_dimension(name: str, split: SplitTensor, args: tuple[Any, ...], kwarg
         )
 
 
-def _draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers."""
-    if name == "scaled_dot_product_attention":
-        return bool((kwargs.get("dropout_p") or (args[4] if len(args) > 4 else 0.0)) > 0.0)
-    if name not in _RANDOM or kwargs.get("p", args[1] if len(args) > 1 else 0.5) == 0.0:
-        return False
-    return bool(kwargs.get("training", args[2] if len(args) > 2 else True))
-
-
 def _own_random_numbers(split: SplitTensor) -> AbstractContextManager[None]:
     split.group.draws = True
     return own_random_numbers(split.group, split.local.device, is_active=True)
@@ -326,22 +326,9 @@ def _whole_shapes(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: TensorGroup
 ) -> list[tuple[int, ...] | None]:
     """Return the shapes of the results for whole tensors, found on the meta device and remembered."""
-
-    def described(leaf: Any) -> Any:
-        return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
-
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    key = (name, *[described(leaf) for leaf in leaves], str(structure))
+    meta_args, meta_kwargs, key = without_values("shapes", name, args, kwargs)
     if key not in group.shapes:
-        if len(group.shapes) >= _KEPT_SHAPES:  # sequences of ever other lengths
-            group.shapes.clear()
-
-        def meta(leaf: Any) -> Any:
-            if isinstance(leaf, torch.device):
-                return torch.device("meta")
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
-
-        meta_args, meta_kwargs = pytree.tree_unflatten([meta(leaf) for leaf in leaves], structure)
+        make_room(group.shapes)
         with torch.no_grad():
             results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
         group.shapes[key] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in results]

@@ -20,6 +20,7 @@ from torch import nn
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import BlockCall
 from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.drawing import OtherDrawsNoted
 from paraplan.runtime.split.experts import ExpertWeights, enter_experts, expert_weights, leave_experts
 from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.layers import (
@@ -90,7 +91,7 @@ def find_split(
         try:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
             tried = _tried(shadow, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
-            with torch.no_grad(), tried, call.context():
+            with torch.no_grad(), tried, call.context(), OtherDrawsNoted(group):
                 output = run_block(shadow.forward, args, kwargs, group=group, ends=ends, read=call.read)
             _check_output(output)
         except SplitError as error:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
@@ -20,10 +19,11 @@ from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, e
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.chain import HINT
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.split.check import check_split, summed_gradients
+from paraplan.runtime.split.check import check_split, comparable_runs, setting_of, summed_gradients
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.experts import expert_weights, split_experts
 from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.kinds import described
 from paraplan.runtime.split.layers import (
     SequenceEnds,
     has_own_weight,
@@ -36,6 +36,8 @@ from paraplan.runtime.split.model_plan import own_plan, splits, style_of
 from paraplan.runtime.split.search import BlockSplit, find_split
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 from paraplan.runtime.weightless import give_random_values
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -93,17 +95,23 @@ def find_tensor_split(
                 f"sequence_parallel=True: {error.message}",
                 hint="use a plan without sequence parallelism" if is_no_chain else error.hint,
             ) from None
+    if sequence_parallel and anatomy is not None and anatomy.uses.reads_between:
+        raise UnsupportedPlanError(
+            "sequence_parallel=True: code between the blocks reads hidden states, of which ranks have some tokens",
+            hint="use a plan without sequence parallelism",
+        )
     shadow = meta_copy(model) if anatomy is None else anatomy.shadow
     calls = block_calls(shadow, stack, example_of(model, example_inputs))
     where = 0 if anatomy is None else anatomy.hidden_argument
     plan = own_plan(model)
+    numbering = _numbering(stack.modules(shadow))
     found: dict[Any, BlockSplit] = {}
     blocks: dict[str, BlockSplit] = {}
     for name, block, call in zip(stack.names, stack.modules(shadow), calls, strict=True):
         if call is None:
             raise UnsupportedPlanError(f"block {name} takes no part in a forward pass", hint="use tp=1 for this model")
         kept = _kept_whole(shadow, block, name, plan)
-        kind = _kind(block, call, kept)
+        kind = _kind(block, call, kept, numbering)
         if kind not in found:
             ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
             found[kind] = _split_of(model.get_submodule(name), block, name, call, mesh, ends, kept)
@@ -228,22 +236,41 @@ def _kept_whole(shadow: nn.Module, block: nn.Module, name: str, plan: dict[str, 
     return kept
 
 
-def _kind(block: nn.Module, call: BlockCall, kept: Mapping[str, str]) -> Any:
+def _kind(block: nn.Module, call: BlockCall, kept: Mapping[str, str], numbering: frozenset[tuple[str, str]]) -> Any:
     """Return what two blocks that split alike have in common."""
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+    shapes = tuple(
+        (name, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in (*block.named_parameters(), *block.named_buffers())
+    )
     settings = tuple(
-        (name, type(module).__qualname__, module.extra_repr(), _numbers(module))
+        (name, type(module).__qualname__, module.extra_repr(), _settings(name, module, numbering))
         for name, module in block.named_modules()
     )
     return (type(block), shapes, settings, tuple(kept), tuple(call.kwargs), len(call.args), call.read)
 
 
-def _numbers(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+def _settings(path: str, module: nn.Module, numbering: frozenset[tuple[str, str]]) -> tuple[tuple[str, Any], ...]:
     """Return the plain attributes of a module: another window or number of heads is another kind of block."""
     return tuple(
-        (name, value)
+        (name, described(value))
         for name, value in vars(module).items()
-        if isinstance(value, (int, float, str, bool)) and name not in ("layer_idx", "training")
+        if name not in _OF_EVERY_MODULE and (path, name) not in numbering
+    )
+
+
+def _numbering(blocks: Sequence[nn.Module]) -> frozenset[tuple[str, str]]:
+    """Return the attributes that number the blocks, by the names of their modules in a block and their own."""
+    offsets: dict[tuple[str, str], list[int | None]] = {}
+    for index, block in enumerate(blocks):
+        for path, module in block.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, int) and not isinstance(value, bool):
+                    offsets.setdefault((path, name), []).append(value - index)
+    # Of two blocks alone, sizes of 4 and 5 may be numbers of another kind.
+    return frozenset(
+        key
+        for key, found in offsets.items()
+        if len(found) > 1 and len(set(found)) == 1 and (len(found) > 2 or found[0] in (0, 1))
     )
 
 
@@ -254,20 +281,22 @@ def _checked(
     group = tensor_group(mesh)
     whole = copy.deepcopy(block)
     give_random_values(whole)
-    whole = whole.to(mesh.world.device, torch.float32).eval()
+    whole = whole.to(mesh.world.device)
     copies = [whole]
     try:
-        if ends is None and not split.draws:
-            # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
-            direct = replace(split, is_direct=True)
-            copies.append(copy.deepcopy(whole))
-            cuts = split_block(copies[-1], direct, group, None)
-            summed = summed_gradients(whole, copies[-1], cuts, call, group=group)
-            if summed is not None:
-                split = replace(direct, summed=summed)
-        copies.append(_copied(whole, name))
-        cuts = split_block(copies[-1], split, group, ends)
-        check_split(whole, copies[-1], cuts, call, group=group, name=name)
+        with comparable_runs(mesh.world.device):
+            setting = setting_of(whole, call)
+            if ends is None and not split.draws:
+                # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
+                direct = replace(split, is_direct=True)
+                copies.append(copy.deepcopy(whole))
+                cuts = split_block(copies[-1], direct, group, None)
+                summed = summed_gradients(whole, copies[-1], cuts, call, group=group, setting=setting)
+                if summed is not None:
+                    split = replace(direct, summed=summed)
+            copies.append(_copied(whole, name))
+            cuts = split_block(copies[-1], split, group, ends)
+            check_split(whole, copies[-1], cuts, call, group=group, name=name, setting=setting)
         return split
     finally:
         # Their forward passes refer to them: the values are let go here, not when Python next looks for such circles.
