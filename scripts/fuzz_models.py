@@ -44,6 +44,7 @@ def words_of(case: Case) -> list[str]:
     plan = case.plan
     words = [*case.recipe.words(), f"plan:{case.kind}", *case.kind.split("+")]
     words += [f"recompute:{plan.recompute}", f"offload:{plan.offload}", f"ranks:{plan.world_size}"]
+    words += ["dp"] if plan.dp > 1 else []
     words += [f"schedule:{plan.pipeline_schedule}"] if plan.pipeline_schedule else []
     words += ["sequence parallel"] if plan.sequence_parallel else []
     words += ["micro-batches"] if plan.num_microbatches > 1 else []

@@ -35,7 +35,8 @@ class Case:
         plan = self.plan
         words = [axis for axis in ("dp", "tp", "pp", "cp") if getattr(plan, axis) > 1]
         if plan.zero_stage:
-            words[words.index("dp") if "dp" in words else 0 :][:1] = [f"zero{plan.zero_stage}"]
+            words = [f"zero{plan.zero_stage}" if word == "dp" else word for word in words]
+            words += [f"zero{plan.zero_stage}"] if plan.dp == 1 else []
         return "+".join(words) or ("micro-batches" if plan.num_microbatches > 1 else "one")
 
 

@@ -97,6 +97,36 @@ for inputs, targets in [] if "--idle" in sys.argv else loader:
     print(f"{loss.item():.3f}", loss.detach().cpu().numpy())
     torch.save(model.state_dict(), "checkpoint.pt")
 """
+IDIOMS = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+with torch.device("meta" if "--meta" in sys.argv else "cpu"):
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+if "--meta" in sys.argv:
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    model.to_empty(device="cuda")
+    model[0].reset_parameters()
+    nn.init.normal_(model[2].weight)
+else:
+    model = DistributedDataParallel(model.to(rank), device_ids=[rank])
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(2):
+    inputs = torch.randn(32, 64).to(rank)
+    loss = nn.functional.mse_loss(model(inputs), torch.zeros(32, 64, device=rank) + inputs.cpu().cuda(rank))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
 TRAINING = TrainingSpec(global_batch_size=16, seq_length=16, precision="fp32")
 PLAN = ParallelPlan(dp=4, pp=2, micro_batch_size=2, num_microbatches=2, pipeline_schedule="1f1b")
 
@@ -259,6 +289,26 @@ def test_a_script_that_shards_by_torch_itself_is_followed(tmp_path: Path) -> Non
     assert sent["all-gather", "dp"] == (4, 2 * 2 * gathered)
     assert sent["reduce-scatter", "dp"] == (2, 4 * gathered)
     assert sent["all-reduce", "tp"][1] == pytest.approx(2 * rows * 256, abs=64)  # outputs, and the norm's parts
+
+
+@pytest.mark.parametrize("argument", ["--plain", "--meta"])
+def test_a_gpu_is_named_by_its_number_and_a_model_is_sharded_before_it_has_values(
+    argument: str, tmp_path: Path
+) -> None:
+    """What torch's own examples of DDP and FSDP2 do: `model.to(local_rank)`, and `to_empty` after `fully_shard`."""
+    (tmp_path / "train.py").write_text(IDIOMS, encoding="utf-8")
+    done = launch("--fake", "2", "--json", "train.py", argument, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (rank,) = FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks
+    num_parameters = 2 * 64 * 128 + 128 + 64
+    assert rank.num_parameters == num_parameters
+    share = 2 if argument == "--meta" else 1
+    assert rank.parameter_bytes >= 4 * num_parameters / share
+    assert rank.gradient_bytes >= 4 * num_parameters / share
+    assert rank.optimizer_state_bytes == pytest.approx(8 * num_parameters / share, abs=8 * 512)
+    assert {one.operation for one in rank.collectives} == (
+        {"all-gather", "reduce-scatter"} if argument == "--meta" else {"all-reduce"}
+    )
 
 
 @pytest.mark.parametrize(

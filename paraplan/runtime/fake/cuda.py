@@ -172,13 +172,20 @@ def _of_accelerator(gpu: FakeGpu, num_gpus: int) -> list[tuple[Any, str, Any]]:
         "synchronize": _answering(None),
         "empty_cache": _answering(None),
     }
-    return [(torch.accelerator, name, value) for name, value in answers.items() if hasattr(torch.accelerator, name)]
+    found = [(torch.accelerator, name, value) for name, value in answers.items() if hasattr(torch.accelerator, name)]
+    # What fully_shard asks where it is given no mesh.
+    return [*found, (torch._C, "_get_accelerator", _answering(torch.device("cuda")))]
 
 
 def _of_torch(left_out: set[str]) -> list[tuple[Any, str, Any]]:
     """Autocast of a GPU is that of the CPU (`GpuOperators` has the other lists); workers of data loaders are not."""
     plain_autocast, plain_loader = torch.autocast.__init__, DataLoader.__init__
     plain_is, plain_type = torch.is_autocast_enabled, torch.get_autocast_dtype
+    plain_to = torch.nn.Module.to
+
+    def to(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+        named = {name: _of_index(value) for name, value in options.items()}
+        return plain_to(module, *map(_of_index, args), **named)
 
     def autocast(mode: torch.autocast, device_type: str = "cuda", *args: Any, **options: Any) -> None:
         plain_autocast(mode, _on_cpu(device_type), *args, **options)
@@ -199,9 +206,16 @@ def _of_torch(left_out: set[str]) -> list[tuple[Any, str, Any]]:
         (torch, "get_autocast_dtype", lambda kind: plain_type(_on_cpu(kind))),
         (DataLoader, "__init__", load),
         (torch, "compile", compile_nothing),
+        (torch.nn.Module, "to", to),
         (torch.nn.Module, "compile", lambda *_, **__: left_out.add("compiling")),
         (torch, "save", save),
     ]
+
+
+def _of_index(value: Any) -> Any:
+    """Return the GPU that a bare number names; torch's own parser asks the machine for the kind of such a device."""
+    is_index = isinstance(value, int) and not isinstance(value, bool)
+    return torch.device("cuda", value) if is_index else value
 
 
 def _on_cpu(device_type: str) -> str:

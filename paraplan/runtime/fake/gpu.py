@@ -268,6 +268,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if any(issubclass(kind, DTensor) for kind in types):
+            if _fills_at_random(func) and gpu.is_on:  # torch would ask for the generator of a real GPU
+                return args[0]
             return NotImplemented  # it comes back with its local tensors
         if not gpu.is_on or self._is_of_others():
             return func(*args, **kwargs)
@@ -363,6 +365,11 @@ def _parsed_move(args: Any, kwargs: Any) -> tuple[Any, torch.dtype | None, bool,
 
 def _is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor | DTensor)
+
+
+def _fills_at_random(func: Any) -> bool:
+    """Whether an operator writes random numbers into its first operand, and does nothing else."""
+    return torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith("_")
 
 
 def _number(read: Any, args: Any) -> Any:
