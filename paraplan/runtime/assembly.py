@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.plan.files import ModelReference, PlanFile
@@ -18,7 +17,7 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.blocks import BlockStack, find_blocks
-from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync, never_sharded
+from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync, never_sharded, reductions_of
 from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute import recompute_blocks
@@ -87,7 +86,7 @@ def assemble_part(
         buffers=lasting_buffers(model),
         execution=execution,
         cuts=cuts,
-        is_replica=isinstance(called, DistributedDataParallel),
+        reductions=reductions_of(called),
     )
 
 
@@ -164,6 +163,7 @@ def _wrap(
         precision=setting.precision,
         apart=apart,
         replicates=replicates,
+        find_unused=setting.find_unused,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -93,12 +94,14 @@ def apply_data_parallelism(
     precision: TrainingPrecision,
     apart: frozenset[nn.Parameter] = frozenset(),
     replicates: bool = True,
+    find_unused: bool = False,
 ) -> nn.Module:
     """Move `module` to this rank's device and return what is to be called in its place.
 
     That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
     gathered one by one under ZeRO. The parameters `apart` stay whole under ZeRO; without `replicates` there is no DDP.
-    The caller sums the gradients of both.
+    The caller sums the gradients of both. `find_unused`: some parameters take no part in some steps, and these need not
+    be the same on every rank.
     """
     device = mesh.world.device
     if plan.zero_stage == 0:
@@ -109,7 +112,7 @@ def apply_data_parallelism(
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
         if mesh.replica_mesh is None or not replicates or not is_trained:
             return module
-        return _replicate(module, mesh)
+        return _replicate(module, mesh, find_unused=find_unused)
     policy = shard_precision(precision)
     frees_parameters = plan.zero_stage == 3
     assert mesh.shard_mesh is not None
@@ -125,7 +128,7 @@ def apply_data_parallelism(
                 show_hooks_plain(block)
     # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
     fully_shard(module, reshard_after_forward=False, **options)
-    _sum_gradients(module)
+    _sum_gradients(module, with_unused=find_unused)
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
     if plan.offload != "parameters":
         return module.to(device)
@@ -134,12 +137,14 @@ def apply_data_parallelism(
     return module
 
 
-def _sum_gradients(module: nn.Module) -> None:
+def _sum_gradients(module: nn.Module, *, with_unused: bool) -> None:
     """Have FSDP sum gradients, where by itself it takes their mean: the weights of micro-batches add up to 1."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
+            if with_unused and hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13
+                part.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def never_sharded(module: nn.Module, plan: ParallelPlan) -> frozenset[nn.Parameter]:
@@ -164,7 +169,7 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
     return place
 
 
-def _replicate(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:
+def _replicate(module: nn.Module, mesh: Mesh, *, find_unused: bool) -> DistributedDataParallel:
     """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes."""
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(module, sharded_names(module))
@@ -174,19 +179,42 @@ def _replicate(module: nn.Module, mesh: Mesh) -> DistributedDataParallel:
         "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False
     }
     replicated = DistributedDataParallel(
-        module, process_group=mesh.replica_group, gradient_as_bucket_view=True, **buffers
+        module,
+        process_group=mesh.replica_group,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
+        **buffers,
     )
+    reduction = ReplicaReduction(mesh.replica_group)
     # Without annotations: torch compares them with its classes, and here they are texts.
-    replicated.register_comm_hook(mesh.replica_group, lambda group, bucket: _sum_over_replicas(bucket.buffer(), group))
+    replicated.register_comm_hook(reduction, lambda state, bucket: state.sum(bucket))
+    replicated.reduction = reduction  # type: ignore[assignment]
     return replicated
 
 
-def _sum_over_replicas(bucket: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Sum the gradients of a bucket, where DDP by itself takes their mean."""
-    work = dist.all_reduce(bucket, group=group, async_op=True)
-    assert work is not None
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
-    return summed
+@dataclass
+class ReplicaReduction:
+    """Sums the gradients of DDP's buckets, where DDP by itself takes their mean.
+
+    Buckets go in order, each once all its gradients are there: `is_complete` says that the last one has gone.
+    """
+
+    group: Any
+    is_complete: bool = False
+
+    def sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Sum one bucket over the replicas."""
+        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
+        assert work is not None
+        self.is_complete = self.is_complete or bucket.is_last()
+        summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+        return summed
+
+
+def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction, ...]:
+    """Return what sums the gradients of those of `modules` that are in DDP."""
+    found = (module.reduction for module in modules if isinstance(module, DistributedDataParallel))
+    return tuple(one for one in found if isinstance(one, ReplicaReduction))
 
 
 def reads_shards(error: RuntimeError) -> bool:

@@ -78,6 +78,7 @@ class Equipment:
     precision: TrainingPrecision = "fp32"
     batch_statistics: BatchStatistics = "global"
     reference: nn.Module | None = None
+    find_unused: bool = False
 
 
 class Engine:
@@ -199,9 +200,11 @@ class Engine:
         micro_batches, rule = self._divided("step", inputs, targets)
         self._forget_gradients()
         loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
+        for reduction in self._part.reductions:
+            reduction.is_complete = False
         self._guarded(lambda: self._part.execution.train(micro_batches))
         self._first_step.share_state()
-        if self._part.is_replica and not self._has_stepped:
+        if not self._equipment.find_unused:
             self._check_every_gradient()
         totals = self._totals.sum("step", loss.tally, rule, has_values=self._equipment.has_values)
         self.metrics = totals.metrics
@@ -383,12 +386,16 @@ class Engine:
         return rule
 
     def _check_every_gradient(self) -> None:
+        """Raise `ModelError` where DDP has not summed all gradients, since some were never there."""
+        if all(reduction.is_complete for reduction in self._part.reductions):
+            return
         missing = [name for name, held in self._part.parameters.items() if held.requires_grad and held.grad is None]
-        if missing:
-            raise ModelError(
-                f"{len(missing)} parameters take no part in the loss, {missing[0]} first, and DDP averages them all",
-                hint="turn them off with requires_grad_(False), or use ZeRO, which leaves them alone",
-            )
+        first = f", {missing[0]} first" if missing else ""
+        raise ModelError(
+            f"{len(missing) or 'some'} parameters take no part in the loss of a micro-batch{first}, and DDP waits for "
+            "all of them",
+            hint="turn them off with requires_grad_(False), or use job.prepare(find_unused=True)",
+        )
 
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

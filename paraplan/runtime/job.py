@@ -94,6 +94,7 @@ class Job:
         weights: str | Path | None = None,
         batch_statistics: BatchStatistics = "global",
         verify: Verify = "auto",
+        find_unused: bool = False,
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
 
@@ -113,12 +114,13 @@ class Job:
         micro-batches, where they cannot be those of the global batch; "global" refuses that. The first step is done
         beside the model itself on two sequences, and refused where loss, gradients or buffers differ: `verify` "auto"
         does so where the plan changes the model and a copy of it is small beside the free memory, "full" always.
+        `find_unused` is for models of which some parameters take no part in some steps, as in torch's DDP.
 
         Raises `PlanError` for a model that the plan was not made for, `UnsupportedPlanError` for a plan that the
         runtime cannot execute on it, and `ModelError` for a model without values, or another one on another rank.
         """
         watch = self._watch(count_parameters(model))
-        setting = Setting.of(self.plan, self.mesh, self.precision, loss_fn)
+        setting = Setting.of(self.plan, self.mesh, self.precision, loss_fn, find_unused=find_unused)
         explained = nullcontext() if self._timeouts is None else self._timeouts.explained(lambda: "job.prepare")
         with self._agreement().on("job.prepare"), explained:
             part, reference = self._part_of(
@@ -151,6 +153,7 @@ class Job:
                 loss_scale=LossScale() if self.precision == "fp16" else None,
                 precision=self.precision,
                 batch_statistics=batch_statistics,
+                find_unused=find_unused,
                 reference=reference,
                 peers=peers,
                 agreement=self._agreement(),

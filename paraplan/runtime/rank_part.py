@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from paraplan.runtime.data_parallel import ReplicaReduction
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.step.execution import Execution
 
@@ -18,7 +19,7 @@ class RankPart:
 
     `buffers` are those that belong to the model's state. `repeated` names the parameters that an earlier pipeline stage
     holds too, and counts in the norm of the gradient. `cuts` names those of which the ranks of a `tp` group hold parts.
-    `is_replica` says that DDP averages the gradients, which needs every one of them.
+    `reductions` are those of DDP, which sums the gradients once every one of them is there.
     """
 
     module: nn.Module
@@ -27,7 +28,7 @@ class RankPart:
     execution: Execution
     repeated: frozenset[str] = frozenset()
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    is_replica: bool = False
+    reductions: tuple[ReplicaReduction, ...] = ()
 
     def optimized(self) -> list[nn.Parameter]:
         """Return the parameters that an optimizer is made for.

@@ -13,16 +13,29 @@ from paraplan.runtime.step.loss import LossFunction, StepLoss
 
 @dataclass(frozen=True)
 class Setting:
-    """A plan on a mesh, in a precision, with the loss that is trained."""
+    """A plan on a mesh, in a precision, with the loss that is trained.
+
+    `find_unused` says that parameters may take no part in some steps.
+    """
 
     plan: ParallelPlan
     mesh: Mesh
     precision: TrainingPrecision
     loss: StepLoss
+    find_unused: bool = False
 
     @classmethod
-    def of(cls, plan: ParallelPlan, mesh: Mesh, precision: TrainingPrecision, loss_fn: LossFunction) -> Setting:
+    def of(
+        cls,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        precision: TrainingPrecision,
+        loss_fn: LossFunction,
+        *,
+        find_unused: bool = False,
+    ) -> Setting:
         """Return the setting of a training by `loss_fn`, which sees split outputs under tp and cp."""
         if plan.tp * plan.cp > 1:
             loss_fn = seen_through(loss_fn)
-        return cls(plan=plan, mesh=mesh, precision=precision, loss=StepLoss(loss_fn, mesh.world.device))
+        loss = StepLoss(loss_fn, mesh.world.device)
+        return cls(plan=plan, mesh=mesh, precision=precision, loss=loss, find_unused=find_unused)

@@ -57,12 +57,13 @@ class FakeJob(Job):
         weights: str | Path | None = None,
         batch_statistics: BatchStatistics = "global",
         verify: Verify = "auto",
+        find_unused: bool = False,
     ) -> Engine:
         """Put `model` under the plan without values; see `Job.prepare`. Nothing is compiled, read or verified."""
         left_out = [] if compile_backend is None else [f"compiling with {compile_backend}"]
         left_out += [] if weights is None else [f"the weights in {weights}"]
         num_parameters = count_parameters(model)
-        setting = Setting.of(self.plan, self.mesh, self.precision, loss_fn)
+        setting = Setting.of(self.plan, self.mesh, self.precision, loss_fn, find_unused=find_unused)
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")

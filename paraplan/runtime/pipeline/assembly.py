@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.anatomy import Anatomy, examine
 from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.data_parallel import never_sharded
+from paraplan.runtime.data_parallel import never_sharded, reductions_of
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution
 from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
 from paraplan.runtime.pipeline.schedules import MULTI
@@ -198,7 +197,7 @@ def _rank_part(
         execution=execution,
         repeated=frozenset(repeated & parameters.keys()),
         cuts={name: cut for piece in pieces for name, cut in piece.cuts.items()},
-        is_replica=any(isinstance(stage.called, DistributedDataParallel) for stage in stages),
+        reductions=reductions_of(*(stage.called for stage in stages)),
     )
 
 
