@@ -17,40 +17,52 @@ _BUCKET_BYTES = 25 * 2**20  # that of DDP
 
 
 @dataclass
+class _Travelling:
+    """A bucket on its way: the gradients of `parameters`, and behind them how many replicas have each."""
+
+    work: dist.Work
+    flat: torch.Tensor
+    parameters: list[nn.Parameter]
+    missing: list[bool]
+
+
+@dataclass
 class ReplicaGradients:
     """Sums the gradients of parameters over `group`; without a group there is one replica and nothing to do.
 
-    `started` ones travel while other stages compute. A missing gradient counts as 0, so that all replicas send alike.
+    `started` ones travel while other stages compute. A gradient that one replica lacks counts as 0 there; one that all
+    lack stays away, as in one process: an optimizer would decay its parameter.
     """
 
     group: dist.ProcessGroup | None
-    _travelling: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
+    _travelling: list[_Travelling] = field(default_factory=list)
 
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
         """Send the gradients of `parameters`, which are complete on this rank."""
         if self.group is None:
             return
         for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
-            gradients = [_gradient(parameter) for parameter in bucket]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            missing = [parameter.grad is None for parameter in bucket]
+            parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+            there = torch.ones(len(bucket), dtype=parts[0].dtype, device=parts[0].device)
+            for place in (place for place, is_missing in enumerate(missing) if is_missing):
+                there[place] = 0
+            flat = torch.cat([*(part.reshape(-1) for part in parts), there])
             work = dist.all_reduce(flat, group=self.group, async_op=True)
             assert work is not None
-            self._travelling.append((work, flat, gradients))
+            self._travelling.append(_Travelling(work, flat, bucket, missing))
 
     def finish(self) -> None:
         """Wait for what was sent and put the sums in place."""
-        for work, flat, gradients in self._travelling:
-            work.wait()
-            sums = torch.split(flat, [gradient.numel() for gradient in gradients])
-            for gradient, total in zip(gradients, sums, strict=True):
-                gradient.copy_(total.view_as(gradient))
+        for bucket in self._travelling:
+            bucket.work.wait()
+            *sums, there = torch.split(bucket.flat, [*(one.numel() for one in bucket.parameters), len(bucket.missing)])
+            for place, (parameter, total) in enumerate(zip(bucket.parameters, sums, strict=True)):
+                if parameter.grad is not None:
+                    parameter.grad.copy_(total.view_as(parameter))
+                elif bool(there[place]):  # read only where this replica has none
+                    parameter.grad = total.view_as(parameter).clone()
         self._travelling.clear()
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

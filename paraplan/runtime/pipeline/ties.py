@@ -50,12 +50,22 @@ class TiedGradients:
                 self._held.append((parameters[tie.name], group))
 
     def sum_gradients(self) -> None:
-        """Add up the gradients of every tied parameter of this rank over its holders; a missing one counts as 0."""
+        """Add up the gradients of every tied parameter of this rank over its holders.
+
+        A missing one counts as 0; one that no holder has stays away, as in one process.
+        """
         for parameter, group in self._held:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad
-            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
+            missing = parameter.grad is None
+            holders = torch.tensor(float(not missing), device=_local(parameter).device)
+            dist.all_reduce(holders, group=group)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(_local(gradient), group=group)
+            if missing and bool(holders):
+                parameter.grad = gradient
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _rank_group(places: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | None:
