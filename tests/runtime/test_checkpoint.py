@@ -34,8 +34,9 @@ class Counting(nn.Sequential):
     """A model with a buffer that training changes: running statistics."""
 
     def __init__(self) -> None:
-        blocks = (nn.Linear(8, 8), nn.BatchNorm1d(TOKENS))
-        super().__init__(nn.Embedding(24, 8), nn.Sequential(*blocks), nn.Sequential(*blocks), nn.Linear(8, 24))
+        linear = nn.Linear(8, 8)
+        blocks = [nn.Sequential(linear, nn.BatchNorm1d(TOKENS)) for _ in range(2)]
+        super().__init__(nn.Embedding(24, 8), *blocks, nn.Linear(8, 24))
 
 
 def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -131,6 +132,9 @@ def test_buffers_that_training_changes_are_part_of_a_checkpoint(ranks: RankHarne
     before, after = ranks.run_alone(_running_means, str(folder))
     assert torch.count_nonzero(before) == 0
     assert torch.count_nonzero(after) == TOKENS
+    alone = tmp_path / "alone"
+    ranks.run_alone(train_and_save, "counting", ParallelPlan(micro_batch_size=12), str(alone))
+    assert torch.allclose(after, ranks.run_alone(_running_means, str(alone))[1], rtol=1e-5)
 
 
 def _running_means(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
