@@ -204,7 +204,7 @@ class Engine:
             reduction.is_complete = False
         self._guarded(lambda: self._part.execution.train(micro_batches))
         self._first_step.share_state()
-        if not self._equipment.find_unused:
+        if not self._equipment.find_unused and self._equipment.has_values:
             self._check_every_gradient()
         totals = self._totals.sum("step", loss.tally, rule, has_values=self._equipment.has_values)
         self.metrics = totals.metrics

@@ -43,8 +43,11 @@ def recompute_in_backward(block: nn.Module, *, in_halves: bool = False) -> None:
     inner = block.forward
 
     written = _WrittenBuffers(block)
+    has_buffers = any(True for _ in block.buffers())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if not has_buffers and not in_halves:
+            return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False)
         with written.noted() as before:
             if in_halves:
                 again = partial(written.back_to, before)

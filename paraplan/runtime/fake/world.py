@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
+from paraplan.runtime.data_parallel import ReplicaReduction
 from paraplan.runtime.world import World
 
 
@@ -148,19 +149,26 @@ def _ddp_without_values() -> Iterator[None]:
 
     Its buckets are reduced in place by a hook that does nothing, since the fake group's own reduction returns nothing.
     """
-    plain = DistributedDataParallel.__init__
+    plain, plain_hook = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    def keep_hook(self: DistributedDataParallel, state: Any, hook: Any) -> None:
+        """Leave the hook of a run with values out: its work is never done here."""
+        if isinstance(state, ReplicaReduction):
+            state.is_complete = True
 
     @wraps(plain)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **{**kwargs, "init_sync": False})
-        self.register_comm_hook(self.process_group, lambda group, bucket: _reduce_in_place(group, bucket))
+        plain_hook(self, self.process_group, lambda group, bucket: _reduce_in_place(group, bucket))
         self.reducer = _SteadyReducer(self.reducer)  # type: ignore[assignment]
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = keep_hook  # type: ignore[method-assign]
     try:
         yield
     finally:
         DistributedDataParallel.__init__ = plain  # type: ignore[method-assign]
+        DistributedDataParallel.register_comm_hook = plain_hook  # type: ignore[method-assign]
 
 
 class _SteadyReducer:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 _BUCKET_BYTES = 25 * 2**20  # that of DDP
 
@@ -60,9 +61,14 @@ class ReplicaGradients:
             for place, (parameter, total) in enumerate(zip(bucket.parameters, sums, strict=True)):
                 if parameter.grad is not None:
                     parameter.grad.copy_(total.view_as(parameter))
-                elif bool(there[place]):  # read only where this replica has none
+                elif has_some(there[place]):  # read only where this replica has none
                     parameter.grad = total.view_as(parameter).clone()
         self._travelling.clear()
+
+
+def has_some(count: torch.Tensor) -> bool:
+    """Whether a count is more than 0; where tensors have no values it is taken for more."""
+    return isinstance(count, FakeTensor) or bool(count)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

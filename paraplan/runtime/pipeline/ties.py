@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.pipeline.replica_gradients import has_some
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class TiedGradients:
             dist.all_reduce(holders, group=group)
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(_local(gradient), group=group)
-            if missing and bool(holders):
+            if missing and has_some(holders):
                 parameter.grad = gradient
 
 

@@ -13,7 +13,14 @@ from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.step.forward_state import BatchStatistics, ForwardState
 from paraplan.runtime.step.loss import LossRule
 from paraplan.runtime.step.loss_rule import LossProbe
-from paraplan.runtime.step.trials import Piece, gathered_numbers, global_sequences, modes, two_sequences
+from paraplan.runtime.step.trials import (
+    Piece,
+    check_same_batch,
+    gathered_numbers,
+    global_sequences,
+    modes,
+    two_sequences,
+)
 from paraplan.runtime.step.verification import Verification
 
 _WORTH_SAYING_S = 0.5
@@ -43,16 +50,20 @@ class FirstStep:
         self._state = ForwardState(part.module, mesh)
         self._is_steady: bool | None = None
         self._tries = 0
+        self._has_begun = False
 
     def is_due(self, *, is_divided: bool, trains: bool) -> bool:
         """Whether `check` has something to find out, the same on every rank."""
-        return (is_divided and self.rule is None) or (trains and self._verification is not None)
+        return not self._has_begun or (is_divided and self.rule is None) or (trains and self._verification is not None)
 
     def check(self, inputs: Any, targets: Any, sizes: Sequence[int], *, is_divided: bool, trains: bool) -> LossRule:
         """Return the rule of the loss for a batch; `trains` says that it is trained on.
 
         Raises `UnsupportedPlanError` on every rank where the plan does not train the model as one process does.
         """
+        if not self._has_begun:
+            self._has_begun = True
+            check_same_batch((inputs, targets), self._mesh)
         needs_rule = is_divided and self.rule is None
         verification = self._verification if trains else None
         if needs_rule or verification is not None:

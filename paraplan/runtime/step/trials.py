@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from paraplan.errors import UsageError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.step.batches import is_of_batch
 
@@ -49,6 +51,22 @@ def _sequence(batch: Piece, place: int, index: int, group: dist.ProcessGroup | N
         return sent
 
     return _pair(pytree.tree_map(row, batch))
+
+
+def check_same_batch(batch: Piece, mesh: Mesh) -> None:
+    """Raise `UsageError` on every rank where ranks that hold parts of one copy of the model have different batches."""
+    if mesh.size("tp") * mesh.size("pp") * mesh.size("cp") == 1:
+        return
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_complex()]
+    sums = [float((one := leaf.detach().double().flatten()).sum() + one[::7].sum()) for leaf in leaves]
+    found: dict[int, tuple[int, list[float]]] = {}
+    for rank, row in enumerate(gathered_numbers([math.fsum(sums), float(len(leaves))], mesh)):
+        first, expected = found.setdefault(mesh.grid.coordinates(rank)["dp"], (rank, row))
+        if row != expected and not any(math.isnan(number) for number in row):
+            raise UsageError(
+                f"ranks {first} and {rank} hold parts of one copy of the model, and bring different batches",
+                hint="take the batches from job.shard, or draw them by a seed that all ranks share",
+            )
 
 
 def joined(first: Piece, second: Piece) -> Piece:
