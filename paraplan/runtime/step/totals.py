@@ -39,7 +39,7 @@ class TotalsOverRanks:
 
         Raises `UnsupportedPlanError` on every rank where means were added whose counts are in no proportion.
         """
-        names = self._agreed_names(call, tally)
+        names = self._agreed_names(call, tally) if has_values else []
         pairs = [tally.metrics.get(name, torch.zeros(2, device=tally.loss.device)) for name in names]
         flat = torch.cat([torch.stack([tally.loss, tally.count]), *pairs])
         if self._mesh.world.is_distributed:
