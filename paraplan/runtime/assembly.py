@@ -154,7 +154,9 @@ def _wrap(
     apart: frozenset[nn.Parameter] = frozenset(),
     replicates: bool = True,
 ) -> nn.Module:
-    recompute_blocks(blocks, setting.plan.recompute, in_halves=setting.plan.pipeline_schedule == "zero_bubble")
+    plan = setting.plan
+    in_halves = plan.pipeline_schedule == "zero_bubble"
+    recompute_blocks(blocks, plan.recompute, in_halves=in_halves, are_all=plan.pp == 1)
     return apply_data_parallelism(
         module,
         blocks,

@@ -20,10 +20,13 @@ from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.pipeline.recompute_in_halves import keep_inputs_alone
 
 
-def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute, *, in_halves: bool = False) -> None:
+def recompute_blocks(
+    blocks: Sequence[nn.Module], recompute: Recompute, *, in_halves: bool = False, are_all: bool = True
+) -> None:
     """Make `blocks` of a model, in their order, keep for the backward pass what `recompute` leaves them.
 
     `in_halves`: the schedule takes backward passes in two halves, both of which read what was computed again.
+    `are_all`: these are all blocks of the model, of which one at least must have attention to run again.
     """
     if recompute == "full":
         for block in blocks:
@@ -31,7 +34,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute, *, in_ha
     elif recompute == "selective":
         calls = _AttentionCalls(in_halves=in_halves)
         for block in blocks:
-            recompute_attention(block, calls, is_last=block is blocks[-1])
+            recompute_attention(block, calls, is_last=are_all and block is blocks[-1])
 
 
 def recompute_in_backward(block: nn.Module, *, in_halves: bool = False) -> None:
@@ -121,14 +124,33 @@ def recompute_attention(block: nn.Module, calls: _AttentionCalls, *, is_last: bo
         with _KeepsInputs(calls):
             output = inner(*args, **kwargs)
         if is_last and not calls.count:
-            raise UnsupportedPlanError(
-                f"recompute=selective, but the blocks ({type(block).__name__}) never call "
-                "torch.nn.functional.scaled_dot_product_attention, which it would run again",
-                hint="use a model with that attention (attn_implementation='sdpa' in transformers), or recompute=full",
-            )
+            raise no_attention(block)
         return output
 
     block.forward = forward
+
+
+def no_attention(block: nn.Module) -> UnsupportedPlanError:
+    """Return the error for blocks without an attention core that could run again."""
+    return UnsupportedPlanError(
+        f"recompute=selective, but the blocks ({type(block).__name__}) never call "
+        "torch.nn.functional.scaled_dot_product_attention, which it would run again",
+        hint="use a model with that attention (attn_implementation='sdpa' in transformers), or recompute=full",
+    )
+
+
+class AttentionSeen(TorchFunctionMode):
+    """Notes whether the attention core was called in this context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_seen = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.is_seen = self.is_seen or func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
 
 
 class _KeepsInputs(TorchFunctionMode):

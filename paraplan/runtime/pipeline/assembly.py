@@ -14,7 +14,7 @@ from torch import nn
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stage_blocks, stage_bounds
-from paraplan.runtime.anatomy import Anatomy, examine
+from paraplan.runtime.anatomy import Anatomy, examine, example_of, first_that_runs
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.data_parallel import never_sharded, reductions_of
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution
@@ -24,11 +24,13 @@ from paraplan.runtime.pipeline.stage_module import StageModule
 from paraplan.runtime.pipeline.stage_split import CutStage, check_stages, cut_stage
 from paraplan.runtime.pipeline.ties import TiedGradients, find_ties
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.recompute import AttentionSeen, no_attention
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.split.context_parallel import context_group, keep_experts_apart
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
+from paraplan.runtime.step.batches import call_model
 from paraplan.runtime.weights import lasting_buffers
 
 SplitFinder = Callable[[Anatomy], TensorSplit | None]
@@ -84,6 +86,8 @@ def assemble_stages(
     bounds = stage_bounds(stage_blocks(plan, len(stack)))
     check_stages(anatomy, bounds, num_ranks=plan.pp)
     _check_repeatable(anatomy, plan)
+    if plan.recompute == "selective":
+        _check_attention(model, anatomy, example_inputs)
     split = find_split(anatomy)
     if plan.cp > 1:
         keep_experts_apart(anatomy.shadow)
@@ -106,6 +110,18 @@ def assemble_stages(
         alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()
         stages.append(LocalStage(index=piece.index, module=piece.module, called=called, averaged=alone))
     return _rank_part(pieces, stages, anatomy=anatomy, bounds=bounds, setting=setting, apart=apart)
+
+
+def _check_attention(model: nn.Module, anatomy: Anatomy, example_inputs: Any) -> None:
+    """Raise where no block of the whole model has attention to run again; a stage may have none."""
+
+    def attempt(tried: Any, _: object) -> bool:
+        with AttentionSeen() as seen, torch.no_grad():
+            call_model(anatomy.shadow, tried)
+        return seen.is_seen
+
+    if not first_that_runs(anatomy.shadow, example_of(model, example_inputs), attempt):
+        raise no_attention(anatomy.stack.modules(anatomy.shadow)[0])
 
 
 def _check_repeatable(anatomy: Anatomy, plan: ParallelPlan) -> None:

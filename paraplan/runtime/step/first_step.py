@@ -92,7 +92,8 @@ class FirstStep:
         if needs_rule:
             self._state.find(self._probe, pieces, self._plan, statistics=self._statistics)
             with modes(self._module, training=None if is_steady else False, batch_norm_training=False):
-                self.rule = self._probe.find((pieces[0], pieces[1]), num_sequences=num_sequences)
+                is_strict = self._statistics == "global" or not self._state.is_written
+                self.rule = self._probe.find((pieces[0], pieces[1]), num_sequences=num_sequences, is_strict=is_strict)
         if verification is None:
             return
         if not verification.is_current():

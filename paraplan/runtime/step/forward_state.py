@@ -12,13 +12,14 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.step.loss_rule import LossProbe
-from paraplan.runtime.step.trials import Piece, gathered_numbers, modes
+from paraplan.runtime.step.trials import Piece, gathered_numbers, modes, state_of
 
 BatchStatistics = Literal["global", "local"]
 
@@ -29,7 +30,8 @@ class ForwardState:
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self._module = module
         self._mesh = mesh
-        self._written: list[torch.Tensor] = []
+        self._written: list[str] = []
+        self.is_written = False
 
     def find(
         self, probe: LossProbe, pieces: Sequence[Piece], plan: ParallelPlan, *, statistics: BatchStatistics
@@ -48,8 +50,8 @@ class ForwardState:
         written = [name for name in before if not _same(first[name], before[name])]
         by_data = [name for name in written if not _same(first[name], second[name])]
         normalized = [f"{name}.{buffer}" for name, one in batch_norms(self._module).items() for buffer in one._buffers]
-        held = dict(self._module.named_buffers())
-        self._written = [held[name] for name in [*written, *normalized] if name in held]
+        self._written = [*written, *(name for name in normalized if name in before)]
+        self.is_written = any(row[0] for row in gathered_numbers([float(len(self._written))], self._mesh))
         # What depends on no data is as in one process where it is written once in a step.
         wrong = written if plan.num_microbatches > 1 else by_data
         if statistics == "global":
@@ -60,8 +62,11 @@ class ForwardState:
         group = self._mesh.replica_group
         if group is None:
             return
-        for buffer in self._written:
-            dist.broadcast(buffer.data, group=group, group_src=0)
+        held = state_of(self._module)
+        for name in self._written:
+            if isinstance(held[name], DTensor):
+                continue  # each rank has its own part
+            dist.broadcast(held[name].data, group=group, group_src=0)
 
     def _refuse(self, wrong: Sequence[str], plan: ParallelPlan) -> None:
         rows = gathered_numbers([float(len(wrong))], self._mesh)
@@ -77,7 +82,12 @@ class ForwardState:
         )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+        return {name: _local(one).clone() for name, one in state_of(self._module).items()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -67,6 +67,13 @@ class Returned:
     is_sum: bool = False
 
     @property
+    def mean(self) -> torch.Tensor:
+        """The loss of the micro-batch by itself."""
+        if not self.is_sum or not isinstance(self.term, Mean) or self.term.divisor is None:
+            return self.value
+        return self.value / self.term.divisor
+
+    @property
     def total_and_count(self) -> tuple[torch.Tensor, Number] | None:
         """The sum over all targets, and their number; None where that is not known."""
         if not isinstance(self.term, Mean) or self.term.count is None or self.term.divisor is None:
@@ -175,7 +182,7 @@ class StepLoss:
             return self._counted(returned, micro_batch)
         weight = micro_batch.weight
         assert weight is not None
-        value = returned.value.float()
+        value = returned.mean.float()
         if not isinstance(weight, torch.Tensor) and weight:
             return value * weight, weight
         # A micro-batch whose targets are all masked has no mean: its loss is NaN, and its gradients are 0.

@@ -91,10 +91,11 @@ class LossProbe:
         self._count_targets = count_targets
         self._dtype = dtype
 
-    def find(self, pieces: tuple[Piece, Piece], *, num_sequences: int) -> LossRule:
+    def find(self, pieces: tuple[Piece, Piece], *, num_sequences: int, is_strict: bool = True) -> LossRule:
         """Return the rule of the loss, tried on two sequences; `num_sequences` is how many the global batch has.
 
-        Raises `UnsupportedPlanError` on every rank where the loss of a batch is not made up of those of its parts.
+        Without `is_strict` a sequence may be computed by statistics of those beside it. Otherwise this raises
+        `UnsupportedPlanError` on every rank where the loss of a batch is not made up of those of its parts.
         """
         in_model = False
         if not self._is_known(self.value(pieces[0])):
@@ -103,7 +104,7 @@ class LossProbe:
         own = None
         if returned[0] is not None:
             own = self._finding([one for one in returned if one is not None], pieces, in_model=in_model)
-        return self._agreed(own, num_sequences=num_sequences)
+        return self._agreed(own, num_sequences=num_sequences, is_strict=is_strict)
 
     def value(
         self, piece: Piece, *, in_model: bool = False, seed: int | None = None, seen: Callable[[], None] | None = None
@@ -149,6 +150,9 @@ class LossProbe:
             found = _Finding(kind, known is not None or kind == "targets", together, from_parts, in_model=in_model)
             if self._fits(found):
                 break
+        else:
+            if known is None and "sequences" in candidates:
+                found = _Finding("sequences", False, *self._tried("sequences", (first, second), both, pieces))
         assert found is not None
         if found.kind != "counted":
             return found
@@ -184,7 +188,7 @@ class LossProbe:
         scale = max(abs(found.together), abs(found.from_parts), 1e-3)
         return abs(found.together - found.from_parts) <= _TOLERANCE[self._dtype] * scale
 
-    def _agreed(self, own: _Finding | None, *, num_sequences: int) -> LossRule:
+    def _agreed(self, own: _Finding | None, *, num_sequences: int, is_strict: bool) -> LossRule:
         """Return the rule of all ranks with the end of the model; raise on every rank where there is none."""
         width = len(_Finding("whole", False, 0.0, 0.0).numbers()) + 1
         mine = [0.0] * width if own is None else [1.0, *own.numbers()]
@@ -192,7 +196,7 @@ class LossProbe:
         findings = [_Finding.of(row[1:]) for row in rows]
         divided = f"dp={self._plan.dp} x num_microbatches={self._plan.num_microbatches}"
         for found in findings:
-            if not self._fits(found):
+            if is_strict and not self._fits(found):
                 raise UnsupportedPlanError(
                     f"the loss of two sequences together is {found.together:.6g}, and {found.from_parts:.6g} from "
                     f"those of each: it does not add up over the parts of a batch, which {divided} divides",

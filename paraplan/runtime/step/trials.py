@@ -11,12 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.step.batches import is_of_batch
+
+_LARGEST_STATE = 2**20  # elements: weights that were frozen for being large are not written
 
 Piece = tuple[Any, Any]
 """Inputs and targets of some sequences."""
@@ -129,14 +132,27 @@ def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool =
 @contextmanager
 def nothing_changed(*models: nn.Module) -> Iterator[None]:
     """Put buffers and random numbers back at the end of this context."""
-    buffers = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
+    modules = {module: None for model in models for module in model.modules()}
+    buffers = [(one, name, held) for one in modules for name, held in one._buffers.items() if held is not None]
+    state = [held for model in models for held in state_of(model).values() if not isinstance(held, DTensor)]
+    values = [(held, held.detach().clone()) for held in {id(held): held for held in state}.values()]
     gpus = sorted({one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"})
     with torch.random.fork_rng(devices=gpus):
         try:
             yield
         finally:
-            for buffer, value in buffers:
-                buffer.data.copy_(value)
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer  # code may have put another one in its place
+            for held, value in values:
+                held.data.copy_(value)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a forward pass of `model` may write, by name: buffers, and frozen parameters but large ones."""
+    frozen = {
+        name: one for name, one in model.named_parameters() if not one.requires_grad and one.numel() <= _LARGEST_STATE
+    }
+    return dict(model.named_buffers()) | frozen
 
 
 def _pair(pair: Any) -> Piece:
