@@ -10,9 +10,9 @@ keeps a shard of every parameter with its optimizer state, and
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from paraplan.errors import ModelError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.sharding import sharded_dimension
 from paraplan.plan.training import TrainingPrecision
@@ -31,6 +32,9 @@ from paraplan.runtime.precision import shard_precision
 from paraplan.runtime.sharded_table import sharded_names
 from paraplan.runtime.split.context_parallel import show_hooks_plain
 from paraplan.runtime.weightless import give_storage
+from paraplan.runtime.world import default_store
+
+_UNUSED = "paraplan/unused/{rank}"
 
 
 class GradientSync(Protocol):
@@ -56,15 +60,20 @@ class ReplicaSync:
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
+        self._reductions = reductions_of(module)
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Surround the forward and backward pass of one micro-batch."""
-        if is_last:
-            yield
-        else:
+        if not is_last:
             with self._module.no_sync():
                 yield
+            return
+        for reduction in self._reductions:
+            reduction.begin()
+        yield
+        for reduction in self._reductions:
+            reduction.complete()
 
 
 class ShardSync:
@@ -112,7 +121,7 @@ def apply_data_parallelism(
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
         if mesh.replica_mesh is None or not replicates or not is_trained:
             return module
-        return _replicate(module, mesh, find_unused=find_unused)
+        return _replicate(module, mesh, find_unused=find_unused and plan.pp > 1)
     policy = shard_precision(precision)
     frees_parameters = plan.zero_stage == 3
     assert mesh.shard_mesh is not None
@@ -185,35 +194,88 @@ def _replicate(module: nn.Module, mesh: Mesh, *, find_unused: bool) -> Distribut
         find_unused_parameters=find_unused,
         **buffers,
     )
-    reduction = ReplicaReduction(mesh.replica_group)
+    assert mesh.replica_group is not None
+    reduction = ReplicaReduction(module, mesh.replica_group, mesh.world.rank)
     # Without annotations: torch compares them with its classes, and here they are texts.
     replicated.register_comm_hook(reduction, lambda state, bucket: state.sum(bucket))
     replicated.reduction = reduction  # type: ignore[assignment]
     return replicated
 
 
-@dataclass
 class ReplicaReduction:
     """Sums the gradients of DDP's buckets, where DDP by itself takes their mean.
 
-    Buckets go in order, each once all its gradients are there: `is_complete` says that the last one has gone.
+    DDP waits for every parameter, and some take no part in some passes: those that a rank lacks are given to it as
+    zeros (`complete`), and those that all ranks lack stay without a gradient (`drop_unused`), as in one process.
     """
 
-    group: Any
-    is_complete: bool = False
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, rank: int) -> None:
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._group = group
+        self._rank = rank
+        self._is_complete = False
+        self._versions: list[int] = []
+        self._missing: list[int] = []
 
     def sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Sum one bucket over the replicas."""
-        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
+        """Sum one bucket over the replicas. Buckets go in order, each once all its gradients are there."""
+        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         assert work is not None
-        self.is_complete = self.is_complete or bucket.is_last()
+        self._is_complete = self._is_complete or bucket.is_last()
         summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
         return summed
+
+    def begin(self) -> None:
+        """Take note of the gradients before the last backward pass of a step."""
+        self._is_complete, self._missing = False, []
+        self._versions = [-1 if one.grad is None else one.grad._version for one in self._parameters]
+
+    def check(self) -> None:
+        """Raise `ModelError` where gradients were not summed, since a pipeline's last micro-batch lacks some."""
+        if not self._is_complete:
+            raise ModelError(
+                "some parameters take no part in the last micro-batch of a step, and the replicas of a pipeline stage "
+                "wait for all of them",
+                hint="turn them off with requires_grad_(False), or use job.prepare(find_unused=True)",
+            )
+
+    def complete(self) -> None:
+        """Let DDP have zeros for the parameters that the backward pass has not reached, if there are any."""
+        if self._is_complete:
+            return
+        self._missing = [
+            place
+            for place, (one, version) in enumerate(zip(self._parameters, self._versions, strict=True))
+            if one.grad is None or one.grad._version == version
+        ]
+        reached = [(self._parameters[place] * 0.0).sum() for place in self._missing]
+        torch.autograd.backward(reached)
+
+    def drop_unused(self, step: int) -> None:
+        """Take away the zeros of parameters that no rank has reached in `step`; called when all ranks have summed."""
+        if not self._missing:
+            return
+        if self._parameters[0].is_cuda:  # what the others have told is there once their sums are
+            torch.cuda.current_stream().synchronize()
+        store, found = default_store(), []
+        for rank in dist.get_process_group_ranks(self._group):
+            key = _UNUSED.format(rank=rank)
+            words = json.loads(store.get(key)) if store.check([key]) else {}
+            found.append(set(words["places"]) if words.get("step") == step else set())
+        for place in set.intersection(*found):
+            if self._versions[place] == -1:
+                self._parameters[place].grad = None
+
+    def tell(self, step: int) -> None:
+        """Tell the others which parameters this rank has not reached in `step`, before all ranks sum their losses."""
+        if self._missing:
+            words = json.dumps({"step": step, "places": self._missing})
+            default_store().set(_UNUSED.format(rank=self._rank), words)
 
 
 def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction, ...]:
     """Return what sums the gradients of those of `modules` that are in DDP."""
-    found = (module.reduction for module in modules if isinstance(module, DistributedDataParallel))
+    found = [getattr(module, "reduction", None) for module in modules if isinstance(module, DistributedDataParallel)]
     return tuple(one for one in found if isinstance(one, ReplicaReduction))
 
 

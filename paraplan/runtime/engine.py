@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paraplan.errors import ModelError, UnsupportedPlanError, UsageError
+from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
@@ -78,7 +78,6 @@ class Equipment:
     precision: TrainingPrecision = "fp32"
     batch_statistics: BatchStatistics = "global"
     reference: nn.Module | None = None
-    find_unused: bool = False
 
 
 class Engine:
@@ -201,12 +200,15 @@ class Engine:
         self._forget_gradients()
         loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
         for reduction in self._part.reductions:
-            reduction.is_complete = False
+            reduction.begin()
         self._guarded(lambda: self._part.execution.train(micro_batches))
         self._first_step.share_state()
-        if not self._equipment.find_unused and self._equipment.has_values:
-            self._check_every_gradient()
+        for reduction in self._part.reductions if self._equipment.has_values else ():
+            reduction.check()
+            reduction.tell(self.num_steps)
         totals = self._totals.sum("step", loss.tally, rule, has_values=self._equipment.has_values)
+        for reduction in self._part.reductions:
+            reduction.drop_unused(self.num_steps)
         self.metrics = totals.metrics
         own = loss.tally.loss
         self._losses.add(step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._equipment.has_values)
@@ -384,18 +386,6 @@ class Engine:
                 lambda: first_step.check(*batch, sizes, is_divided=is_divided, trains=trains)
             )
         return rule
-
-    def _check_every_gradient(self) -> None:
-        """Raise `ModelError` where DDP has not summed all gradients, since some were never there."""
-        if all(reduction.is_complete for reduction in self._part.reductions):
-            return
-        missing = [name for name, held in self._part.parameters.items() if held.requires_grad and held.grad is None]
-        first = f", {missing[0]} first" if missing else ""
-        raise ModelError(
-            f"{len(missing) or 'some'} parameters take no part in the loss of a micro-batch{first}, and DDP waits for "
-            "all of them",
-            hint="turn them off with requires_grad_(False), or use job.prepare(find_unused=True)",
-        )
 
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

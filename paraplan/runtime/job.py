@@ -114,7 +114,7 @@ class Job:
         micro-batches, where they cannot be those of the global batch; "global" refuses that. The first step is done
         beside the model itself on two sequences, and refused where loss, gradients or buffers differ: `verify` "auto"
         does so where the plan changes the model and a copy of it is small beside the free memory, "full" always.
-        `find_unused` is for models of which some parameters take no part in some steps, as in torch's DDP.
+        `find_unused` is for models of which some parameters take no part in some steps, under ZeRO or a pipeline.
 
         Raises `PlanError` for a model that the plan was not made for, `UnsupportedPlanError` for a plan that the
         runtime cannot execute on it, and `ModelError` for a model without values, or another one on another rank.
@@ -153,7 +153,6 @@ class Job:
                 loss_scale=LossScale() if self.precision == "fp16" else None,
                 precision=self.precision,
                 batch_statistics=batch_statistics,
-                find_unused=find_unused,
                 reference=reference,
                 peers=peers,
                 agreement=self._agreement(),

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
-from paraplan.runtime.data_parallel import ReplicaReduction
 from paraplan.runtime.world import World
 
 
@@ -153,8 +152,6 @@ def _ddp_without_values() -> Iterator[None]:
 
     def keep_hook(self: DistributedDataParallel, state: Any, hook: Any) -> None:
         """Leave the hook of a run with values out: its work is never done here."""
-        if isinstance(state, ReplicaReduction):
-            state.is_complete = True
 
     @wraps(plain)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:

@@ -116,7 +116,8 @@ def _check_attention(model: nn.Module, anatomy: Anatomy, example_inputs: Any) ->
     """Raise where no block of the whole model has attention to run again; a stage may have none."""
 
     def attempt(tried: Any, _: object) -> bool:
-        with AttentionSeen() as seen, torch.no_grad():
+        seen = AttentionSeen()
+        with seen, torch.no_grad():
             call_model(anatomy.shadow, tried)
         return seen.is_seen
 
