@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -134,7 +134,7 @@ def nothing_changed(*models: nn.Module) -> Iterator[None]:
     """Put buffers and random numbers back at the end of this context."""
     modules = {module: None for model in models for module in model.modules()}
     buffers = [(one, name, held) for one in modules for name, held in one._buffers.items() if held is not None]
-    state = [held for model in models for held in state_of(model).values() if not isinstance(held, DTensor)]
+    state = [held for model in models for held in state_of(model).values()]
     values = [(held, held.detach().clone()) for held in {id(held): held for held in state}.values()]
     gpus = sorted({one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"})
     with torch.random.fork_rng(devices=gpus):
@@ -148,11 +148,17 @@ def nothing_changed(*models: nn.Module) -> Iterator[None]:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a forward pass of `model` may write, by name: buffers, and frozen parameters but large ones."""
-    frozen = {
-        name: one for name, one in model.named_parameters() if not one.requires_grad and one.numel() <= _LARGEST_STATE
-    }
-    return dict(model.named_buffers()) | frozen
+    """Return what a forward pass of `model` may write, by name: buffers, and frozen parameters but large ones.
+
+    Under ZeRO those are left out: their storage comes and goes.
+    """
+    found = dict(model.named_buffers())
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return found
+    for name, one in model.named_parameters():
+        if not one.requires_grad and one.numel() <= _LARGEST_STATE:
+            found[name] = one
+    return found
 
 
 def _pair(pair: Any) -> Piece:
