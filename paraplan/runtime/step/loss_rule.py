@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,13 +35,19 @@ from paraplan.runtime.step.trials import (
 
 _LOGGER = logging.getLogger(__name__)
 _KINDS: tuple[LossKind, ...] = ("whole", "sum", "sequences", "targets", "counted", "probe")
-# The same sequence beside another one is computed by other kernels: some 1e-7 of a loss in fp32, 2**-8 in 16 bits.
-_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+# The same sequence beside another one is computed by other kernels: some 1e-7 of a loss in fp32, 2**-8 in 16 bits. How
+# far that goes shows where a sequence stands beside itself; more than the last is no rounding.
+_LEAST = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+_MOST = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+_OF_ROUNDING = 8.0
 
 
 @dataclass(frozen=True)
 class _Finding:
-    """What one rank with the end of the model has found: a rule, and the losses together and from the parts."""
+    """What one rank with the end of the model has found: a rule, and the losses together and from the parts.
+
+    `rounding` is how far a sequence beside itself is from that sequence alone, relative to the loss.
+    """
 
     kind: LossKind
     is_known: bool
@@ -50,16 +56,17 @@ class _Finding:
     count: float = 0.0
     num_others: int = 0
     in_model: bool = False
+    rounding: float = 0.0
 
     def numbers(self) -> list[float]:
         """Return it as numbers that travel."""
         flags = [float(_KINDS.index(self.kind)), float(self.is_known), self.together, self.from_parts]
-        return [*flags, self.count, float(self.num_others), float(self.in_model)]
+        return [*flags, self.count, float(self.num_others), float(self.in_model), self.rounding]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _Finding:
         """Return what `numbers` gave."""
-        kind, is_known, together, from_parts, count, num_others, in_model = numbers
+        kind, is_known, together, from_parts, count, num_others, in_model, rounding = numbers
         return cls(
             kind=_KINDS[int(kind)],
             is_known=bool(is_known),
@@ -68,6 +75,7 @@ class _Finding:
             count=count,
             num_others=int(num_others),
             in_model=bool(in_model),
+            rounding=rounding,
         )
 
 
@@ -100,7 +108,8 @@ class LossProbe:
         in_model = False
         if not self._is_known(self.value(pieces[0])):
             in_model = self._is_known(self.value(pieces[0], in_model=True))
-        returned = [self.value(piece, in_model=in_model) for piece in (*pieces, joined(*pieces))]
+        twice = joined(pieces[0], pieces[0])
+        returned = [self.value(piece, in_model=in_model) for piece in (*pieces, joined(*pieces), twice)]
         own = None
         if returned[0] is not None:
             own = self._finding([one for one in returned if one is not None], pieces, in_model=in_model)
@@ -136,7 +145,7 @@ class LossProbe:
         return any(row[0] for row in gathered_numbers([float(is_known)], self._mesh))
 
     def _finding(self, returned: Sequence[Returned], pieces: Sequence[Piece], *, in_model: bool) -> _Finding:
-        first, second, both = returned
+        first, second, both, twice = returned
         kinds = {term_kind(one) for one in returned}
         known = kinds.pop() if len(kinds) == 1 else None
         candidates: list[LossKind] = [known] if known is not None else ["targets", "sequences", "sum"]
@@ -147,19 +156,22 @@ class LossProbe:
         found = None
         for kind in candidates:
             together, from_parts = self._tried(kind, (first, second), both, pieces)
-            found = _Finding(kind, known is not None or kind == "targets", together, from_parts, in_model=in_model)
+            rounding = _relative(*self._tried(kind, (first, first), twice, (pieces[0], pieces[0])))
+            is_known = known is not None or kind == "targets"
+            found = _Finding(kind, is_known, together, from_parts, rounding=rounding, in_model=in_model)
             if self._fits(found):
                 break
         else:
             if known is None and "sequences" in candidates:
-                found = _Finding("sequences", False, *self._tried("sequences", (first, second), both, pieces))
+                tried = self._tried("sequences", (first, second), both, pieces)
+                found = _Finding("sequences", False, *tried, in_model=in_model)
         assert found is not None
         if found.kind != "counted":
             return found
         totals = [one.total_and_count for one in (first, second)]
         count = sum(float(total[1]) for total in totals if total is not None) / 2
         num_others = len(first.term.others) if isinstance(first.term, Mean) else 0
-        return _Finding("counted", True, found.together, found.from_parts, count, num_others, in_model)
+        return replace(found, count=count, num_others=num_others)
 
     def _tried(
         self, kind: LossKind, parts: Sequence[Returned], both: Returned, pieces: Sequence[Piece]
@@ -185,8 +197,8 @@ class LossProbe:
     def _fits(self, found: _Finding) -> bool:
         if not (math.isfinite(found.together) and math.isfinite(found.from_parts)):
             return not math.isfinite(found.together)
-        scale = max(abs(found.together), abs(found.from_parts), 1e-3)
-        return abs(found.together - found.from_parts) <= _TOLERANCE[self._dtype] * scale
+        allowed = min(max(_LEAST[self._dtype], _OF_ROUNDING * found.rounding), _MOST[self._dtype])
+        return _relative(found.together, found.from_parts) <= allowed
 
     def _agreed(self, own: _Finding | None, *, num_sequences: int, is_strict: bool) -> LossRule:
         """Return the rule of all ranks with the end of the model; raise on every rank where there is none."""
@@ -198,7 +210,7 @@ class LossProbe:
         for found in findings:
             if is_strict and not self._fits(found):
                 raise UnsupportedPlanError(
-                    f"the loss of two sequences together is {found.together:.6g}, and {found.from_parts:.6g} from "
+                    f"the loss of two sequences together is {found.together:.8g}, and {found.from_parts:.8g} from "
                     f"those of each: it does not add up over the parts of a batch, which {divided} divides",
                     hint=HINT,
                 )
@@ -214,6 +226,10 @@ class LossProbe:
         expected = max(1.0, max(one.count for one in findings) * num_sequences)
         provisional = 2.0 ** round(math.log2(expected))
         return LossRule(kind=first.kind, in_model=first.in_model, provisional=provisional, num_others=first.num_others)
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other), 1e-3)
 
 
 def _has_plain_targets(targets: Any) -> bool:

@@ -155,10 +155,8 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     found = dict(model.named_buffers())
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return found
-    for name, one in model.named_parameters():
-        if not one.requires_grad and one.numel() <= _LARGEST_STATE:
-            found[name] = one
-    return found
+    is_small = {name: one.numel() <= _LARGEST_STATE for name, one in model.named_parameters()}
+    return found | {name: one for name, one in model.named_parameters() if not one.requires_grad and is_small[name]}
 
 
 def _pair(pair: Any) -> Piece:
