@@ -48,7 +48,7 @@ from paraplan.runtime.step.loss_rule import LossProbe
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.loss_watch import LossWatch
 from paraplan.runtime.step.memory_fault import is_out_of_memory, memory_error
-from paraplan.runtime.step.reports import RunWatch, StepReport, count_tokens
+from paraplan.runtime.step.reports import RunWatch, StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
 from paraplan.runtime.step.trials import global_sequences
 from paraplan.runtime.step.verification import Verification
@@ -144,7 +144,7 @@ class Engine:
 
     @property
     def last_report(self) -> StepReport | None:
-        """What was last measured, on rank 0 of a run that writes metrics or shows its progress; else None."""
+        """What was last measured: on rank 0 of a run that writes metrics or shows its progress, and for callbacks."""
         return None if self._equipment.watch is None else self._equipment.watch.last
 
     def whole(self, name: str, tensor: torch.Tensor | None = None) -> torch.Tensor:
@@ -228,6 +228,7 @@ class Engine:
                 grad_norm=self.grad_norm,
                 learning_rate=float(self.optimizer.param_groups[0]["lr"]),
                 tokens=self._tokens,
+                metrics=self.metrics,
             )
         self._loss = self._tokens = None
 
@@ -295,6 +296,17 @@ class Engine:
         """Say how many steps there will be, those of a loaded checkpoint included: the bar shows its share of them."""
         if self._equipment.watch is not None:
             self._equipment.watch.total_steps = num_steps
+
+    def on_step(self, callback: StepCallback, *, every: int = 1, all_ranks: bool = False) -> None:
+        """Call `callback(report)` on rank 0, or on `all_ranks`, behind every step whose number `every` divides.
+
+        The report waits for the step on the device; so `every` says how often a GPU is waited for.
+        """
+        if every < 1:
+            raise UsageError(f"on_step(every={every})", hint="give a whole number of steps, from 1")
+        watch = self._equipment.watch
+        if watch is not None and (all_ranks or self._mesh.world.rank == 0):
+            watch.callbacks.append((every, callback))
 
     def finish(self) -> None:
         """Wait for what `save` still writes, and end the progress bar. `job.close` does it too."""

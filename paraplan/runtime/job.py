@@ -53,7 +53,8 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 class Job:
     """One rank of a training job. `file` is what the plan came from, None for a plan made on the spot.
 
-    `metrics` is the file that rank 0 writes a line to for every step; `shows_progress` says that it draws a bar.
+    `metrics` is the file that rank 0 writes a line to for every `metrics_every` steps; `shows_progress` says that it
+    draws a bar.
     """
 
     plan: ParallelPlan
@@ -61,6 +62,7 @@ class Job:
     precision: TrainingPrecision
     mesh: Mesh
     metrics: Path | None = None
+    metrics_every: int = 1
     shows_progress: bool = False
     _timeouts: TimeoutWatch | None = field(default=None, repr=False)
     _peers: list[Peers] = field(default_factory=list, repr=False)
@@ -331,6 +333,7 @@ class Job:
                 estimate=None if self.file is None or not self.is_main else self.file.estimate,
             ),
             metrics=self.metrics if self.is_main else None,
+            metrics_every=self.metrics_every,
             terminal=sys.stderr if self.is_main and self.shows_progress else None,
         )
 
