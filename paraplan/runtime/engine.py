@@ -26,6 +26,7 @@ from paraplan.runtime.export import export_weights
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.peers import Call, Peers
 from paraplan.runtime.precision import half_type
+from paraplan.runtime.predictions import evaluation_mode, predict
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.split.pieces import Place
 from paraplan.runtime.step.batches import (
@@ -238,20 +239,28 @@ class Engine:
         Every rank calls it. Dropout is off. What `loss_fn` returned beside the loss is in `metrics`.
         """
         self._losses.check()
-        modes = {module: module.training for module in self._part.module.modules()}
         with self._explained("eval_step"):
             micro_batches, rule = self._divided("eval_step", inputs, targets)
-            self._part.module.eval()
             loss = self._part.execution.loss
             loss.rule = rule
-            try:
+            with evaluation_mode(self._part.module):
                 self._guarded(lambda: self._part.execution.evaluate(micro_batches))
-            finally:
-                for module, was_training in modes.items():
-                    module.training = was_training
             totals = self._totals.sum("eval_step", loss.tally, rule, has_values=self._equipment.has_values)
             self.metrics = totals.metrics
             return totals.loss
+
+    def predict(self, inputs: Any) -> Any:
+        """Return what the model returns for this rank's share of a global batch, as one process would, without a graph.
+
+        Every rank calls it. Dropout is off. Tensors are whole on every rank: logits, tokens, and all stages have them.
+        Caches and other objects are left out (None). Raises `UsageError` where a share does not divide as the plan
+        says, or the outputs of micro-batches cannot be joined along their first dimension.
+        """
+        with self._explained("predict"), evaluation_mode(self._part.module):
+            sizes = self._meet("predict", batch_size(inputs, None))
+            division = self._divider.divide(sizes, is_step=False)
+            pieces = split_batch(to_device(inputs, self._mesh.world.device), None, division)
+            return self._guarded(lambda: predict(self._part.execution, pieces, self._mesh))
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write the state of the training to `folder`, which any plan can load.
