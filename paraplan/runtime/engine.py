@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement
+from paraplan.runtime.averages import ParameterAverage, free_gathered
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
 from paraplan.runtime.data_parallel import reads_shards
@@ -118,6 +119,7 @@ class Engine:
         self._first_step = self._checks()
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
+        self._average: ParameterAverage | None = None
         self._writer = CheckpointWriter(is_main=mesh.world.rank == 0)
 
     @property
@@ -193,6 +195,7 @@ class Engine:
             self._update(None)
 
     def _backward(self, inputs: Any, targets: Any) -> StepTotals:
+        self._refuse_averages("step")
         watch, scale = self._equipment.watch, self._equipment.loss_scale
         if watch is not None:
             watch.begin()
@@ -222,6 +225,8 @@ class Engine:
                 self.scheduler.step()
         self._has_stepped = True
         self._peers.num_steps += 1
+        if self._average is not None:
+            self._average.update()
         if watch is not None and self._loss is not None and self._tokens is not None:
             watch.end(
                 step=self.num_steps,
@@ -271,6 +276,10 @@ class Engine:
         `job.close` waits for it, and raises what went wrong. Raises `CheckpointError` where the folder or the disk does
         not take it, and `DivergedError` before anything is written where the last loss is no number.
         """
+        self._refuse_averages("save")
+        self._save(folder, wait=wait)
+
+    def _save(self, folder: str | Path, *, wait: bool) -> None:
         self._losses.check()
         with self._explained("save"):
             self._meet("save")
@@ -282,8 +291,10 @@ class Engine:
         Under the same plan dropout goes on with the random numbers of the checkpoint, under another one with new ones.
         Raises `CheckpointError` where `folder` holds no checkpoint of this model.
         """
+        self._refuse_averages("load")
         with self._explained("load"):
             self._meet("load")
+            free_gathered(self._part.module)
             self._writer.finish()
             self._peers.num_steps = load_checkpoint(Path(folder), self._source())
             self._first_step.reload(Path(folder))
@@ -295,11 +306,36 @@ class Engine:
         `paraplan.runtime.export.export_weights` for a checkpoint that is there.
         """
         passing = Path(f"{path}.passing")
-        self.save(passing)
+        self._save(passing, wait=True)
         if self._mesh.world.rank == 0:
             export_weights(passing, path)
             shutil.rmtree(passing)
         self._meet("save")
+
+    def average(self, decay: float) -> None:
+        """Keep the exponential moving average of the parameters from now on, updated behind every step.
+
+        It takes as much memory as the parameters, and is in checkpoints: call it before `load`. Raises `UsageError` for
+        a decay that is not in [0, 1), and where an average is kept.
+        """
+        if self._average is not None:
+            raise UsageError("engine.average was called before", hint="call it once, before the first step")
+        self._average = ParameterAverage(self._part.parameters, decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the averages in the place of the parameters in this context, for eval_step, predict and export.
+
+        Every rank enters it. Raises `UsageError` where `average` was not called.
+        """
+        if self._average is None:
+            raise UsageError("there is no average of the parameters", hint="call engine.average(decay) before training")
+        with self._average.in_place(self._part.module):
+            yield
+
+    def _refuse_averages(self, call: str) -> None:
+        if self._average is not None and self._average.is_in_place:
+            raise UsageError(f"engine.{call} inside of engine.averaged", hint="leave the context first")
 
     def expect(self, num_steps: int) -> None:
         """Say how many steps there will be, those of a loaded checkpoint included: the bar shows its share of them."""
@@ -354,6 +390,7 @@ class Engine:
             plan=self._plan,
             num_steps=self.num_steps,
             mesh=self._mesh,
+            average=self._average,
         )
 
     def _explained(self, call: Call) -> AbstractContextManager[Any]:
