@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from paraplan.errors import UsageError
-from paraplan.runtime.step.batches import to_device
+from paraplan.runtime.streams import ShareOfBatch, StreamBatches, on_device, shard_stream, without_sequences
 
 
+@runtime_checkable
 class SizedDataset(Protocol):
-    """What `job.shard` takes: pairs of inputs and targets by number, and how many there are."""
+    """What `job.shard` takes beside streams: pairs of inputs and targets by number, and how many there are."""
 
     def __len__(self) -> int: ...
 
@@ -63,13 +63,15 @@ class ShareSampler(Sampler[list[int]]):
         return max(0, self.steps_per_epoch * self.epochs - self.skip)
 
     def __iter__(self) -> Iterator[list[int]]:
-        per_epoch = self.steps_per_epoch
-        for epoch in range(self.skip // max(1, per_epoch), self.epochs):
+        return self._steps(self.skip)  # as it is now: the loader asks for the first step later
+
+    def _steps(self, skip: int) -> Iterator[list[int]]:
+        per_epoch, share = self.steps_per_epoch, ShareOfBatch(self.batch_size, self.dp, self.dp_rank)
+        for epoch in range(skip // max(1, per_epoch), self.epochs):
             order = self._order(epoch)
-            for step in range(max(0, self.skip - epoch * per_epoch), per_epoch):
+            for step in range(max(0, skip - epoch * per_epoch), per_epoch):
                 batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-                first, end = (len(batch) * rank // self.dp for rank in (self.dp_rank, self.dp_rank + 1))
-                yield batch[first:end] or [~batch[0]]
+                yield batch[share.of(len(batch))] or [~batch[0]]
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
@@ -100,9 +102,7 @@ class _Collate:
 
     def __call__(self, samples: list[tuple[bool, Any]]) -> Any:
         batch = self._collate([sample for _, sample in samples])
-        if samples[0][0]:
-            return batch
-        return pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
+        return batch if samples[0][0] else without_sequences(batch)
 
 
 class ShardedBatches:
@@ -119,6 +119,9 @@ class ShardedBatches:
     ) -> None:
         self._device = device
         self._sampler = sampler
+        self._skip = sampler.skip
+        self._num_steps = sampler.skip
+        self._loaded: int | None = None
         # A generator of its own: the loader would draw from torch's global one, and dropout would then differ by plan.
         self._loader: DataLoader[Any] = DataLoader(
             dataset if sampler.drop_last else _Samples(dataset),  # type: ignore[arg-type]  # any with numbered samples
@@ -133,17 +136,43 @@ class ShardedBatches:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for pair in self._loader:
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        skip = self._skip if self._loaded is None else self._loaded
+        self._num_steps, self._loaded, self._sampler.skip = skip, None, skip
+        loaded = iter(self._loader)
+        self._sampler.skip = self._skip
+        for pair in loaded:
+            self._num_steps += 1
+            yield on_device(pair, self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the data is read, the same on every rank and under every plan.
+
+        Inside the loop it is the state behind the batch that the loop has been given last.
+        """
+        num_steps = self._num_steps if self._loaded is None else self._loaded
+        return {"num_steps": num_steps, "batch_size": self._sampler.batch_size, "seed": self._sampler.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin the next loop where `state_dict` was taken; raise `UsageError` where that was other data."""
+        own = self.state_dict()
+        for name in ("batch_size", "seed"):
+            if state.get(name) != own[name]:
                 raise UsageError(
-                    f"a sample must be a pair (inputs, targets), found {type(pair).__name__}",
-                    hint="let the dataset return pairs, or pass collate= to job.shard",
+                    f"the saved data was read with {name}={state.get(name)}, and this is read with {name}={own[name]}",
+                    hint=f"use the same {name}, or begin the data anew",
                 )
-            yield to_device(pair[0], self._device), to_device(pair[1], self._device)
+        self._loaded = int(state["num_steps"])
+
+
+def is_stream(dataset: object) -> TypeGuard[Iterable[Any]]:
+    """Whether `dataset` is read from start to end, and has no samples by number."""
+    if isinstance(dataset, IterableDataset):  # which has torch's __getitem__, that raises
+        return True
+    return not isinstance(dataset, SizedDataset) and isinstance(dataset, Iterable)
 
 
 def shard_dataset(
-    dataset: SizedDataset,
+    dataset: SizedDataset | Iterable[Any],
     *,
     batch_size: int,
     dp: int,
@@ -151,22 +180,43 @@ def shard_dataset(
     device: torch.device,
     seed: int = 0,
     epochs: int = 1,
-    shuffle: bool = True,
+    shuffle: bool | None = None,
     skip: int = 0,
     drop_last: bool = True,
     num_workers: int = 0,
     collate: Callable[[list[Any]], Any] | None = None,
-) -> ShardedBatches:
-    """Return the batches of data-parallel rank `dp_rank`; `batch_size` is the global one. See `Job.shard`."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UsageError(
-            f"a {type(dataset).__name__} has no length or no numbered samples, so it cannot be dealt out to ranks",
-            hint="give job.shard a map-style dataset, or cut the data yourself by job.dp_rank and job.dp",
-        )
+    check: Callable[[list[Any]], None] | None = None,
+) -> ShardedBatches | StreamBatches:
+    """Return the batches of data-parallel rank `dp_rank`; `batch_size` is the global one. See `Job.shard`.
+
+    `check` is called with the samples of the first global batch of a stream.
+    """
     if batch_size < 1 or batch_size % dp:
         raise UsageError(
             f"a global batch of {batch_size} does not divide over dp={dp} ranks",
             hint=f"use a multiple of {dp}, such as {max(1, batch_size // dp) * dp}",
+        )
+    if is_stream(dataset):
+        if shuffle:
+            raise UsageError(
+                f"a {type(dataset).__name__} has no numbered samples that job.shard could shuffle",
+                hint="shuffle the stream itself, by one seed on every rank, and leave shuffle out",
+            )
+        return shard_stream(
+            dataset,
+            ShareOfBatch(batch_size, dp, dp_rank),
+            device=device,
+            epochs=epochs,
+            skip=skip,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            collate=collate,
+            check=check,
+        )
+    if not isinstance(dataset, SizedDataset):
+        raise UsageError(
+            f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
+            hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
         )
     if len(dataset) < (batch_size if drop_last else 1):
         raise UsageError(
@@ -180,7 +230,7 @@ def shard_dataset(
         dp_rank=dp_rank,
         seed=seed,
         epochs=epochs,
-        shuffle=shuffle,
+        shuffle=shuffle is not False,
         skip=skip,
         drop_last=drop_last,
     )

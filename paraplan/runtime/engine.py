@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement
+from paraplan.runtime.averages import ParameterAverage, free_gathered
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
 from paraplan.runtime.data_parallel import reads_shards
@@ -26,6 +27,7 @@ from paraplan.runtime.export import export_weights
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.peers import Call, Peers
 from paraplan.runtime.precision import half_type
+from paraplan.runtime.predictions import evaluation_mode, predict
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.split.pieces import Place
 from paraplan.runtime.step.batches import (
@@ -48,7 +50,7 @@ from paraplan.runtime.step.loss_rule import LossProbe
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.loss_watch import LossWatch
 from paraplan.runtime.step.memory_fault import is_out_of_memory, memory_error
-from paraplan.runtime.step.reports import RunWatch, StepReport, count_tokens
+from paraplan.runtime.step.reports import RunWatch, StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
 from paraplan.runtime.step.trials import global_sequences
 from paraplan.runtime.step.verification import Verification
@@ -116,6 +118,7 @@ class Engine:
         self._first_step = self._checks()
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
+        self._average: ParameterAverage | None = None
         self._writer = CheckpointWriter(is_main=mesh.world.rank == 0)
 
     @property
@@ -143,7 +146,7 @@ class Engine:
 
     @property
     def last_report(self) -> StepReport | None:
-        """What was last measured, on rank 0 of a run that writes metrics or shows its progress; else None."""
+        """What was last measured: on rank 0 of a run that writes metrics or shows its progress, and for callbacks."""
         return None if self._equipment.watch is None else self._equipment.watch.last
 
     def whole(self, name: str, tensor: torch.Tensor | None = None) -> torch.Tensor:
@@ -191,6 +194,7 @@ class Engine:
             self._update(None)
 
     def _backward(self, inputs: Any, targets: Any) -> StepTotals:
+        self._refuse_averages("step")
         watch, scale = self._equipment.watch, self._equipment.loss_scale
         if watch is not None:
             watch.begin()
@@ -223,6 +227,8 @@ class Engine:
                 self.scheduler.step()
         self._has_stepped = True
         self._peers.num_steps += 1
+        if self._average is not None:
+            self._average.update()
         if watch is not None and self._loss is not None and self._tokens is not None:
             watch.end(
                 step=self.num_steps,
@@ -230,6 +236,7 @@ class Engine:
                 grad_norm=self.grad_norm,
                 learning_rate=float(self.optimizer.param_groups[0]["lr"]),
                 tokens=self._tokens,
+                metrics=self.metrics,
             )
         self._loss = self._tokens = None
 
@@ -239,20 +246,28 @@ class Engine:
         Every rank calls it. Dropout is off. What `loss_fn` returned beside the loss is in `metrics`.
         """
         self._losses.check()
-        modes = {module: module.training for module in self._part.module.modules()}
         with self._explained("eval_step"):
             micro_batches, rule = self._divided("eval_step", inputs, targets)
-            self._part.module.eval()
             loss = self._part.execution.loss
             loss.rule = rule
-            try:
+            with evaluation_mode(self._part.module):
                 self._guarded(lambda: self._part.execution.evaluate(micro_batches))
-            finally:
-                for module, was_training in modes.items():
-                    module.training = was_training
             totals = self._totals.sum("eval_step", loss.tally, rule, has_values=self._equipment.has_values)
             self.metrics = totals.metrics
             return totals.loss
+
+    def predict(self, inputs: Any) -> Any:
+        """Return what the model returns for this rank's share of a global batch, as one process would, without a graph.
+
+        Every rank calls it. Dropout is off. Tensors are whole on every rank: logits, tokens, and all stages have them.
+        Caches and other objects are left out (None). Raises `UsageError` where a share does not divide as the plan
+        says, or the outputs of micro-batches cannot be joined along their first dimension.
+        """
+        with self._explained("predict"), evaluation_mode(self._part.module):
+            sizes = self._meet("predict", batch_size(inputs, None))
+            division = self._divider.divide(sizes, is_step=False)
+            pieces = split_batch(to_device(inputs, self._mesh.world.device), None, division)
+            return self._guarded(lambda: predict(self._part.execution, pieces, self._mesh))
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write the state of the training to `folder`, which any plan can load.
@@ -263,6 +278,10 @@ class Engine:
         `job.close` waits for it, and raises what went wrong. Raises `CheckpointError` where the folder or the disk does
         not take it, and `DivergedError` before anything is written where the last loss is no number.
         """
+        self._refuse_averages("save")
+        self._save(folder, wait=wait)
+
+    def _save(self, folder: str | Path, *, wait: bool) -> None:
         self._losses.check()
         with self._explained("save"):
             self._meet("save")
@@ -274,8 +293,10 @@ class Engine:
         Under the same plan dropout goes on with the random numbers of the checkpoint, under another one with new ones.
         Raises `CheckpointError` where `folder` holds no checkpoint of this model.
         """
+        self._refuse_averages("load")
         with self._explained("load"):
             self._meet("load")
+            free_gathered(self._part.module)
             self._writer.finish()
             self._peers.num_steps = load_checkpoint(Path(folder), self._source())
             self._first_step.reload(Path(folder))
@@ -287,16 +308,52 @@ class Engine:
         `paraplan.runtime.export.export_weights` for a checkpoint that is there.
         """
         passing = Path(f"{path}.passing")
-        self.save(passing)
+        self._save(passing, wait=True)
         if self._mesh.world.rank == 0:
             export_weights(passing, path)
             shutil.rmtree(passing)
         self._meet("save")
 
+    def average(self, decay: float) -> None:
+        """Keep the exponential moving average of the parameters from now on, updated behind every step.
+
+        It takes as much memory as the parameters, and is in checkpoints: call it before `load`. Raises `UsageError` for
+        a decay that is not in [0, 1), and where an average is kept.
+        """
+        if self._average is not None:
+            raise UsageError("engine.average was called before", hint="call it once, before the first step")
+        self._average = ParameterAverage(self._part.parameters, decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the averages in the place of the parameters in this context, for eval_step, predict and export.
+
+        Every rank enters it. Raises `UsageError` where `average` was not called.
+        """
+        if self._average is None:
+            raise UsageError("there is no average of the parameters", hint="call engine.average(decay) before training")
+        with self._average.in_place(self._part.module):
+            yield
+
+    def _refuse_averages(self, call: str) -> None:
+        if self._average is not None and self._average.is_in_place:
+            raise UsageError(f"engine.{call} inside of engine.averaged", hint="leave the context first")
+
     def expect(self, num_steps: int) -> None:
         """Say how many steps there will be, those of a loaded checkpoint included: the bar shows its share of them."""
         if self._equipment.watch is not None:
             self._equipment.watch.total_steps = num_steps
+
+    def on_step(self, callback: StepCallback, *, every: int = 1, all_ranks: bool = False) -> None:
+        """Call `callback(report)` on rank 0, or on `all_ranks`, behind every step whose number `every` divides.
+
+        The report waits for the step on the device; so `every` says how often a GPU is waited for.
+        """
+        if every < 1:
+            raise UsageError(f"on_step(every={every})", hint="give a whole number of steps, from 1")
+        watch = self._equipment.watch
+        if watch is not None and (all_ranks or self._mesh.world.rank == 0):
+            watch.callbacks.append((every, callback))
 
     def finish(self) -> None:
         """Wait for what `save` still writes, and end the progress bar. `job.close` does it too."""
@@ -335,6 +392,7 @@ class Engine:
             plan=self._plan,
             num_steps=self.num_steps,
             mesh=self._mesh,
+            average=self._average,
         )
 
     def _explained(self, call: Call) -> AbstractContextManager[Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
 from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
-from paraplan.runtime.data import ShardedBatches, SizedDataset, shard_dataset
+from paraplan.runtime.data import ShardedBatches, SizedDataset, is_stream, shard_dataset
 from paraplan.runtime.engine import Engine, Equipment
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.offload import keep_on_host
@@ -40,6 +41,7 @@ from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.reports import RunWatch, Yardstick, peak_flops_per_s
 from paraplan.runtime.step.verification import Verify, reference_of
+from paraplan.runtime.streams import SameStream, StreamBatches
 from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import World
@@ -51,7 +53,8 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 class Job:
     """One rank of a training job. `file` is what the plan came from, None for a plan made on the spot.
 
-    `metrics` is the file that rank 0 writes a line to for every step; `shows_progress` says that it draws a bar.
+    `metrics` is the file that rank 0 writes a line to for every `metrics_every` steps; `shows_progress` says that it
+    draws a bar.
     """
 
     plan: ParallelPlan
@@ -59,11 +62,24 @@ class Job:
     precision: TrainingPrecision
     mesh: Mesh
     metrics: Path | None = None
+    metrics_every: int = 1
     shows_progress: bool = False
     _timeouts: TimeoutWatch | None = field(default=None, repr=False)
     _peers: list[Peers] = field(default_factory=list, repr=False)
     _engines: list[Engine] = field(default_factory=list, repr=False)
     _agreements: list[Agreement] = field(default_factory=list, repr=False)
+    _streams: Iterator[int] = field(default_factory=count, repr=False)
+
+    def __enter__(self) -> Self:
+        """Return the job; leaving the context closes it."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close the job; with an error leave at once, without waiting for other ranks or for a checkpoint."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self._abandon()
 
     @property
     def world(self) -> World:
@@ -74,6 +90,16 @@ class Job:
     def device(self) -> torch.device:
         """The device of this rank."""
         return self.mesh.world.device
+
+    @property
+    def dp(self) -> int:
+        """The degree of data parallelism: into how many shares a global batch is cut."""
+        return self.mesh.size("dp")
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the `dp` shares this rank takes, from 0; ranks that hold one copy of the model take the same."""
+        return self.mesh.coordinate("dp")
 
     @property
     def is_main(self) -> bool:
@@ -213,25 +239,30 @@ class Job:
 
     def shard(
         self,
-        dataset: SizedDataset,
+        dataset: SizedDataset | Iterable[Any],
         *,
         batch_size: int | None = None,
         seed: int = 0,
         epochs: int = 1,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         skip: int = 0,
         drop_last: bool = True,
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
-    ) -> ShardedBatches:
+    ) -> ShardedBatches | StreamBatches:
         """Return the batches of this rank: an iterable of (inputs, targets), one pair for each step.
 
         `dataset` is a map-style data set of (inputs, targets). `batch_size` is the global batch in samples: by default
         the plan's, and with a plan made on the spot one sample for each rank. The order depends on `seed` and the epoch
         alone, so it is the same under every plan. The last samples of an epoch that fill no global batch are left out,
         without `drop_last` they make a short one. `skip` leaves out the first steps: the engine's `num_steps`, to go on
-        where a checkpoint was written. Raises `UsageError` for a batch that does not divide over the ranks and for a
-        data set smaller than a batch, and `PlanError` for a `batch_size` that is not the plan's.
+        where a checkpoint was written.
+        A data set without numbered samples (`IterableDataset`, generator) is read from start to end by every rank,
+        which takes its share of each global batch: all ranks must be given the same samples. It is not shuffled;
+        `set_epoch` is called where there is one. Skipped steps are read. What is returned has `state_dict` and
+        `load_state_dict`, which go on without that where the stream has its own.
+        Raises `UsageError` for a batch that does not divide over the ranks and for a data set smaller than a batch, and
+        `PlanError` for a `batch_size` that is not the plan's.
         """
         planned = self.plan.global_batch_size
         if self.file is not None and batch_size not in (None, planned):
@@ -243,8 +274,8 @@ class Job:
         return shard_dataset(
             dataset,
             batch_size=planned if batch_size is None else batch_size,
-            dp=self.plan.dp,
-            dp_rank=self.mesh.coordinate("dp"),
+            dp=self.dp,
+            dp_rank=self.dp_rank,
             device=self.device,
             seed=seed,
             epochs=epochs,
@@ -253,7 +284,17 @@ class Job:
             drop_last=drop_last,
             num_workers=num_workers,
             collate=collate,
+            check=self._same_stream() if is_stream(dataset) else None,
         )
+
+    def _same_stream(self) -> Callable[[list[Any]], None]:
+        same = SameStream(self.world, next(self._streams))
+
+        def check(samples: list[Any]) -> None:
+            with self._agreement().explained(lambda: "job.shard"):
+                same(samples)
+
+        return check
 
     def close(self) -> None:
         """Wait for checkpoints that are being written, say how the run compares with its prediction, and leave.
@@ -264,6 +305,16 @@ class Job:
             engine.finish()
         for peers in self._peers:
             peers.leave()
+        self._engines.clear()
+        self._peers.clear()
+        if self._timeouts is not None:
+            self._timeouts.stop()
+        leave_group()
+
+    def _abandon(self) -> None:
+        """Leave after an error. Other ranks are not told that this one is done: it is not."""
+        for peers in self._peers:
+            atexit.unregister(peers.leave)
         self._engines.clear()
         self._peers.clear()
         if self._timeouts is not None:
@@ -281,6 +332,7 @@ class Job:
                 estimate=None if self.file is None or not self.is_main else self.file.estimate,
             ),
             metrics=self.metrics if self.is_main else None,
+            metrics_every=self.metrics_every,
             terminal=sys.stderr if self.is_main and self.shows_progress else None,
         )
 

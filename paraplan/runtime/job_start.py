@@ -27,6 +27,8 @@ from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, own_add
 PLAN_VARIABLE = "PARAPLAN_PLAN"
 METRICS_VARIABLE = "PARAPLAN_METRICS"
 """The file that `runtime.init` writes metrics to where it is given none."""
+METRICS_EVERY_VARIABLE = "PARAPLAN_METRICS_EVERY"
+"""Every how many steps it does, where that is not given."""
 
 
 def init(
@@ -36,6 +38,7 @@ def init(
     precision: TrainingPrecision | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     metrics: str | Path | None = None,
+    metrics_every: int | None = None,
     shows_progress: bool | None = None,
 ) -> Job:
     """Join the other ranks, if a launcher started any, and return the job.
@@ -44,7 +47,8 @@ def init(
     ranks, or one process; with `strategy` "dp" one process with DataParallel over all GPUs that it sees. `precision` is
     that of the plan file's training, fp32 where nothing says. A collective that takes longer than `timeout_s` fails.
     Rank 0 appends a line of JSON for every step to the file `metrics`, by default the one that PARAPLAN_METRICS names
-    (`paraplan launch --metrics`), and draws a bar where its stderr is a terminal, or as `shows_progress` says.
+    (`paraplan launch --metrics`), and draws a bar where its stderr is a terminal, or as `shows_progress` says. A line
+    waits for the GPU: `metrics_every`, by default PARAPLAN_METRICS_EVERY, writes one for every so many steps.
 
     Raises `PlanError` for a plan of another number of ranks or another precision, `UnsupportedPlanError` for one that
     the runtime cannot execute, and `UsageError` for an environment that no launcher makes or GPUs that are not there.
@@ -83,6 +87,7 @@ def init(
         precision=precision,
         mesh=build_mesh(chosen, world),
         metrics=_metrics_file(metrics),
+        metrics_every=_metrics_every(metrics_every),
         shows_progress=sys.stderr.isatty() if shows_progress is None else shows_progress,
         _timeouts=timeouts,
     )
@@ -117,6 +122,16 @@ def _metrics_file(given: str | Path | None) -> Path | None:
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} for the metrics", hint="make it, or choose another file")
     return path
+
+
+def _metrics_every(given: int | None) -> int:
+    text = os.environ.get(METRICS_EVERY_VARIABLE) if given is None else str(given)
+    if not text:
+        return 1
+    if not text.isdecimal() or not int(text):
+        name = METRICS_EVERY_VARIABLE if given is None else "metrics_every"
+        raise UsageError(f"{name}={text} is not a number of steps", hint="give a whole number from 1")
+    return int(text)
 
 
 def _launched_plan() -> PlanFile | None:

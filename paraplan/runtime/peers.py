@@ -10,7 +10,7 @@ import torch.distributed as dist
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.runtime.world import World, default_store
 
-Call = Literal["step", "eval_step", "save", "load"]
+Call = Literal["step", "eval_step", "save", "load", "predict"]
 
 _CALLS: tuple[Call, ...] = get_args(Call)
 _LEFT = "paraplan/left/{rank}"

@@ -107,9 +107,9 @@ def test_batches_that_do_not_divide_are_refused_with_the_numbers(
         shards(count, batch_size=batch_size, dp=dp)
 
 
-def test_data_without_a_length_is_refused() -> None:
-    with pytest.raises(UsageError, match="generator has no length"):
-        shard_dataset((pair for pair in [(1, 2)]), batch_size=1, dp=1, dp_rank=0, device=CPU)
+def test_data_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(UsageError, match="object has neither numbered samples nor an iterator"):
+        shard_dataset(object(), batch_size=1, dp=1, dp_rank=0, device=CPU)
 
 
 def test_samples_that_are_no_pairs_are_refused() -> None:

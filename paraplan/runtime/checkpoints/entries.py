@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.averages import ParameterAverage
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split.pieces import Place, SplitPieces
@@ -24,12 +25,15 @@ from paraplan.runtime.step.loss_scale import LossScale
 
 PROGRESS = "progress"
 _MOST_BYTES = 2**28
-MODEL, OPTIMIZER, OPTIONS = "model.", "optimizer.", "options."
+MODEL, OPTIMIZER, OPTIONS, AVERAGE = "model.", "optimizer.", "options.", "average."
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What one rank writes to a checkpoint and reads from it. `places` says where parts over `tp` lie."""
+    """What one rank writes to a checkpoint and reads from it. `places` says where parts over `tp` lie.
+
+    `average` is that of the parameters, None where none is kept.
+    """
 
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
@@ -40,6 +44,7 @@ class CheckpointSource:
     plan: ParallelPlan
     num_steps: int
     mesh: Mesh
+    average: ParameterAverage | None = None
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return parameters and buffers by their names."""
@@ -48,6 +53,12 @@ class CheckpointSource:
     def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, of parameter `name`, as it is written: with its place in the whole if it is a part."""
         return tensor if name not in self.places else SplitPieces(tensor, self.places[name])
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """Return the averages of the parameters as entries."""
+        if self.average is None:
+            return {}
+        return {f"{AVERAGE}{name}": self.piece(name, tensor) for name, tensor in self.average.tensors.items()}
 
     def whole_shape(self, name: str) -> torch.Size:
         """Return the shape of the whole parameter or buffer `name`."""
@@ -59,6 +70,7 @@ def entries_to_write(source: CheckpointSource) -> dict[str, torch.Tensor]:
     """Return all that this rank writes, but its random numbers; tensors are those of the training, not copies."""
     entries = {PROGRESS: as_bytes(json.dumps(_progress(source)))}
     entries |= {f"{MODEL}{name}": source.piece(name, tensor) for name, tensor in source.tensors()}
+    entries |= source.averages()
     options = _options(source.optimizer)
     for name, parameter in source.parameters.items():
         numbers = {}
@@ -118,6 +130,7 @@ def _progress(source: CheckpointSource) -> dict[str, Any]:
     scheduler, scale = source.scheduler, source.loss_scale
     return {
         "num_steps": source.num_steps,
+        "num_averaged": 0 if source.average is None else source.average.num_updates,
         "plan": source.plan.model_dump(mode="json"),
         "seed": torch.initial_seed() if source.mesh.world.rank == 0 else 0,
         "scheduler": None if scheduler is None else _plain_tree(scheduler.state_dict()),

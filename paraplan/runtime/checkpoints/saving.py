@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from paraplan.runtime.checkpoints.entries import (
+    AVERAGE,
     MODEL,
     OPTIMIZER,
     OPTIONS,
@@ -174,6 +175,10 @@ def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
     states = _read_tensors(folder, whole, index, source)
     _take_optimizer(source, states, options)
     _take_progress(entries, progress, source)
+    if source.average is not None:
+        source.average.num_updates = progress.num_averaged
+        if not _has_average(saved):
+            source.average.restart()
     return progress.num_steps
 
 
@@ -208,8 +213,12 @@ def _read_tensors(
     saved = index.state_dict_metadata
     entries: dict[str, torch.Tensor] = {}
     for name, tensor in source.tensors():
-        _check_tensor(folder, saved, name, source.whole_shape(name), tensor.dtype)
+        _check_tensor(folder, saved, MODEL, name, source.whole_shape(name), tensor.dtype)
         entries[f"{MODEL}{name}"] = source.piece(name, tensor)
+    if _has_average(saved) and source.average is not None:
+        for name, tensor in source.average.tensors.items():
+            _check_tensor(folder, saved, AVERAGE, name, source.whole_shape(name), tensor.dtype)
+        entries |= source.averages()
     states = empty_states(saved, source)
     for name, values in states.items():
         for key, value in values.items():
@@ -254,8 +263,14 @@ def _placed(
     return values
 
 
-def _check_tensor(folder: Path, saved: Mapping[str, Any], name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-    description = saved.get(f"{MODEL}{name}")
+def _has_average(saved: Mapping[str, Any]) -> bool:
+    return any(entry.startswith(AVERAGE) for entry in saved)
+
+
+def _check_tensor(
+    folder: Path, saved: Mapping[str, Any], kind: str, name: str, shape: torch.Size, dtype: torch.dtype
+) -> None:
+    description = saved.get(f"{kind}{name}")
     if description is None:
         raise CheckpointError(f"{folder} holds no {name}", hint="it is a checkpoint of another model")
     if description.size != shape:

@@ -20,13 +20,17 @@ _MOST_STEPS = 2**62
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is: steps done, the plan that wrote it, the seed, and states of scheduler and loss scale."""
+    """How far a training is: steps done, the plan that wrote it, the seed, and states of scheduler and loss scale.
+
+    `num_averaged` steps are in the average of the parameters.
+    """
 
     num_steps: int
     seed: int
     plan: ParallelPlan
     scheduler: dict[str, Any] | None
     loss_scale: dict[str, Any] | None
+    num_averaged: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def read_progress(values: torch.Tensor) -> Progress:
         plan=checked,
         scheduler=_optional_object(found, "scheduler"),
         loss_scale=scale,
+        num_averaged=_count(found, "num_averaged") if "num_averaged" in found else 0,
     )
 
 

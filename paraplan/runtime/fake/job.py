@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from paraplan.errors import UsageError
 from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
 from paraplan.runtime.engine import Engine, Equipment
 from paraplan.runtime.fake.gpu import FakeGpu
@@ -155,6 +156,12 @@ class FakeEngine(Engine):
     def eval_step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Return 0: what is not trained on needs less memory."""
         return torch.zeros(())
+
+    def predict(self, inputs: Any) -> Any:
+        """Raise `UsageError`: there is nothing to return."""
+        raise UsageError(
+            "engine.predict has no values to return in a run without GPUs", hint="leave it out of this run"
+        )
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write nothing."""

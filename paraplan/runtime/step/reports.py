@@ -6,11 +6,13 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from pydantic import Field
 from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
@@ -41,6 +43,11 @@ class StepReport(Record):
     tokens_per_s: float
     mfu: float | None
     peak_memory_bytes: int | None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """What `loss_fn` returned beside the loss, over the global batch."""
+
+
+StepCallback = Callable[[StepReport], object]
 
 
 @dataclass(frozen=True)
@@ -93,18 +100,21 @@ def peak_memory_bytes(device: torch.device) -> int:
 class RunWatch:
     """Follows the steps of one engine on one rank, and writes what rank 0 is to write.
 
-    `metrics` is the file for a line of JSON for each step; `terminal` is where a bar is drawn. Without both no step
-    waits for the device.
+    `metrics` is the file for a line of JSON for every `metrics_every` steps; `terminal` is where a bar is drawn;
+    `callbacks` are called with the report of every so many steps. Only a step that is reported waits for the device.
     """
 
     device: torch.device
     yardstick: Yardstick
     metrics: Path | None = None
+    metrics_every: int = 1
+    callbacks: list[tuple[int, StepCallback]] = field(default_factory=list)
     terminal: TextIO | None = None
     total_steps: int | None = None
     step_times_s: list[float] = field(default_factory=list)
     last: StepReport | None = None
     _started_s: float = 0.0
+    _num_unread: int = 0
     _shown_s: float = 0.0
     _is_line_open: bool = False
 
@@ -120,13 +130,24 @@ class RunWatch:
         grad_norm: torch.Tensor | None,
         learning_rate: float,
         tokens: int,
+        metrics: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Take note of the end of a step of `tokens` over all ranks, and report it where that is due."""
-        is_due = self.metrics is not None or self._is_bar_due(step)
+        """Take note of the end of a step of `tokens` over all ranks, and report it where that is due.
+
+        On a GPU a step that is not reported is not waited for: the time of one that is, is the mean since the last one.
+        """
+        writes = self.metrics is not None and step % self.metrics_every == 0
+        draws = self._is_bar_due(step)
+        called = [callback for every, callback in self.callbacks if step % every == 0]
+        is_due = writes or draws or bool(called)
         value = loss.item() if is_due or self.device.type == "cpu" else None  # waits for the device
-        step_time_s = time.perf_counter() - self._started_s
-        self.step_times_s.append(step_time_s)
-        if value is None or not is_due:
+        self.step_times_s.append(time.perf_counter() - self._started_s)
+        self._num_unread += 1
+        if value is None:
+            return
+        step_time_s = statistics.fmean(self.step_times_s[-self._num_unread :])
+        self._num_unread = 0
+        if not is_due:
             return
         self.last = StepReport(
             step=step,
@@ -137,11 +158,14 @@ class RunWatch:
             tokens_per_s=tokens / step_time_s,
             mfu=self.yardstick.mfu(step_time_s=step_time_s, tokens=tokens),
             peak_memory_bytes=peak_memory_bytes(self.device),
+            metrics={name: value.item() for name, value in (metrics or {}).items()},
         )
-        if self.metrics is not None:
+        if writes and self.metrics is not None:
             _append(self.metrics, self.last)
-        if self.terminal is not None:
+        if draws:
             self._draw(self.last)
+        for callback in called:
+            callback(self.last)
 
     def finish(self) -> None:
         """End the bar, and say in one line how the run compares with its prediction."""

@@ -1,0 +1,218 @@
+"""Streams: data without numbered samples, dealt out alike under every plan, and read on from where it was left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_harness import RankHarness, RanksFailedError
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, TokenPairs, Transformer, loss_fn
+
+from paraplan import runtime
+from paraplan.errors import UsageError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.data import ShardedBatches, shard_dataset
+from paraplan.runtime.streams import StreamBatches
+
+CPU = torch.device("cpu")
+
+
+class Numbers(IterableDataset[Any]):
+    """Pairs of numbers; every pass begins with another one where it is told the epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number in range(self.count):
+            yield torch.tensor(100 * self.epoch + number), torch.tensor(1000 + number)
+
+
+class Remembering(Numbers):
+    """A stream that knows where it is, and counts what is read of it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.at = self.start = self.num_read = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.at, self.start = self.start, 0
+        while self.at < self.count:
+            self.at += 1
+            self.num_read += 1
+            yield torch.tensor(self.at - 1), torch.tensor(0)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
+def stream_of(count: int, *, batch_size: int, dp: int = 1, rank: int = 0, **options: Any) -> StreamBatches:
+    stream = options.pop("stream", None) or Numbers(count)
+    made = shard_dataset(stream, batch_size=batch_size, dp=dp, dp_rank=rank, device=CPU, **options)
+    assert isinstance(made, StreamBatches)
+    return made
+
+
+def numbers_of(batches: Any) -> list[list[int]]:
+    return [inputs.tolist() for inputs, _ in batches]
+
+
+@given(
+    count=st.integers(1, 40),
+    share=st.integers(1, 3),
+    dp=st.sampled_from([1, 2, 4]),
+    epochs=st.integers(1, 2),
+    drop_last=st.booleans(),
+)
+def test_ranks_together_see_the_batches_of_a_stream_that_one_process_sees(
+    count: int, share: int, dp: int, epochs: int, drop_last: bool
+) -> None:
+    options: dict[str, Any] = {"batch_size": share * dp, "epochs": epochs, "drop_last": drop_last}
+    by_rank = [numbers_of(stream_of(count, dp=dp, rank=rank, **options)) for rank in range(dp)]
+    together = [list(chain(*parts)) for parts in zip(*by_rank, strict=True)]
+    assert together == numbers_of(stream_of(count, **options))
+    per_epoch = count // (share * dp) if drop_last else -(-count // (share * dp))
+    assert len(together) == per_epoch * epochs
+
+
+def test_a_rank_without_a_part_of_the_last_batch_has_one_without_sequences() -> None:
+    parts = [[*stream_of(5, batch_size=4, dp=2, rank=rank, drop_last=False)] for rank in (0, 1)]
+    assert [len(inputs) for inputs, _ in parts[0]] == [2, 0]
+    assert [len(inputs) for inputs, _ in parts[1]] == [2, 1]
+
+
+@given(skip=st.integers(0, 9))
+def test_skipped_steps_of_a_stream_are_the_first_ones(skip: int) -> None:
+    whole = numbers_of(stream_of(13, batch_size=3, epochs=2))
+    assert numbers_of(stream_of(13, batch_size=3, epochs=2, skip=skip)) == whole[skip:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", [Numbers, Remembering])
+@pytest.mark.parametrize("num_done", [0, 2, 4, 6])
+def test_a_loaded_state_goes_on_exactly_also_under_another_dp(num_done: int, kind: Any, num_workers: int) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "epochs": 2, "num_workers": num_workers}
+    whole = numbers_of(stream_of(18, stream=kind(18), **options))
+    first = stream_of(18, stream=kind(18), dp=2, rank=1, **options)
+    steps = iter(first)
+    for _ in range(num_done):
+        next(steps)
+    state = json.loads(json.dumps(first.state_dict()))
+    again = stream_of(18, stream=kind(18), **options)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert numbers_of(again) == whole[num_done:]
+
+
+def test_a_stream_with_a_state_of_its_own_is_not_read_again() -> None:
+    first = stream_of(40, stream=Remembering(40), batch_size=4)
+    steps = iter(first)
+    for _ in range(6):
+        next(steps)
+    stream = Remembering(40)
+    again = stream_of(40, stream=stream, batch_size=4)
+    again.load_state_dict(first.state_dict())
+    assert numbers_of(again)[0] == [24, 25, 26, 27]
+    assert stream.num_read == 40 - 24
+
+
+@pytest.mark.parametrize("num_done", [0, 3, 7])
+def test_numbered_samples_have_a_state_too(num_done: int) -> None:
+    def batches(**options: Any) -> ShardedBatches:
+        pairs = TensorDataset(torch.arange(20), torch.arange(20))
+        made = shard_dataset(pairs, batch_size=4, dp=1, dp_rank=0, device=CPU, epochs=2, **options)
+        assert isinstance(made, ShardedBatches)
+        return made
+
+    whole, first, again = numbers_of(batches()), batches(), batches()
+    steps = iter(first)
+    for _ in range(num_done):
+        next(steps)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert numbers_of(again) == whole[num_done:]
+    assert numbers_of(again) == whole  # the state was for one loop
+    with pytest.raises(UsageError, match="read with seed=0, and this is read with seed=5"):
+        batches(seed=5).load_state_dict(first.state_dict())
+
+
+def test_streams_that_cannot_be_dealt_out_are_refused() -> None:
+    once = iter([(1, 2)])
+    for stream, options, words in [
+        (once, {"epochs": 2}, "can be read once only"),
+        (Numbers(4), {"shuffle": True}, "no numbered samples that job.shard could shuffle"),
+        (Numbers(4), {"num_workers": 2}, "only one worker"),
+        (DataLoader(Numbers(4), batch_size=2), {}, "gives batches, and job.shard takes samples"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            shard_dataset(stream, batch_size=1, dp=1, dp_rank=0, device=CPU, **options)
+    with pytest.raises(UsageError, match="has no samples"):
+        list(stream_of(0, batch_size=1))
+
+
+class Pairs(IterableDataset[Any]):
+    """Token sequences, other ones from sample `differs_from` on if that is given."""
+
+    def __init__(self, differs_from: int | None = None) -> None:
+        self._data, self._differs_from = TokenPairs(), differs_from
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number in range(3 * GLOBAL_BATCH + 5):
+            inputs, targets = self._data[number]
+            differs = self._differs_from is not None and number >= self._differs_from
+            yield (VOCABULARY - 1 - inputs if differs else inputs), targets
+
+
+def train_on_a_stream(plan: ParallelPlan | None) -> list[float]:
+    with runtime.init(plan) as job:
+        torch.manual_seed(0)
+        engine = job.prepare(
+            Transformer(num_layers=2),
+            loss_fn=loss_fn,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4),
+            example_inputs=torch.zeros(2, TOKENS, dtype=torch.long),
+        )
+        batches = job.shard(Pairs(), batch_size=GLOBAL_BATCH, epochs=2, drop_last=False)
+        return [engine.step(inputs, targets).item() for inputs, targets in batches]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp=2, micro_batch_size=6),
+        ParallelPlan(dp=2, tp=2, micro_batch_size=6),
+        ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3),
+    ],
+    ids=["ddp", "ddp and split layers", "pipeline"],
+)
+def test_a_stream_trains_under_a_plan_as_in_one_process(plan: ParallelPlan, ranks: RankHarness) -> None:
+    alone = ranks.run_alone(train_on_a_stream, None)
+    assert len(alone) == 8
+    for losses in ranks.run(train_on_a_stream, plan, size=plan.world_size):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def read_another_stream() -> list[str]:
+    with runtime.init() as job:
+        stream = Pairs(differs_from=4 if job.world.rank == 1 else None)
+        return [str(job.dp_rank) for _ in job.shard(stream, batch_size=GLOBAL_BATCH)]
+
+
+@pytest.mark.ranks
+def test_ranks_that_read_other_streams_are_told(ranks: RankHarness) -> None:
+    with pytest.raises(RanksFailedError, match="gives rank 1 other samples than rank 0"):
+        ranks.run(read_another_stream, size=2)
