@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.agreement import Agreement
 from paraplan.runtime.averages import ParameterAverage, free_gathered
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
@@ -26,60 +23,38 @@ from paraplan.runtime.data_parallel import reads_shards
 from paraplan.runtime.export import export_weights
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.peers import Call, Peers
-from paraplan.runtime.precision import half_type
 from paraplan.runtime.predictions import evaluation_mode, predict
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.split.pieces import Place
 from paraplan.runtime.step.batches import (
-    Division,
-    MicroBatch,
-    TargetCount,
     batch_size,
-    count_micro_batches,
-    counted_targets,
     split_batch,
     to_device,
-    weigh,
 )
-from paraplan.runtime.step.clipping import clip_factor, global_norm, scale_gradients
-from paraplan.runtime.step.division import StepDivider, StepShape
-from paraplan.runtime.step.first_step import FirstStep
-from paraplan.runtime.step.forward_state import BatchStatistics
-from paraplan.runtime.step.loss import LossRule
-from paraplan.runtime.step.loss_rule import LossProbe
+from paraplan.runtime.step.clipping import scale_gradients
+from paraplan.runtime.step.division import StepShape
+from paraplan.runtime.step.gradients import GradientFinish
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.loss_watch import LossWatch
 from paraplan.runtime.step.memory_fault import is_out_of_memory, memory_error
+from paraplan.runtime.step.micro_batching import Checking, MicroBatching
 from paraplan.runtime.step.reports import RunWatch, StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
-from paraplan.runtime.step.trials import global_sequences
-from paraplan.runtime.step.verification import Verification
 from paraplan.runtime.timeouts import TimeoutWatch
 
 
 @dataclass
 class Equipment:
-    """What an engine works with beside its part of the model and the optimizer.
-
-    `count_targets` says over how many targets of a micro-batch its mean loss goes, None where `loss_fn` shows it.
-    `loss_scale` is given in fp16.
-    `has_values` is False where tensors have none (a run without a GPU that counts bytes). `reference` is the whole
-    model, to check the plan by.
-    """
+    """What an engine works with beside its part of the model and the optimizer. `loss_scale` is given in fp16."""
 
     max_grad_norm: float | None = None
     scheduler: LRScheduler | None = None
-    count_targets: TargetCount | None = None
     loss_scale: LossScale | None = None
     peers: Peers | None = None
-    agreement: Agreement | None = None
     timeouts: TimeoutWatch | None = None
     watch: RunWatch | None = None
     file: PlanFile | None = None
-    has_values: bool = True
-    precision: TrainingPrecision = "fp32"
-    batch_statistics: BatchStatistics = "global"
-    reference: nn.Module | None = None
+    checking: Checking = field(default_factory=Checking)
 
 
 class Engine:
@@ -108,14 +83,15 @@ class Engine:
         self._part = part
         self._mesh = mesh
         self._plan = plan
-        self._divider = StepDivider(shape, mesh.grid)
         self._equipment = equipment
         self._peers = equipment.peers or Peers(mesh.world)
         self._has_stepped = False
         self.metrics: dict[str, torch.Tensor] = {}
         self._losses = LossWatch(mesh.world)
         self._totals = TotalsOverRanks(mesh)
-        self._first_step = self._checks()
+        self._batches = MicroBatching(
+            part, shape, plan=plan, mesh=mesh, peers=self._peers, checking=equipment.checking, whole=self.whole
+        )
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
         self._average: ParameterAverage | None = None
@@ -196,32 +172,44 @@ class Engine:
     def _backward(self, inputs: Any, targets: Any) -> StepTotals:
         self._refuse_averages("step")
         watch, scale = self._equipment.watch, self._equipment.loss_scale
+        has_values = self._equipment.checking.has_values
         if watch is not None:
             watch.begin()
         self._losses.check(keep=1)
         loss = self._part.execution.loss
-        micro_batches, rule = self._divided("step", inputs, targets)
+        micro_batches, rule = self._guarded(lambda: self._batches.divide("step", inputs, targets))
         self._forget_gradients()
         loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
         for reduction in self._part.reductions:
             reduction.begin()
         self._guarded(lambda: self._part.execution.train(micro_batches))
-        self._first_step.share_state()
-        for reduction in self._part.reductions if self._equipment.has_values else ():
+        self._batches.share_state()
+        for reduction in self._part.reductions if has_values else ():
             reduction.check()
             reduction.tell(self.num_steps)
-        totals = self._totals.sum("step", loss.tally, rule, has_values=self._equipment.has_values)
+        totals = self._totals.sum("step", loss.tally, rule, has_values=has_values)
         for reduction in self._part.reductions:
             reduction.drop_unused(self.num_steps)
         self.metrics = totals.metrics
         own = loss.tally.loss
-        self._losses.add(step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._equipment.has_values)
+        self._losses.add(
+            step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._equipment.checking.has_values
+        )
         self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
         return totals
 
     def _update(self, factor: torch.Tensor | None) -> None:
         watch = self._equipment.watch
-        if self._prepare_gradients(factor):
+        gradients = GradientFinish(
+            self._mesh,
+            max_norm=self._equipment.max_grad_norm,
+            scale=self._equipment.loss_scale,
+            repeated=self._part.repeated,
+            split=self._part.cuts.keys(),
+            has_values=self._equipment.checking.has_values,
+        )
+        self.grad_norm, is_finite = gradients.finish(self._gradients(), factor)
+        if is_finite:
             self._guarded(self.optimizer.step)
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -247,12 +235,12 @@ class Engine:
         """
         self._losses.check()
         with self._explained("eval_step"):
-            micro_batches, rule = self._divided("eval_step", inputs, targets)
+            micro_batches, rule = self._guarded(lambda: self._batches.divide("eval_step", inputs, targets))
             loss = self._part.execution.loss
             loss.rule = rule
             with evaluation_mode(self._part.module):
                 self._guarded(lambda: self._part.execution.evaluate(micro_batches))
-            totals = self._totals.sum("eval_step", loss.tally, rule, has_values=self._equipment.has_values)
+            totals = self._totals.sum("eval_step", loss.tally, rule, has_values=self._equipment.checking.has_values)
             self.metrics = totals.metrics
             return totals.loss
 
@@ -264,8 +252,8 @@ class Engine:
         says, or the outputs of micro-batches cannot be joined along their first dimension.
         """
         with self._explained("predict"), evaluation_mode(self._part.module):
-            sizes = self._meet("predict", batch_size(inputs, None))
-            division = self._divider.divide(sizes, is_step=False)
+            sizes = self._batches.meet("predict", batch_size(inputs, None))
+            division = self._batches.divider.divide(sizes, is_step=False)
             pieces = split_batch(to_device(inputs, self._mesh.world.device), None, division)
             return self._guarded(lambda: predict(self._part.execution, pieces, self._mesh))
 
@@ -284,7 +272,7 @@ class Engine:
     def _save(self, folder: str | Path, *, wait: bool) -> None:
         self._losses.check()
         with self._explained("save"):
-            self._meet("save")
+            self._batches.meet("save")
             self._writer.write(Path(folder), self._source(), wait=wait)
 
     def load(self, folder: str | Path) -> None:
@@ -295,11 +283,11 @@ class Engine:
         """
         self._refuse_averages("load")
         with self._explained("load"):
-            self._meet("load")
+            self._batches.meet("load")
             free_gathered(self._part.module)
             self._writer.finish()
             self._peers.num_steps = load_checkpoint(Path(folder), self._source())
-            self._first_step.reload(Path(folder))
+            self._batches.reload(Path(folder))
 
     def export(self, path: str | Path) -> None:
         """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.
@@ -312,7 +300,7 @@ class Engine:
         if self._mesh.world.rank == 0:
             export_weights(passing, path)
             shutil.rmtree(passing)
-        self._meet("save")
+        self._batches.meet("save")
 
     def average(self, decay: float) -> None:
         """Keep the exponential moving average of the parameters from now on, updated behind every step.
@@ -361,25 +349,6 @@ class Engine:
         if self._equipment.watch is not None:
             self._equipment.watch.finish()
 
-    def _checks(self) -> FirstStep:
-        equipment, part, plan, mesh = self._equipment, self._part, self._plan, self._mesh
-        probe = LossProbe(
-            part.execution,
-            part.module,
-            mesh=mesh,
-            plan=plan,
-            count_targets=equipment.count_targets,
-            dtype=half_type(equipment.precision) or torch.float32,
-        )
-        verification = None
-        if equipment.reference is not None:
-            verification = Verification(
-                equipment.reference, part, plan=plan, mesh=mesh, precision=equipment.precision, whole=self.whole
-            )
-            equipment.reference = None
-        statistics = equipment.batch_statistics
-        return FirstStep(part, probe, plan=plan, mesh=mesh, statistics=statistics, verification=verification)
-
     def _source(self) -> CheckpointSource:
         index = self._mesh.coordinate("tp")
         return CheckpointSource(
@@ -402,48 +371,11 @@ class Engine:
         def name() -> str:
             return f"engine.{call} after {self.num_steps} steps"
 
-        if self._equipment.agreement is not None:
-            stack.enter_context(self._equipment.agreement.explained(name))
+        if self._equipment.checking.agreement is not None:
+            stack.enter_context(self._equipment.checking.agreement.explained(name))
         if self._equipment.timeouts is not None:
             stack.enter_context(self._equipment.timeouts.explained(name))
         return stack
-
-    def _meet(self, call: Call, size: int = 0) -> list[int]:
-        return self._peers.meet(call, size) if self._equipment.has_values else [size] * self._mesh.world.size
-
-    def _divided(self, call: Call, inputs: Any, targets: Any) -> tuple[list[MicroBatch], LossRule]:
-        """Return the micro-batches of a step, and by what rule their losses make up that of the global batch."""
-        device = self._mesh.world.device
-        sizes = self._meet(call, batch_size(inputs, targets))
-        division = self._divider.divide(sizes, is_step=call == "step")
-        inputs, targets = to_device(inputs, device), to_device(targets, device)
-        rule = self._loss_rule(call, division, (inputs, targets), sizes)
-        pieces = split_batch(inputs, targets, division)
-        if rule.kind == "counted":
-            return pieces, rule
-        if rule.kind == "targets":
-            counts = count_micro_batches(pieces, self._equipment.count_targets or counted_targets, device)
-            total = counts.sum()
-            if self._mesh.group("dp") is not None:
-                dist.all_reduce(total, group=self._mesh.group("dp"))
-            return weigh(pieces, counts / total.clamp(min=torch.finfo(total.dtype).tiny)), rule
-        whole = global_sequences(sizes, self._mesh) if rule.kind == "sequences" else 1
-        each = [piece.num_sequences if rule.kind == "sequences" else float(piece.num_sequences > 0) for piece in pieces]
-        return weigh(pieces, [count / whole for count in each]), rule
-
-    def _loss_rule(self, call: Call, division: Division, batch: tuple[Any, Any], sizes: list[int]) -> LossRule:
-        is_divided = division.count > 1 or self._mesh.size("dp") > 1
-        if not self._equipment.has_values:
-            return LossRule(kind="sequences" if is_divided else "whole")
-        first_step, trains = self._first_step, call == "step"
-        agreed: AbstractContextManager[None] = nullcontext()
-        if self._equipment.agreement is not None and first_step.is_due(is_divided=is_divided, trains=trains):
-            agreed = self._equipment.agreement.on(f"the check before the first {call}")
-        with agreed:
-            rule: LossRule = self._guarded(
-                lambda: first_step.check(*batch, sizes, is_divided=is_divided, trains=trains)
-            )
-        return rule
 
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -452,36 +384,6 @@ class Engine:
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
-
-    def _prepare_gradients(self, factor: torch.Tensor | None) -> bool:
-        """Multiply the gradients by `factor`, unscale and clip them; return whether the step can be done, on all ranks.
-
-        They are read once for their norm and written once.
-        """
-        max_norm, scale = self._equipment.max_grad_norm, self._equipment.loss_scale
-        gradients = self._gradients()
-        by: torch.Tensor | float | None = factor
-        if scale is not None:
-            by = 1.0 / scale.scale if factor is None else factor / scale.scale
-        if max_norm is None and scale is None:
-            if by is not None:
-                scale_gradients(gradients.values(), by)
-            return True
-        counted = {name: gradient for name, gradient in gradients.items() if name not in self._part.repeated}
-        norm = global_norm(counted, self._mesh, split=self._part.cuts.keys())
-        self.grad_norm = norm if by is None else norm * by
-        if scale is not None and self._equipment.has_values:
-            # The norm of the whole model's gradient is finite where every part of it is, on every rank.
-            overflowed = not bool(self.grad_norm.isfinite())
-            scale.update(overflowed=overflowed)
-            if overflowed:
-                return False
-        if max_norm is not None:
-            clip = clip_factor(self.grad_norm, max_norm=max_norm)
-            by = clip if by is None else clip * by
-        if by is not None:
-            scale_gradients(gradients.values(), by)
-        return True
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Return `work()`; a lack of memory is said in the parts of the plan's estimate, and what ZeRO cannot run."""

@@ -39,6 +39,7 @@ from paraplan.runtime.step.division import StepShape
 from paraplan.runtime.step.forward_state import BatchStatistics
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.loss_scale import LossScale
+from paraplan.runtime.step.micro_batching import Checking
 from paraplan.runtime.step.reports import RunWatch, Yardstick, peak_flops_per_s
 from paraplan.runtime.step.verification import Verify, reference_of
 from paraplan.runtime.streams import SameStream, StreamBatches
@@ -175,13 +176,15 @@ class Job:
             equipment=Equipment(
                 max_grad_norm=max_grad_norm,
                 scheduler=schedule,
-                count_targets=count_targets,
                 loss_scale=LossScale() if self.precision == "fp16" else None,
-                precision=self.precision,
-                batch_statistics=batch_statistics,
-                reference=reference,
+                checking=Checking(
+                    precision=self.precision,
+                    count_targets=count_targets,
+                    batch_statistics=batch_statistics,
+                    reference=reference,
+                    agreement=self._agreement(),
+                ),
                 peers=peers,
-                agreement=self._agreement(),
                 timeouts=self._timeouts,
                 watch=watch,
                 file=self.file,

@@ -31,6 +31,7 @@ from paraplan.runtime.step.division import StepDivider, StepShape
 from paraplan.runtime.step.forward_state import BatchStatistics
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.loss_scale import LossScale
+from paraplan.runtime.step.micro_batching import Checking
 from paraplan.runtime.step.verification import Verify
 from paraplan.runtime.weights import count_parameters
 
@@ -89,9 +90,8 @@ class FakeJob(Job):
                 equipment=Equipment(
                     max_grad_norm=max_grad_norm,
                     scheduler=None if scheduler is None else scheduler(made),
-                    count_targets=count_targets,
                     loss_scale=LossScale() if self.precision == "fp16" else None,
-                    has_values=False,
+                    checking=Checking(count_targets=count_targets, has_values=False),
                 ),
             )
             rank.follow(part.parameters.values(), part.module.buffers())
@@ -145,7 +145,7 @@ class FakeEngine(Engine):
         if shape.share != self._share or not share.left:
             return StepShare(count=plan.num_microbatches, left=0)
         self._size = share.count * plan.micro_batch_size
-        self._divider = StepDivider(replace(shape, num_microbatches=share.count), mesh.grid)
+        self._batches.divider = StepDivider(replace(shape, num_microbatches=share.count), mesh.grid)
         return share
 
     def _without_values(self, leaf: Any) -> Any:

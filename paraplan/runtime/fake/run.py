@@ -36,6 +36,7 @@ from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.step.division import StepShape
 from paraplan.runtime.step.loss import LossFunction
+from paraplan.runtime.step.micro_batching import Checking
 from paraplan.runtime.token_loss import token_loss
 from paraplan.runtime.world import World
 
@@ -166,7 +167,7 @@ class _TrackedRank:
                 mesh=self._setting.mesh,
                 plan=plan,
                 shape=StepShape.of_plan(plan, is_fixed=True),
-                equipment=Equipment(has_values=False),
+                equipment=Equipment(checking=Checking(has_values=False)),
             )
             tracker.enter("forward")
             tracker.forget_peak()  # models are built and cut in host memory
