@@ -33,7 +33,7 @@ from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
 from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
 from paraplan.launch.ranks.processes import AttemptSettings, JobRecord
 from paraplan.launch.ranks.spawning import SpawnerHandle, open_spawner
-from paraplan.launch.request import METRICS_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
+from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
@@ -97,7 +97,7 @@ def run_job(
         if request.gpus is not None:
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, visible_before)
         config, program, program_arguments = _configure(arguments, threads_given)
-        extra_environment = _extra_environment(request)
+        extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
         grace_s = getattr(arguments, "shutdown_timeout", None)  # torch 2.11 has no such option
         settings = AttemptSettings(
@@ -115,7 +115,9 @@ def run_job(
             _note_start(folder, request, node, environment=extra_environment)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare)
-        return run_with(config, program, program_arguments) or {}
+        results = run_with(config, program, program_arguments) or {}
+        _say_whether_planned(extra_environment, has_bootstrap=not arguments.no_python)
+        return results
     except ChildFailedError as error:
         if folder.is_temporary:  # a caller under @record would copy an error file that is gone
             for failure in error.failures.values():
@@ -170,8 +172,23 @@ def _cpus_of_ranks(request: LaunchRequest, node: NodeTopology | None, num_ranks:
     return cpus
 
 
-def _extra_environment(request: LaunchRequest) -> dict[str, str]:
+def _say_whether_planned(environment: dict[str, str], *, has_bootstrap: bool) -> None:
+    """Say in a line where no rank here has taken the plan that was given; of other programs nothing is known."""
+    if PLAN_READ_VARIABLE not in environment:
+        return
+    marker = Path(environment[PLAN_READ_VARIABLE])
+    if has_bootstrap and not marker.exists():
+        say(
+            "the script has not read the plan, and ran without it; paraplan.runtime.init and job.prepare run a plan, "
+            "accelerate takes some of it"
+        )
+    marker.unlink(missing_ok=True)
+
+
+def _extra_environment(request: LaunchRequest, folder: RunFolder) -> dict[str, str]:
     extra = {PLAN_VARIABLE: request.plan_path} if request.plan_path else {}
+    if request.plan is not None or request.planner is not None:
+        extra[PLAN_READ_VARIABLE] = str(folder.path.absolute() / "plan-read")
     if getattr(request.arguments, "metrics", None):
         extra[METRICS_VARIABLE] = str(Path(request.arguments.metrics).absolute())
     if getattr(request.arguments, "hang_timeout", None) is not None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from paraplan.errors import PlanError, UnsupportedPlanError
@@ -30,8 +28,6 @@ from paraplan.runtime.step.execution import WholeModelExecution
 from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
 
 _LOGGER = logging.getLogger(__name__)
-
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def check_model(

@@ -14,14 +14,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.errors import PlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement
-from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
+from paraplan.runtime.assembly import assemble_part, check_model
 from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
@@ -34,6 +33,13 @@ from paraplan.runtime.optimizers import WholeTensorSteps, check_optimizer, check
 from paraplan.runtime.peers import Peers
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.setting import Setting
+from paraplan.runtime.several_optimizers import (
+    OptimizerFactory,
+    SchedulerFactory,
+    as_one_optimizer,
+    as_one_scheduler,
+    optimizers_in,
+)
 from paraplan.runtime.step.batches import TargetCount
 from paraplan.runtime.step.division import StepShape
 from paraplan.runtime.step.forward_state import BatchStatistics
@@ -46,8 +52,6 @@ from paraplan.runtime.streams import SameStream, StreamBatches
 from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import World
-
-SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,9 @@ class Job:
 
         `loss_fn(outputs, targets)` returns the mean over its micro-batch: over as many targets as
         `count_targets(targets)` says, by default those other than -100 where targets are whole numbers, else the
-        sequences. `optimizer` is called with a list of this rank's parameters and returns their optimizer, `scheduler`
-        with that optimizer; it is stepped after every step. `max_grad_norm` clips the norm of the whole model's
+        sequences. `optimizer` is called with a list of this rank's parameters and returns their optimizer, or a list of
+        optimizers that each have some; `scheduler` with what it returned, and returns one or a list; they are stepped
+        after every step. `max_grad_norm` clips the norm of the whole model's
         gradient. `compile_backend` ("inductor", also where the plan was made with --compile) has torch.compile compile
         each of the repeated blocks.
         Every rank starts from the weights of rank 0. Ranks of a `dp` group draw different random numbers afterwards
@@ -160,12 +165,13 @@ class Job:
                 synchronizes=batch_statistics == "global",
             )
             self._separate_random_numbers()
-            made = optimizer(part.optimized())
-            self._suit(made, part)
-            if self.plan.offload == "optimizer":
-                keep_on_host(made)
-            schedule = None if scheduler is None else scheduler(made)
-            check_scheduler(schedule)
+            given = optimizer(part.optimized())
+            made = as_one_optimizer(given)
+            for one in optimizers_in(made):
+                self._suit(one, part)
+                if self.plan.offload == "optimizer":
+                    keep_on_host(one)
+            schedule = None if scheduler is None else as_one_scheduler(scheduler(given), check_scheduler)
         peers = Peers(self.world)
         engine = Engine(
             part,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,8 @@ from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, own_address, read_world
 
 PLAN_VARIABLE = "PARAPLAN_PLAN"
+PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"
+"""The file to make once the launcher's plan is read."""
 METRICS_VARIABLE = "PARAPLAN_METRICS"
 """The file that `runtime.init` writes metrics to where it is given none."""
 METRICS_EVERY_VARIABLE = "PARAPLAN_METRICS_EVERY"
@@ -142,6 +145,9 @@ def _launched_plan() -> PlanFile | None:
         text = Path(name).read_text(encoding="utf-8")
     except OSError as error:
         raise PlanError(f"cannot read the plan {name}: {error.strerror}", hint="start with --plan FILE") from None
+    if PLAN_READ_VARIABLE in os.environ:
+        with suppress(OSError):  # the launcher then says that the plan was not read
+            Path(os.environ[PLAN_READ_VARIABLE]).touch()
     return PlanFile.from_json(text, source=name)
 
 

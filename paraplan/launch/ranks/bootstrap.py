@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -28,6 +29,9 @@ CALLS_REQUEST = "collectives.ask"
 
 WATCHED_VARIABLE = "PARAPLAN_HANG_TIMEOUT"
 """Environment variable of ranks that are watched for a hang: they have a thread that answers such requests."""
+
+_PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"
+"""Names the file that says that a rank has taken its plan; `paraplan.runtime` makes it too."""
 
 _MAX_CALLS = 200
 
@@ -219,6 +223,7 @@ def run_target(target: Target, recorder: FailureRecorder) -> NoReturn:
     try:
         _run_as_main(target, main)
     except SystemExit as error:
+        _note_accelerate()
         if error.code not in (None, 0):
             code = error.code if isinstance(error.code, int) else 1
             recorder.record(error, _without_own_frames(error.__traceback__), exit_code=code & 0xFF)
@@ -231,8 +236,18 @@ def run_target(target: Target, recorder: FailureRecorder) -> NoReturn:
     except BaseException as error:  # this frame stands where the interpreter's own handler stands
         exit_code = _show_uncaught(error, recorder)
     else:
+        _note_accelerate()
         exit_code = 0
     sys.exit(exit_code)
+
+
+def _note_accelerate() -> None:
+    """Say that this rank has taken its plan, if the script has used accelerate, which takes it from variables."""
+    name = os.environ.get(_PLAN_READ_VARIABLE)
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    if name and getattr(state, "_shared_state", None):
+        with suppress(OSError), open(name, "a"):  # noqa: PTH123 (what is not imported yet stays so)
+            pass
 
 
 def _show_uncaught(error: BaseException, recorder: FailureRecorder) -> int:

@@ -16,16 +16,24 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
-from paraplan.runtime.assembly import OptimizerFactory, assemble_part, check_model
+from paraplan.runtime.assembly import assemble_part, check_model
 from paraplan.runtime.engine import Engine, Equipment
 from paraplan.runtime.fake.gpu import FakeGpu
 from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
 from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise
 from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
 from paraplan.runtime.fake.split import splits_without_values
-from paraplan.runtime.job import Job, SchedulerFactory
+from paraplan.runtime.job import Job
 from paraplan.runtime.offload import keep_on_host
+from paraplan.runtime.optimizers import check_scheduler
 from paraplan.runtime.setting import Setting
+from paraplan.runtime.several_optimizers import (
+    OptimizerFactory,
+    SchedulerFactory,
+    as_one_optimizer,
+    as_one_scheduler,
+    optimizers_in,
+)
 from paraplan.runtime.step.batches import TargetCount, batch_size
 from paraplan.runtime.step.division import StepDivider, StepShape
 from paraplan.runtime.step.forward_state import BatchStatistics
@@ -80,7 +88,8 @@ class FakeJob(Job):
             for block in [] if stack is None else stack.modules(model):
                 keep_operators(block)
             part = assemble_part(model, stack, setting, example_inputs=example_inputs)
-            made = optimizer(part.optimized())
+            given = optimizer(part.optimized())
+            made = as_one_optimizer(given)
             engine = FakeEngine(
                 part,
                 made,
@@ -89,14 +98,15 @@ class FakeJob(Job):
                 shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
                 equipment=Equipment(
                     max_grad_norm=max_grad_norm,
-                    scheduler=None if scheduler is None else scheduler(made),
+                    scheduler=None if scheduler is None else as_one_scheduler(scheduler(given), check_scheduler),
                     loss_scale=LossScale() if self.precision == "fp16" else None,
                     checking=Checking(count_targets=count_targets, has_values=False),
                 ),
             )
             rank.follow(part.parameters.values(), part.module.buffers())
         if self.plan.offload == "optimizer":
-            rank.keeps_on_host(keep_on_host(made))
+            for one in optimizers_in(made):
+                rank.keeps_on_host(keep_on_host(one))
         made.register_step_pre_hook(lambda optimizer, *_: rank.begin_update(optimizer))
         made.register_step_post_hook(lambda *_: rank.end_update())
         engine.attend(rank, self, num_parameters=num_parameters, left_out=tuple(left_out))

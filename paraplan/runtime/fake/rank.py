@@ -44,7 +44,7 @@ class FakeRank:
         self._parameters: list[nn.Parameter] = []
         self._buffers: list[torch.Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None
-        self._host_steps: HostSteps | None = None
+        self._host_steps: list[HostSteps] = []
         self.patches.enter_context(self._valueless.patches())
         self.patches.enter_context(self._tracker.following_resizes())
         self.patches.enter_context(attention_again_on_gpu())
@@ -83,8 +83,8 @@ class FakeRank:
         self._tracker.mark({storage_of(tensor): use for tensor in tensors})
 
     def keeps_on_host(self, steps: HostSteps) -> None:
-        """Say that the optimizer's parameters have copies on the host."""
-        self._host_steps = steps
+        """Say that an optimizer's parameters have copies on the host."""
+        self._host_steps.append(steps)
 
     def forward_passes_of_left(self, share: StepShare) -> AbstractContextManager[None]:
         """Count in this context, a step under GPipe, what micro-batches that are not run would keep."""
@@ -125,7 +125,8 @@ class FakeRank:
 
     def _uses(self) -> dict[int, StorageUse]:
         uses: dict[int, StorageUse] = {}
-        for parameter in [*self._parameters, *(self._host_steps.copies if self._host_steps is not None else ())]:
+        on_host = [copy for steps in self._host_steps for copy in steps.copies]
+        for parameter in [*self._parameters, *on_host]:
             uses[storage_of(parameter)] = "parameter"
             if parameter.grad is not None:
                 uses[storage_of(parameter.grad)] = "gradient"

@@ -1,0 +1,50 @@
+"""A plan that nobody runs: the launcher says so at the end."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from launching import Launch, WriteScript
+
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+
+NOT_READ = "the script has not read the plan, and ran without it"
+MEET = (
+    "import torch.distributed as dist\nfrom paraplan import runtime\nfrom paraplan.plan.parallel import ParallelPlan\n"
+)
+SCRIPTS = {
+    "plain": ("print('trained')", True),
+    "exits": ("import sys; sys.exit(0)", True),
+    "runtime": (MEET + "runtime.init(); dist.barrier()", False),
+    "another plan": (MEET + "runtime.init(ParallelPlan(dp=2)); dist.barrier()", True),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("logs", [[], ["--log-dir", "logs"]], ids=["no logs", "logs"])
+def test_a_script_that_does_not_read_its_plan_is_told_of(
+    name: str, logs: list[str], tmp_path: Path, script: WriteScript, launch: Launch
+) -> None:
+    text, is_told = SCRIPTS[name]
+    (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
+    done = launch("--plan", "plan.json", *logs, script(text))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(NOT_READ) == is_told
+    assert not [*tmp_path.rglob("plan-read")]
+
+
+def test_without_a_plan_nothing_is_said_of_one(script: WriteScript, launch: Launch) -> None:
+    done = launch("--nproc-per-node", 2, script("print('trained')"))
+    assert done.returncode == 0
+    assert NOT_READ not in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_a_plan_that_accelerate_takes_was_read(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
+    (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
+    done = launch("--plan", "plan.json", script("from accelerate import Accelerator\nAccelerator(cpu=True)"))
+    assert done.returncode == 0, done.stderr
+    assert NOT_READ not in done.stderr
