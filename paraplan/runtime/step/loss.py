@@ -163,7 +163,8 @@ class StepLoss:
         return returned.value.float().reshape(())
 
     def _returned(self, model: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Returned:
-        follower = LossFollower() if self.rule.kind == "counted" else None
+        # Of targets that are counted before, the follower keeps a mean over none of them from being NaN.
+        follower = LossFollower() if self.rule.kind in ("counted", "targets") else None
         watches: AbstractContextManager[Any] = nullcontext() if follower is None else follower
         with watches if self.rule.in_model else nullcontext():
             outputs = call_model(model, inputs)

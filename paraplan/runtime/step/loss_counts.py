@@ -56,6 +56,7 @@ _SCALES = frozenset({"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply
 _ADDS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__", "sub", "__sub__", "sub_", "__isub__"})
 _DIVIDES = frozenset({"div", "__truediv__", "true_divide", "div_", "__itruediv__", "divide"})
 _FLOORS = frozenset({"clamp", "clamp_min", "clip", "maximum", "max", "clamp_", "clamp_min_"})
+_ARITHMETIC = _SUMS | _MEANS | _SCALES | _ADDS | _DIVIDES | _FLOORS
 _READS = frozenset({"item", "__float__", "__int__", "__index__", "tolist"})
 _ASKS = frozenset({"__bool__", "__len__", "size", "dim", "numel", "__gt__", "__lt__", "__eq__", "__ge__", "__le__"})
 
@@ -77,11 +78,11 @@ class LossFollower(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        name = getattr(func, "__name__", "")
+        args, given = _positional(name, args, kwargs or {})
         before = [self.term_of(value) for value in args]  # in-place functions return an operand
         is_made_of_terms = any(self.term_of(leaf) is not None for leaf in _tensors((args, given)))
-        result = func(*args, **given)
-        name = getattr(func, "__name__", "")
+        result = func(*self._divisible(name, args, before), **given)
         if isinstance(result, torch.Tensor):
             self._picks = self._picks or (name in ("__getitem__", "masked_select") and _picks_by_value(args))
             term = self._term(func, name, args, given, before, result)
@@ -93,6 +94,19 @@ class LossFollower(TorchFunctionMode):
         elif name in _READS and before and isinstance(before[0], Sum) and isinstance(result, (int, float)):
             self._read[float(result)] = _raw(args[0], before[0])
         return result
+
+    def _divisible(self, name: str, args: tuple[Any, ...], before: list[Term | None]) -> tuple[Any, ...]:
+        """Return `args`, in which a sum that is 0 divides as 1: 0 / 0 has a gradient that is not a number.
+
+        That is a micro-batch without targets. Its mean counts for nothing, as its divisor does.
+        """
+        if name not in _DIVIDES or len(args) < 2:
+            return args
+        above, below, *others = args
+        if isinstance(before[1], Sum):
+            return above, below.detach().where(below != 0, torch.ones_like(below)), *others
+        is_read = isinstance(below, (int, float)) and below == 0 and 0.0 in self._read
+        return (above, 1.0, *others) if is_read else args
 
     def _term(
         self,
@@ -153,6 +167,17 @@ class LossFollower(TorchFunctionMode):
         if isinstance(above, Mean) and below is None:
             return above
         return None  # a sum by a number: by the sequences of this batch, or by a constant; values tell
+
+
+def _positional(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an arithmetic function with the operands that were named among those by position."""
+    given = dict(kwargs)
+    if name not in _ARITHMETIC:
+        return args, given
+    for place, name in enumerate(("input", "other")):
+        if len(args) == place and name in given:
+            args = (*args, given.pop(name))
+    return args, given
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
