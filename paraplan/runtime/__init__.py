@@ -12,7 +12,8 @@ The same script runs in one process, under torchrun, and under `paraplan launch`
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.job import Job
 from paraplan.runtime.job_start import init
+from paraplan.runtime.options import TrainingOptions
 from paraplan.runtime.sharded_table import ShardedEmbedding
 from paraplan.runtime.weightless import without_weights
 
-__all__ = ["Engine", "Job", "ShardedEmbedding", "init", "without_weights"]
+__all__ = ["Engine", "Job", "ShardedEmbedding", "TrainingOptions", "init", "without_weights"]

@@ -213,18 +213,9 @@ def shard_dataset(
             collate=collate,
             check=check,
         )
-    if not isinstance(dataset, SizedDataset):
-        raise UsageError(
-            f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
-            hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
-        )
-    if len(dataset) < (batch_size if drop_last else 1):
-        raise UsageError(
-            f"the dataset has {len(dataset)} samples, fewer than one global batch of {batch_size}",
-            hint="use a smaller batch or more data",
-        )
+    sized = _sized(dataset, least=batch_size if drop_last else 1)
     sampler = ShareSampler(
-        num_samples=len(dataset),
+        num_samples=len(sized),
         batch_size=batch_size,
         dp=dp,
         dp_rank=dp_rank,
@@ -234,4 +225,19 @@ def shard_dataset(
         skip=skip,
         drop_last=drop_last,
     )
-    return ShardedBatches(dataset, sampler, device=device, num_workers=num_workers, collate=collate)
+    return ShardedBatches(sized, sampler, device=device, num_workers=num_workers, collate=collate)
+
+
+def _sized(dataset: object, *, least: int) -> SizedDataset:
+    """Return `dataset`, which must have numbered samples, and at least so many."""
+    if not isinstance(dataset, SizedDataset):
+        raise UsageError(
+            f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
+            hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
+        )
+    if len(dataset) < least:
+        raise UsageError(
+            f"the dataset has {len(dataset)} samples, fewer than one global batch of {least}",
+            hint="use a smaller batch or more data",
+        )
+    return dataset

@@ -5,21 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.averages import ParameterAverage, free_gathered
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
 from paraplan.runtime.data_parallel import reads_shards
+from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.export import export_weights
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.peers import Call, Peers
@@ -37,24 +35,9 @@ from paraplan.runtime.step.gradients import GradientFinish
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.loss_watch import LossWatch
 from paraplan.runtime.step.memory_fault import is_out_of_memory, memory_error
-from paraplan.runtime.step.micro_batching import Checking, MicroBatching
-from paraplan.runtime.step.reports import RunWatch, StepCallback, StepReport, count_tokens
+from paraplan.runtime.step.micro_batching import MicroBatching
+from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
-from paraplan.runtime.timeouts import TimeoutWatch
-
-
-@dataclass
-class Equipment:
-    """What an engine works with beside its part of the model and the optimizer. `loss_scale` is given in fp16."""
-
-    max_grad_norm: float | None = None
-    scheduler: LRScheduler | None = None
-    loss_scale: LossScale | None = None
-    peers: Peers | None = None
-    timeouts: TimeoutWatch | None = None
-    watch: RunWatch | None = None
-    file: PlanFile | None = None
-    checking: Checking = field(default_factory=Checking)
 
 
 class Engine:

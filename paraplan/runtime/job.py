@@ -26,10 +26,12 @@ from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
 from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
 from paraplan.runtime.data import ShardedBatches, SizedDataset, is_stream, shard_dataset
-from paraplan.runtime.engine import Engine, Equipment
+from paraplan.runtime.engine import Engine
+from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.optimizers import WholeTensorSteps, check_optimizer, check_scheduler
+from paraplan.runtime.options import TrainingOptions
 from paraplan.runtime.peers import Peers
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.setting import Setting
@@ -129,49 +131,43 @@ class Job:
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
 
-        `loss_fn(outputs, targets)` returns the mean over its micro-batch: over as many targets as
-        `count_targets(targets)` says, by default those other than -100 where targets are whole numbers, else the
-        sequences. `optimizer` is called with a list of this rank's parameters and returns their optimizer, or a list of
-        optimizers that each have some; `scheduler` with what it returned, and returns one or a list; they are stepped
-        after every step. `max_grad_norm` clips the norm of the whole model's
-        gradient. `compile_backend` ("inductor", also where the plan was made with --compile) has torch.compile compile
-        each of the repeated blocks.
-        Every rank starts from the weights of rank 0. Ranks of a `dp` group draw different random numbers afterwards
-        (dropout). `example_inputs` is a small batch to find the model's structure by, for a pipeline over a model whose
-        inputs are not token ids. `weights` is a safetensors file, or a folder of them, from which every rank reads its
-        own part; `model` may then be built in `runtime.without_weights()`, for one that no rank can hold whole.
-
-        `loss_fn` may also return `(loss_sum, count)`, and a dict of metrics behind the loss, which are averaged alike.
-        `batch_statistics` "local" lets buffers that the model writes in its forward pass (batch norm) be those of
-        micro-batches, where they cannot be those of the global batch; "global" refuses that. The first step is done
-        beside the model itself on two sequences, and refused where loss, gradients or buffers differ: `verify` "auto"
-        does so where the plan changes the model and a copy of it is small beside the free memory, "full" always.
-        `find_unused` is for models of which some parameters take no part in some steps, under ZeRO or a pipeline.
+        What each argument means is said in `TrainingOptions`. Every rank starts from the weights of rank 0. Ranks of a
+        `dp` group draw different random numbers afterwards (dropout).
 
         Raises `PlanError` for a model that the plan was not made for, `UnsupportedPlanError` for a plan that the
         runtime cannot execute on it, and `ModelError` for a model without values, or another one on another rank.
         """
+        options = TrainingOptions(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            max_grad_norm=max_grad_norm,
+            count_targets=count_targets,
+            compile_backend=compile_backend,
+            example_inputs=example_inputs,
+            weights=weights,
+            batch_statistics=batch_statistics,
+            verify=verify,
+            find_unused=find_unused,
+        )
+        return self.prepare_with(model, options)
+
+    def prepare_with(self, model: nn.Module, options: TrainingOptions) -> Engine:
+        """Return the engine that trains `model` by `options`; see `prepare`."""
         watch = self._watch(count_parameters(model))
-        setting = Setting.of(self.plan, self.mesh, self.precision, loss_fn, find_unused=find_unused)
         explained = nullcontext() if self._timeouts is None else self._timeouts.explained(lambda: "job.prepare")
         with self._agreement().on("job.prepare"), explained:
-            part, reference = self._part_of(
-                model,
-                setting,
-                example_inputs,
-                compile_backend=compile_backend,
-                weights=weights,
-                verify=verify,
-                synchronizes=batch_statistics == "global",
-            )
+            part, reference = self._part_of(model, options)
             self._separate_random_numbers()
-            given = optimizer(part.optimized())
+            given = options.optimizer(part.optimized())
             made = as_one_optimizer(given)
             for one in optimizers_in(made):
                 self._suit(one, part)
                 if self.plan.offload == "optimizer":
                     keep_on_host(one)
-            schedule = None if scheduler is None else as_one_scheduler(scheduler(given), check_scheduler)
+            schedule = (
+                None if options.scheduler is None else as_one_scheduler(options.scheduler(given), check_scheduler)
+            )
         peers = Peers(self.world)
         engine = Engine(
             part,
@@ -180,13 +176,13 @@ class Job:
             plan=self.plan,
             shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
             equipment=Equipment(
-                max_grad_norm=max_grad_norm,
+                max_grad_norm=options.max_grad_norm,
                 scheduler=schedule,
                 loss_scale=LossScale() if self.precision == "fp16" else None,
                 checking=Checking(
                     precision=self.precision,
-                    count_targets=count_targets,
-                    batch_statistics=batch_statistics,
+                    count_targets=options.count_targets,
+                    batch_statistics=options.batch_statistics,
                     reference=reference,
                     agreement=self._agreement(),
                 ),
@@ -218,32 +214,22 @@ class Job:
         )
         steps.attach(optimizer)
 
-    def _part_of(
-        self,
-        model: nn.Module,
-        setting: Setting,
-        example_inputs: Any,
-        *,
-        compile_backend: str | None,
-        weights: str | Path | None,
-        verify: Verify,
-        synchronizes: bool,
-    ) -> tuple[RankPart, nn.Module | None]:
+    def _part_of(self, model: nn.Module, options: TrainingOptions) -> tuple[RankPart, nn.Module | None]:
         """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
-        reads = weights is not None
-        stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=reads)
+        plan, reads = self.plan, options.weights is not None
+        stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
         share_weights(model, self.world)
         names = names_of_ties(model)
-        reference = reference_of(model, self.plan, self.mesh, verify)
-        if synchronizes:
-            synchronize_batch_norms(model, self.plan, self.mesh)
-        if compile_backend is None and is_compiled(self.file):
-            compile_backend = "inductor"
-        if compile_backend is not None:
-            compile_blocks(model, stack, compile_backend, plan=self.plan)
-        part = assemble_part(model, stack, setting, example_inputs=example_inputs)
-        if weights is not None:
-            read_weights(Path(weights), part, self.mesh, names=names)
+        reference = reference_of(model, plan, self.mesh, options.verify)
+        if options.batch_statistics == "global":
+            synchronize_batch_norms(model, plan, self.mesh)
+        backend = options.compile_backend or ("inductor" if is_compiled(self.file) else None)
+        if backend is not None:
+            compile_blocks(model, stack, backend, plan=plan)
+        setting = Setting.of(plan, self.mesh, self.precision, options.loss_fn, find_unused=options.find_unused)
+        part = assemble_part(model, stack, setting, example_inputs=options.example_inputs)
+        if options.weights is not None:
+            read_weights(Path(options.weights), part, self.mesh, names=names)
         return part, reference
 
     def shard(

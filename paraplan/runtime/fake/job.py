@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 from paraplan.runtime.assembly import assemble_part, check_model
-from paraplan.runtime.engine import Engine, Equipment
+from paraplan.runtime.engine import Engine
+from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.fake.gpu import FakeGpu
 from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
 from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise
@@ -26,21 +27,17 @@ from paraplan.runtime.fake.split import splits_without_values
 from paraplan.runtime.job import Job
 from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.optimizers import check_scheduler
+from paraplan.runtime.options import TrainingOptions
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.several_optimizers import (
-    OptimizerFactory,
-    SchedulerFactory,
     as_one_optimizer,
     as_one_scheduler,
     optimizers_in,
 )
-from paraplan.runtime.step.batches import TargetCount, batch_size
+from paraplan.runtime.step.batches import batch_size
 from paraplan.runtime.step.division import StepDivider, StepShape
-from paraplan.runtime.step.forward_state import BatchStatistics
-from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.micro_batching import Checking
-from paraplan.runtime.step.verification import Verify
 from paraplan.runtime.weights import count_parameters
 
 
@@ -53,27 +50,12 @@ class FakeJob(Job):
 
     gpu: FakeGpu | None = None
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        loss_fn: LossFunction,
-        optimizer: OptimizerFactory,
-        scheduler: SchedulerFactory | None = None,
-        max_grad_norm: float | None = None,
-        count_targets: TargetCount | None = None,
-        compile_backend: str | None = None,
-        example_inputs: Any = None,
-        weights: str | Path | None = None,
-        batch_statistics: BatchStatistics = "global",
-        verify: Verify = "auto",
-        find_unused: bool = False,
-    ) -> Engine:
+    def prepare_with(self, model: nn.Module, options: TrainingOptions) -> Engine:
         """Put `model` under the plan without values; see `Job.prepare`. Nothing is compiled, read or verified."""
-        left_out = [] if compile_backend is None else [f"compiling with {compile_backend}"]
-        left_out += [] if weights is None else [f"the weights in {weights}"]
+        left_out = [] if options.compile_backend is None else [f"compiling with {options.compile_backend}"]
+        left_out += [] if options.weights is None else [f"the weights in {options.weights}"]
         num_parameters = count_parameters(model)
-        setting = Setting.of(self.plan, self.mesh, self.precision, loss_fn, find_unused=find_unused)
+        setting = Setting.of(self.plan, self.mesh, self.precision, options.loss_fn, find_unused=options.find_unused)
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")
@@ -87,9 +69,12 @@ class FakeJob(Job):
         with rank.running():
             for block in [] if stack is None else stack.modules(model):
                 keep_operators(block)
-            part = assemble_part(model, stack, setting, example_inputs=example_inputs)
-            given = optimizer(part.optimized())
+            part = assemble_part(model, stack, setting, example_inputs=options.example_inputs)
+            given = options.optimizer(part.optimized())
             made = as_one_optimizer(given)
+            schedule = (
+                None if options.scheduler is None else as_one_scheduler(options.scheduler(given), check_scheduler)
+            )
             engine = FakeEngine(
                 part,
                 made,
@@ -97,10 +82,10 @@ class FakeJob(Job):
                 plan=self.plan,
                 shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
                 equipment=Equipment(
-                    max_grad_norm=max_grad_norm,
-                    scheduler=None if scheduler is None else as_one_scheduler(scheduler(given), check_scheduler),
+                    max_grad_norm=options.max_grad_norm,
+                    scheduler=schedule,
                     loss_scale=LossScale() if self.precision == "fp16" else None,
-                    checking=Checking(count_targets=count_targets, has_values=False),
+                    checking=Checking(count_targets=options.count_targets, has_values=False),
                 ),
             )
             rank.follow(part.parameters.values(), part.module.buffers())

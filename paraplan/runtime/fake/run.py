@@ -25,7 +25,8 @@ from paraplan.records import Record
 from paraplan.runtime import recompute
 from paraplan.runtime.assembly import assemble_part
 from paraplan.runtime.blocks import find_blocks
-from paraplan.runtime.engine import Engine, Equipment
+from paraplan.runtime.engine import Engine
+from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
 from paraplan.runtime.fake.split import splits_without_values
 from paraplan.runtime.fake.storage_tracking import Peak, Phase, StorageTracker, StorageUse
