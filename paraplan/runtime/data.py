@@ -191,11 +191,7 @@ def shard_dataset(
 
     `check` is called with the samples of the first global batch of a stream.
     """
-    if batch_size < 1 or batch_size % dp:
-        raise UsageError(
-            f"a global batch of {batch_size} does not divide over dp={dp} ranks",
-            hint=f"use a multiple of {dp}, such as {max(1, batch_size // dp) * dp}",
-        )
+    _check_batch_size(batch_size, dp)
     if is_stream(dataset):
         if shuffle:
             raise UsageError(
@@ -235,3 +231,11 @@ def shard_dataset(
         drop_last=drop_last,
     )
     return ShardedBatches(dataset, sampler, device=device, num_workers=num_workers, collate=collate)
+
+
+def _check_batch_size(batch_size: int, dp: int) -> None:
+    if batch_size < 1 or batch_size % dp:
+        raise UsageError(
+            f"a global batch of {batch_size} does not divide over dp={dp} ranks",
+            hint=f"use a multiple of {dp}, such as {max(1, batch_size // dp) * dp}",
+        )
