@@ -191,11 +191,7 @@ def shard_dataset(
 
     `check` is called with the samples of the first global batch of a stream.
     """
-    if batch_size < 1 or batch_size % dp:
-        raise UsageError(
-            f"a global batch of {batch_size} does not divide over dp={dp} ranks",
-            hint=f"use a multiple of {dp}, such as {max(1, batch_size // dp) * dp}",
-        )
+    _check_batch_size(batch_size, dp)
     if is_stream(dataset):
         if shuffle:
             raise UsageError(
@@ -213,9 +209,18 @@ def shard_dataset(
             collate=collate,
             check=check,
         )
-    sized = _sized(dataset, least=batch_size if drop_last else 1)
+    if not isinstance(dataset, SizedDataset):
+        raise UsageError(
+            f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
+            hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
+        )
+    if len(dataset) < (batch_size if drop_last else 1):
+        raise UsageError(
+            f"the dataset has {len(dataset)} samples, fewer than one global batch of {batch_size}",
+            hint="use a smaller batch or more data",
+        )
     sampler = ShareSampler(
-        num_samples=len(sized),
+        num_samples=len(dataset),
         batch_size=batch_size,
         dp=dp,
         dp_rank=dp_rank,
@@ -225,19 +230,12 @@ def shard_dataset(
         skip=skip,
         drop_last=drop_last,
     )
-    return ShardedBatches(sized, sampler, device=device, num_workers=num_workers, collate=collate)
+    return ShardedBatches(dataset, sampler, device=device, num_workers=num_workers, collate=collate)
 
 
-def _sized(dataset: object, *, least: int) -> SizedDataset:
-    """Return `dataset`, which must have numbered samples, and at least so many."""
-    if not isinstance(dataset, SizedDataset):
+def _check_batch_size(batch_size: int, dp: int) -> None:
+    if batch_size < 1 or batch_size % dp:
         raise UsageError(
-            f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
-            hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
+            f"a global batch of {batch_size} does not divide over dp={dp} ranks",
+            hint=f"use a multiple of {dp}, such as {max(1, batch_size // dp) * dp}",
         )
-    if len(dataset) < least:
-        raise UsageError(
-            f"the dataset has {len(dataset)} samples, fewer than one global batch of {least}",
-            hint="use a smaller batch or more data",
-        )
-    return dataset

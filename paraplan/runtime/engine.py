@@ -73,7 +73,11 @@ class Engine:
         self._losses = LossWatch(mesh.world)
         self._totals = TotalsOverRanks(mesh)
         self._batches = MicroBatching(
-            part, shape, plan=plan, mesh=mesh, peers=self._peers, checking=equipment.checking, whole=self.whole
+            *(part, shape, equipment.checking, self._peers),
+            plan=plan,
+            mesh=mesh,
+            whole=self.whole,
+            guarded=self._guarded,
         )
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
@@ -160,7 +164,7 @@ class Engine:
             watch.begin()
         self._losses.check(keep=1)
         loss = self._part.execution.loss
-        micro_batches, rule = self._guarded(lambda: self._batches.divide("step", inputs, targets))
+        micro_batches, rule = self._batches.divide("step", inputs, targets)
         self._forget_gradients()
         loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
         for reduction in self._part.reductions:
@@ -218,7 +222,7 @@ class Engine:
         """
         self._losses.check()
         with self._explained("eval_step"):
-            micro_batches, rule = self._guarded(lambda: self._batches.divide("eval_step", inputs, targets))
+            micro_batches, rule = self._batches.divide("eval_step", inputs, targets)
             loss = self._part.execution.loss
             loss.rule = rule
             with evaluation_mode(self._part.module):

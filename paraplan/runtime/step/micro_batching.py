@@ -61,13 +61,16 @@ class MicroBatching:
         self,
         part: RankPart,
         shape: StepShape,
+        checking: Checking,
+        peers: Peers,
         *,
         plan: ParallelPlan,
         mesh: Mesh,
-        peers: Peers,
-        checking: Checking,
         whole: Callable[[str, torch.Tensor], torch.Tensor],
+        guarded: Callable[[Callable[[], LossRule]], LossRule],
     ) -> None:
+        """`whole` gathers a tensor of a parameter; `guarded` runs a check, and puts errors in words."""
+        self._guarded = guarded
         self.divider = StepDivider(shape, mesh.grid)
         self._mesh = mesh
         self._peers = peers
@@ -115,7 +118,9 @@ class MicroBatching:
         if self._checking.agreement is not None and first_step.is_due(is_divided=is_divided, trains=trains):
             agreed = self._checking.agreement.on(f"the check before the first {call}")
         with agreed:
-            return first_step.check(*batch, sizes, is_divided=is_divided, trains=trains)
+            return self._guarded(
+                lambda: first_step.check(*batch, sizes, is_divided=is_divided, trains=trains),
+            )
 
 
 def _first_step(
