@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""Train tiny models of many kinds under every kind of plan on two ranks, and compare with plain torch: a table.
+
+    paraplan launch --nproc-per-node 2 scripts/check_families.py [FAMILY ...]
+
+Each model is built from scratch by transformers, with its own loss (labels among its inputs, some of them masked). Loss
+and every gradient of a first step are compared with those of the whole batch in one piece. Status 1 if any is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraplan import runtime
+from paraplan.errors import ParaplanError
+from paraplan.plan.parallel import ParallelPlan
+
+BATCH, TOKENS, VOCABULARY, CLASSES = 8, 12, 64, 3
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+
+PLANS = {
+    "DDP": ParallelPlan(dp=2, num_microbatches=2, micro_batch_size=2),
+    "ZeRO-3": ParallelPlan(dp=2, zero_stage=3, num_microbatches=2, micro_batch_size=2),
+    "pp 1F1B": ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=4, micro_batch_size=2),
+    "pp zero bubble": ParallelPlan(pp=2, pipeline_schedule="zero_bubble", num_microbatches=4, micro_batch_size=2),
+    "tp": ParallelPlan(tp=2, num_microbatches=2, micro_batch_size=4),
+    "tp, sequence parallel": ParallelPlan(tp=2, sequence_parallel=True, num_microbatches=2, micro_batch_size=4),
+    "cp": ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=4),
+}
+
+_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GATED = _SIZES | {"intermediate_size": 48, "max_position_embeddings": 64}
+_GROUPED = _GATED | {"num_key_value_heads": 2}
+_EXPERTS = _GROUPED | {"num_experts_per_tok": 2}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_GPT = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+_T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+_BART = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
+_BART |= {
+    f"{part}_{size}": number
+    for part in ("encoder", "decoder")
+    for size, number in (("attention_heads", 4), ("ffn_dim", 48))
+}
+_IMAGES = {"image_size": 32, "num_labels": CLASSES}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("CausalLM", _GROUPED),
+    "qwen3": ("CausalLM", _GROUPED | {"head_dim": 8}),
+    "gpt2": ("CausalLM", _GPT),
+    "gemma3_text": ("CausalLM", _GROUPED | {"head_dim": 8, "sliding_window": 4}),
+    "gpt_oss": (
+        "CausalLM",
+        _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "rope_parameters": {"rope_type": "default"}},
+    ),
+    "llama4_text": ("CausalLM", _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}),
+    "mixtral": ("CausalLM", _EXPERTS | {"num_local_experts": 4}),
+    "qwen3_moe": ("CausalLM", _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}),
+    "deepseek_v3": (
+        "CausalLM",
+        _GATED
+        | _LATENT
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    ),
+    "mamba": ("CausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "rwkv": ("CausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}),
+    "bert": ("MaskedLM", _GATED),
+    "albert": ("MaskedLM", _GATED | {"embedding_size": 16}),
+    "t5": ("Seq2SeqLM", _T5 | {"decoder_start_token_id": 0}),
+    "bart": ("Seq2SeqLM", _BART | {"max_position_embeddings": 64}),
+    "vit": ("ImageClassification", _SIZES | {"intermediate_size": 48, "patch_size": 8} | _IMAGES),
+    "swin": (
+        "ImageClassification",
+        {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2} | _IMAGES,
+    ),
+    "convnext": ("ImageClassification", {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2} | _IMAGES),
+}
+_NAMES_OF_DROPOUT = re.compile("drop|pdrop")
+
+
+def build(family: str) -> nn.Module:
+    """Return a model of `family` without dropout; torch's seed decides its weights."""
+    import transformers
+
+    head, fields = FAMILIES[family]
+    config = transformers.AutoConfig.for_model(family, **fields)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and _NAMES_OF_DROPOUT.search(name):
+            setattr(config, name, 0.0)
+    model: nn.Module = getattr(transformers, f"AutoModelFor{head}").from_config(config, dtype=torch.float32)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    return model.train()
+
+
+def batch_of(family: str) -> dict[str, torch.Tensor]:
+    """Return the inputs of a global batch with the labels among them; sequences have different numbers of these."""
+    generator = torch.Generator().manual_seed(3)
+    if FAMILIES[family][0] == "ImageClassification":
+        images = torch.randn(BATCH, 3, 32, 32, generator=generator)
+        return {"pixel_values": images, "labels": torch.randint(CLASSES, (BATCH,), generator=generator)}
+    ids = torch.randint(1, VOCABULARY, (BATCH, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[:3, 4:] = -100
+    labels[5, 2:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def verdict(family: str, plan: ParallelPlan) -> str:
+    """Return "right", why the plan is refused, or by how much it is wrong."""
+    torch.manual_seed(0)
+    model, batch = build(family), batch_of(family)
+    alone: Any = copy.deepcopy(model)
+    expected = alone(**batch).loss
+    expected.backward()
+    gradients = {name: held.grad for name, held in alone.named_parameters() if held.grad is not None}
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    try:
+        job = runtime.init(plan, shows_progress=False)
+        engine = job.prepare(
+            model,
+            loss_fn=lambda outputs, _: outputs.loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+            example_inputs={name: value[:2] for name, value in batch.items()},
+        )
+        share = BATCH // job.dp
+        own = {name: value[job.dp_rank * share : (job.dp_rank + 1) * share] for name, value in batch.items()}
+        loss = engine.step(own, own["labels"])
+    except ParaplanError as error:
+        return str(error.message)
+    off = abs(loss.item() - expected.item()) / abs(expected.item())
+    errors = {"loss": off / LOSS_TOLERANCE}
+    for name, held in engine.parameters.items():
+        if held.grad is not None and name in gradients:
+            scale = max(float(gradients[name].abs().max()), 1e-3 * largest)
+            gap = float((engine.whole(name, held.grad) - gradients[name]).abs().max())
+            errors[name] = gap / scale / GRADIENT_TOLERANCE
+    worst = max(errors, key=lambda name: errors[name])
+    return "right" if errors[worst] <= 1.0 else f"WRONG: {worst}, {errors[worst]:.0f} times what is allowed"
+
+
+def main(families: list[str]) -> int:
+    """Print the table; return the status."""
+    torch.set_num_threads(1)
+    is_main = runtime.init(ParallelPlan(dp=2), shows_progress=False).is_main
+    reasons: list[str] = []
+    num_wrong = 0
+    if is_main:
+        print("| model |", " | ".join(PLANS), "|\n|", " | ".join(["---"] * (len(PLANS) + 1)), "|")
+    for family in families or FAMILIES:
+        cells = []
+        for plan in PLANS.values():
+            found = verdict(family, plan)
+            num_wrong += found.startswith("WRONG")
+            if found == "right" or found.startswith("WRONG"):
+                cells.append(found)
+                continue
+            reason = re.sub(r"^rank \d+ ended [^:]*: ", "", found)
+            if reason not in reasons:
+                reasons.append(reason)
+            cells.append(f"refused ({reasons.index(reason) + 1})")
+        if is_main:
+            print(f"| {family} |", " | ".join(cells), "|", flush=True)
+    if is_main:
+        print()
+        for number, reason in enumerate(reasons, start=1):
+            print(f"{number}. {reason}")
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
