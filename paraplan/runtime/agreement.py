@@ -30,10 +30,14 @@ class FailedElsewhereError(Exception):
 
 @dataclass
 class Agreement:
-    """The ranks of one job. `number` counts the calls that they have agreed on, the same on every rank."""
+    """The ranks of one job. `number` counts the calls that they have agreed on, the same on every rank.
+
+    `job` is the number of the job among those of this process, which share a store; 0 until the first call.
+    """
 
     world: World
     number: int = 0
+    job: int = 0
 
     @contextmanager
     def on(self, call: str) -> Iterator[None]:
@@ -42,7 +46,7 @@ class Agreement:
             yield
             return
         self.number += 1
-        prefix = f"paraplan/agreed/{self.number}"
+        prefix = f"{self._prefix()}/agreed/{self.number}"
         try:
             yield
         except Exception as error:
@@ -67,7 +71,7 @@ class Agreement:
         if not self.world.is_distributed or not dist.is_initialized():
             yield
             return
-        prefix = "paraplan/ended"
+        prefix = f"{self._prefix()}/ended"
         try:
             yield
         except ParaplanError as error:
@@ -82,6 +86,12 @@ class Agreement:
             if other is None:
                 raise
             raise _said_by(*other, call=call()) from error
+
+    def _prefix(self) -> str:
+        """Return where this job writes: what an earlier one was refused with says nothing about it."""
+        if not self.job:
+            self.job = default_store().add(f"paraplan/jobs/{self.world.rank}", 1)
+        return f"paraplan/job/{self.job}"
 
     def _tell(self, prefix: str, error: Exception) -> None:
         is_known = isinstance(error, ParaplanError)
