@@ -32,7 +32,7 @@ class FailedElsewhereError(Exception):
 class Agreement:
     """The ranks of one job. `number` counts the calls that they have agreed on, the same on every rank.
 
-    `job` counts the jobs of this process; it is 0 until the first call.
+    `job` is the number of the job among those of this process, which share a store; 0 until the first call.
     """
 
     world: World
@@ -46,7 +46,7 @@ class Agreement:
             yield
             return
         self.number += 1
-        prefix = f"{self._prefix()}/{self.number}"
+        prefix = f"{self._prefix()}/agreed/{self.number}"
         try:
             yield
         except Exception as error:
@@ -88,9 +88,10 @@ class Agreement:
             raise _said_by(*other, call=call()) from error
 
     def _prefix(self) -> str:
+        """Return where this job writes: what an earlier one was refused with says nothing about it."""
         if not self.job:
-            self.job = int(default_store().add(f"paraplan/jobs/{self.world.rank}", 1))
-        return f"paraplan/agreed/{self.job}"
+            self.job = default_store().add(f"paraplan/jobs/{self.world.rank}", 1)
+        return f"paraplan/job/{self.job}"
 
     def _tell(self, prefix: str, error: Exception) -> None:
         is_known = isinstance(error, ParaplanError)

@@ -42,9 +42,9 @@ def scope_of(optimizer: torch.optim.Optimizer) -> Scope:
         return "numbers"
     try:
         whole = _trial(optimizer, _itself)
-        if _agree(whole, _trial(optimizer, _in_halves)):
-            return "numbers"
-        return "tensors" if _agree(whole[:1], _trial(optimizer, _first_alone)[:1]) else "model"
+        if not _agree(whole[:1], _trial(optimizer, _first_alone)[:1]):
+            return "model"  # at first: a norm of all gradients is the same for halves of the tensors
+        return "numbers" if _agree(whole, _trial(optimizer, _in_halves)) else "tensors"
     except Exception:  # an optimizer of the user, of which nothing is known then
         return "model"
 

@@ -114,19 +114,27 @@ def not_compiled() -> AbstractContextManager[Any]:
 def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool = True) -> Iterator[None]:
     """Put all modules of `models` into training or evaluation, in this context; None leaves them as they are.
 
-    Without `batch_norm_training` layers that need more than one entry go by their running statistics.
+    Without `batch_norm_training` layers that need more than one entry go by their running statistics; those that have
+    none scale and shift alone.
     """
     before = {module: module.training for model in models for module in model.modules()}
+    bare = [one for one in before if isinstance(one, _BatchNorm) and one.running_mean is None]
     for module in before:
         if training is not None:
             module.training = training
         if isinstance(module, _BatchNorm) and not batch_norm_training:
             module.training = False
+    if not batch_norm_training:
+        for module in bare:
+            like = next((one.detach() for one in module.parameters()), torch.zeros(module.num_features))
+            module.running_mean, module.running_var = torch.zeros_like(like), torch.ones_like(like)
     try:
         yield
     finally:
         for module, was_training in before.items():
             module.training = was_training
+        for module in bare:
+            module.running_mean = module.running_var = None
 
 
 @contextmanager

@@ -123,8 +123,9 @@ class Verification:
         load_whole_model(folder, self._reference)
         self._versions = self._held_versions()
 
-    def _held_versions(self) -> list[int]:
-        return [local_part(parameter)._version for parameter in self._part.parameters.values()]
+    def _held_versions(self) -> list[tuple[int, int]]:
+        """Return what writing counts up: of shards the tensor that code sees, and what this rank holds of it."""
+        return [(one._version, local_part(one)._version) for one in self._part.parameters.values()]
 
     def is_current(self) -> bool:
         """Whether nobody has changed the weights since the reference was made, on any rank."""

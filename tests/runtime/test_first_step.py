@@ -1,0 +1,193 @@
+"""What is checked before the first step: that a plan trains the model as one process does, and that ranks agree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import RankHarness
+from torch import nn
+from training_cases import HIDDEN, TOKENS, VOCABULARY, Decoder, Layer, loss_fn
+
+from paraplan import runtime
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.engine import Engine
+
+PLANS = {
+    "tp2": ParallelPlan(tp=2, micro_batch_size=4),
+    "pp2": ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2),
+    "zero3": ParallelPlan(dp=2, zero_stage=3, micro_batch_size=2),
+}
+
+
+class RankedNorm(nn.LayerNorm):
+    """Multiplies by a number of its own on every rank, in training or in evaluation."""
+
+    def __init__(self, *, in_training: bool = True) -> None:
+        super().__init__(HIDDEN)
+        self.in_training = in_training
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        own = 1 + dist.get_rank() if dist.is_initialized() and self.training is self.in_training else 1
+        return super().forward(hidden) * own
+
+
+class DropoutLayer(Layer):
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(hidden, scale), 0.3, self.training)
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder(4)
+
+
+def ranked(*, in_training: bool = True) -> nn.Module:
+    model = plain()
+    model.norm = RankedNorm(in_training=in_training)
+    return model
+
+
+def with_layers(make: Callable[[], nn.Module]) -> nn.Module:
+    model = plain()
+    model.layers = nn.ModuleList(make() for _ in range(4))
+    return model
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def prepared(plan: ParallelPlan, make: Callable[[], nn.Module] = plain, **options: Any) -> Engine:
+    given = {"loss_fn": loss_fn, "optimizer": sgd, "example_inputs": torch.zeros(2, TOKENS, dtype=torch.long)}
+    return runtime.init(plan, shows_progress=False).prepare(make(), **(given | options))
+
+
+def batch_of(plan: ParallelPlan, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    size = plan.micro_batch_size * plan.num_microbatches
+    ids = torch.randint(VOCABULARY, (size, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def said_by(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def first_step(plan: ParallelPlan, make: Callable[[], nn.Module] = plain, **options: Any) -> str:
+    """Return what the first step says, and whether it left the parameters alone where it is refused."""
+    engine = prepared(plan, make, **options)
+    before = {name: engine.whole(name).clone() for name in engine.parameters}
+    said = said_by(lambda: engine.step(*batch_of(plan)))
+    same = all(torch.equal(engine.whole(name), value) for name, value in before.items())
+    return f"{said} unchanged={same}, steps={engine.num_steps}"
+
+
+def verify(folder: str) -> dict[str, str]:
+    said = {}
+    for name, plan in PLANS.items():
+        said[f"{name} ranked"] = first_step(plan, ranked)
+        said[f"{name} off"] = first_step(plan, ranked, verify="off")
+        said[f"{name} plain"] = first_step(plan)
+        said[f"{name} dropout"] = first_step(plan, lambda: with_layers(DropoutLayer))
+        said[f"{name} eval"] = first_step(plan, lambda: ranked(in_training=False))
+    replicas = ParallelPlan(dp=2, micro_batch_size=2)
+    said["replicas auto"] = first_step(replicas, ranked)
+    said["replicas full"] = first_step(replicas, ranked, verify="full")
+    for name, plan in PLANS.items():
+        engine = prepared(plan)
+        with torch.no_grad():
+            for parameter in engine.parameters.values():
+                parameter.mul_(0.5)
+        said[f"{name} changed"] = said_by(lambda: engine.step(*batch_of(plan)))  # noqa: B023 (called at once)
+        engine.save(f"{folder}/{name}")
+        loaded, refused = prepared(plan), prepared(plan, ranked)
+        for one in (loaded, refused):
+            one.load(f"{folder}/{name}")
+        said[f"{name} loaded"] = said_by(lambda: loaded.step(*batch_of(plan)))  # noqa: B023
+        said[f"{name} ranked, loaded"] = said_by(lambda: refused.step(*batch_of(plan)))  # noqa: B023
+    return said
+
+
+@pytest.mark.ranks
+def test_a_plan_under_which_a_model_trains_as_another_one_is_refused_on_every_rank(
+    ranks: RankHarness, tmp_path: Path
+) -> None:
+    words = "UnsupportedPlanError: this model does not train under '"
+    for said in ranks.run(verify, str(tmp_path), size=2):
+        for name in PLANS:
+            assert said[f"{name} ranked"].startswith(words), name
+            assert said[f"{name} ranked"].endswith("unchanged=True, steps=0"), name
+            assert said[f"{name} ranked, loaded"].startswith(words), name
+            for fine in ("off", "plain", "dropout", "eval"):
+                assert said[f"{name} {fine}"] == "no error unchanged=False, steps=1", f"{name} {fine}"
+            assert said[f"{name} changed"] == said[f"{name} loaded"] == "no error", name
+        assert said["replicas auto"] == "no error unchanged=False, steps=1"
+        assert said["replicas full"].startswith(words)
+
+
+def failing(count: int) -> Callable[[Any, Any], torch.Tensor]:
+    """Return a loss that raises at its call number `count`."""
+    calls: list[int] = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == count:
+            raise ValueError("no such column")
+        return loss_fn(outputs, targets)
+
+    return loss
+
+
+def other_layer(width: int) -> nn.Module:
+    layer = Layer()
+    layer.up, layer.down = nn.Linear(HIDDEN, width), nn.Linear(width, HIDDEN)
+    return layer
+
+
+def disagree() -> dict[str, str]:
+    said = {}
+    rank = runtime.init(PLANS["tp2"]).world.rank
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if rank == 1:
+            raise ValueError("no such learning rate")
+        return sgd(parameters)
+
+    for name in ("tp2", "pp2"):
+        plan = PLANS[name]
+        engine = prepared(plan)
+        before = copy.deepcopy(engine.module.state_dict())
+        said[f"{name} batches"] = said_by(lambda: engine.step(*batch_of(plan, seed=rank)))  # noqa: B023
+        assert all(torch.equal(value, before[key]) for key, value in engine.module.state_dict().items())
+        said[f"{name} optimizer"] = said_by(lambda: prepared(plan, optimizer=optimizer))  # noqa: B023
+        said[f"{name} model"] = said_by(lambda: prepared(plan, lambda: with_layers(lambda: other_layer(32 + 2 * rank))))  # noqa: B023
+    for count in (1, 3):  # the last stage alone computes a loss
+        said[f"loss {count}"] = first_step(PLANS["pp2"], loss_fn=failing(count))
+    said["after all"] = first_step(PLANS["pp2"])
+    return said
+
+
+@pytest.mark.ranks
+def test_what_one_rank_refuses_is_raised_on_all(ranks: RankHarness) -> None:
+    by_rank = ranks.run(disagree, size=2)
+    for rank, said in enumerate(by_rank):
+        for name in ("tp2", "pp2"):
+            assert said[f"{name} batches"].startswith(
+                "UsageError: ranks 0 and 1 hold parts of one copy of the model, and bring different batches"
+            )
+            assert "ranks [1] have built another model than rank 0" in said[f"{name} model"]
+            own, told = "ValueError: no such learning rate", "UnsupportedPlanError: rank 1 ended job.prepare: "
+            assert said[f"{name} optimizer"] == (own if rank else told + own)
+        own, told = "ValueError: no such column", "UnsupportedPlanError: rank 1 ended the check before the first step: "
+        for count in (1, 3):
+            assert said[f"loss {count}"] == (own if rank else told + own) + " unchanged=True, steps=0"
+        assert said["after all"] == "no error unchanged=False, steps=1"
