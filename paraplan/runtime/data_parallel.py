@@ -216,6 +216,7 @@ class ReplicaReduction:
         self._is_complete = False
         self._versions: list[int] = []
         self._missing: list[int] = []
+        self._has_told = True  # another job of this process may have
 
     def sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum one bucket over the replicas. Buckets go in order, each once all its gradients are there."""
@@ -263,14 +264,18 @@ class ReplicaReduction:
             words = json.loads(store.get(key)) if store.check([key]) else {}
             found.append(set(words["places"]) if words.get("step") == step else set())
         for place in set.intersection(*found):
-            if self._versions[place] == -1:
-                self._parameters[place].grad = None
+            self._parameters[place].grad = None
 
     def tell(self, step: int) -> None:
-        """Tell the others which parameters this rank has not reached in `step`, before all ranks sum their losses."""
-        if self._missing:
-            words = json.dumps({"step": step, "places": self._missing})
-            default_store().set(_UNUSED.format(rank=self._rank), words)
+        """Tell the others which parameters this rank has not reached in `step`, before all ranks sum their losses.
+
+        Those that an earlier micro-batch of it has reached have gradients. What was told of a step of this number
+        before, which a checkpoint may have brought back, is taken back.
+        """
+        if self._missing or self._has_told:
+            places = [place for place in self._missing if self._versions[place] == -1]
+            default_store().set(_UNUSED.format(rank=self._rank), json.dumps({"step": step, "places": places}))
+        self._has_told = bool(self._missing)
 
 
 def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction, ...]:

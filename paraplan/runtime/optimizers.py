@@ -194,6 +194,8 @@ def _trial(optimizer: torch.optim.Optimizer, divide: Callable[[int, nn.Parameter
         small = [_small(index, original) for index, original in enumerate(originals)]
         memo |= {id(original): made for original, made in zip(originals, small, strict=True)}
         tried = copy.deepcopy(optimizer, memo)
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # which a copy is without
+            getattr(tried, hooks).update(getattr(optimizer, hooks))
         places = iter(range(len(small)))
         for group in tried.param_groups:
             divided = [divide(index, small[index]) for index in (next(places) for _ in group["params"])]
