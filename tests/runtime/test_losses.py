@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny_transformers
 import torch
 import torch.nn.functional as F  # noqa: N812
 from rank_harness import RankHarness
@@ -260,6 +261,22 @@ def test_a_loss_that_the_model_computes_counts_its_targets() -> None:
         for count in (1, 2, 4):
             engine = prepared(own_loss, cut_into(count), copy.deepcopy(model), example_inputs=None)
             assert engine.step(labelled(masked), torch.zeros(BATCH)).item() == pytest.approx(loss, rel=1e-6)
+            for name, one in reference.named_parameters():
+                torch.testing.assert_close(engine.parameters[name].grad, one.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_of_a_model_of_transformers_counts_the_labels_that_it_shifts() -> None:
+    for family in ("llama", "gpt2"):
+        torch.manual_seed(0)
+        model = tiny_transformers.build(family)
+        inputs, targets = batch_of(2)
+        batch = {"input_ids": inputs, "labels": targets["labels"]}
+        reference = copy.deepcopy(model)
+        expected = reference(**batch).loss
+        expected.backward()
+        for count in (2, 4):
+            engine = prepared(lambda x, t: x.loss, cut_into(count), copy.deepcopy(model), example_inputs=None)
+            assert engine.step(batch, torch.zeros(BATCH)).item() == pytest.approx(expected.item(), rel=1e-6)
             for name, one in reference.named_parameters():
                 torch.testing.assert_close(engine.parameters[name].grad, one.grad, rtol=1e-5, atol=1e-6)
 
