@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,8 @@ class Engine:
         self.metrics: dict[str, torch.Tensor] = {}
         self._losses = LossWatch(mesh.world)
         self._totals = TotalsOverRanks(mesh)
-        self._batches = MicroBatching(
-            *(part, shape, equipment.checking, self._peers),
-            plan=plan,
-            mesh=mesh,
-            whole=self.whole,
-            guarded=self._guarded,
-        )
+        self._batches = MicroBatching(part, shape, equipment.checking, self._peers, plan=plan, mesh=mesh)
+        equipment.checking = replace(equipment.checking, reference=None)
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
         self._average: ParameterAverage | None = None
@@ -164,7 +160,7 @@ class Engine:
             watch.begin()
         self._losses.check(keep=1)
         loss = self._part.execution.loss
-        micro_batches, rule = self._batches.divide("step", inputs, targets)
+        micro_batches, rule = self._batches.divide("step", inputs, targets, guarded=self._guarded)
         self._forget_gradients()
         loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
         for reduction in self._part.reductions:
@@ -222,7 +218,7 @@ class Engine:
         """
         self._losses.check()
         with self._explained("eval_step"):
-            micro_batches, rule = self._batches.divide("eval_step", inputs, targets)
+            micro_batches, rule = self._batches.divide("eval_step", inputs, targets, guarded=self._guarded)
             loss = self._part.execution.loss
             loss.rule = rule
             with evaluation_mode(self._part.module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement
+from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.peers import Call, Peers
 from paraplan.runtime.precision import half_type
@@ -66,28 +67,29 @@ class MicroBatching:
         *,
         plan: ParallelPlan,
         mesh: Mesh,
-        whole: Callable[[str, torch.Tensor], torch.Tensor],
-        guarded: Callable[[Callable[[], LossRule]], LossRule],
     ) -> None:
-        """`whole` gathers a tensor of a parameter; `guarded` runs a check, and puts errors in words."""
-        self._guarded = guarded
         self.divider = StepDivider(shape, mesh.grid)
         self._mesh = mesh
         self._peers = peers
-        self._checking = checking
-        self._first_step = _first_step(part, plan, mesh, checking, whole)
+        self._checking = replace(checking, reference=None)  # which the check itself lets go
+        self._first_step = _first_step(part, plan, mesh, checking)
 
     def meet(self, call: Call, size: int = 0) -> list[int]:
         """Return the sequences that every rank brings to `call`; all ranks make it together."""
         return self._peers.meet(call, size) if self._checking.has_values else [size] * self._mesh.world.size
 
-    def divide(self, call: Call, inputs: Any, targets: Any) -> tuple[list[MicroBatch], LossRule]:
-        """Return the micro-batches of `call`, and by what rule their losses make up that of the global batch."""
+    def divide(
+        self, call: Call, inputs: Any, targets: Any, *, guarded: Callable[[Callable[[], LossRule]], LossRule]
+    ) -> tuple[list[MicroBatch], LossRule]:
+        """Return the micro-batches of `call`, and by what rule their losses make up that of the global batch.
+
+        `guarded` runs the check of the first batch, and puts its errors in words.
+        """
         device = self._mesh.world.device
         sizes = self.meet(call, batch_size(inputs, targets))
         division = self.divider.divide(sizes, is_step=call == "step")
         inputs, targets = to_device(inputs, device), to_device(targets, device)
-        rule = self._rule(call, division, (inputs, targets), sizes)
+        rule = self._rule(call, division, (inputs, targets), sizes, guarded)
         pieces = split_batch(inputs, targets, division)
         if rule.kind == "counted":
             return pieces, rule
@@ -109,7 +111,14 @@ class MicroBatching:
         """Take note that the checkpoint in `folder` was loaded."""
         self._first_step.reload(folder)
 
-    def _rule(self, call: Call, division: Division, batch: tuple[Any, Any], sizes: list[int]) -> LossRule:
+    def _rule(
+        self,
+        call: Call,
+        division: Division,
+        batch: tuple[Any, Any],
+        sizes: list[int],
+        guarded: Callable[[Callable[[], LossRule]], LossRule],
+    ) -> LossRule:
         is_divided = division.count > 1 or self._mesh.size("dp") > 1
         if not self._checking.has_values:
             return LossRule(kind="sequences" if is_divided else "whole")
@@ -118,7 +127,7 @@ class MicroBatching:
         if self._checking.agreement is not None and first_step.is_due(is_divided=is_divided, trains=trains):
             agreed = self._checking.agreement.on(f"the check before the first {call}")
         with agreed:
-            return self._guarded(
+            return guarded(
                 lambda: first_step.check(*batch, sizes, is_divided=is_divided, trains=trains),
             )
 
@@ -128,8 +137,10 @@ def _first_step(
     plan: ParallelPlan,
     mesh: Mesh,
     checking: Checking,
-    whole: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> FirstStep:
+    def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return whole_tensor(tensor, part.cuts.get(name), mesh)
+
     probe = LossProbe(
         part.execution,
         part.module,
