@@ -39,12 +39,12 @@ class FakeRank:
         self.patches = ExitStack()  # until the process ends
         self.collectives = CollectiveCount(mesh)
         self._host_steps: list[HostSteps] = []
-        self._valueless = Valueless(None if gpu is None else gpu.mode)
-        self._sees_for_itself = gpu is None
-        self._tracker = StorageTracker(self._uses) if gpu is None else gpu.tracker.anew(self._uses)
         self._parameters: list[nn.Parameter] = []
         self._buffers: list[torch.Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None
+        self._valueless = Valueless(None if gpu is None else gpu.mode)
+        self._sees_for_itself = gpu is None
+        self._tracker = StorageTracker(self._uses) if gpu is None else gpu.tracker.anew(self._uses)
         self.patches.enter_context(self._valueless.patches())
         self.patches.enter_context(self._tracker.following_resizes())
         self.patches.enter_context(attention_again_on_gpu())
