@@ -49,10 +49,10 @@ def find_blocks(model: nn.Module) -> BlockStack | None:
 def sharded_alone(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the parts of `module` that can be sharded each by itself, those inside of others first.
 
-    These are `blocks`, and before them the modules that several blocks share, once each. A block stays with the root
-    where one of its parameters belongs to another module outside of it too.
+    These are `blocks`, and before them the modules that several blocks share, or a block and the code around the
+    blocks, once each. A block stays with the root where one of its parameters belongs to another module outside of it.
     """
-    holders: dict[int, set[int]] = {}
+    holders: dict[int, set[int]] = {id(part): {-1} for part in modules_around(module, blocks)}
     for index, block in enumerate(blocks):
         for part in block.modules():
             holders.setdefault(id(part), set()).add(index)
@@ -73,6 +73,19 @@ def sharded_alone(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mod
     blocks_alone = [block for block in blocks if is_alone(block)]
     inside = {id(inner) for block in blocks_alone for inner in block.modules()}
     return [*(part for part in outermost if id(part) in inside), *blocks_alone]
+
+
+def modules_around(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules of `module` that are reached without going through one of `blocks`, which may be in them."""
+    ends = {id(block) for block in blocks}
+    found: dict[int, nn.Module] = {}
+    waiting = [module]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in found and id(part) not in ends:
+            found[id(part)] = part
+            waiting.extend(part.children())
+    return list(found.values())
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:

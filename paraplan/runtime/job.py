@@ -48,8 +48,8 @@ from paraplan.runtime.step.forward_state import BatchStatistics
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.micro_batching import Checking
+from paraplan.runtime.step.references import Reference, Verify, reference_of
 from paraplan.runtime.step.reports import RunWatch, Yardstick, peak_flops_per_s
-from paraplan.runtime.step.verification import Verify, reference_of
 from paraplan.runtime.streams import SameStream, StreamBatches
 from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.weights import count_parameters, share_weights
@@ -214,7 +214,7 @@ class Job:
         )
         steps.attach(optimizer)
 
-    def _part_of(self, model: nn.Module, options: TrainingOptions) -> tuple[RankPart, nn.Module | None]:
+    def _part_of(self, model: nn.Module, options: TrainingOptions) -> tuple[RankPart, Reference | None]:
         """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)

@@ -10,7 +10,7 @@ from paraplan.runtime.several_optimizers import OptimizerFactory, SchedulerFacto
 from paraplan.runtime.step.batches import TargetCount
 from paraplan.runtime.step.forward_state import BatchStatistics
 from paraplan.runtime.step.loss import LossFunction
-from paraplan.runtime.step.verification import Verify
+from paraplan.runtime.step.references import Verify
 
 
 @dataclass(frozen=True)

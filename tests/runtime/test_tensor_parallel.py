@@ -20,7 +20,7 @@ from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.layers import LayerRole, split_linear
 from paraplan.runtime.split.split_tensor import SplitTensor
 from paraplan.runtime.split.tensor_parallel import tensor_group
-from paraplan.runtime.step.verification import Verify
+from paraplan.runtime.step.references import Verify
 
 TWO_PARTS = ParallelPlan(tp=2, micro_batch_size=12)
 TOKENS_SPLIT = TWO_PARTS.replace(sequence_parallel=True)

@@ -101,12 +101,15 @@ class FirstStep:
             return
         rule = self.rule if self.rule is not None and self.rule.kind == "counted" else LossRule(kind="sum")
         taken_s = verification.check(pieces, rule, trains=is_steady)
-        if taken_s is None and self._tries < _MOST_TRIES:
+        if taken_s is None and verification.can_run_again and self._tries < _MOST_TRIES:
             self._tries += 1
             return
         self._verification = None
-        if taken_s is not None and taken_s > _WORTH_SAYING_S and self._mesh.world.rank == 0:
-            sys.stderr.write(f"paraplan: the plan trains like one process, checked in {taken_s:.1f} s\n")
+        if self._mesh.world.rank == 0 and (taken_s is None or taken_s > _WORTH_SAYING_S):
+            said = "the plan is not checked against one process, which gives no number on two sequences"
+            if taken_s is not None:
+                said = f"the plan trains like one process, checked in {taken_s:.1f} s"
+            sys.stderr.write(f"paraplan: {said}\n")
 
     def _steady(self, piece: Piece) -> bool:
         """Return whether the model gives the same for the same in training: whether nothing in it is random."""

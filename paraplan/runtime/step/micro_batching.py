@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
@@ -36,13 +35,14 @@ from paraplan.runtime.step.first_step import FirstStep
 from paraplan.runtime.step.forward_state import BatchStatistics
 from paraplan.runtime.step.loss import LossRule
 from paraplan.runtime.step.loss_rule import LossProbe
+from paraplan.runtime.step.references import Reference
 from paraplan.runtime.step.trials import global_sequences
 from paraplan.runtime.step.verification import Verification
 
 
 @dataclass(frozen=True)
 class Checking:
-    """How the first batch is checked: `reference` is the whole model, None where the plan is not checked by it.
+    """How the first batch is checked: `reference` is the model itself, None where the plan is not checked by it.
 
     `agreement` brings all ranks out of a check together. `has_values` is False where tensors have none.
     """
@@ -50,7 +50,7 @@ class Checking:
     precision: TrainingPrecision = "fp32"
     count_targets: TargetCount | None = None
     batch_statistics: BatchStatistics = "global"
-    reference: nn.Module | None = None
+    reference: Reference | None = None
     agreement: Agreement | None = None
     has_values: bool = True
 

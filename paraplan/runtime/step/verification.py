@@ -1,41 +1,33 @@
 """A plan checked in numbers before it trains: loss, every gradient and every buffer of two sequences, as one process.
 
-The model as it was before it was cut, split and sharded is kept until the first step, and run beside what was made of
-it on the same sequences, by the same loss.
+The model as it was before it was cut, split and sharded runs beside what was made of it on the same sequences, by the
+same loss; see `paraplan.runtime.step.references`.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.batch_norm import batch_norms
-from paraplan.runtime.checkpoints.saving import load_whole_model
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import compute_context
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.step.batches import MicroBatch
 from paraplan.runtime.step.clipping import scale_gradients
 from paraplan.runtime.step.loss import LossRule, StepLoss
+from paraplan.runtime.step.references import Reference, RunningReference, Whole
 from paraplan.runtime.step.trials import Piece, gathered_numbers, modes, not_compiled, nothing_changed, num_sequences_of
 
-Verify = Literal["auto", "full", "off"]
-
-_SHARE_OF_MEMORY = 0.25
-_COPIES = 3  # of the weights: the reference, its gradients, and those of the plan
 _LARGEST_SCALE = 1e-3  # a gradient below this share of the largest one is measured by that
 
 
@@ -52,85 +44,38 @@ _TOLERANCES: dict[TrainingPrecision, Tolerance] = {"fp32": Tolerance(loss=2e-5, 
 _HALF = Tolerance(loss=2e-2, gradient=0.3)
 
 
-def changes_the_model(plan: ParallelPlan) -> bool:
-    """Whether a plan does more to a model than to copy it."""
-    return plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage > 0 or plan.recompute != "none"
-
-
-def reference_of(model: nn.Module, plan: ParallelPlan, mesh: Mesh, verify: Verify) -> nn.Module | None:
-    """Return a copy of the whole `model` on this rank's device to check the plan by; None where none is to be kept.
-
-    That is where the plan changes nothing, where values come from a file later, and, unless all is to be verified,
-    where the copy with its gradients would take more than a quarter of the memory that is free. All ranks agree.
-    """
-    if verify == "off" or plan.devices_per_process > 1 or (verify == "auto" and not changes_the_model(plan)):
-        return None
-    fits = not any(parameter.is_meta for parameter in model.parameters())
-    if verify == "auto" and fits:
-        size_bytes = sum(one.numel() * one.element_size() for one in model.parameters())
-        fits = size_bytes * _COPIES <= _SHARE_OF_MEMORY * _free_bytes(mesh)
-    made = _copied(model, mesh) if fits else None
-    if not all(row[0] for row in gathered_numbers([float(made is not None)], mesh)):
-        return None
-    return made
-
-
-def _copied(model: nn.Module, mesh: Mesh) -> nn.Module | None:
-    try:
-        return copy.deepcopy(model).to(mesh.world.device)
-    except Exception:  # the user's modules, of which some cannot be copied: nothing is checked then
-        return None
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a parameter."""
-    detached = parameter.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
-def _free_bytes(mesh: Mesh) -> float:
-    device = mesh.world.device
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return float(free)
-    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else os.sysconf("SC_PHYS_PAGES")
-    return float(pages * os.sysconf("SC_PAGE_SIZE")) / mesh.world.size
-
-
 class Verification:
     """One check of a rank's part against `reference`, the whole model. Every rank calls it together with the others."""
 
     def __init__(
         self,
-        reference: nn.Module,
+        reference: Reference,
         part: RankPart,
         *,
         plan: ParallelPlan,
         mesh: Mesh,
         precision: TrainingPrecision,
-        whole: Callable[[str, torch.Tensor], torch.Tensor],
+        whole: Whole,
     ) -> None:
-        self._reference = reference
+        self._reference = RunningReference(reference, part, mesh, whole)
         self._part = part
         self._plan = plan
         self._mesh = mesh
         self._precision = precision
         self._whole = whole
-        self._versions = self._held_versions()
 
     def reload(self, folder: Path) -> None:
         """Bring the reference to the checkpoint in `folder`, which the part has been brought to."""
-        load_whole_model(folder, self._reference)
-        self._versions = self._held_versions()
-
-    def _held_versions(self) -> list[tuple[int, int]]:
-        """Return what writing counts up: of shards the tensor that code sees, and what this rank holds of it."""
-        return [(one._version, local_part(one)._version) for one in self._part.parameters.values()]
+        self._reference.reload(folder)
 
     def is_current(self) -> bool:
         """Whether nobody has changed the weights since the reference was made, on any rank."""
-        changed = float(self._versions != self._held_versions())
-        return not any(row[0] for row in gathered_numbers([changed], self._mesh))
+        return self._reference.is_current()
+
+    @property
+    def can_run_again(self) -> bool:
+        """Whether `check` may be called again where it returned None."""
+        return not self._reference.is_streamed
 
     def check(self, pieces: Sequence[Piece], rule: LossRule, *, trains: bool) -> float | None:
         """Return how long it took, in seconds, after both were run on `pieces`; `trains` says in which mode.
@@ -139,35 +84,34 @@ class Verification:
         `UnsupportedPlanError` on every rank where they differ. Gradients and buffers are left as they were.
         """
         started_s = time.perf_counter()
-        module, reference, loss = self._part.module, self._reference, self._part.execution.loss
+        module, model, loss = self._part.module, self._reference.model, self._part.execution.loss
         count = self._plan.pp if self._plan.pp > 1 else 2
         rows = [pieces[index % len(pieces)] for index in range(count)]
-        mode = modes(module, reference, training=None if trains else False, batch_norm_training=False)
-        with mode, not_compiled(), nothing_changed(module, reference):
-            expected_loss = self._train_reference(rows, loss, rule)
-            if expected_loss is None:
+        mode = modes(module, model, training=None if trains else False, batch_norm_training=False)
+        changing = [module, model] if self.can_run_again else [module]
+        with mode, not_compiled(), nothing_changed(*changing):
+            with loss.under(rule):
+                loss.gradient_factor = 1.0
+                loss.start()
+                has_run = self._reference.run(lambda model: self._terms(model, rows, loss, rule))
+                expected_loss = float(loss.tally.loss)
+            if not has_run or not math.isfinite(expected_loss):
                 return None
+            buffers = {name: held.detach().clone() for name, held in model.named_buffers()}
             found_loss = self._train_part(rows, loss, rule)
-            errors = self._errors(expected_loss, found_loss)
+            errors = self._errors(expected_loss, found_loss, buffers)
         self._forget_gradients()
+        if errors is None:
+            return None
         self._judge(errors)
         return time.perf_counter() - started_s
 
-    def _train_reference(self, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> float | None:
-        self._reference.zero_grad()
-        try:
-            with loss.under(rule), torch.enable_grad():
-                loss.gradient_factor = 1.0
-                loss.start()
-                for inputs, targets in rows:
-                    piece = self._micro_batch((inputs, targets), len(rows), rule, copies=1)
-                    with compute_context(self._precision, self._mesh.world.device):
-                        term = loss.run(self._reference, inputs, piece)
-                    term.backward()  # type: ignore[no-untyped-call]
-                total = float(loss.tally.loss)
-        except Exception:  # a loss for split outputs alone, or a model for other batches
-            return None
-        return total if math.isfinite(total) else None
+    def _terms(self, model: nn.Module, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> Iterator[torch.Tensor]:
+        for inputs, targets in rows:
+            piece = self._micro_batch((inputs, targets), len(rows), rule, copies=1)
+            with compute_context(self._precision, self._mesh.world.device), torch.enable_grad():
+                term = loss.run(model, inputs, piece)
+            yield term
 
     def _train_part(self, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> float:
         self._forget_gradients()
@@ -191,26 +135,38 @@ class Verification:
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
 
-    def _errors(self, expected_loss: float, found_loss: float) -> dict[str, float]:
-        """Return how far the loss, each gradient and each buffer of this rank are off, by how much they may be."""
-        tolerance = _TOLERANCES.get(self._precision, _HALF)
-        errors = {"the loss": abs(found_loss - expected_loss) / max(abs(expected_loss), 1e-3) / tolerance.loss}
-        expected = {name: one.grad for name, one in self._reference.named_parameters() if one.grad is not None}
-        largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
-        for name, parameter in self._part.parameters.items():
-            if not parameter.requires_grad or not name:
-                continue
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found = self._whole(name, gradient.detach())
-            reference = expected.get(name, torch.zeros_like(found))
-            scale = max(float(reference.abs().max()) if reference.numel() else 0.0, _LARGEST_SCALE * largest, 1e-30)
-            off = float((found.float() - reference.float()).abs().max()) / scale if found.numel() else 0.0
-            errors[f"the gradient of {name}"] = off / tolerance.gradient
-        return errors | self._buffer_errors(tolerance)
+    def _errors(
+        self, expected_loss: float, found_loss: float, buffers: Mapping[str, torch.Tensor]
+    ) -> dict[str, float] | None:
+        """Return how far the loss, each gradient and each buffer of this rank are off, by how much they may be.
 
-    def _buffer_errors(self, tolerance: Tolerance) -> dict[str, float]:
-        normalized = tuple(f"{name}." for name in batch_norms(self._reference))
-        expected = dict(self._reference.named_buffers())
+        None where the gradients of the reference could not be had.
+        """
+        tolerance = _TOLERANCES.get(self._precision, _HALF)
+        gradients: dict[str, tuple[float, float]] = {}
+        largest = 0.0
+
+        def compare(name: str, expected: torch.Tensor | None) -> None:
+            nonlocal largest
+            held = self._part.parameters.get(name)
+            size = 0.0 if expected is None or not expected.numel() else float(expected.abs().max())
+            largest = max(largest, size)
+            if held is None or not held.requires_grad:
+                return
+            gradient = torch.zeros_like(held) if held.grad is None else held.grad
+            found = self._whole(name, gradient.detach()).float()
+            off = found if expected is None else found - expected.float().to(found.device)
+            gradients[name] = float(off.abs().max()) if off.numel() else 0.0, size
+
+        if not self._reference.compare(compare):
+            return None
+        errors = {"the loss": abs(found_loss - expected_loss) / max(abs(expected_loss), 1e-3) / tolerance.loss}
+        for name, (off, size) in gradients.items():
+            errors[f"the gradient of {name}"] = off / max(size, _LARGEST_SCALE * largest, 1e-30) / tolerance.gradient
+        return errors | self._buffer_errors(buffers, tolerance)
+
+    def _buffer_errors(self, expected: Mapping[str, torch.Tensor], tolerance: Tolerance) -> dict[str, float]:
+        normalized = tuple(f"{name}." for name in batch_norms(self._reference.model))
         errors = {}
         for name, found in self._part.buffers.items():
             reference = expected.get(name)

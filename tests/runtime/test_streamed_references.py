@@ -1,0 +1,134 @@
+"""A plan is checked in numbers also where no copy of the whole model fits: its blocks get their weights one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from rank_harness import RankHarness
+from test_first_step import DropoutLayer, batch_of, first_step, plain, prepared, ranked, with_layers
+from torch import nn
+from training_cases import Layer, loss_fn
+
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.step import references
+
+PLANS = {
+    "tp2": ParallelPlan(tp=2, micro_batch_size=4),
+    "pp2": ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2),
+    "zero bubble": ParallelPlan(pp=2, pipeline_schedule="zero_bubble", num_microbatches=2, micro_batch_size=2),
+    "zero1": ParallelPlan(dp=2, zero_stage=1, micro_batch_size=2),
+    "zero3, recompute": ParallelPlan(dp=2, zero_stage=3, micro_batch_size=2, recompute="full"),
+}
+
+
+@contextmanager
+def memory_for(model: nn.Module, *, whole: bool) -> Iterator[None]:
+    """Have as much free memory as a copy of `model` needs, or one byte of it too little for all weights."""
+    size = sum(map(references._size_bytes, model.parameters())) - (not whole)
+    before = references._SHARE_OF_MEMORY, references._free_bytes
+    references._SHARE_OF_MEMORY, references._free_bytes = 1.0, lambda mesh: references._COPIES * size
+    try:
+        yield
+    finally:
+        references._SHARE_OF_MEMORY, references._free_bytes = before
+
+
+class CountingLayer(Layer):
+    """Writes a buffer and reads it, as routers do that correct themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return super().forward(hidden, scale) * (1 + 0.1 * self.seen)
+
+
+def tied() -> nn.Module:
+    """Return a model whose blocks share a part with each other, and one with the model."""
+    model: Any = plain()
+    model.layers[1].norm = model.layers[0].norm
+    model.layers[3].norm = model.norm
+    return model
+
+
+def failing_at(number: int) -> Callable[[Any, Any], torch.Tensor]:
+    """Return a loss that has too little memory at its call `number`, on the last rank alone."""
+    calls: list[int] = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == number and torch.distributed.get_rank():
+            raise torch.OutOfMemoryError("too little memory")
+        return loss_fn(outputs, targets)
+
+    return loss
+
+
+def verified() -> dict[str, str]:
+    said = {}
+    for name, plan in PLANS.items():
+        with memory_for(plain(), whole=False):
+            said[f"{name}, wrong"] = first_step(plan, ranked)
+            said[f"{name}, right"] = first_step(plan)
+            said[f"{name}, dropout"] = first_step(plan, lambda: with_layers(DropoutLayer))
+        with memory_for(tied(), whole=False):
+            said[f"{name}, tied"] = first_step(plan, tied)
+    for name in ("tp2", "zero3, recompute"):
+        with memory_for(plain(), whole=False):
+            said[f"{name}, counting"] = first_step(PLANS[name], lambda: with_layers(CountingLayer))
+    return said
+
+
+def streamed_names(*, whole: bool) -> set[str]:
+    """Return the blocks that a reference streams."""
+    with memory_for(plain(), whole=whole):
+        engine = prepared(PLANS["zero1"])
+    verification = engine._batches._first_step._verification
+    assert verification is not None
+    return set(verification._reference._streamed)
+
+
+def chosen() -> tuple[set[str], set[str]]:
+    return streamed_names(whole=True), streamed_names(whole=False)
+
+
+def given_up() -> list[float]:
+    """Return the losses of steps whose check finds too little memory on one rank."""
+    losses = []
+    for number in (1, 2):
+        with memory_for(plain(), whole=False):
+            engine = prepared(PLANS["tp2"], loss_fn=failing_at(number))
+        losses.append(float(engine.step(*batch_of(PLANS["tp2"]))))
+    return losses
+
+
+@pytest.mark.ranks
+def test_a_model_of_which_no_copy_fits_is_checked_by_one_block_at_a_time(ranks: RankHarness) -> None:
+    words = "UnsupportedPlanError: this model does not train under '"
+    for said in ranks.run(verified, size=2):
+        for case, text in said.items():
+            if case.endswith("wrong"):
+                assert text.startswith(words), case
+                assert text.endswith("unchanged=True, steps=0"), case
+            else:
+                assert text == "no error unchanged=False, steps=1", case
+
+
+@pytest.mark.ranks
+def test_blocks_are_streamed_only_where_the_whole_model_does_not_fit(ranks: RankHarness) -> None:
+    for whole, streamed in ranks.run(chosen, size=2):
+        assert whole == set()
+        assert streamed == {f"layers.{index}" for index in range(4)}
+
+
+@pytest.mark.ranks
+def test_a_check_without_the_memory_for_it_lets_the_training_go_on(ranks: RankHarness) -> None:
+    (first, second), (_, other) = ranks.run(given_up, size=2)
+    assert first == second == other
