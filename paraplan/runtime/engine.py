@@ -22,14 +22,9 @@ from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.export import export_weights
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.peers import Call, Peers
-from paraplan.runtime.predictions import evaluation_mode, predict
+from paraplan.runtime.predictions import Predictor, evaluation_mode
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.split.pieces import Place
-from paraplan.runtime.step.batches import (
-    batch_size,
-    split_batch,
-    to_device,
-)
 from paraplan.runtime.step.clipping import scale_gradients
 from paraplan.runtime.step.division import StepShape
 from paraplan.runtime.step.gradients import GradientFinish
@@ -74,6 +69,7 @@ class Engine:
         self._losses = LossWatch(mesh.world)
         self._totals = TotalsOverRanks(mesh)
         self._batches = MicroBatching(part, shape, equipment.checking, self._peers, plan=plan, mesh=mesh)
+        self._predictor = Predictor(part, plan, mesh, self._batches)
         equipment.checking = replace(equipment.checking, reference=None)
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
@@ -228,17 +224,23 @@ class Engine:
             return totals.loss
 
     def predict(self, inputs: Any) -> Any:
-        """Return what the model returns for this rank's share of a global batch, as one process would, without a graph.
+        """Return what the model returns for this rank's share of a batch of any size, as one process, without a graph.
 
         Every rank calls it. Dropout is off. Tensors are whole on every rank: logits, tokens, and all stages have them.
-        Caches and other objects are left out (None). Raises `UsageError` where a share does not divide as the plan
-        says, or the outputs of micro-batches cannot be joined along their first dimension.
+        Caches and other objects are left out (None). Raises `UsageError` where the outputs of micro-batches cannot be
+        joined along their first dimension.
         """
-        with self._explained("predict"), evaluation_mode(self._part.module):
-            sizes = self._batches.meet("predict", batch_size(inputs, None))
-            division = self._batches.divider.divide(sizes, is_step=False)
-            pieces = split_batch(to_device(inputs, self._mesh.world.device), None, division)
-            return self._guarded(lambda: predict(self._part.execution, pieces, self._mesh))
+        with self._explained("predict"):
+            return self._guarded(lambda: self._predictor.predict(inputs))
+
+    def generate(self, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """Return what the model's own `generate` returns for these arguments and this rank's share, as one process.
+
+        Every rank calls it. Each token is a run of the whole sequence, without a cache. Sampling draws the same on all
+        ranks that hold one copy of the model. Raises `UsageError` for a model without `generate`.
+        """
+        with self._explained("predict"):
+            return self._guarded(lambda: self._predictor.generate(inputs, (arguments, options)))
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write the state of the training to `folder`, which any plan can load.

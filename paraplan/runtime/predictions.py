@@ -14,12 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.generation import Options, generate
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.split.outputs import map_outputs, numbered_outputs
 from paraplan.runtime.split.split_tensor import SplitTensor
-from paraplan.runtime.step.batches import MicroBatch, is_of_batch
+from paraplan.runtime.step.batches import MicroBatch, batch_size, is_of_batch, split_batch, to_device
 from paraplan.runtime.step.execution import Execution
 from paraplan.runtime.step.loss import LossRule
+from paraplan.runtime.step.micro_batching import MicroBatching
 
 
 @contextmanager
@@ -32,6 +36,35 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, was_training in modes.items():
             part.training = was_training
+
+
+class Predictor:
+    """What the model of one engine returns, without a graph and without dropout, on every rank as in one process."""
+
+    def __init__(self, part: RankPart, plan: ParallelPlan, mesh: Mesh, batches: MicroBatching) -> None:
+        self._part = part
+        self._plan = plan
+        self._mesh = mesh
+        self._batches = batches
+
+    def predict(self, inputs: Any) -> Any:
+        """Return what the model returns for `inputs`, which are the share of this rank; see `Engine.predict`."""
+        division = self._batches.divider.divide_any(self._batches.meet("predict", batch_size(inputs, None)))
+        pieces = split_batch(to_device(inputs, self._mesh.world.device), None, division)
+        with evaluation_mode(self._part.module):
+            return predict(self._part.execution, pieces, self._mesh)
+
+    def generate(self, inputs: Any, options: Options) -> Any:
+        """Return what the model's own `generate` returns for `inputs`; see `Engine.generate`."""
+        splits_tokens = self._plan.sequence_parallel and self._plan.tp > 1
+        return generate(
+            self._part.model or self._part.module,
+            self.predict,
+            to_device(inputs, self._mesh.world.device),
+            mesh=self._mesh,
+            tokens_multiple=self._plan.cp * (self._plan.tp if splits_tokens else 1),
+            options=options,
+        )
 
 
 def predict(execution: Execution, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> Any:

@@ -29,6 +29,7 @@ class RankPart:
     repeated: frozenset[str] = frozenset()
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     reductions: tuple[ReplicaReduction, ...] = ()
+    model: nn.Module | None = None
 
     def optimized(self) -> list[nn.Parameter]:
         """Return the parameters that an optimizer is made for.

@@ -209,6 +209,7 @@ def _rank_part(
     _share_buffers(pieces)
     return RankPart(
         module=modules[0] if len(modules) == 1 else nn.ModuleList(modules),
+        model=modules[0].model,
         parameters=parameters,
         buffers={name: value for piece in pieces for name, value in piece.buffers.items()},
         execution=execution,

@@ -85,6 +85,19 @@ class StepDivider:
             multiple=shape.multiple,
         )
 
+    def divide_any(self, sizes: list[int]) -> Division:
+        """Return how shares of any sizes are cut that nothing is trained on, in pieces no larger than the plan's."""
+        shape = self._shape
+        self._check_copies(sizes)
+        if not max(sizes):
+            raise UsageError("this call has no sequence on any rank", hint="give the engine a batch")
+        return divide_short(
+            sizes,
+            micro_batch_size=shape.micro_batch_size or -(-max(sizes) // shape.num_microbatches),
+            min_count=shape.min_microbatches,
+            multiple=shape.multiple,
+        )
+
     def _check_copies(self, sizes: list[int]) -> None:
         """Raise `UsageError` where ranks that hold parts of one copy of the model bring batches of different sizes."""
         by_copy: dict[int, int] = {}
