@@ -45,6 +45,7 @@ from paraplan.runtime.several_optimizers import (
 from paraplan.runtime.step.batches import TargetCount
 from paraplan.runtime.step.division import StepShape
 from paraplan.runtime.step.forward_state import BatchStatistics
+from paraplan.runtime.step.global_batch import check_gathers
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.micro_batching import Checking
@@ -127,6 +128,7 @@ class Job:
         weights: str | Path | None = None,
         batch_statistics: BatchStatistics = "global",
         verify: Verify = "auto",
+        gather_outputs: bool = False,
         find_unused: bool = False,
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
@@ -148,6 +150,7 @@ class Job:
             weights=weights,
             batch_statistics=batch_statistics,
             verify=verify,
+            gather_outputs=gather_outputs,
             find_unused=find_unused,
         )
         return self.prepare_with(model, options)
@@ -183,6 +186,7 @@ class Job:
                     precision=self.precision,
                     count_targets=options.count_targets,
                     batch_statistics=options.batch_statistics,
+                    gathers=options.gather_outputs,
                     reference=reference,
                     agreement=self._agreement(),
                 ),
@@ -218,6 +222,8 @@ class Job:
         """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
+        if options.gather_outputs:
+            check_gathers(plan)
         share_weights(model, self.world)
         names = names_of_ties(model)
         reference = reference_of(model, plan, self.mesh, options.verify)

@@ -49,5 +49,7 @@ class TrainingOptions:
 
     "auto" does so where the plan changes the model and a copy of it is small beside the free memory, "full" always.
     """
+    gather_outputs: bool = False
+    """Whether `loss_fn` gets outputs and targets of the global batch, whose sequences it compares (contrastive)."""
     find_unused: bool = False
     """Whether some parameters take no part in some steps, under ZeRO or a pipeline; DDP needs no word of it."""

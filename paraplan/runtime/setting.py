@@ -8,6 +8,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split.trial import seen_through
+from paraplan.runtime.step.global_batch import GlobalBatch
 from paraplan.runtime.step.loss import LossFunction, StepLoss
 
 
@@ -37,5 +38,5 @@ class Setting:
         """Return the setting of a training by `loss_fn`, which sees split outputs under tp and cp."""
         if plan.tp * plan.cp > 1:
             loss_fn = seen_through(loss_fn)
-        loss = StepLoss(loss_fn, mesh.world.device)
+        loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh))
         return cls(plan=plan, mesh=mesh, precision=precision, loss=loss, find_unused=find_unused)

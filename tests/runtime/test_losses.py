@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from training_cases import TOKENS, VOCABULARY, Decoder
 
 from paraplan import runtime
-from paraplan.errors import ParaplanError, UsageError
+from paraplan.errors import ParaplanError, UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.engine import Engine
 
@@ -383,6 +384,7 @@ def over_the_deviation(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
     return plain_mean(logits, targets) / logits.std()
 
 
+TWO_STAGES = ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2)
 REFUSED = {"contrastive": contrastive, "balance": balance, "over_the_deviation": over_the_deviation}
 
 
@@ -404,6 +406,13 @@ def test_a_loss_that_does_not_add_up_over_the_parts_of_a_batch_is_refused(name: 
     assert "does not add up over the parts of a batch, which dp=1 x num_microbatches=2 divides" in said
     assert "return (loss_sum, count) from loss_fn" in said
     assert refusal(prepared(REFUSED[name], cut_into(1)), batch_of(2)) == "no error"
+
+
+@pytest.mark.parametrize("plan", [cut_into(2), TWO_STAGES], ids=["micro-batches", "stages"])
+def test_outputs_are_gathered_only_where_they_are_there_together(plan: ParallelPlan) -> None:
+    job = runtime.init(ParallelPlan(), shows_progress=False)
+    with pytest.raises(UnsupportedPlanError, match="gather_outputs needs the outputs of a whole step at once"):
+        replace(job, plan=plan).prepare(model_of(), loss_fn=contrastive, optimizer=sgd, gather_outputs=True)
 
 
 def test_a_loss_that_becomes_something_else_is_refused() -> None:
@@ -441,7 +450,6 @@ def test_means_over_other_numbers_of_targets_are_refused_where_these_are_in_no_p
 
 
 DIVIDED = ("ignored", "masked_sum", "read_count", "picked", "with_z_loss", "without_nan", "summed", "sum_and_count")
-TWO_STAGES = ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2)
 
 
 def losses_on_ranks() -> tuple[dict[str, Any], list[Any], dict[str, str]]:
@@ -455,6 +463,48 @@ def losses_on_ranks() -> tuple[dict[str, Any], list[Any], dict[str, str]]:
     refused = {name: refusal(prepared(loss, plan), share_of(batch_of(2), plan)) for name, loss in REFUSED.items()}
     refused["stages"] = refusal(prepared(balance, TWO_STAGES), batch_of(2))
     return losses, metrics, refused
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """Have `model` return a loss of its batch beside its outputs."""
+    plain_forward = model.forward
+    model.forward = lambda ids: (out := plain_forward(ids), contrastive(out, {}))  # type: ignore[method-assign]
+    return model
+
+
+def gathered_losses() -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what losses over the global batch come to under plans of data parallelism, and what is refused."""
+    found, refused = {}, {}
+    for plan in (cut_into(1, dp=2), cut_into(1, dp=2, zero_stage=3)):
+        for name, loss in REFUSED.items():
+            engine = prepared(loss, plan, gather_outputs=True)
+            batch = share_of(batch_of(2), plan)
+            losses = engine.eval_step(*batch).item(), engine.step(*batch).item()
+            gradients = {key: engine.whole(key, value.grad) for key, value in engine.parameters.items()}
+            found[f"{name} {plan.zero_stage}"] = (*losses, gradients)
+        options = {"gather_outputs": True, "verify": "off"}
+        own = prepared(lambda outputs, _: outputs[1], plan, inside(model_of()), **options)
+        refused[f"in the model {plan.zero_stage}"] = refusal(own, batch)
+    uneven = prepared(contrastive, plan, gather_outputs=True)
+    rank = torch.distributed.get_rank()
+    refused["uneven"] = refusal(uneven, (batch[0][rank:], {key: value[rank:] for key, value in batch[1].items()}))
+    whole = prepared(contrastive, ParallelPlan(tp=2, micro_batch_size=4), gather_outputs=True)
+    found["contrastive tp"] = (*[whole.step(*batch_of(2)).item()] * 2, {})
+    return found, refused
+
+
+@pytest.mark.ranks
+def test_a_loss_over_the_global_batch_is_that_of_one_process_where_its_outputs_are_gathered(ranks: RankHarness) -> None:
+    for found, refused in ranks.run(gathered_losses, size=2):
+        for case, values in found.items():
+            model, (inputs, targets) = model_of(), batch_of(2)
+            loss = REFUSED[case.split()[0]](model(inputs), targets)
+            loss.backward()
+            gradients = {key: value.grad for key, value in model.named_parameters() if key in values[2]}
+            assert_same(values, (loss.item(), gradients), case)
+        assert "gather_outputs, and the ranks have [2, 1] sequences" in refused.pop("uneven")
+        for said in refused.values():
+            assert "where its outputs are gathered from dp=2 ranks: loss_fn does not compute it" in said
 
 
 @pytest.mark.ranks

@@ -18,6 +18,7 @@ from paraplan.runtime.step.trials import (
     check_same_batch,
     gathered_numbers,
     global_sequences,
+    joined,
     modes,
     two_sequences,
 )
@@ -39,6 +40,7 @@ class FirstStep:
         mesh: Mesh,
         statistics: BatchStatistics,
         verification: Verification | None,
+        gathers: bool = False,
     ) -> None:
         self.rule: LossRule | None = None
         self._module = part.module
@@ -47,6 +49,7 @@ class FirstStep:
         self._mesh = mesh
         self._statistics = statistics
         self._verification = verification
+        self._gathers = gathers
         self._state = ForwardState(part.module, mesh)
         self._is_steady: bool | None = None
         self._tries = 0
@@ -73,7 +76,7 @@ class FirstStep:
                 self._look(known, needs_rule and pieces is not None, verification, global_sequences(sizes, self._mesh))
         if not is_divided:
             return LossRule(kind="whole")
-        return self.rule or LossRule(kind="sequences")
+        return self.rule or LossRule(kind="gathered" if self._gathers else "sequences")
 
     def reload(self, folder: Path) -> None:
         """Take note that the checkpoint in `folder` was loaded."""
@@ -92,13 +95,14 @@ class FirstStep:
         if needs_rule:
             self._state.find(self._probe, pieces, self._plan, statistics=self._statistics)
             with modes(self._module, training=None if is_steady else False, batch_norm_training=False):
-                is_strict = self._statistics == "global" or not self._state.is_written
-                self.rule = self._probe.find((pieces[0], pieces[1]), num_sequences=num_sequences, is_strict=is_strict)
+                self.rule = self._rule_of((pieces[0], pieces[1]), num_sequences)
         if verification is None:
             return
         if not verification.is_current():
             self._verification = None
             return
+        if self._gathers and len(pieces) > 1:
+            pieces = [joined(pieces[0], pieces[1])]
         rule = self.rule if self.rule is not None and self.rule.kind == "counted" else LossRule(kind="sum")
         taken_s = verification.check(pieces, rule, trains=is_steady)
         if taken_s is None and verification.can_run_again and self._tries < _MOST_TRIES:
@@ -110,6 +114,12 @@ class FirstStep:
             if taken_s is not None:
                 said = f"the plan trains like one process, checked in {taken_s:.1f} s"
             sys.stderr.write(f"paraplan: {said}\n")
+
+    def _rule_of(self, pieces: tuple[Piece, Piece], num_sequences: int) -> LossRule:
+        is_strict = self._statistics == "global" or not self._state.is_written
+        if self._gathers:
+            return self._probe.check_gathered(pieces)
+        return self._probe.find(pieces, num_sequences=num_sequences, is_strict=is_strict)
 
     def _steady(self, piece: Piece) -> bool:
         """Return whether the model gives the same for the same in training: whether nothing in it is random."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -21,14 +21,16 @@ from paraplan.runtime.split.context_parallel import context_error
 from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.split_tensor import CONTEXT, SplitError
 from paraplan.runtime.step.batches import MicroBatch, call_model
+from paraplan.runtime.step.global_batch import GlobalBatch
 from paraplan.runtime.step.loss_counts import LossFollower, Mean, Number, Sum, Term
 
 LossFunction = Callable[[Any, Any], Any]
-LossKind = Literal["whole", "sum", "sequences", "targets", "counted", "probe"]
+LossKind = Literal["whole", "gathered", "sum", "sequences", "targets", "counted", "probe"]
 
 HINT = (
     "return (loss_sum, count) from loss_fn: the sum over the micro-batch, and over how many targets it goes; "
-    "or use a plan of one rank of dp and one micro-batch"
+    "where it compares sequences, job.prepare(gather_outputs=True) gives it the outputs of the global batch; or use a "
+    "plan of one rank of dp and one micro-batch"
 )
 
 
@@ -37,6 +39,7 @@ class LossRule:
     """How much the loss of a micro-batch counts in that of the step.
 
     - whole: the batch is not divided, its loss is the loss.
+    - gathered: so it is, once the outputs of all ranks have been brought together.
     - sum: the loss is a sum over sequences, and so is that of the batch.
     - sequences: a mean that counts as many as the micro-batch has sequences.
     - targets: a mean that counts what `count_targets` says; known before the model runs.
@@ -111,12 +114,13 @@ class StepLoss:
     means over ranks, and holds the loss scale of fp16.
     """
 
-    def __init__(self, loss_fn: LossFunction, device: torch.device) -> None:
+    def __init__(self, loss_fn: LossFunction, device: torch.device, batch: GlobalBatch | None = None) -> None:
         self.rule = LossRule(kind="whole")
         self.gradient_factor = 1.0
         self.tally = Tally.empty(device)
         self.loss_fn = loss_fn
         self._device = device
+        self._batch = batch
 
     def start(self) -> None:
         """Begin a new tally."""
@@ -168,6 +172,11 @@ class StepLoss:
         watches: AbstractContextManager[Any] = nullcontext() if follower is None else follower
         with watches if self.rule.in_model else nullcontext():
             outputs = call_model(model, inputs)
+        if self.rule.kind == "gathered":
+            assert self._batch is not None
+            size = micro_batch.num_sequences
+            outputs, targets = self._batch.join(outputs, micro_batch.targets, num_sequences=size)
+            micro_batch = replace(micro_batch, targets=targets)
         with watches:
             return self._read(outputs, micro_batch, follower)
 

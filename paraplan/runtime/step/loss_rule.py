@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -114,6 +115,29 @@ class LossProbe:
         if returned[0] is not None:
             own = self._finding([one for one in returned if one is not None], pieces, in_model=in_model)
         return self._agreed(own, num_sequences=num_sequences, is_strict=is_strict)
+
+    def check_gathered(self, pieces: tuple[Piece, Piece]) -> LossRule:
+        """Return the rule of a loss over the global batch, once it has been seen to be one.
+
+        Ranks have either piece in turns. Raises `UnsupportedPlanError` where the loss from their outputs is another one
+        than that of the same batch on one rank.
+        """
+        copies = self._mesh.size("dp")
+        rule, loss = LossRule(kind="gathered"), self._execution.loss
+        own = pieces[self._mesh.coordinate("dp") % 2]
+        with nothing_changed(self._module), loss.under(rule), not_compiled():
+            self._execution.evaluate([MicroBatch(*own, num_sequences=1, weight=1.0)])
+            found = float(loss.tally.loss)
+        returned = self.value(reduce(joined, [pieces[index % 2] for index in range(copies)]))
+        assert returned is not None
+        together = _Finding("whole", True, float(returned.value), found)
+        if not all(row[0] for row in gathered_numbers([float(self._fits(together))], self._mesh)):
+            raise UnsupportedPlanError(
+                f"the loss of a batch is {together.together:.8g}, and {found:.8g} where its outputs are gathered from "
+                f"dp={copies} ranks: loss_fn does not compute it from the outputs alone",
+                hint="compute the loss in loss_fn, from what the model returns for each sequence",
+            )
+        return rule
 
     def value(
         self, piece: Piece, *, in_model: bool = False, seed: int | None = None, seen: Callable[[], None] | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement
@@ -44,7 +45,8 @@ from paraplan.runtime.step.verification import Verification
 class Checking:
     """How the first batch is checked: `reference` is the model itself, None where the plan is not checked by it.
 
-    `agreement` brings all ranks out of a check together. `has_values` is False where tensors have none.
+    `agreement` brings all ranks out of a check together. `has_values` is False where tensors have none. `gathers`: the
+    loss is one of the global batch, not of its parts.
     """
 
     precision: TrainingPrecision = "fp32"
@@ -53,6 +55,7 @@ class Checking:
     reference: Reference | None = None
     agreement: Agreement | None = None
     has_values: bool = True
+    gathers: bool = False
 
 
 class MicroBatching:
@@ -89,6 +92,11 @@ class MicroBatching:
         sizes = self.meet(call, batch_size(inputs, targets))
         division = self.divider.divide(sizes, is_step=call == "step")
         inputs, targets = to_device(inputs, device), to_device(targets, device)
+        if self._checking.gathers and division.count > 1:
+            raise UsageError(
+                f"gather_outputs, and the ranks have {sizes} sequences: their outputs cannot be joined",
+                hint="give each rank as many, in one micro-batch; job.shard does",
+            )
         rule = self._rule(call, division, (inputs, targets), sizes, guarded)
         pieces = split_batch(inputs, targets, division)
         if rule.kind == "counted":
@@ -99,6 +107,8 @@ class MicroBatching:
             if self._mesh.group("dp") is not None:
                 dist.all_reduce(total, group=self._mesh.group("dp"))
             return weigh(pieces, counts / total.clamp(min=torch.finfo(total.dtype).tiny)), rule
+        if rule.kind == "gathered":
+            return weigh(pieces, [1.0 / self._mesh.size("dp")]), rule
         whole = global_sequences(sizes, self._mesh) if rule.kind == "sequences" else 1
         each = [piece.num_sequences if rule.kind == "sequences" else float(piece.num_sequences > 0) for piece in pieces]
         return weigh(pieces, [count / whole for count in each]), rule
@@ -154,4 +164,12 @@ def _first_step(
         verification = Verification(
             checking.reference, part, plan=plan, mesh=mesh, precision=checking.precision, whole=whole
         )
-    return FirstStep(part, probe, plan=plan, mesh=mesh, statistics=checking.batch_statistics, verification=verification)
+    return FirstStep(
+        part,
+        probe,
+        plan=plan,
+        mesh=mesh,
+        statistics=checking.batch_statistics,
+        verification=verification,
+        gathers=checking.gathers,
+    )

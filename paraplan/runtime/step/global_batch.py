@@ -1,0 +1,71 @@
+"""Outputs and targets of the global batch on every rank, for losses that compare its sequences with each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.split.group import TensorGroup, gather_to_ranks
+from paraplan.runtime.split.outputs import map_outputs
+from paraplan.runtime.split.split_tensor import SplitTensor
+from paraplan.runtime.step.batches import is_of_batch
+
+
+def check_gathers(plan: ParallelPlan) -> None:
+    """Raise `UnsupportedPlanError` for a plan under which the outputs of a batch are never there together."""
+    if plan.pp > 1 or plan.num_microbatches > 1:
+        raise UnsupportedPlanError(
+            f"gather_outputs needs the outputs of a whole step at once, and the plan has pp={plan.pp} and "
+            f"num_microbatches={plan.num_microbatches}",
+            hint="use pp=1 and one micro-batch a step; recompute=full saves the memory that smaller ones would",
+        )
+
+
+class GlobalBatch:
+    """Joins what the ranks of `dp` have, in their order, which is that of the sequences in the global batch."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._group = TensorGroup(size=mesh.size("dp"), index=mesh.coordinate("dp"), handle=mesh.group("dp"))
+
+    def join(self, outputs: Any, targets: Any, *, num_sequences: int) -> tuple[Any, Any]:
+        """Return `outputs` and `targets` of all ranks of `dp`, which have `num_sequences` each.
+
+        Gradients go back to the rank that an output is from, summed over the ranks. Tensors without an entry for each
+        sequence stay as they are. Raises `UsageError` where no output has one.
+        """
+        if self._group.size == 1:
+            return outputs, targets
+        joined = 0
+
+        def join_output(_: int, tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal joined
+            if isinstance(tensor, SplitTensor):
+                raise UnsupportedPlanError(
+                    "gather_outputs, and the ranks of tp or cp hold a part each of what the model returns",
+                    hint="return tensors that are whole (pooled embeddings, say), or use tp=1 and cp=1",
+                )
+            if not tensor.ndim or tensor.shape[0] != num_sequences:
+                return tensor
+            joined += 1
+            return self._join(tensor)
+
+        outputs = map_outputs(join_output, outputs)
+        if not joined:
+            raise UsageError(
+                f"gather_outputs, but the model returns no tensor with an entry for each of {num_sequences} sequences",
+                hint="return what loss_fn compares, with the batch first",
+            )
+        targets = pytree.tree_map(lambda leaf: self._join(leaf) if is_of_batch(leaf) else leaf, targets)
+        return outputs, targets
+
+    def _join(self, tensor: torch.Tensor) -> torch.Tensor:
+        cut = Cut(dim=0, segments=(tensor.shape[0] * self._group.size,), size=self._group.size)
+        if tensor.dtype == torch.bool:
+            return gather_to_ranks(tensor.view(torch.uint8), cut, self._group).view(torch.bool)
+        return gather_to_ranks(tensor, cut, self._group)
