@@ -98,13 +98,22 @@ def _replica_mesh(grid: RankGrid, device_mesh: DeviceMesh, world: World) -> Devi
     return _made(world, torch.tensor(groups), ("rest", "replicas"))["replicas"]
 
 
+def _with_timeout(world: World) -> tuple[str | None, Any]:
+    """Return the backend of a group with the timeout of the default group."""
+    timeout = default_timeout(world.device)
+    if timeout is None:
+        return None, None
+    is_gpu = world.device.type == "cuda"
+    # torch's annotations lack both.
+    options: Any = dist.ProcessGroupNCCL.Options() if is_gpu else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    return ("nccl" if is_gpu else "gloo"), options
+
+
 def _made(world: World, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh of `ranks`. Its groups have the timeout of the default group, which torch gives to that alone."""
     options: list[Any] = [(None, None)] * ranks.ndim
-    timeout = default_timeout() if world.device.type == "cpu" else None
     for axis, size in enumerate(ranks.shape):
-        if timeout is not None and size < world.size:  # an axis of all ranks is the default group
-            gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations lack it
-            gloo._timeout = timeout
-            options[axis] = ("gloo", gloo)
+        if size < world.size:  # an axis of all ranks is the default group
+            options[axis] = _with_timeout(world)
     return DeviceMesh(world.device.type, ranks, mesh_dim_names=names, backend_override=tuple(options))

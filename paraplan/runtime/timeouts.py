@@ -269,11 +269,11 @@ def _ranks_of(*, name: str = "", description: str = "") -> tuple[int, ...]:
     return ()
 
 
-def default_timeout() -> timedelta | None:
-    """Return after what time collectives of the default group on the CPU fail; None without gloo."""
-    if "gloo" not in str(dist.get_backend_config()):
+def default_timeout(device: torch.device) -> timedelta | None:
+    """Return after what time collectives of the default group on `device` fail; None without gloo or NCCL there."""
+    if ("nccl" if device.type == "cuda" else "gloo") not in str(dist.get_backend_config()):
         return None
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
     timeout: timedelta = backend.options._timeout
     return timeout
 

@@ -16,6 +16,7 @@ from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.step.reports import RunWatch, StepReport, Yardstick
+from paraplan.runtime.step.step_clock import HostClock
 
 PIPELINE = ParallelPlan(dp=2, pp=2, pipeline_schedule="1f1b", micro_batch_size=3, num_microbatches=2)
 
@@ -70,10 +71,16 @@ def test_rank_0_is_given_reports_with_the_metrics_of_the_global_batch(ranks: Ran
     assert lines[1]["metrics"] == reports[2].metrics
 
 
+class UnreadClock(HostClock):
+    def times_s(self) -> list[float]:
+        raise AssertionError("the clock was waited for")
+
+
 def test_a_step_that_is_not_reported_is_not_waited_for(tmp_path: Path) -> None:
     watch = RunWatch(
         device=torch.device("cuda"), yardstick=Yardstick(num_ranks=1), metrics=tmp_path / "lines", metrics_every=4
     )
+    watch.clock = UnreadClock()
     watch.callbacks.append((5, lambda report: None))
     for step in (1, 2, 3, 6):
         watch.begin()

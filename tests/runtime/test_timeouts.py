@@ -130,7 +130,7 @@ def _timeouts_of_groups() -> list[timedelta]:
     plan = ParallelPlan(dp=2, tp=2, zero_stage=1)
     mesh = runtime.init(plan, timeout_s=321).mesh
     groups: list[Any] = [dist.group.WORLD, mesh.group("dp"), mesh.group("tp")]
-    assert default_timeout() == timedelta(seconds=321)
+    assert default_timeout(torch.device("cpu")) == timedelta(seconds=321)
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 

@@ -19,16 +19,36 @@ class DivergedError(ParaplanError):
 
 @dataclass(frozen=True)
 class _Step:
+    """The loss of one step. On a GPU `mean` is on its way to the host, and there when `is_copied` has happened."""
+
     step: int
     mean: torch.Tensor
     own: torch.Tensor
+    is_copied: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, step: int, mean: torch.Tensor, own: torch.Tensor) -> _Step:
+        if not mean.is_cuda:
+            return cls(step, mean, own)
+        on_host = torch.empty(mean.shape, dtype=mean.dtype, pin_memory=True)
+        on_host.copy_(mean.detach(), non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return cls(step, on_host, own, copied)
+
+    def value(self) -> torch.Tensor:
+        """Return the mean; waits for its own step and for nothing that was started since."""
+        if self.is_copied is not None:
+            self.is_copied.synchronize()
+        return self.mean
 
 
 class LossWatch:
     """The losses of the last steps, looked at before weights made with it are used or kept.
 
-    On a CPU that is at once. On a GPU it is two steps later, when that step is done: looking earlier would make the GPU
-    wait for the host. No checkpoint is written and nothing is evaluated before all losses were looked at.
+    On a CPU that is at once. On a GPU the loss is copied to the host behind its step, and looked at two steps later:
+    meanwhile the GPU has the next step to do. No checkpoint is written and nothing is evaluated before all losses were
+    looked at.
     """
 
     def __init__(self, world: World) -> None:
@@ -39,7 +59,7 @@ class LossWatch:
         """Watch the loss of `step`: `mean` over all ranks, `own` of this rank. Without `is_read` it has no value."""
         if not is_read:
             return
-        self._waiting.append(_Step(step=step, mean=mean, own=own))
+        self._waiting.append(_Step.of(step, mean, own))
         if self._world.device.type == "cpu":
             self.check()
 
@@ -47,7 +67,7 @@ class LossWatch:
         """Raise `DivergedError` on every rank where a loss, but the last `keep`, is infinite or no number."""
         while len(self._waiting) > keep:
             waiting = self._waiting.pop(0)
-            if not bool(waiting.mean.isfinite()):
+            if not bool(waiting.value().isfinite()):
                 self._waiting.clear()
                 self._fail(waiting)
 

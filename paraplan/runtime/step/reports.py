@@ -20,6 +20,7 @@ from paraplan.hardware.profile_files import find_gpu
 from paraplan.plan.files import PlannedEstimate
 from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record
+from paraplan.runtime.step.step_clock import StepClock, clock_of
 from paraplan.units import format_bytes, format_count, format_seconds
 
 _SECONDS_BETWEEN_LINES = 0.25
@@ -111,16 +112,17 @@ class RunWatch:
     callbacks: list[tuple[int, StepCallback]] = field(default_factory=list)
     terminal: TextIO | None = None
     total_steps: int | None = None
-    step_times_s: list[float] = field(default_factory=list)
+    clock: StepClock | None = None
     last: StepReport | None = None
-    _started_s: float = 0.0
-    _num_unread: int = 0
+    _num_read: int = 0
     _shown_s: float = 0.0
     _is_line_open: bool = False
 
     def begin(self) -> None:
         """Take note of the start of a step."""
-        self._started_s = time.perf_counter()
+        if self.clock is None:
+            self.clock = clock_of(self.device)
+        self.clock.begin()
 
     def end(
         self,
@@ -140,15 +142,14 @@ class RunWatch:
         draws = self._is_bar_due(step)
         called = [callback for every, callback in self.callbacks if step % every == 0]
         is_due = writes or draws or bool(called)
-        value = loss.item() if is_due or self.device.type == "cpu" else None  # waits for the device
-        self.step_times_s.append(time.perf_counter() - self._started_s)
-        self._num_unread += 1
-        if value is None:
-            return
-        step_time_s = statistics.fmean(self.step_times_s[-self._num_unread :])
-        self._num_unread = 0
+        assert self.clock is not None
+        self.clock.end()
         if not is_due:
             return
+        value = loss.item()  # waits for the device
+        times_s = self.clock.times_s()
+        step_time_s = statistics.fmean(times_s[self._num_read :])
+        self._num_read = len(times_s)
         self.last = StepReport(
             step=step,
             loss=value,
@@ -175,11 +176,13 @@ class RunWatch:
         line = self.comparison()
         if line is not None:
             sys.stderr.write(f"paraplan: {line}\n")
-        self.step_times_s.clear()
+        self.clock, self._num_read = None, 0
 
     def comparison(self) -> str | None:
         """Return step time and memory, measured against predicted; None without a prediction or without a step."""
-        estimate, times = self.yardstick.estimate, self.step_times_s[_WARM_STEPS:] or self.step_times_s
+        estimate = self.yardstick.estimate
+        measured = [] if self.clock is None or estimate is None else self.clock.times_s()
+        times = measured[_WARM_STEPS:] or measured
         if estimate is None or not times:
             return None
         measured_s = statistics.median(times)
