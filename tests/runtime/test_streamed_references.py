@@ -52,10 +52,11 @@ class CountingLayer(Layer):
 
 
 def tied() -> nn.Module:
-    """Return a model whose blocks share a part with each other, and one with the model."""
+    """Return a model whose blocks share a part with each other and one with the model, a frozen one among them."""
     model: Any = plain()
     model.layers[1].norm = model.layers[0].norm
     model.layers[3].norm = model.norm
+    model.layers[2].requires_grad_(False)
     return model
 
 

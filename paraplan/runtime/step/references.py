@@ -156,6 +156,7 @@ class RunningReference:
         self._compare: Compare | None = None
         self._terms: list[torch.Tensor] = []
         self._settled: set[str] = set()
+        self._filled_now: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     @property
     def is_streamed(self) -> bool:
@@ -232,20 +233,29 @@ class RunningReference:
             recompute_in_backward(block)
 
     def _filled(self, inner: Callable[..., Any], parameters: dict[str, nn.Parameter], *args: Any, **kwargs: Any) -> Any:
-        """Run a block with its weights. What is saved for the backward pass keeps them there until it is used."""
+        """Run a block with its weights, for the backward pass until the next block runs again: what ran later is done.
+
+        What torch saves of trained weights holds their values, and of frozen ones the parameter.
+        """
         if not self._is_going_on(True):
             raise Abandoned
         if self._compare is not None:
             self._settle()
-        empty = {name: parameter.data for name, parameter in parameters.items()}
+        self._empty()
+        self._filled_now = [(parameter, parameter.data) for parameter in parameters.values()]
         try:
             for name, parameter in parameters.items():
                 parameter.data = self._fetched(name, parameter)
             return inner(*args, **kwargs)
         finally:
             torch.clear_autocast_cache()  # it holds what was cast of the weights
-            for name, parameter in parameters.items():
-                parameter.data = empty[name]
+            if self._compare is None:
+                self._empty()
+
+    def _empty(self) -> None:
+        for parameter, nothing in self._filled_now:
+            parameter.data = nothing
+        self._filled_now.clear()
 
     def _stages_of_parameters(self) -> dict[str, int]:
         """Return the first pipeline stage that holds each parameter."""
