@@ -254,11 +254,11 @@ class Engine:
         self._refuse_averages("save")
         self._save(folder, wait=wait)
 
-    def _save(self, folder: str | Path, *, wait: bool) -> None:
+    def _save(self, folder: str | Path, *, wait: bool, weights_only: bool = False) -> None:
         self._losses.check()
         with self._explained("save"):
             self._batches.meet("save")
-            self._writer.write(Path(folder), self._source(), wait=wait)
+            self._writer.write(Path(folder), self._source(), wait=wait, weights_only=weights_only)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote to `folder`, under this plan or another one. Every rank calls it.
@@ -277,11 +277,11 @@ class Engine:
     def export(self, path: str | Path) -> None:
         """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.
 
-        They pass through a checkpoint beside the file; rank 0 needs the memory of the whole model. See
+        They pass through a folder beside the file, without the optimizer's state; rank 0 needs the memory of the whole model. See
         `paraplan.runtime.export.export_weights` for a checkpoint that is there.
         """
         passing = Path(f"{path}.passing")
-        self._save(passing, wait=True)
+        self._save(passing, wait=True, weights_only=True)
         if self._mesh.world.rank == 0:
             export_weights(passing, path)
             shutil.rmtree(passing)

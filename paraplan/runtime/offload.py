@@ -23,9 +23,13 @@ def keep_on_host(optimizer: torch.optim.Optimizer) -> HostSteps:
 
 
 class HostSteps:
-    """Puts copies on the host in the place of an optimizer's parameters while it does a step."""
+    """Puts copies on the host in the place of an optimizer's parameters while it does a step.
+
+    Copies beside a GPU are pinned: they travel one behind the other, and the host waits once for all gradients.
+    """
 
     def __init__(self) -> None:
+        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._versions: dict[nn.Parameter, int] = {}
         self._originals: list[list[nn.Parameter]] = []
@@ -41,11 +45,13 @@ class HostSteps:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 copy = self._copy_of(parameter)
-                copy.grad = None if parameter.grad is None else _on_host(parameter.grad)
+                copy.grad = None if parameter.grad is None else self._gradient_of(parameter, parameter.grad)
                 state = optimizer.state.pop(parameter, None)
                 if state is not None:
                     optimizer.state[copy] = _state_on_host(state)
             group["params"] = [self._copies[parameter] for parameter in group["params"]]
+        if any(parameter.is_cuda for parameters in self._originals for parameter in parameters):
+            torch.cuda.current_stream().synchronize()
 
     def leave(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Bring the parameters back from the host."""
@@ -68,13 +74,23 @@ class HostSteps:
         return self._copies[parameter]
 
 
+    def _gradient_of(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        if parameter in self._gradients:
+            _local(self._gradients[parameter]).copy_(_local(gradient), non_blocking=True)
+        else:
+            self._gradients[parameter] = _on_host(gradient)
+        return self._gradients[parameter]
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    local = _local(tensor).to("cpu", copy=True)
+    held = _local(tensor)
+    local = torch.empty_like(held, device="cpu", pin_memory=held.is_cuda)
+    local.copy_(held, non_blocking=True)
     if not isinstance(tensor, DTensor):
         return local
     # Not DTensor.from_local, which would bring it back to the device of the mesh.
