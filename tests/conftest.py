@@ -23,6 +23,11 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what runs every case of tests that otherwise run enough of them."""
+    parser.addoption("--all", action="store_true", help="every plan and model of the tests of the runtime")
+
+
 @pytest.fixture(scope="session")
 def workload() -> MakeWorkload:
     def make(

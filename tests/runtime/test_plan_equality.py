@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from case_selection import thinned
 from rank_harness import RankHarness
 from training_cases import GLOBAL_BATCH, MODELS, VOCABULARY, Training, loss_fn, train, train_all
 
@@ -38,7 +39,10 @@ def admitted_plans(
     tp: int = 1,
     sequence_parallel: bool = False,
 ) -> list[ParallelPlan]:
-    """Return the plans of every kind that the support table admits for `world_size` ranks and these micro-batches."""
+    """Return plans of every kind that the support table admits for `world_size` ranks and these micro-batches.
+
+    They have every value of one field beside every value of another one; with `--all` they are all plans.
+    """
     plans = []
     for pp, zero_stage, (schedule, virtual), num_microbatches, kept in itertools.product(
         (1, 2, 4), (0, 1, 2, 3), SCHEDULES, counts, recompute
@@ -61,7 +65,8 @@ def admitted_plans(
         )
         if unsupported_reason(plan, num_blocks=NUM_BLOCKS) is None:
             plans.append(plan)
-    return plans
+    varied = ("pp", "zero_stage", "pipeline_schedule", "num_microbatches", "recompute")
+    return thinned(plans, lambda plan: [getattr(plan, name) for name in varied])
 
 
 @pytest.fixture(scope="module")

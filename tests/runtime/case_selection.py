@@ -1,0 +1,38 @@
+"""Which cases of a test run: enough to see every pair of choices together, and with `--all` every one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
+
+_Case = TypeVar("_Case")
+_runs_all = False
+
+
+def run_all(wanted: bool) -> None:
+    """Say whether every case is to run."""
+    global _runs_all
+    _runs_all = wanted
+
+
+def thinned(cases: Sequence[_Case], choices: Callable[[_Case], Sequence[Hashable]]) -> list[_Case]:
+    """Return as many of `cases` as it takes to have every pair of choices that there is, or all of them.
+
+    Faults lie in one choice or in how two of them meet (Kuhn, Wallace and Gallo 2004, "Software fault interactions and
+    implications for software testing"). Greedy: always the case that brings most pairs.
+    """
+    if _runs_all:
+        return list(cases)
+    waiting = {index: set(_pairs(choices(case))) for index, case in enumerate(cases)}
+    missing = set().union(*waiting.values())
+    chosen = []
+    while missing:
+        best = max(waiting, key=lambda index: len(waiting[index] & missing))
+        chosen.append(best)
+        missing -= waiting.pop(best)
+    return [cases[index] for index in sorted(chosen)]
+
+
+def _pairs(choices: Sequence[Hashable]) -> Iterator[tuple[tuple[int, Hashable], tuple[int, Hashable]]]:
+    return itertools.combinations(enumerate(choices), 2)
