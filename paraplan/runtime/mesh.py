@@ -94,7 +94,8 @@ def _replica_mesh(grid: RankGrid, device_mesh: DeviceMesh, world: World) -> Devi
     if len(shared) < 2:
         return device_mesh[shared[0]] if shared else None
     firsts = [rank for rank in range(grid.world_size) if not any(grid.coordinates(rank)[axis] for axis in shared)]
-    groups = [[copy for start in grid.group("dp", first) for copy in grid.group("cp", start)] for first in firsts]
+    # In ascending order, which torch gives the ranks of a group: their places in the mesh are then those in the group.
+    groups = [sorted(copy for start in grid.group("dp", first) for copy in grid.group("cp", start)) for first in firsts]
     return _made(world, torch.tensor(groups), ("rest", "replicas"))["replicas"]
 
 

@@ -73,7 +73,6 @@ class HostSteps:
             _local(self._copies[parameter]).copy_(_local(parameter))
         return self._copies[parameter]
 
-
     def _gradient_of(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         if parameter in self._gradients:
             _local(self._gradients[parameter]).copy_(_local(gradient), non_blocking=True)

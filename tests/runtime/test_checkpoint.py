@@ -101,6 +101,9 @@ def test_what_one_plan_wrote_others_go_on_from(written_under: str, ranks: RankHa
 SPLIT_PLANS = {
     "split layers": ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=6, num_microbatches=2),
     "split layers, zero 3": ParallelPlan(tp=2, dp=2, zero_stage=3, micro_batch_size=6),
+    "split tokens, zero 3, dp innermost": ParallelPlan(
+        dp=2, cp=2, zero_stage=3, micro_batch_size=6, rank_order=("pp", "cp", "tp", "dp")
+    ),
     "split layers and pipeline": ParallelPlan(
         tp=2, pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3
     ),
