@@ -55,9 +55,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("CausalLM", _GROUPED | {"head_dim": 8, "sliding_window": 4}),
     "gpt_oss": (
         "CausalLM",
-        _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "rope_parameters": {"rope_type": "default"}},
+        _EXPERTS
+        | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4, "rope_parameters": {"rope_type": "default"}},
     ),
-    "llama4_text": ("CausalLM", _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}),
+    "llama4_text": (
+        "CausalLM",
+        _EXPERTS
+        | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}
+        | {"attention_chunk_size": 4, "no_rope_layers": [1, 0]},
+    ),
     "mixtral": ("CausalLM", _EXPERTS | {"num_local_experts": 4}),
     "qwen3_moe": ("CausalLM", _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}),
     "deepseek_v3": (

@@ -25,8 +25,9 @@ from paraplan.runtime.split.trial import functions_refused
 from paraplan.runtime.step.batches import call_model
 
 _TOKENS = 1  # their dimension, in [batch, tokens]
-# What transformers calls inputs that have an entry for each token; masks are of all tokens on every rank.
-_BY_TOKEN = frozenset({"input_ids", "inputs_embeds", "position_ids", "token_type_ids"})
+# What transformers calls inputs that have an entry for each token. Masks are of all tokens on every rank, and so are
+# positions and types of tokens, from which models make masks (of packed documents, of images).
+_BY_TOKEN = frozenset({"input_ids", "inputs_embeds"})
 
 
 def context_group(mesh: Mesh) -> TensorGroup:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from paraplan.runtime.split.context_rules import split_attention, split_loss
+from paraplan.runtime.split.context_rules import split_attention, split_einsum, split_loss, split_product
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.drawing import (
     DRAW_BY_ARGUMENTS,
@@ -70,6 +70,7 @@ _ELEMENTWISE = frozenset(
             "where",
             "masked_fill",
             "masked_fill_",
+            "copy_",
             "addcmul",
             "addcdiv",
             "clamp",
@@ -96,7 +97,7 @@ _OF_THE_WHOLE = frozenset(
 _OF_THE_PART = frozenset(
     {
         *("requires_grad", "grad_fn", "is_leaf", "retains_grad", "stride", "is_contiguous", "storage_offset"),
-        *("register_hook", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "_version", "is_inference"),
+        *("register_hook", "new_zeros", "new_ones", "new_full", "new_tensor", "_version", "is_inference"),
     }
 )
 
@@ -106,6 +107,10 @@ _RULES: dict[str, Rule] = SIZE_RULES | {
     "scaled_dot_product_attention": split_attention,
     "mean": split_loss,
     "sum": split_loss,
+    "matmul": split_product,
+    "__matmul__": split_product,
+    "bmm": split_product,
+    "einsum": split_einsum,
 }
 _LOGGER = logging.getLogger(__name__)
 
