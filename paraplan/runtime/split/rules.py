@@ -204,6 +204,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         try:
             result = func(*run_args, **run_kwargs)
         except (RuntimeError, ValueError, IndexError) as error:  # sizes of whole and split operands differ
+            if _on_several_devices(run_args, run_kwargs):
+                raise  # the model itself does not run in this way
             raise SplitError(
                 f"{name} does not run on parts of the output of {first.source}: {str(error).splitlines()[0]}",
                 source=first.source,
@@ -218,6 +220,11 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         may_draw = is_random or name in DRAW_BY_ARGUMENTS
         call.remember(found, keeps=keeps, aligned=aligned, draws=may_draw)
     return found
+
+
+def _on_several_devices(*values: Any) -> bool:
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return len({tensor.device for tensor in tensors}) > 1
 
 
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SplitTensor]:
