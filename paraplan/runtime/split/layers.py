@@ -41,11 +41,13 @@ class LayerRole:
     """A layer's part in a split: a linear one holds some outputs (column) or inputs (row), cut by `segments`.
 
     A gathered layer is whole, and reads the tokens of all ranks. Experts hold some inner units of each; the segments
-    are those of the weights that make them.
+    are those of the weights that make them. A row layer that `keeps_tokens` returns those of all ranks under sequence
+    parallelism too: inside of a block, for code that looks at all of them.
     """
 
     kind: Literal["column", "row", "gathered", "experts"]
     segments: tuple[int, ...]
+    keeps_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ def split_linear(
     elif role.kind == "column":
         module.forward = column_forward(module, role, group, name, is_direct=is_direct)
     else:
-        module.forward = row_forward(module, group, name, sequence_parallel=sequence_parallel, is_direct=is_direct)
+        scatters = sequence_parallel and not role.keeps_tokens
+        module.forward = row_forward(module, group, name, sequence_parallel=scatters, is_direct=is_direct)
     return cuts
 
 

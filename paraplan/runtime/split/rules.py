@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paraplan.runtime.split.context_rules import split_attention, split_einsum, split_loss, split_product
+from paraplan.runtime.split.convolution_rules import split_convolution
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.drawing import (
     DRAW_BY_ARGUMENTS,
@@ -111,6 +112,7 @@ _RULES: dict[str, Rule] = SIZE_RULES | {
     "__matmul__": split_product,
     "bmm": split_product,
     "einsum": split_einsum,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), split_convolution),
 }
 _LOGGER = logging.getLogger(__name__)
 
@@ -309,6 +311,7 @@ def _check_alike(name: str, operands: list[SplitTensor]) -> None:
                 f"{other.cut.dim})",
                 source=layer.source,
                 is_mixed=SEQUENCE in (first.source, other.source) and layer.source != SEQUENCE,
+                meets_tokens=SEQUENCE in (first.source, other.source),
             )
 
 

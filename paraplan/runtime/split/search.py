@@ -59,12 +59,16 @@ class BlockSplit:
 
 @dataclass
 class _Trial:
-    """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason."""
+    """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason.
+
+    `keeping` are the row layers tried so far that return all tokens under sequence parallelism.
+    """
 
     segments: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     roles: dict[str, LayerRole] = field(default_factory=dict)
     first_words: dict[str, str] = field(default_factory=dict)
+    keeping: set[str] = field(default_factory=set)
 
 
 def find_split(
@@ -134,6 +138,9 @@ def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size:
         if segments is not None and sum(segments) == outputs and segments != trial.segments.get(source):
             trial.segments[source] = segments
             return
+    if error.is_mixed and error.meets_tokens and (rows := _rows(trial)) and rows[-1] not in trial.keeping:
+        trial.keeping.add(rows[-1])  # whose tokens the code that follows needs all
+        return
     if error.is_mixed and source not in trial.whole and source:
         trial.whole[source] = error.message
         return
@@ -141,6 +148,11 @@ def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size:
         f"{name} ({type(shadow).__name__}) cannot be split: {trial.first_words[source]}",
         hint=f"use a tp that divides them, not {size}, or tp=1",
     ) from None
+
+
+def _rows(trial: _Trial) -> list[str]:
+    """Return the row layers that have run, in order."""
+    return [name for name, role in trial.roles.items() if role.kind == "row"]
 
 
 @contextmanager
@@ -176,9 +188,11 @@ def _trying(
             raise SplitError(f"{name} reads it, and is left whole", source=split.source, is_mixed=True)
         if split is not None and reads_part:
             check_row_input(given, name)
-            _take_role(trial, name, LayerRole(kind="row", segments=split.cut.segments))
+            keeps_tokens = sequence_parallel and name in trial.keeping
+            _take_role(trial, name, LayerRole(kind="row", segments=split.cut.segments, keeps_tokens=keeps_tokens))
             assert sum(split.cut.segments) == inputs
-            return leave_row(product(split.local, outputs), module.bias, group, sequence_parallel=sequence_parallel)
+            scatters = sequence_parallel and not keeps_tokens
+            return leave_row(product(split.local, outputs), module.bias, group, sequence_parallel=scatters)
         if name in trial.whole and sequence_parallel and isinstance(given, SplitTensor):
             _take_role(trial, name, LayerRole(kind="gathered", segments=()))
             given = join_tokens(given)

@@ -199,7 +199,7 @@ def _slice(tensor: SplitTensor, start: int, stop: int) -> SplitTensor:
         raise SplitError(
             f"{_ranks(tensor)} does not divide the pieces {start}:{stop} of the output of {tensor.source}",
             source=tensor.source,
-            segments=lengths if cut.repeats == 1 and tensor.cut.dim == tensor.local.ndim - 1 else None,
+            segments=lengths if cut.repeats == 1 else None,
         )
     segments = (cut.segments * cut.repeats)[bounds.index(start) : bounds.index(stop)]
     local = tensor.local.narrow(cut.dim, start // cut.size, (stop - start) // cut.size)

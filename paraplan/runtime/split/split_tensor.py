@@ -30,17 +30,25 @@ class SplitError(Exception):
     """A computation that ranks cannot do each on its part. It never leaves the search for a split.
 
     `source` is the layer whose output was split. `segments` is another way to cut that output, if one may help.
-    `is_mixed` says that parts would have to be brought together: the layer may then be left whole.
+    `is_mixed` says that parts would have to be brought together: the layer may then be left whole. `meets_tokens` says
+    that they meet tokens that sequence parallelism has split.
     """
 
     def __init__(
-        self, message: str, *, source: str, segments: tuple[int, ...] | None = None, is_mixed: bool = False
+        self,
+        message: str,
+        *,
+        source: str,
+        segments: tuple[int, ...] | None = None,
+        is_mixed: bool = False,
+        meets_tokens: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.source = source
         self.segments = segments
         self.is_mixed = is_mixed
+        self.meets_tokens = meets_tokens
 
 
 @dataclass(eq=False, slots=True, frozen=True)
