@@ -53,6 +53,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("CausalLM", _GROUPED | {"head_dim": 8}),
     "gpt2": ("CausalLM", _GPT),
     "gemma3_text": ("CausalLM", _GROUPED | {"head_dim": 8, "sliding_window": 4}),
+    "gemma3n_text": (
+        "CausalLM",
+        _GROUPED
+        | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+        | {"altup_num_inputs": 2, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 0.0]},
+    ),
     "gpt_oss": (
         "CausalLM",
         _EXPERTS
@@ -74,6 +81,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
     ),
     "mamba": ("CausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "mamba2": (
+        "CausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "chunk_size": 4}
+        | {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    ),
     "rwkv": ("CausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}),
     "bert": ("MaskedLM", _GATED),
     "albert": ("MaskedLM", _GATED | {"embedding_size": 16}),

@@ -36,7 +36,24 @@ from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
 # The result has the shape and the split of the (only) split operand, and other operands broadcast against it.
 _ELEMENTWISE = frozenset(
     {
-        *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "true_divide", "rsub", "radd", "rmul", "neg"),
+        *(
+            "add",
+            "add_",
+            "sub",
+            "sub_",
+            "mul",
+            "mul_",
+            "div",
+            "div_",
+            "true_divide",
+            "divide",
+            "multiply",
+            "subtract",
+            "rsub",
+            "radd",
+            "rmul",
+            "neg",
+        ),
         *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
         *("__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__", "__neg__", "pow", "square", "sqrt"),
         *(
