@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.context_heads import divides_heads, key_copies
 from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup, gather_to_ranks, sum_over_ranks
+from paraplan.runtime.split.group import TensorGroup, sum_over_ranks
 from paraplan.runtime.split.rank_randomness import own_random_numbers
 from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
 
@@ -116,50 +116,6 @@ def split_row_losses(
     counts = target != ignored
     counted: torch.Tensor = counts if weight is None else weight[target * counts] * counts
     return total / counted.sum()
-
-
-def split_product(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the rows of a matrix product for this rank's tokens; None where the factors do not bring tokens together.
-
-    Attention that is written out multiplies queries by keys, and their weights by values, of all tokens: these are
-    gathered, and every rank has the rows of its own queries (as Llama 3 does it, Grattafiori et al. 2024, section
-    3.3.2). Heads need not divide.
-    """
-    left, right = args if len(args) == 2 else (None, None)
-    if not (isinstance(left, SplitTensor) and isinstance(right, SplitTensor)) or kwargs:
-        return None
-    if left.source != CONTEXT or right.source != CONTEXT or min(left.ndim, right.ndim) < 2:
-        return None
-    if left.cut.dim != left.ndim - 2 or right.cut.dim < right.ndim - 2:
-        return None
-    rows = torch.matmul(left.local, gather_tokens(right))
-    return SplitTensor(rows, left.cut.at(rows.ndim - 2), left.group, CONTEXT)
-
-
-def split_einsum(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return an einsum of two factors as `split_product` returns a product: the tokens of one of them are gathered."""
-    equation, *factors = args
-    if kwargs or len(factors) != 2 or "." in equation or "->" not in equation:
-        return None
-    if not all(isinstance(factor, SplitTensor) and factor.source == CONTEXT for factor in factors):
-        return None
-    terms, result = equation.replace(" ", "").split("->")
-    letters = [term[factor.cut.dim] for term, factor in zip(terms.split(","), factors, strict=True)]
-    if letters[0] == letters[1] or letters[0] not in result:
-        return None
-    local = torch.einsum(equation, factors[0].local, gather_tokens(factors[1]))
-    return SplitTensor(local, factors[0].cut.at(result.index(letters[0])), factors[0].group, CONTEXT)
-
-
-def gather_tokens(split: SplitTensor) -> torch.Tensor:
-    """Return the tokens of all ranks of `cp`, for each to go its own way with; heads stay split as they are."""
-    inner = split.local
-    if not isinstance(inner, SplitTensor):
-        return gather_to_ranks(inner, split.cut, split.group)
-    gathered: torch.Tensor = SplitTensor(
-        gather_to_ranks(inner.local, split.cut, split.group), inner.cut, inner.group, inner.source
-    )
-    return gathered
 
 
 def _exchange(local: torch.Tensor, scatter: int, gather: int, group: TensorGroup) -> torch.Tensor:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import copy_to_ranks
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
+from paraplan.runtime.split.split_tensor import SplitError, SplitTensor, as_operand
 
 _PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_FUNCTIONS = {"conv1d": torch.conv1d, "conv2d": torch.conv2d, "conv3d": torch.conv3d}
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "conv1d": torch.conv1d,
+    "conv2d": torch.conv2d,
+    "conv3d": torch.conv3d,
+}
 
 
 def split_convolution(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,11 +37,9 @@ def split_convolution(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise SplitError(f"{name} brings channels together", source=split.source, is_mixed=True)
     cut = replace(split.cut, segments=tuple(segment // inputs * outputs for segment in split.cut.segments))
     own = [None if one is None else _own_filters(one, cut, split) for one in (weight, bias)]
-    local = _FUNCTIONS[name](split.local, *own, groups=num_groups // cut.size, **given)  # type: ignore[operator]
+    local = _FUNCTIONS[name](split.local, *own, groups=num_groups // cut.size, **given)
     return SplitTensor(local, cut, split.group, split.source)
 
 
 def _own_filters(whole: torch.Tensor, cut: Cut, split: SplitTensor) -> torch.Tensor:
-    if whole.requires_grad and torch.is_grad_enabled() and split.source != CONTEXT:  # whose gradients stay partial
-        whole = copy_to_ranks(whole, split.group)
-    return cut.at(0).part(whole, split.group.index)
+    return cut.at(0).part(as_operand(whole, split), split.group.index)

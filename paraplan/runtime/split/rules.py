@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from paraplan.runtime.split.context_rules import split_attention, split_einsum, split_loss, split_product
+from paraplan.runtime.split.context_rules import split_attention, split_loss
 from paraplan.runtime.split.convolution_rules import split_convolution
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.drawing import (
@@ -25,11 +25,20 @@ from paraplan.runtime.split.drawing import (
     make_room,
     without_values,
 )
-from paraplan.runtime.split.group import TensorGroup, copy_to_ranks, join_parts
+from paraplan.runtime.split.group import TensorGroup, join_parts
+from paraplan.runtime.split.product_rules import split_einsum, split_product
 from paraplan.runtime.split.rank_randomness import own_random_numbers
 from paraplan.runtime.split.replay import RESHAPES, Call, Outcome, described
 from paraplan.runtime.split.size_rules import SIZE_RULES, Rule
-from paraplan.runtime.split.split_tensor import CONTEXT, SEQUENCE, VOCABULARY, SplitError, SplitTensor, split_operands
+from paraplan.runtime.split.split_tensor import (
+    CONTEXT,
+    SEQUENCE,
+    VOCABULARY,
+    SplitError,
+    SplitTensor,
+    as_operand,
+    split_operands,
+)
 from paraplan.runtime.split.trial import check_by_token
 from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
 
@@ -285,8 +294,7 @@ def _local(tree: Any, first: SplitTensor, *, aligned: bool) -> Any:
             return leaf.local
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if leaf.requires_grad and torch.is_grad_enabled() and not by_tokens:  # whose gradients stay partial
-            leaf = copy_to_ranks(leaf, first.group)
+        leaf = as_operand(leaf, first)
         return _narrowed(leaf, first) if aligned else leaf
 
     return _mapped(local, tree)

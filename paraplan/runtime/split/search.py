@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -135,6 +136,8 @@ def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size:
         if len(segments) == 1 and segments[0] < 0:
             count = -segments[0]
             segments = (outputs // count,) * count if outputs % count == 0 else None
+        if segments is not None and sum(segments) < outputs:
+            segments = refined(trial.segments.get(source, (outputs,)), segments)
         if segments is not None and sum(segments) == outputs and segments != trial.segments.get(source):
             trial.segments[source] = segments
             return
@@ -148,6 +151,25 @@ def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size:
         f"{name} ({type(shadow).__name__}) cannot be split: {trial.first_words[source]}",
         hint=f"use a tp that divides them, not {size}, or tp=1",
     ) from None
+
+
+def refined(segments: tuple[int, ...], parts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `segments` with `parts` in place of every run of them that is as long, and ends where some of these do."""
+    found: list[int] = []
+    place = 0
+    bounds = set(accumulate(parts))
+    while place < len(segments):
+        run = next(
+            (
+                ends
+                for stop in range(place + 1, len(segments) + 1)
+                if (ends := [*accumulate(segments[place:stop])])[-1] == sum(parts) and bounds.issuperset(ends)
+            ),
+            None,
+        )
+        found += [segments[place]] if run is None else parts
+        place += 1 if run is None else len(run)
+    return tuple(found)
 
 
 def _rows(trial: _Trial) -> list[str]:

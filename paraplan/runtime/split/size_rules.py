@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import copy_to_ranks
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor, is_of_sequence
+from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor, as_operand, is_of_sequence
 
 Rule = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -278,9 +277,8 @@ def _as_part(name: str, whole: torch.Tensor, like: SplitTensor) -> torch.Tensor:
     dim = like.cut.dim
     if whole.ndim != like.ndim or whole.shape[dim] != like.cut.length:
         raise SplitError(f"{name} of split and whole tensors", source=like.source, is_mixed=True)
-    if whole.requires_grad and torch.is_grad_enabled() and like.source != CONTEXT:  # whose gradients stay partial
-        whole = copy_to_ranks(whole, like.group)
-    part: torch.Tensor = SplitTensor(like.cut.part(whole, like.group.index), like.cut, like.group, like.source)
+    own = like.cut.part(as_operand(whole, like), like.group.index)
+    part: torch.Tensor = SplitTensor(own, like.cut, like.group, like.source)
     return part
 
 

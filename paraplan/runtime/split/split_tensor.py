@@ -17,7 +17,7 @@ import torch
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.group import TensorGroup, copy_to_ranks
 
 VOCABULARY = "the vocabulary"  # the source of logits split by class
 SEQUENCE = "the tokens"  # the source of tensors split by sequence parallelism
@@ -188,6 +188,16 @@ def on_own_tokens(given: torch.Tensor, work: Callable[[torch.Tensor], torch.Tens
     if before != after:  # tokens that the ranks of tp have split, or brought together
         cut = replace(cut, segments=tuple(segment * after // before for segment in cut.segments))
     whole: torch.Tensor = SplitTensor(made, cut, given.group, CONTEXT)
+    return whole
+
+
+def as_operand(whole: torch.Tensor, like: SplitTensor) -> torch.Tensor:
+    """Return what every rank has whole as work on parts like `like` reads it: its gradient is summed over the ranks.
+
+    Under context parallelism gradients stay partial, and are summed at the end of the step.
+    """
+    if whole.requires_grad and torch.is_grad_enabled() and like.source != CONTEXT:
+        return copy_to_ranks(whole, like.group)
     return whole
 
 
