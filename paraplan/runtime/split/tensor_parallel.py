@@ -19,7 +19,13 @@ from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, e
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.chain import HINT
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.split.check import check_split, comparable_runs, setting_of, summed_gradients
+from paraplan.runtime.split.check import (
+    check_split,
+    comparable_runs,
+    setting_of,
+    shares_with_blocks,
+    summed_gradients,
+)
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.experts import expert_weights, split_experts
 from paraplan.runtime.split.group import TensorGroup
@@ -287,7 +293,7 @@ def _checked(
     try:
         with comparable_runs(mesh.world.device):
             setting = setting_of(whole, call)
-            if ends is None and not split.draws:
+            if ends is None and not split.draws and not shares_with_blocks(call):
                 # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
                 direct = replace(split, is_direct=True)
                 copies.append(copy.deepcopy(whole))
