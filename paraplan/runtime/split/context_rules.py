@@ -64,7 +64,7 @@ def _with_own_keys(query: Any, key: Any, value: Any, options: dict[str, Any]) ->
         whole = as_operand(one if heads % query.cut.size == 0 else one.repeat_interleave(groups, dim=-3), query)
         cut = Cut(dim=whole.ndim - 3, segments=(whole.shape[-3],), size=query.cut.size)
         own.append(SplitTensor(cut.part(whole, query.group.index), cut, query.group, query.source))
-    return F.scaled_dot_product_attention(query, *own, **options)
+    return F.scaled_dot_product_attention(query, own[0], own[1], **options)
 
 
 def _split_heads(*operands: SplitTensor) -> SplitTensor | None:
