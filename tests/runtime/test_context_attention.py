@@ -108,21 +108,21 @@ def blocks() -> dict[str, torch.Tensor]:
 
 def test_decoders_of_every_kind_of_attention_train_over_split_tokens(ranks: RankHarness) -> None:
     plan = ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=2)
-    families = ["gpt_oss", "llama4_text", "deepseek_v3", "gemma3_text", "mistral"]
+    families = ["gpt_oss", "llama4_text", "deepseek_v3", "mistral"]
     assert_right(ranks.run(of_families, families, plan, nothing_more, None, size=2))
-    families = ["llama", "gpt2", "gemma2", "deepseek_v3", "llama4_text"]
+    families = ["llama", "gpt2", "gemma2", "deepseek_v3"]
     assert_right(ranks.run(of_families, families, plan, nothing_more, "eager", size=2))
 
 
 def test_heads_and_tokens_are_split_together(ranks: RankHarness) -> None:
     plan = ParallelPlan(cp=2, tp=2, sequence_parallel=True, recompute="full", micro_batch_size=BATCH)
-    assert_right(ranks.run(of_families, ["gpt_oss", "llama4_text", "deepseek_v3"], plan, nothing_more, None, size=4))
+    assert_right(ranks.run(of_families, ["gpt_oss", "llama4_text"], plan, nothing_more, None, size=4))
 
 
 @pytest.mark.parametrize("more", [packed, padded, blocks])
 def test_masks_of_documents_and_of_padding_hold_over_split_tokens(ranks: RankHarness, more: Any) -> None:
     plan = ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=2)
-    families = ["llama", "gpt_oss", "deepseek_v3"] if more is blocks else ["llama", "gpt_oss", "llama4_text", "gpt2"]
+    families = ["gpt_oss", "deepseek_v3"] if more is blocks else ["llama", "gpt_oss", "llama4_text", "gpt2"]
     assert_right(ranks.run(of_families, families, plan, more, None, size=2))
 
 

@@ -25,6 +25,14 @@ from paraplan.runtime.split.drawing import (
     make_room,
     without_values,
 )
+from paraplan.runtime.split.function_names import (
+    ALONG,
+    ELEMENTWISE,
+    IN_PLACE,
+    LAST_DIMENSIONS,
+    OF_THE_PART,
+    OF_THE_WHOLE,
+)
 from paraplan.runtime.split.group import TensorGroup, join_parts
 from paraplan.runtime.split.product_rules import split_einsum, split_product
 from paraplan.runtime.split.rank_randomness import own_random_numbers
@@ -42,93 +50,7 @@ from paraplan.runtime.split.split_tensor import (
 from paraplan.runtime.split.trial import check_by_token
 from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
 
-# The result has the shape and the split of the (only) split operand, and other operands broadcast against it.
-_ELEMENTWISE = frozenset(
-    {
-        *(
-            "add",
-            "add_",
-            "sub",
-            "sub_",
-            "mul",
-            "mul_",
-            "div",
-            "div_",
-            "true_divide",
-            "divide",
-            "multiply",
-            "subtract",
-            "rsub",
-            "radd",
-            "rmul",
-            "neg",
-        ),
-        *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
-        *("__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__", "__neg__", "pow", "square", "sqrt"),
-        *(
-            "rsqrt",
-            "exp",
-            "log",
-            "abs",
-            "sin",
-            "cos",
-            "erf",
-            "tanh",
-            "sigmoid",
-            "relu",
-            "relu_",
-            "silu",
-            "gelu",
-            "mish",
-        ),
-        *(
-            "softplus",
-            "elu",
-            "leaky_relu",
-            "hardtanh",
-            "relu6",
-            "logsigmoid",
-            "threshold",
-            "maximum",
-            "minimum",
-            "lerp",
-        ),
-        *(
-            "where",
-            "masked_fill",
-            "masked_fill_",
-            "copy_",
-            "addcmul",
-            "addcdiv",
-            "clamp",
-            "clamp_min",
-            "clamp_max",
-            "nan_to_num",
-        ),
-        *("dropout", "alpha_dropout", "feature_alpha_dropout", "to", "float", "half", "double", "bfloat16", "type"),
-        *("type_as", "contiguous", "clone", "detach", "logical_not", "logical_and", "logical_or", "eq", "ne", "lt"),
-        *("le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__"),
-    }
-)
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype})
-_LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm"})
-_ALONG = frozenset({"softmax", "log_softmax", "cumsum", "cumprod", "normalize", "sort", "argsort", "flip", "softmin"})
-_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
-_OF_THE_WHOLE = frozenset(
-    {
-        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "dtype", "device", "layout"),
-        *("is_floating_point", "is_complex", "is_cuda", "is_meta", "is_cpu", "is_sparse", "is_nested", "is_quantized"),
-        *("is_mps", "is_xpu", "element_size", "itemsize", "get_device", "names"),
-    }
-)
-_OF_THE_PART = frozenset(
-    {
-        *("requires_grad", "grad_fn", "is_leaf", "retains_grad", "stride", "is_contiguous", "storage_offset"),
-        *("register_hook", "new_zeros", "new_ones", "new_full", "new_tensor", "_version", "is_inference"),
-    }
-)
-
-
 _RULES: dict[str, Rule] = SIZE_RULES | {
     "cross_entropy": split_cross_entropy,
     "scaled_dot_product_attention": split_attention,
@@ -202,10 +124,10 @@ def _replayed(
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None) -> Any:
     name = _name(func)
-    if name in _OF_THE_WHOLE:
+    if name in OF_THE_WHOLE:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in _OF_THE_PART:
+    if name in OF_THE_PART:
         return func(*_parts(args), **_parts(kwargs))
     operands = _operands(args, kwargs)
     first = operands[0]
@@ -219,12 +141,12 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return answer
     _check_alike(name, operands)
     _check_dimension(name, first, args, kwargs)
-    if first.group.is_trial and name not in _ELEMENTWISE:
+    if first.group.is_trial and name not in ELEMENTWISE:
         check_by_token(name, func, args, kwargs)
-    aligned = name in _ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
+    aligned = name in ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
     run_args = _local(args, first, aligned=aligned)
     run_kwargs = _local(kwargs, first, aligned=aligned)
-    is_random = name not in _ELEMENTWISE and is_seen_to_draw(name, func, args, kwargs, first.group)
+    is_random = name not in ELEMENTWISE and is_seen_to_draw(name, func, args, kwargs, first.group)
     draws = draws_in_call(name, args, kwargs, otherwise=is_random)
     if draws and kwargs.get("generator") is not None:
         raise SplitError(f"{name} draws from a generator of its own", source=first.source, is_mixed=True)
@@ -239,7 +161,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
                 source=first.source,
                 is_mixed=True,
             ) from error
-    keeps = name in _ELEMENTWISE and isinstance(result, torch.Tensor) and result.shape == first.local.shape
+    keeps = name in ELEMENTWISE and isinstance(result, torch.Tensor) and result.shape == first.local.shape
     if keeps:
         found = first if result is first.local else SplitTensor(result, first.cut, first.group, first.source)
     else:
@@ -312,7 +234,7 @@ def _narrowed(plain: torch.Tensor, split: SplitTensor) -> torch.Tensor:
 
 def _check_written(name: str, split: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise where a function writes what is split into a whole tensor, which would differ between the ranks then."""
-    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     targets = [kwargs.get("out"), args[0] if is_in_place and args else None]
     if any(isinstance(target, torch.Tensor) and not isinstance(target, SplitTensor) for target in targets):
         raise SplitError(
@@ -343,10 +265,10 @@ def _check_alike(name: str, operands: list[SplitTensor]) -> None:
 def _check_dimension(name: str, split: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise where a function that keeps shapes works along the split dimension: shapes would not tell."""
     along: range | tuple[int, ...] = ()
-    if name in _LAST_DIMENSIONS:
+    if name in LAST_DIMENSIONS:
         normalized = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         along = range(split.ndim - len(normalized), split.ndim)
-    elif name in _ALONG:
+    elif name in ALONG:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         along = (dim % split.ndim,) if isinstance(dim, int) else ()
     if split.cut.dim in along:
