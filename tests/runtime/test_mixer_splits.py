@@ -88,7 +88,8 @@ def test_state_space_models_are_split_by_channels(ranks: RankHarness, family: st
     plan = ParallelPlan(tp=2, sequence_parallel=sequence_parallel, micro_batch_size=BATCH)
     for error, where, cut in ranks.run(_of_family, family, plan, size=2):
         assert error < 1e-5, where
-        assert {f"backbone.layers.1.mixer.{name}_proj.weight" for name in ("in", "out")} <= cut
+        layers = ("in", "x", "dt", "out") if family == "mamba" else ("in", "out")
+        assert {f"backbone.layers.1.mixer.{name}_proj.weight" for name in layers} <= cut
 
 
 @pytest.mark.ranks
@@ -108,7 +109,7 @@ class Filtered(nn.Module):
         self.into, self.out = nn.Linear(HIDDEN, 5 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
         self.filters = nn.Conv1d(4 * HIDDEN, 8 * HIDDEN, 3, padding=2, groups=2 * HIDDEN)
         self.scale = nn.Parameter(torch.randn(4 * HIDDEN))
-        self.gate = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.gate, self.unused = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(HIDDEN, 4)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.shape[1]
@@ -118,7 +119,8 @@ class Filtered(nn.Module):
         for token in range(tokens):
             state = state * torch.sigmoid(other[:, :, token]) + one[:, :, token]
             states.append(state)
-        mixed = torch.stack(states, dim=1) * self.scale * torch.sigmoid(self.gate(hidden))
+        gate = self.gate.weight @ hidden.transpose(1, 2) + self.gate.bias[:, None]
+        mixed = torch.stack(states, dim=1) * self.scale * torch.sigmoid(gate.transpose(1, 2))
         weighed = torch.einsum("bthc,bth->bthc", mixed.unflatten(-1, (HIDDEN, 4)), strength)
         return hidden + self.out(weighed.flatten(-2))
 
@@ -132,7 +134,8 @@ def _filtered(plan: ParallelPlan) -> tuple[float, str, set[str]]:
 def test_grouped_convolutions_and_scans_keep_to_the_channels_of_a_rank(ranks: RankHarness) -> None:
     for error, where, cut in ranks.run(_filtered, ParallelPlan(tp=2, micro_batch_size=BATCH), size=2):
         assert error < 1e-5, where
-        assert {"layers.0.into.weight", "layers.0.gate.weight", "layers.0.out.weight"} <= cut
+        names = {"into.weight", "into.bias", "out.weight", "gate.weight", "gate.bias"}
+        assert {f"layers.0.{name}" for name in names} == {name for name in cut if name.startswith("layers.0.")}
 
 
 def _refused(family: str, more: dict[str, Any], plan: ParallelPlan) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import BlockCall
@@ -33,12 +34,16 @@ from paraplan.runtime.split.layers import (
     join_tokens,
     leave_row,
     linear_sizes,
+    parameter_cuts,
     run_block,
+    shown_split,
+    weight_of,
 )
 from paraplan.runtime.split.outputs import numbered_outputs
 from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor
 
 _MOST_TRIES = 64
+_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "linear"})
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class BlockSplit:
 class _Trial:
     """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason.
 
-    `keeping` are the row layers tried so far that return all tokens under sequence parallelism.
+    `keeping` are the row layers tried so far that return all tokens under sequence parallelism, `read` those by whose
+    weights the code multiplies itself; None before the others are known.
     """
 
     segments: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -70,6 +76,7 @@ class _Trial:
     roles: dict[str, LayerRole] = field(default_factory=dict)
     first_words: dict[str, str] = field(default_factory=dict)
     keeping: set[str] = field(default_factory=set)
+    read: set[str] | None = None
 
 
 def find_split(
@@ -96,12 +103,19 @@ def find_split(
         try:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
             tried = _tried(shadow, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
-            with torch.no_grad(), tried, call.context(), OtherDrawsNoted(group):
+            with torch.no_grad(), tried, call.context(), OtherDrawsNoted(group), _ProductsNoted(shadow) as products:
                 output = run_block(shadow.forward, args, kwargs, group=group, ends=ends, read=call.read)
             _check_output(output)
         except SplitError as error:
-            _learn(trial, error, shadow, name, size)
+            if trial.read:  # without these it ran
+                trial.read -= {error.source} & trial.read or trial.read
+            else:
+                _learn(trial, error, shadow, name, size)
             continue
+        if trial.read is None:
+            trial.read = products.weights - trial.roles.keys() - trial.whole.keys()
+            if trial.read:
+                continue
         if all(role.kind == "gathered" for role in trial.roles.values()):
             reasons = "; ".join(f"{layer}: {reason}" for layer, reason in trial.whole.items()) or "none is linear"
             raise UnsupportedPlanError(
@@ -112,6 +126,22 @@ def find_split(
     raise UnsupportedPlanError(
         f"tp={size}: no split of {name} ({type(shadow).__name__}) was found", hint="use tp=1 for this model"
     )
+
+
+class _ProductsNoted(TorchFunctionMode):
+    """Notes in `weights` the linear layers of a block by whose weights code multiplies itself in this context."""
+
+    def __init__(self, shadow: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(weight_of(module)): name for name, module in shadow.named_modules() if is_linear(module)}
+        self.weights: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _PRODUCTS:
+            self.weights |= {self._names[id(value)] for value in args if id(value) in self._names}
+        return func(*args, **(kwargs or {}))
 
 
 def _check_output(output: Any) -> None:
@@ -189,10 +219,27 @@ def _tried(
                 undo.callback(module.__dict__.pop, "forward", None)
                 role = LayerRole(kind="experts", segments=weights.segments(interleaved=interleaved))
                 module.forward = _trying_experts(module, name, weights, role, trial, group)
-            if name and is_linear(module):
+            if name in (trial.read or ()):
+                role = LayerRole(kind="read", segments=linear_sizes(module)[1:])
+                _check_divides(name, role.segments, group)
+                cuts = parameter_cuts(module, role, group.size)
+                parts = {one: cut.part(module.get_parameter(one), group.index) for one, cut in cuts.items()}
+                undo.enter_context(shown_split(module, parts, cuts, group, name))
+                trial.roles[name] = role
+            elif name and is_linear(module):
                 undo.callback(module.__dict__.pop, "forward", None)
                 module.forward = _trying(module, name, trial, group, sequence_parallel=sequence_parallel)
         yield
+
+
+def _check_divides(name: str, segments: tuple[int, ...], group: TensorGroup) -> None:
+    """Raise where the outputs of the layer `name` do not divide over the ranks."""
+    if any(segment % group.size for segment in segments):
+        raise SplitError(
+            f"tp={group.size} does not divide the outputs {' + '.join(map(str, segments))} of {name}",
+            source=name,
+            is_mixed=sum(segments) < group.size,  # a gate of one number
+        )
 
 
 def _trying(
@@ -223,12 +270,7 @@ def _trying(
             return result
         segments = trial.segments.get(name, (outputs,))
         cut = Cut(dim=given.ndim - 1, segments=segments, size=group.size)
-        if not cut.divides:
-            raise SplitError(
-                f"tp={group.size} does not divide the outputs {' + '.join(map(str, segments))} of {name}",
-                source=name,
-                is_mixed=outputs < group.size,  # a gate of one number
-            )
+        _check_divides(name, segments, group)
         _take_role(trial, name, LayerRole(kind="column", segments=segments))
         local = product(enter_column(given, group), outputs // group.size)
         return SplitTensor(local, cut, group, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from paraplan.runtime.split.layers import (
     has_own_weight,
     is_linear,
     run_block,
+    shown_split,
     split_linear,
     sum_gradients_in_backward,
 )
@@ -186,6 +188,7 @@ def apply_tensor_split(
 def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: SequenceEnds | None) -> dict[str, Cut]:
     """Leave this rank's parts in `block` and make it work on them; return the cuts of its parameters by their names."""
     cuts: dict[str, Cut] = {}
+    shown: dict[str, dict[str, Cut]] = {}
     for layer, role in split.roles.items():
         module = block.get_submodule(layer)
         if role.kind == "experts":
@@ -194,6 +197,8 @@ def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: S
         found = split_linear(
             module, role, group, name=layer, sequence_parallel=ends is not None, is_direct=split.is_direct
         )
+        if role.kind == "read" and not split.is_direct:
+            shown[layer] = found
         cuts |= {f"{layer}.{parameter}": cut for parameter, cut in found.items()}
     summed: dict[str, list[str]] = {}
     for name in split.summed:
@@ -201,15 +206,25 @@ def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: S
         summed.setdefault(layer, []).append(parameter)
     for layer, parameters in summed.items():
         sum_gradients_in_backward(block.get_submodule(layer), parameters, group)
-    block.forward = _block_forward(block.forward, group, ends, split.read)
+    block.forward = _block_forward(block, group, ends, split.read, shown)
     return cuts
 
 
 def _block_forward(
-    inner: Callable[..., Any], group: TensorGroup, ends: SequenceEnds | None, read: frozenset[int]
+    block: nn.Module,
+    group: TensorGroup,
+    ends: SequenceEnds | None,
+    read: frozenset[int],
+    shown: dict[str, dict[str, Cut]],
 ) -> Callable[..., Any]:
+    inner = block.forward
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return run_block(inner, args, kwargs, group=group, ends=ends, read=read)
+        with ExitStack() as undo:
+            for layer, cuts in shown.items():
+                module = block.get_submodule(layer)
+                undo.enter_context(shown_split(module, dict(module.named_parameters()), cuts, group, layer))
+            return run_block(inner, args, kwargs, group=group, ends=ends, read=read)
 
     return forward
 
