@@ -53,12 +53,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("CausalLM", _GROUPED | {"head_dim": 8}),
     "gpt2": ("CausalLM", _GPT),
     "gemma3_text": ("CausalLM", _GROUPED | {"head_dim": 8, "sliding_window": 4}),
-    "gemma3n_text": (
+    "gemma3n_text": (  # whose last two layers attend to the keys and values of those before them
         "CausalLM",
         _GROUPED
-        | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "sliding_window": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
         | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
-        | {"altup_num_inputs": 2, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 0.0]},
+        | {"altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     ),
     "gpt_oss": (
         "CausalLM",

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paraplan.errors import UsageError
+from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.chain import put_argument
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.group import (
@@ -319,8 +319,14 @@ def _is_of_heads(value: Any) -> bool:
 
 
 def _enter_sequence(hidden: torch.Tensor, group: TensorGroup, ends: SequenceEnds) -> SplitTensor:
-    tokens = hidden.shape[_TOKENS] if hidden.ndim == 3 else 0
-    if ends.is_first and (not tokens or tokens % group.size):
+    if hidden.ndim != 3:
+        raise UnsupportedPlanError(
+            f"sequence_parallel=True: the blocks take hidden states of shape {tuple(hidden.shape)}, and not of "
+            "[batch, tokens, hidden]",
+            hint="use a plan without sequence parallelism",
+        )
+    tokens = hidden.shape[_TOKENS]
+    if ends.is_first and tokens % group.size:
         raise UsageError(
             f"hidden states of shape {tuple(hidden.shape)} do not divide along their tokens over tp={group.size} ranks",
             hint="use a sequence length that tp divides, or a plan without sequence parallelism",
