@@ -295,9 +295,16 @@ def _repeat_interleave(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return SplitTensor(tensor.local.repeat_interleave(repeats, dim=dim), longer, tensor.group, tensor.source)
 
 
+def _sizes(given: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Return sizes that stand by themselves, in a sequence or under the name that the function has for them."""
+    for name in ("repeats", "size"):
+        if name in kwargs:
+            return list(kwargs.pop(name))
+    return list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+
+
 def _repeat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, *given = args
-    sizes = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+    tensor, sizes = args[0], _sizes(args[1:], dict(kwargs))
     place = len(sizes) - tensor.local.ndim + tensor.cut.dim
     if sizes[place] == 1:
         return None
@@ -307,8 +314,8 @@ def _repeat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _new_empty(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return room for a tensor that is split like another: what is written there is of this rank's part."""
-    tensor, *given = args
-    sizes = list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+    kwargs = dict(kwargs)
+    tensor, sizes = args[0], _sizes(args[1:], kwargs)
     dim = tensor.cut.dim
     if len(sizes) != tensor.local.ndim or sizes[dim] != tensor.cut.length:
         return tensor.local.new_empty(sizes, **kwargs)
