@@ -308,6 +308,8 @@ def _repeat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     place = len(sizes) - tensor.local.ndim + tensor.cut.dim
     if sizes[place] == 1:
         return None
+    if not tensor.cut.divides:
+        raise SplitError(f"{name} along the split dimension", source=tensor.source, is_mixed=True)
     cut = replace(tensor.cut, dim=place, repeats=tensor.cut.repeats * sizes[place])
     return SplitTensor(tensor.local.repeat(*sizes), cut, tensor.group, tensor.source)
 
