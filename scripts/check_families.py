@@ -53,11 +53,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("CausalLM", _GROUPED | {"head_dim": 8}),
     "gpt2": ("CausalLM", _GPT),
     "gemma3_text": ("CausalLM", _GROUPED | {"head_dim": 8, "sliding_window": 4}),
+    "gemma3n_text": (  # whose last two layers attend to the keys and values of those before them
+        "CausalLM",
+        _GROUPED
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "sliding_window": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+        | {"altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    ),
     "gpt_oss": (
         "CausalLM",
-        _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "rope_parameters": {"rope_type": "default"}},
+        _EXPERTS
+        | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4, "rope_parameters": {"rope_type": "default"}},
     ),
-    "llama4_text": ("CausalLM", _EXPERTS | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}),
+    "llama4_text": (
+        "CausalLM",
+        _EXPERTS
+        | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}
+        | {"attention_chunk_size": 4, "no_rope_layers": [1, 0]},
+    ),
     "mixtral": ("CausalLM", _EXPERTS | {"num_local_experts": 4}),
     "qwen3_moe": ("CausalLM", _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}),
     "deepseek_v3": (
@@ -68,6 +82,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
     ),
     "mamba": ("CausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "mamba2": (
+        "CausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "chunk_size": 4}
+        | {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    ),
     "rwkv": ("CausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}),
     "bert": ("MaskedLM", _GATED),
     "albert": ("MaskedLM", _GATED | {"embedding_size": 16}),

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from rank_harness import RankHarness
 from tiny_transformers import VOCABULARY, build
 from torch import nn
-from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, GroupedLayer, Transformer, loss_fn, train
+from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, Transformer, loss_fn, train
 
 from paraplan import runtime
 from paraplan.errors import ParaplanError
@@ -121,6 +121,14 @@ class Convolved(AttentionLayer):
         return super().forward(hidden + self.near(hidden.transpose(1, 2)).transpose(1, 2))
 
 
+class LinearAttention(AttentionLayer):
+    """Sums over all tokens before a query is looked at."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(hidden).chunk(3, dim=-1)
+        return hidden + self.out(query @ (key.mT @ value))
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value):
@@ -144,7 +152,7 @@ def _refusals() -> list[str]:
     tokens = torch.zeros(4, TOKENS, dtype=torch.long)
     cases: list[tuple[nn.Module, Any, Any]] = [
         (Decoder(2), tokens, loss_fn),
-        (Transformer(GroupedLayer), tokens, loss_fn),
+        (Transformer(LinearAttention), tokens, loss_fn),
         (Transformer(), torch.zeros(4, 5, dtype=torch.long), loss_fn),
         (Transformer(lambda: AttentionLayer(num_heads=1)), tokens, loss_fn),
         (Transformer(Convolved), tokens, loss_fn),
@@ -162,10 +170,10 @@ def _refusals() -> list[str]:
 
 
 def test_what_does_not_work_on_some_tokens_says_why(ranks: RankHarness) -> None:
-    for cumsum, written_out, odd, one_head, convolved, hidden, hiding in ranks.run(_refusals, size=2):
+    for cumsum, summed, odd, one_head, convolved, hidden, hiding in ranks.run(_refusals, size=2):
         assert "cumsum works along the output of the sequence" in cumsum
-        assert "cp=2: the model does not work on some tokens of a sequence alone: matmul" in written_out
-        assert "scaled_dot_product_attention" in written_out
+        assert "cp=2: the model does not work on some tokens of a sequence alone: matmul" in summed
+        assert "scaled_dot_product_attention" in summed
         assert "inputs of shape (4, 5) do not divide along their tokens over cp=2 ranks" in odd
         assert "cp=2 does not divide the 1 heads of queries that a rank of tp has" in one_head
         assert "conv1d looks at several tokens at once" in convolved

@@ -17,6 +17,7 @@ from paraplan.runtime.anatomy import BlockCall
 from paraplan.runtime.blocks import find_blocks
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split import tensor_parallel
+from paraplan.runtime.split.check import shares_with_blocks
 from paraplan.runtime.split.layers import SequenceEnds
 from paraplan.runtime.split.search import BlockSplit
 from paraplan.runtime.split.tensor_parallel import TensorSplit
@@ -49,7 +50,7 @@ def splits_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 def _unchecked(
     block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
 ) -> BlockSplit:
-    if ends is not None or split.draws:
+    if ends is not None or split.draws or shares_with_blocks(call):
         return split
     part, direct = copy.deepcopy(block), replace(split, is_direct=True)
     tensor_parallel.split_block(part, direct, tensor_parallel.tensor_group(mesh), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -91,6 +91,11 @@ def comparable_runs(device: torch.device) -> Iterator[None]:
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
+
+
+def shares_with_blocks(call: BlockCall) -> bool:
+    """Whether a block is handed a mapping of its own kind, through which blocks share what they compute (keys)."""
+    return any(isinstance(leaf, MutableMapping) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
 
 
 def check_split(
@@ -235,9 +240,12 @@ def _gradients(block: nn.Module, call: BlockCall, *, mask: bool, dtype: torch.dt
     graded = iter(call.graded)
 
     def filled(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, MutableMapping):  # that blocks share: a copy
+            leaf.update({key: pytree.tree_map(lambda one: filled_one(one, True), leaf[key]) for key in leaf})
             return leaf
-        wants_gradient = next(graded, True)
+        return filled_one(leaf, next(graded, True)) if isinstance(leaf, torch.Tensor) else leaf
+
+    def filled_one(leaf: Any, wants_gradient: bool) -> Any:
         if not leaf.is_floating_point():
             return torch.full(leaf.shape, mask, dtype=leaf.dtype, device=device)
         values = torch.randn(leaf.shape, generator=generator).to(device, dtype).requires_grad_(wants_gradient)

@@ -25,8 +25,9 @@ from paraplan.runtime.split.trial import functions_refused
 from paraplan.runtime.step.batches import call_model
 
 _TOKENS = 1  # their dimension, in [batch, tokens]
-# What transformers calls inputs that have an entry for each token; masks are of all tokens on every rank.
-_BY_TOKEN = frozenset({"input_ids", "inputs_embeds", "position_ids", "token_type_ids"})
+# What transformers calls inputs that have an entry for each token. Masks are of all tokens on every rank, and so are
+# positions and types of tokens, from which models make masks (of packed documents, of images).
+_BY_TOKEN = frozenset({"input_ids", "inputs_embeds"})
 
 
 def context_group(mesh: Mesh) -> TensorGroup:
@@ -110,8 +111,9 @@ def context_error(error: SplitError, group: TensorGroup) -> UnsupportedPlanError
     """Return what a user can understand of a computation that the ranks cannot do each on its tokens."""
     return UnsupportedPlanError(
         f"cp={group.size}: the model does not work on some tokens of a sequence alone: {error.message}",
-        hint="its attention must be torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa' in "
-        "transformers), and its loss torch.nn.functional.cross_entropy, a mean or a sum; or use cp=1",
+        hint="its attention must be torch.nn.functional.scaled_dot_product_attention or written out as products of "
+        "queries, keys and values (attn_implementation='sdpa' or 'eager' in transformers), and its loss "
+        "torch.nn.functional.cross_entropy, a mean or a sum; or use cp=1",
     )
 
 

@@ -14,7 +14,7 @@ from paraplan.plan.context_heads import divides_heads, key_copies
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.group import TensorGroup, sum_over_ranks
 from paraplan.runtime.split.rank_randomness import own_random_numbers
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
+from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor, as_operand, is_of_sequence
 
 _HEADS = 1  # their dimension, in [batch, heads, tokens, size]
 
@@ -27,8 +27,8 @@ def split_attention(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | kwargs
     query, key, value = (given.pop(name) for name in names[:3])
-    if not all(isinstance(one, SplitTensor) and one.source == CONTEXT for one in (query, key, value)):
-        return None
+    if not all(is_of_sequence(one) for one in (query, key, value)):
+        return _with_own_keys(query, key, value, given)
     group, cut = query.group, query.cut
     if any(one.cut.dim != one.ndim - 2 or one.ndim != 4 or len(one.cut.segments) > 1 for one in (query, key, value)):
         raise SplitError("attention over tokens that are not in the last dimension but one", source=CONTEXT)
@@ -47,6 +47,24 @@ def split_attention(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if heads is not None:
         attended = SplitTensor(attended, heads.cut, heads.group, heads.source)
     return SplitTensor(attended, cut, group, CONTEXT)
+
+
+def _with_own_keys(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+    """Return attention of some heads of queries to keys that every rank of tp has whole; None where these are split."""
+    if not isinstance(query, SplitTensor) or is_of_sequence(query) or query.cut.dim != query.ndim - 3:
+        return None
+    if isinstance(key, SplitTensor) or isinstance(value, SplitTensor):
+        return None
+    heads, groups = key.shape[-3], query.shape[-3] // key.shape[-3]
+    if heads == 1:
+        return None  # which all queries read
+    own = []
+    for one in (key, value):
+        # Fewer heads than ranks: a rank reads those of its queries.
+        whole = as_operand(one if heads % query.cut.size == 0 else one.repeat_interleave(groups, dim=-3), query)
+        cut = Cut(dim=whole.ndim - 3, segments=(whole.shape[-3],), size=query.cut.size)
+        own.append(SplitTensor(cut.part(whole, query.group.index), cut, query.group, query.source))
+    return F.scaled_dot_product_attention(query, own[0], own[1], **options)
 
 
 def _split_heads(*operands: SplitTensor) -> SplitTensor | None:

@@ -8,7 +8,8 @@ block takes and returns this rank's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, cast
@@ -18,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paraplan.errors import UsageError
+from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.chain import put_argument
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.group import (
@@ -41,11 +42,14 @@ class LayerRole:
     """A layer's part in a split: a linear one holds some outputs (column) or inputs (row), cut by `segments`.
 
     A gathered layer is whole, and reads the tokens of all ranks. Experts hold some inner units of each; the segments
-    are those of the weights that make them.
+    are those of the weights that make them. A row layer that `keeps_tokens` returns those of all ranks under sequence
+    parallelism too: inside of a block, for code that looks at all of them. A layer that is `read` holds some outputs as
+    a column layer does, for code that multiplies by its weight itself.
     """
 
-    kind: Literal["column", "row", "gathered", "experts"]
+    kind: Literal["column", "row", "read", "gathered", "experts"]
     segments: tuple[int, ...]
+    keeps_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def parameter_cuts(module: nn.Module, role: LayerRole, size: int) -> dict[str, C
     outputs_first = not _is_transposed(module)
     dim = int(outputs_first == (role.kind == "row"))
     cuts = {"weight": Cut(dim=dim, segments=role.segments, size=size)}
-    if role.kind == "column" and getattr(module, "bias", None) is not None:
+    if role.kind in ("column", "read") and getattr(module, "bias", None) is not None:
         cuts["bias"] = Cut(dim=0, segments=role.segments, size=size)
     return cuts
 
@@ -127,9 +131,24 @@ def split_linear(
         module.forward = gathered_forward(module)
     elif role.kind == "column":
         module.forward = column_forward(module, role, group, name, is_direct=is_direct)
-    else:
-        module.forward = row_forward(module, group, name, sequence_parallel=sequence_parallel, is_direct=is_direct)
+    elif role.kind == "row":
+        scatters = sequence_parallel and not role.keeps_tokens
+        module.forward = row_forward(module, group, name, sequence_parallel=scatters, is_direct=is_direct)
     return cuts
+
+
+@contextmanager
+def shown_split(
+    module: nn.Module, parts: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], group: TensorGroup, name: str
+) -> Iterator[None]:
+    """Let code see `parts` of the parameters of the layer `name` as split tensors in this context."""
+    # An attribute of the instance stands before the parameter of its name, which stays where it is.
+    module.__dict__.update({one: SplitTensor(parts[one], cut, group, name) for one, cut in cuts.items()})
+    try:
+        yield
+    finally:
+        for one in cuts:
+            module.__dict__.pop(one, None)
 
 
 def sum_gradients_in_backward(module: nn.Module, names: Sequence[str], group: TensorGroup) -> None:
@@ -300,8 +319,14 @@ def _is_of_heads(value: Any) -> bool:
 
 
 def _enter_sequence(hidden: torch.Tensor, group: TensorGroup, ends: SequenceEnds) -> SplitTensor:
-    tokens = hidden.shape[_TOKENS] if hidden.ndim == 3 else 0
-    if ends.is_first and (not tokens or tokens % group.size):
+    if hidden.ndim != 3:
+        raise UnsupportedPlanError(
+            f"sequence_parallel=True: the blocks take hidden states of shape {tuple(hidden.shape)}, and not of "
+            "[batch, tokens, hidden]",
+            hint="use a plan without sequence parallelism",
+        )
+    tokens = hidden.shape[_TOKENS]
+    if ends.is_first and tokens % group.size:
         raise UsageError(
             f"hidden states of shape {tuple(hidden.shape)} do not divide along their tokens over tp={group.size} ranks",
             hint="use a sequence length that tp divides, or a plan without sequence parallelism",

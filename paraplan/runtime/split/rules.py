@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from paraplan.runtime.split.context_rules import split_attention, split_loss
+from paraplan.runtime.split.convolution_rules import split_convolution
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.drawing import (
     DRAW_BY_ARGUMENTS,
@@ -24,88 +25,42 @@ from paraplan.runtime.split.drawing import (
     make_room,
     without_values,
 )
-from paraplan.runtime.split.group import TensorGroup, copy_to_ranks, join_parts
+from paraplan.runtime.split.function_names import (
+    ALONG,
+    ELEMENTWISE,
+    IN_PLACE,
+    LAST_DIMENSIONS,
+    OF_THE_PART,
+    OF_THE_WHOLE,
+)
+from paraplan.runtime.split.group import TensorGroup, join_parts
+from paraplan.runtime.split.product_rules import split_einsum, split_product
 from paraplan.runtime.split.rank_randomness import own_random_numbers
 from paraplan.runtime.split.replay import RESHAPES, Call, Outcome, described
 from paraplan.runtime.split.size_rules import SIZE_RULES, Rule
-from paraplan.runtime.split.split_tensor import CONTEXT, SEQUENCE, VOCABULARY, SplitError, SplitTensor, split_operands
+from paraplan.runtime.split.split_tensor import (
+    CONTEXT,
+    SEQUENCE,
+    VOCABULARY,
+    SplitError,
+    SplitTensor,
+    as_operand,
+    split_operands,
+)
 from paraplan.runtime.split.trial import check_by_token
 from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
 
-# The result has the shape and the split of the (only) split operand, and other operands broadcast against it.
-_ELEMENTWISE = frozenset(
-    {
-        *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "true_divide", "rsub", "radd", "rmul", "neg"),
-        *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
-        *("__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__", "__neg__", "pow", "square", "sqrt"),
-        *(
-            "rsqrt",
-            "exp",
-            "log",
-            "abs",
-            "sin",
-            "cos",
-            "erf",
-            "tanh",
-            "sigmoid",
-            "relu",
-            "relu_",
-            "silu",
-            "gelu",
-            "mish",
-        ),
-        *(
-            "softplus",
-            "elu",
-            "leaky_relu",
-            "hardtanh",
-            "relu6",
-            "logsigmoid",
-            "threshold",
-            "maximum",
-            "minimum",
-            "lerp",
-        ),
-        *(
-            "where",
-            "masked_fill",
-            "masked_fill_",
-            "addcmul",
-            "addcdiv",
-            "clamp",
-            "clamp_min",
-            "clamp_max",
-            "nan_to_num",
-        ),
-        *("dropout", "alpha_dropout", "feature_alpha_dropout", "to", "float", "half", "double", "bfloat16", "type"),
-        *("type_as", "contiguous", "clone", "detach", "logical_not", "logical_and", "logical_or", "eq", "ne", "lt"),
-        *("le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__"),
-    }
-)
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype})
-_LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm"})
-_ALONG = frozenset({"softmax", "log_softmax", "cumsum", "cumprod", "normalize", "sort", "argsort", "flip", "softmin"})
-_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
-_OF_THE_WHOLE = frozenset(
-    {
-        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "dtype", "device", "layout"),
-        *("is_floating_point", "is_complex", "is_cuda", "is_meta", "is_cpu", "is_sparse", "is_nested", "is_quantized"),
-        *("is_mps", "is_xpu", "element_size", "itemsize", "get_device", "names"),
-    }
-)
-_OF_THE_PART = frozenset(
-    {
-        *("requires_grad", "grad_fn", "is_leaf", "retains_grad", "stride", "is_contiguous", "storage_offset"),
-        *("register_hook", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "_version", "is_inference"),
-    }
-)
-
-
 _RULES: dict[str, Rule] = SIZE_RULES | {
     "cross_entropy": split_cross_entropy,
     "scaled_dot_product_attention": split_attention,
     "mean": split_loss,
     "sum": split_loss,
+    "matmul": split_product,
+    "__matmul__": split_product,
+    "bmm": split_product,
+    "einsum": split_einsum,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), split_convolution),
 }
 _LOGGER = logging.getLogger(__name__)
 
@@ -169,10 +124,10 @@ def _replayed(
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None) -> Any:
     name = _name(func)
-    if name in _OF_THE_WHOLE:
+    if name in OF_THE_WHOLE:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in _OF_THE_PART:
+    if name in OF_THE_PART:
         return func(*_parts(args), **_parts(kwargs))
     operands = _operands(args, kwargs)
     first = operands[0]
@@ -186,12 +141,12 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return answer
     _check_alike(name, operands)
     _check_dimension(name, first, args, kwargs)
-    if first.group.is_trial and name not in _ELEMENTWISE:
+    if first.group.is_trial and name not in ELEMENTWISE:
         check_by_token(name, func, args, kwargs)
-    aligned = name in _ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
+    aligned = name in ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
     run_args = _local(args, first, aligned=aligned)
     run_kwargs = _local(kwargs, first, aligned=aligned)
-    is_random = name not in _ELEMENTWISE and is_seen_to_draw(name, func, args, kwargs, first.group)
+    is_random = name not in ELEMENTWISE and is_seen_to_draw(name, func, args, kwargs, first.group)
     draws = draws_in_call(name, args, kwargs, otherwise=is_random)
     if draws and kwargs.get("generator") is not None:
         raise SplitError(f"{name} draws from a generator of its own", source=first.source, is_mixed=True)
@@ -199,12 +154,14 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         try:
             result = func(*run_args, **run_kwargs)
         except (RuntimeError, ValueError, IndexError) as error:  # sizes of whole and split operands differ
+            if _on_several_devices(run_args, run_kwargs):
+                raise  # the model itself does not run in this way
             raise SplitError(
                 f"{name} does not run on parts of the output of {first.source}: {str(error).splitlines()[0]}",
                 source=first.source,
                 is_mixed=True,
             ) from error
-    keeps = name in _ELEMENTWISE and isinstance(result, torch.Tensor) and result.shape == first.local.shape
+    keeps = name in ELEMENTWISE and isinstance(result, torch.Tensor) and result.shape == first.local.shape
     if keeps:
         found = first if result is first.local else SplitTensor(result, first.cut, first.group, first.source)
     else:
@@ -213,6 +170,11 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         may_draw = is_random or name in DRAW_BY_ARGUMENTS
         call.remember(found, keeps=keeps, aligned=aligned, draws=may_draw)
     return found
+
+
+def _on_several_devices(*values: Any) -> bool:
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return len({tensor.device for tensor in tensors}) > 1
 
 
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SplitTensor]:
@@ -254,8 +216,7 @@ def _local(tree: Any, first: SplitTensor, *, aligned: bool) -> Any:
             return leaf.local
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if leaf.requires_grad and torch.is_grad_enabled() and not by_tokens:  # whose gradients stay partial
-            leaf = copy_to_ranks(leaf, first.group)
+        leaf = as_operand(leaf, first)
         return _narrowed(leaf, first) if aligned else leaf
 
     return _mapped(local, tree)
@@ -273,7 +234,7 @@ def _narrowed(plain: torch.Tensor, split: SplitTensor) -> torch.Tensor:
 
 def _check_written(name: str, split: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise where a function writes what is split into a whole tensor, which would differ between the ranks then."""
-    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     targets = [kwargs.get("out"), args[0] if is_in_place and args else None]
     if any(isinstance(target, torch.Tensor) and not isinstance(target, SplitTensor) for target in targets):
         raise SplitError(
@@ -297,16 +258,17 @@ def _check_alike(name: str, operands: list[SplitTensor]) -> None:
                 f"{other.cut.dim})",
                 source=layer.source,
                 is_mixed=SEQUENCE in (first.source, other.source) and layer.source != SEQUENCE,
+                meets_tokens=SEQUENCE in (first.source, other.source),
             )
 
 
 def _check_dimension(name: str, split: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise where a function that keeps shapes works along the split dimension: shapes would not tell."""
     along: range | tuple[int, ...] = ()
-    if name in _LAST_DIMENSIONS:
+    if name in LAST_DIMENSIONS:
         normalized = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         along = range(split.ndim - len(normalized), split.ndim)
-    elif name in _ALONG:
+    elif name in ALONG:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         along = (dim % split.ndim,) if isinstance(dim, int) else ()
     if split.cut.dim in along:

@@ -12,10 +12,12 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import BlockCall
@@ -32,12 +34,16 @@ from paraplan.runtime.split.layers import (
     join_tokens,
     leave_row,
     linear_sizes,
+    parameter_cuts,
     run_block,
+    shown_split,
+    weight_of,
 )
 from paraplan.runtime.split.outputs import numbered_outputs
 from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor
 
 _MOST_TRIES = 64
+_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "linear"})
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,18 @@ class BlockSplit:
 
 @dataclass
 class _Trial:
-    """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason."""
+    """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason.
+
+    `keeping` are the row layers tried so far that return all tokens under sequence parallelism, `read` those by whose
+    weights the code multiplies itself; None before the others are known.
+    """
 
     segments: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     roles: dict[str, LayerRole] = field(default_factory=dict)
     first_words: dict[str, str] = field(default_factory=dict)
+    keeping: set[str] = field(default_factory=set)
+    read: set[str] | None = None
 
 
 def find_split(
@@ -91,12 +103,19 @@ def find_split(
         try:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
             tried = _tried(shadow, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
-            with torch.no_grad(), tried, call.context(), OtherDrawsNoted(group):
+            with torch.no_grad(), tried, call.context(), OtherDrawsNoted(group), _ProductsNoted(shadow) as products:
                 output = run_block(shadow.forward, args, kwargs, group=group, ends=ends, read=call.read)
             _check_output(output)
         except SplitError as error:
-            _learn(trial, error, shadow, name, size)
+            if trial.read:  # without these it ran
+                trial.read -= {error.source} & trial.read or trial.read
+            else:
+                _learn(trial, error, shadow, name, size)
             continue
+        if trial.read is None:
+            trial.read = products.weights - trial.roles.keys() - trial.whole.keys()
+            if trial.read:
+                continue
         if all(role.kind == "gathered" for role in trial.roles.values()):
             reasons = "; ".join(f"{layer}: {reason}" for layer, reason in trial.whole.items()) or "none is linear"
             raise UnsupportedPlanError(
@@ -107,6 +126,22 @@ def find_split(
     raise UnsupportedPlanError(
         f"tp={size}: no split of {name} ({type(shadow).__name__}) was found", hint="use tp=1 for this model"
     )
+
+
+class _ProductsNoted(TorchFunctionMode):
+    """Notes in `weights` the linear layers of a block by whose weights code multiplies itself in this context."""
+
+    def __init__(self, shadow: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(weight_of(module)): name for name, module in shadow.named_modules() if is_linear(module)}
+        self.weights: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _PRODUCTS:
+            self.weights |= {self._names[id(value)] for value in args if id(value) in self._names}
+        return func(*args, **(kwargs or {}))
 
 
 def _check_output(output: Any) -> None:
@@ -131,9 +166,14 @@ def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size:
         if len(segments) == 1 and segments[0] < 0:
             count = -segments[0]
             segments = (outputs // count,) * count if outputs % count == 0 else None
+        if segments is not None and sum(segments) < outputs:
+            segments = refined(trial.segments.get(source, (outputs,)), segments)
         if segments is not None and sum(segments) == outputs and segments != trial.segments.get(source):
             trial.segments[source] = segments
             return
+    if error.is_mixed and error.meets_tokens and (rows := _rows(trial)) and rows[-1] not in trial.keeping:
+        trial.keeping.add(rows[-1])  # whose tokens the code that follows needs all
+        return
     if error.is_mixed and source not in trial.whole and source:
         trial.whole[source] = error.message
         return
@@ -141,6 +181,30 @@ def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size:
         f"{name} ({type(shadow).__name__}) cannot be split: {trial.first_words[source]}",
         hint=f"use a tp that divides them, not {size}, or tp=1",
     ) from None
+
+
+def refined(segments: tuple[int, ...], parts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return `segments` with `parts` in place of every run of them that is as long, and ends where some of these do."""
+    found: list[int] = []
+    place = 0
+    bounds = set(accumulate(parts))
+    while place < len(segments):
+        run = next(
+            (
+                ends
+                for stop in range(place + 1, len(segments) + 1)
+                if (ends := [*accumulate(segments[place:stop])])[-1] == sum(parts) and bounds.issuperset(ends)
+            ),
+            None,
+        )
+        found += [segments[place]] if run is None else parts
+        place += 1 if run is None else len(run)
+    return tuple(found)
+
+
+def _rows(trial: _Trial) -> list[str]:
+    """Return the row layers that have run, in order."""
+    return [name for name, role in trial.roles.items() if role.kind == "row"]
 
 
 @contextmanager
@@ -155,10 +219,27 @@ def _tried(
                 undo.callback(module.__dict__.pop, "forward", None)
                 role = LayerRole(kind="experts", segments=weights.segments(interleaved=interleaved))
                 module.forward = _trying_experts(module, name, weights, role, trial, group)
-            if name and is_linear(module):
+            if name in (trial.read or ()):
+                role = LayerRole(kind="read", segments=linear_sizes(module)[1:])
+                _check_divides(name, role.segments, group)
+                cuts = parameter_cuts(module, role, group.size)
+                parts = {one: cut.part(module.get_parameter(one), group.index) for one, cut in cuts.items()}
+                undo.enter_context(shown_split(module, parts, cuts, group, name))
+                trial.roles[name] = role
+            elif name and is_linear(module):
                 undo.callback(module.__dict__.pop, "forward", None)
                 module.forward = _trying(module, name, trial, group, sequence_parallel=sequence_parallel)
         yield
+
+
+def _check_divides(name: str, segments: tuple[int, ...], group: TensorGroup) -> None:
+    """Raise where the outputs of the layer `name` do not divide over the ranks."""
+    if any(segment % group.size for segment in segments):
+        raise SplitError(
+            f"tp={group.size} does not divide the outputs {' + '.join(map(str, segments))} of {name}",
+            source=name,
+            is_mixed=sum(segments) < group.size,  # a gate of one number
+        )
 
 
 def _trying(
@@ -176,9 +257,11 @@ def _trying(
             raise SplitError(f"{name} reads it, and is left whole", source=split.source, is_mixed=True)
         if split is not None and reads_part:
             check_row_input(given, name)
-            _take_role(trial, name, LayerRole(kind="row", segments=split.cut.segments))
+            keeps_tokens = sequence_parallel and name in trial.keeping
+            _take_role(trial, name, LayerRole(kind="row", segments=split.cut.segments, keeps_tokens=keeps_tokens))
             assert sum(split.cut.segments) == inputs
-            return leave_row(product(split.local, outputs), module.bias, group, sequence_parallel=sequence_parallel)
+            scatters = sequence_parallel and not keeps_tokens
+            return leave_row(product(split.local, outputs), module.bias, group, sequence_parallel=scatters)
         if name in trial.whole and sequence_parallel and isinstance(given, SplitTensor):
             _take_role(trial, name, LayerRole(kind="gathered", segments=()))
             given = join_tokens(given)
@@ -187,12 +270,7 @@ def _trying(
             return result
         segments = trial.segments.get(name, (outputs,))
         cut = Cut(dim=given.ndim - 1, segments=segments, size=group.size)
-        if not cut.divides:
-            raise SplitError(
-                f"tp={group.size} does not divide the outputs {' + '.join(map(str, segments))} of {name}",
-                source=name,
-                is_mixed=outputs < group.size,  # a gate of one number
-            )
+        _check_divides(name, segments, group)
         _take_role(trial, name, LayerRole(kind="column", segments=segments))
         local = product(enter_column(given, group), outputs // group.size)
         return SplitTensor(local, cut, group, name)

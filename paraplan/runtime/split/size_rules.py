@@ -6,6 +6,7 @@ A rule takes a function's name and arguments and returns its result, or None whe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
+from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor, as_operand, is_of_sequence
 
 Rule = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -197,7 +198,7 @@ def _slice(tensor: SplitTensor, start: int, stop: int) -> SplitTensor:
         raise SplitError(
             f"{_ranks(tensor)} does not divide the pieces {start}:{stop} of the output of {tensor.source}",
             source=tensor.source,
-            segments=lengths if cut.repeats == 1 and tensor.cut.dim == tensor.local.ndim - 1 else None,
+            segments=lengths if cut.repeats == 1 else None,
         )
     segments = (cut.segments * cut.repeats)[bounds.index(start) : bounds.index(stop)]
     local = tensor.local.narrow(cut.dim, start // cut.size, (stop - start) // cut.size)
@@ -257,15 +258,28 @@ def _getitem(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _cat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = args[0] if args else kwargs["tensors"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    first = next(tensor for tensor in tensors if isinstance(tensor, SplitTensor))
-    tensors = [tensor for tensor in tensors if isinstance(tensor, SplitTensor) or tensor.numel()]
-    if len(tensors) == 1 and name != "stack":
+    by_tokens = any(is_of_sequence(tensor) for tensor in tensors)
+    is_split = [isinstance(tensor, SplitTensor) and is_of_sequence(tensor) == by_tokens for tensor in tensors]
+    first = tensors[is_split.index(True)]
+    kept = [(tensor, split) for tensor, split in zip(tensors, is_split, strict=True) if split or tensor.numel()]
+    if len(kept) == 1 and name != "stack":
         return first  # what caches do that begin with an empty tensor
     if dim % first.local.ndim == first.cut.dim and name != "stack":
         raise SplitError(f"{name} along the split dimension", source=first.source, is_mixed=True)
-    if not all(isinstance(tensor, SplitTensor) for tensor in tensors):
-        raise SplitError(f"{name} of split and whole tensors", source=first.source, is_mixed=True)
-    return None
+    if all(split for _, split in kept):
+        return None
+    parts = [tensor if split else _as_part(name, tensor, first) for tensor, split in kept]
+    return (torch.stack if name == "stack" else torch.cat)(parts, dim=dim)
+
+
+def _as_part(name: str, whole: torch.Tensor, like: SplitTensor) -> torch.Tensor:
+    """Return what every rank has whole as a tensor split like another."""
+    dim = like.cut.dim
+    if whole.ndim != like.ndim or whole.shape[dim] != like.cut.length:
+        raise SplitError(f"{name} of split and whole tensors", source=like.source, is_mixed=True)
+    own = like.cut.part(as_operand(whole, like), like.group.index)
+    part: torch.Tensor = SplitTensor(own, like.cut, like.group, like.source)
+    return part
 
 
 def _repeat_interleave(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,6 +293,36 @@ def _repeat_interleave(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     cut = tensor.cut
     longer = Cut(cut.dim, tuple(segment * repeats for segment in cut.segments), cut.size, cut.repeats)
     return SplitTensor(tensor.local.repeat_interleave(repeats, dim=dim), longer, tensor.group, tensor.source)
+
+
+def _sizes(given: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Return sizes that stand by themselves, in a sequence or under the name that the function has for them."""
+    for name in ("repeats", "size"):
+        if name in kwargs:
+            return list(kwargs.pop(name))
+    return list(given[0] if len(given) == 1 and not isinstance(given[0], int) else given)
+
+
+def _repeat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, sizes = args[0], _sizes(args[1:], dict(kwargs))
+    place = len(sizes) - tensor.local.ndim + tensor.cut.dim
+    if sizes[place] == 1:
+        return None
+    if not tensor.cut.divides:
+        raise SplitError(f"{name} along the split dimension", source=tensor.source, is_mixed=True)
+    cut = replace(tensor.cut, dim=place, repeats=tensor.cut.repeats * sizes[place])
+    return SplitTensor(tensor.local.repeat(*sizes), cut, tensor.group, tensor.source)
+
+
+def _new_empty(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return room for a tensor that is split like another: what is written there is of this rank's part."""
+    kwargs = dict(kwargs)
+    tensor, sizes = args[0], _sizes(args[1:], kwargs)
+    dim = tensor.cut.dim
+    if len(sizes) != tensor.local.ndim or sizes[dim] != tensor.cut.length:
+        return tensor.local.new_empty(sizes, **kwargs)
+    sizes[dim] = tensor.local.shape[dim]
+    return SplitTensor(tensor.local.new_empty(sizes, **kwargs), tensor.cut, tensor.group, tensor.source)
 
 
 SIZE_RULES: dict[str, Rule] = {
@@ -301,4 +345,6 @@ SIZE_RULES: dict[str, Rule] = {
     "concat": _cat,
     "stack": _cat,
     "repeat_interleave": _repeat_interleave,
+    "repeat": _repeat,
+    "new_empty": _new_empty,
 }

@@ -17,7 +17,7 @@ import torch
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.group import TensorGroup, copy_to_ranks
 
 VOCABULARY = "the vocabulary"  # the source of logits split by class
 SEQUENCE = "the tokens"  # the source of tensors split by sequence parallelism
@@ -30,17 +30,25 @@ class SplitError(Exception):
     """A computation that ranks cannot do each on its part. It never leaves the search for a split.
 
     `source` is the layer whose output was split. `segments` is another way to cut that output, if one may help.
-    `is_mixed` says that parts would have to be brought together: the layer may then be left whole.
+    `is_mixed` says that parts would have to be brought together: the layer may then be left whole. `meets_tokens` says
+    that they meet tokens that sequence parallelism has split.
     """
 
     def __init__(
-        self, message: str, *, source: str, segments: tuple[int, ...] | None = None, is_mixed: bool = False
+        self,
+        message: str,
+        *,
+        source: str,
+        segments: tuple[int, ...] | None = None,
+        is_mixed: bool = False,
+        meets_tokens: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.source = source
         self.segments = segments
         self.is_mixed = is_mixed
+        self.meets_tokens = meets_tokens
 
 
 @dataclass(eq=False, slots=True, frozen=True)
@@ -180,6 +188,16 @@ def on_own_tokens(given: torch.Tensor, work: Callable[[torch.Tensor], torch.Tens
     if before != after:  # tokens that the ranks of tp have split, or brought together
         cut = replace(cut, segments=tuple(segment * after // before for segment in cut.segments))
     whole: torch.Tensor = SplitTensor(made, cut, given.group, CONTEXT)
+    return whole
+
+
+def as_operand(whole: torch.Tensor, like: SplitTensor) -> torch.Tensor:
+    """Return what every rank has whole as work on parts like `like` reads it: its gradient is summed over the ranks.
+
+    Under context parallelism gradients stay partial, and are summed at the end of the step.
+    """
+    if whole.requires_grad and torch.is_grad_enabled() and like.source != CONTEXT:
+        return copy_to_ranks(whole, like.group)
     return whole
 
 

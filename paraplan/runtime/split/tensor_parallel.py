@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,13 @@ from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, e
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.chain import HINT
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.split.check import check_split, comparable_runs, setting_of, summed_gradients
+from paraplan.runtime.split.check import (
+    check_split,
+    comparable_runs,
+    setting_of,
+    shares_with_blocks,
+    summed_gradients,
+)
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.experts import expert_weights, split_experts
 from paraplan.runtime.split.group import TensorGroup
@@ -29,6 +36,7 @@ from paraplan.runtime.split.layers import (
     has_own_weight,
     is_linear,
     run_block,
+    shown_split,
     split_linear,
     sum_gradients_in_backward,
 )
@@ -37,6 +45,7 @@ from paraplan.runtime.split.search import BlockSplit, find_split
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 from paraplan.runtime.weightless import give_random_values
 
+_Convolution = nn.modules.conv._ConvNd
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -150,7 +159,7 @@ def _stacked_weights_elsewhere(shadow: nn.Module) -> dict[str, str]:
         f"{layer}.{name}".lstrip("."): "its weights are stacked, and in no module that holds the two of experts alone"
         for layer, module in shadow.named_modules()
         for name, weight in module.named_parameters(recurse=False)
-        if weight.ndim == 3 and (not layer or expert_weights(module) is None)
+        if weight.ndim == 3 and not isinstance(module, _Convolution) and (not layer or expert_weights(module) is None)
     }
 
 
@@ -179,6 +188,7 @@ def apply_tensor_split(
 def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: SequenceEnds | None) -> dict[str, Cut]:
     """Leave this rank's parts in `block` and make it work on them; return the cuts of its parameters by their names."""
     cuts: dict[str, Cut] = {}
+    shown: dict[str, dict[str, Cut]] = {}
     for layer, role in split.roles.items():
         module = block.get_submodule(layer)
         if role.kind == "experts":
@@ -187,6 +197,8 @@ def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: S
         found = split_linear(
             module, role, group, name=layer, sequence_parallel=ends is not None, is_direct=split.is_direct
         )
+        if role.kind == "read" and not split.is_direct:
+            shown[layer] = found
         cuts |= {f"{layer}.{parameter}": cut for parameter, cut in found.items()}
     summed: dict[str, list[str]] = {}
     for name in split.summed:
@@ -194,15 +206,25 @@ def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: S
         summed.setdefault(layer, []).append(parameter)
     for layer, parameters in summed.items():
         sum_gradients_in_backward(block.get_submodule(layer), parameters, group)
-    block.forward = _block_forward(block.forward, group, ends, split.read)
+    block.forward = _block_forward(block, group, ends, split.read, shown)
     return cuts
 
 
 def _block_forward(
-    inner: Callable[..., Any], group: TensorGroup, ends: SequenceEnds | None, read: frozenset[int]
+    block: nn.Module,
+    group: TensorGroup,
+    ends: SequenceEnds | None,
+    read: frozenset[int],
+    shown: dict[str, dict[str, Cut]],
 ) -> Callable[..., Any]:
+    inner = block.forward
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return run_block(inner, args, kwargs, group=group, ends=ends, read=read)
+        with ExitStack() as undo:
+            for layer, cuts in shown.items():
+                module = block.get_submodule(layer)
+                undo.enter_context(shown_split(module, dict(module.named_parameters()), cuts, group, layer))
+            return run_block(inner, args, kwargs, group=group, ends=ends, read=read)
 
     return forward
 
@@ -286,7 +308,7 @@ def _checked(
     try:
         with comparable_runs(mesh.world.device):
             setting = setting_of(whole, call)
-            if ends is None and not split.draws:
+            if ends is None and not split.draws and not shares_with_blocks(call):
                 # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
                 direct = replace(split, is_direct=True)
                 copies.append(copy.deepcopy(whole))

@@ -123,6 +123,10 @@ def _is_cut(whole: torch.Tensor, parts: list[torch.Tensor], cut: Cut) -> bool:
     expected = [cut.at(differing[0]).part(whole, index) for index in range(cut.size)]
     return all(
         part.shape == own.shape
-        and torch.allclose(own.double(), part.double(), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+        and torch.allclose(_wide(own), _wide(part), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
         for own, part in zip(parts, expected, strict=True)
     )
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values if values.is_complex() else values.double()
