@@ -277,8 +277,8 @@ class Engine:
     def export(self, path: str | Path) -> None:
         """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.
 
-        They pass through a folder beside the file, without the optimizer's state; rank 0 needs the memory of the whole model. See
-        `paraplan.runtime.export.export_weights` for a checkpoint that is there.
+        They pass through a folder beside the file, without the optimizer's state; rank 0 needs the memory of the whole
+        model. See `paraplan.runtime.export.export_weights` for a checkpoint that is there.
         """
         passing = Path(f"{path}.passing")
         self._save(passing, wait=True, weights_only=True)
