@@ -34,6 +34,7 @@ from paraplan.runtime.optimizers import WholeTensorSteps, check_optimizer, check
 from paraplan.runtime.options import TrainingOptions
 from paraplan.runtime.peers import Peers
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.recompute_policy import RecomputePolicy, check_operators
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.several_optimizers import (
     OptimizerFactory,
@@ -128,6 +129,7 @@ class Job:
         batch_statistics: BatchStatistics = "global",
         verify: Verify = "auto",
         find_unused: bool = False,
+        recompute: RecomputePolicy | None = None,
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
 
@@ -149,6 +151,7 @@ class Job:
             batch_statistics=batch_statistics,
             verify=verify,
             find_unused=find_unused,
+            recompute=recompute,
         )
         return self.prepare_with(model, options)
 
@@ -220,13 +223,21 @@ class Job:
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
         share_weights(model, self.world)
         names = names_of_ties(model)
-        reference = reference_of(model, plan, self.mesh, options.verify)
+        reference = reference_of(model, plan, self.mesh, options.verify, recomputes=options.recompute is not None)
         if options.batch_statistics == "global":
             synchronize_batch_norms(model, plan, self.mesh)
         backend = options.compile_backend or ("inductor" if is_compiled(self.file) else None)
+        check_operators(options.recompute, compiled=backend is not None)
         if backend is not None:
             compile_blocks(model, stack, backend, plan=plan)
-        setting = Setting.of(plan, self.mesh, self.precision, options.loss_fn, find_unused=options.find_unused)
+        setting = Setting.of(
+            plan,
+            self.mesh,
+            self.precision,
+            options.loss_fn,
+            find_unused=options.find_unused,
+            recompute=options.recompute,
+        )
         part = assemble_part(model, stack, setting, example_inputs=options.example_inputs)
         if options.weights is not None:
             read_weights(Path(options.weights), part, self.mesh, names=names)

@@ -55,7 +55,14 @@ class FakeJob(Job):
         left_out = [] if options.compile_backend is None else [f"compiling with {options.compile_backend}"]
         left_out += [] if options.weights is None else [f"the weights in {options.weights}"]
         num_parameters = count_parameters(model)
-        setting = Setting.of(self.plan, self.mesh, self.precision, options.loss_fn, find_unused=options.find_unused)
+        setting = Setting.of(
+            self.plan,
+            self.mesh,
+            self.precision,
+            options.loss_fn,
+            find_unused=options.find_unused,
+            recompute=options.recompute,
+        )
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")

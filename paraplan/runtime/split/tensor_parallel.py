@@ -61,9 +61,11 @@ class TensorSplit:
         return [*self.blocks]
 
 
-def tensor_group(mesh: Mesh) -> TensorGroup:
-    """Return the `tp` group of this rank."""
-    return TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
+def tensor_group(mesh: Mesh, *, keeps_products: bool = False) -> TensorGroup:
+    """Return the `tp` group of this rank; `keeps_products`: what layers return is kept for the backward pass."""
+    return TensorGroup(
+        size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"), keeps_products=keeps_products
+    )
 
 
 def find_tensor_split(

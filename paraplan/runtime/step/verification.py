@@ -52,18 +52,24 @@ _TOLERANCES: dict[TrainingPrecision, Tolerance] = {"fp32": Tolerance(loss=2e-5, 
 _HALF = Tolerance(loss=2e-2, gradient=0.3)
 
 
-def changes_the_model(plan: ParallelPlan) -> bool:
-    """Whether a plan does more to a model than to copy it."""
-    return plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage > 0 or plan.recompute != "none"
+def changes_the_model(plan: ParallelPlan, *, recomputes: bool = False) -> bool:
+    """Whether a plan does more to a model than to copy it; `recomputes`: blocks are run again whatever it says."""
+    return recomputes or plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage > 0 or plan.recompute != "none"
 
 
-def reference_of(model: nn.Module, plan: ParallelPlan, mesh: Mesh, verify: Verify) -> nn.Module | None:
+def reference_of(
+    model: nn.Module, plan: ParallelPlan, mesh: Mesh, verify: Verify, *, recomputes: bool = False
+) -> nn.Module | None:
     """Return a copy of the whole `model` on this rank's device to check the plan by; None where none is to be kept.
 
     That is where the plan changes nothing, where values come from a file later, and, unless all is to be verified,
     where the copy with its gradients would take more than a quarter of the memory that is free. All ranks agree.
     """
-    if verify == "off" or plan.devices_per_process > 1 or (verify == "auto" and not changes_the_model(plan)):
+    if (
+        verify == "off"
+        or plan.devices_per_process > 1
+        or (verify == "auto" and not changes_the_model(plan, recomputes=recomputes))
+    ):
         return None
     fits = not any(parameter.is_meta for parameter in model.parameters())
     if verify == "auto" and fits:
