@@ -115,7 +115,7 @@ def assert_right(ranks: RankHarness, plans: list[ParallelPlan], names: list[str]
         for key, gradient in gradients.items():
             whole = expected[name][2][key]
             error = float((gradient - whole).abs().max() / whole.abs().max())
-            assert error < 1e-4, (plan, name, key)
+            assert error < 5e-4, (plan, name, key)
 
 
 SPLIT = plan_of(tp=2)
