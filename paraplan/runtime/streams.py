@@ -200,23 +200,8 @@ class StreamBatches:
         self._loaded = {"position": dict(position), "stream": state.get("stream")}
 
 
-def shard_stream(
-    stream: Iterable[Any],
-    share: ShareOfBatch,
-    *,
-    device: torch.device,
-    epochs: int = 1,
-    skip: int = 0,
-    drop_last: bool = True,
-    num_workers: int = 0,
-    collate: Collate | None = None,
-    check: Callable[[list[Any]], None] | None = None,
-) -> StreamBatches:
-    """Return the batches of one data-parallel rank from `stream`; see `Job.shard`.
-
-    `check` is called with the samples of the first global batch. Raises `UsageError` for batches in place of samples,
-    several passes over what can be read once, and more than one worker.
-    """
+def check_stream(stream: Iterable[Any], *, epochs: int, num_workers: int) -> None:
+    """Raise `UsageError` for batches in place of samples, passes over what can be read once, and several workers."""
     if isinstance(stream, DataLoader) and stream.batch_size is not None:
         raise UsageError(
             f"a DataLoader with batch_size={stream.batch_size} gives batches, and job.shard takes samples",
@@ -232,6 +217,25 @@ def shard_stream(
             f"num_workers={num_workers}, but only one worker can keep the order of a stream",
             hint="use num_workers=1 for a stream",
         )
+
+
+def shard_stream(
+    stream: Iterable[Any],
+    share: ShareOfBatch,
+    *,
+    device: torch.device,
+    epochs: int = 1,
+    skip: int = 0,
+    drop_last: bool = True,
+    num_workers: int = 0,
+    collate: Collate | None = None,
+    check: Callable[[list[Any]], None] | None = None,
+) -> StreamBatches:
+    """Return the batches of one data-parallel rank from `stream`; see `Job.shard` and `check_stream`.
+
+    `check` is called with the samples of the first global batch.
+    """
+    check_stream(stream, epochs=epochs, num_workers=num_workers)
     reader = _StreamReader(stream, share, epochs=epochs, drop_last=drop_last, collate=collate)
     return StreamBatches(reader, device=device, num_workers=num_workers, check=check, skip=skip)
 
