@@ -261,14 +261,14 @@ class SameStream:
     def __init__(self, world: World, number: int) -> None:
         self._world = world
         self._number = number
-        self._loops = 0
 
     def __call__(self, samples: list[Any]) -> None:
         """Raise `UsageError` on a rank whose samples are not those of rank 0."""
-        self._loops += 1
         if not self._world.is_distributed or not torch.distributed.is_initialized():
             return
-        key, own = f"paraplan/stream/{self._number}/{self._loops}", digest(samples)
+        # The store outlives a job: a script may have trained before, on other data.
+        count = default_store().add(f"paraplan/stream/{self._number}/count/{self._world.rank}", 1)
+        key, own = f"paraplan/stream/{self._number}/{count}", digest(samples)
         if self._world.rank == 0:
             default_store().set(key, own)
         elif default_store().get(key).decode() != own:

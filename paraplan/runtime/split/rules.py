@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from paraplan.runtime.split.context_numbers import split_difference, split_index
 from paraplan.runtime.split.context_rules import split_attention, split_loss
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.drawing import (
@@ -102,6 +103,8 @@ _OF_THE_PART = frozenset(
 
 
 _RULES: dict[str, Rule] = SIZE_RULES | {
+    "__getitem__": split_index,
+    "diff": split_difference,
     "cross_entropy": split_cross_entropy,
     "scaled_dot_product_attention": split_attention,
     "mean": split_loss,
