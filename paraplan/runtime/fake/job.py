@@ -6,6 +6,7 @@ without values, by the runtime's own engine. The second step ends the script.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,6 +104,10 @@ class FakeJob(Job):
         made.register_step_post_hook(lambda *_: rank.end_update())
         engine.attend(rank, self, num_parameters=num_parameters, left_out=tuple(left_out))
         return engine
+
+    def _same_stream(self) -> Callable[[list[Any]], None]:
+        """Compare nothing: there is no other rank."""
+        return lambda _: None
 
 
 class FakeEngine(Engine):
