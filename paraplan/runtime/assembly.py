@@ -19,6 +19,7 @@ from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync
 from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute import recompute_blocks
+from paraplan.runtime.recompute_policy import RecomputedBlocks, recomputed_blocks
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.sharded_table import shard_tables
 from paraplan.runtime.split.context_parallel import check_context, context_group, keep_experts_apart
@@ -56,16 +57,18 @@ def assemble_part(
     model: nn.Module, stack: BlockStack | None, setting: Setting, *, example_inputs: Any = None
 ) -> RankPart:
     """Return this rank's part of `model`, which is changed in place."""
+    again = recomputed_blocks(setting.recompute, setting.plan, () if stack is None else stack.names)
     shard_tables(model, setting.plan, setting.mesh)
     if setting.plan.pp > 1:
-        return _assemble_stages(model, stack, setting, example_inputs)
+        return _assemble_stages(model, stack, setting, example_inputs, again)
     split = _layer_split(model, stack, setting, example_inputs)
-    cuts = {} if split is None else apply_tensor_split(model, split, split.names, tensor_group(setting.mesh))
+    group = tensor_group(setting.mesh, keeps_products=again.keeps is not None)
+    cuts = {} if split is None else apply_tensor_split(model, split, split.names, group)
     if setting.plan.cp > 1:
         keep_experts_apart(model)
     blocks = [] if stack is None else stack.modules(model)
     apart = never_sharded(model, setting.plan)
-    called = _wrap(model, blocks, setting, apart=apart)
+    called = _wrap(model, blocks, setting, again=again, apart=apart)
     execution = WholeModelExecution(
         called,
         sync=gradient_sync(called, zero_stage=setting.plan.zero_stage),
@@ -127,7 +130,9 @@ def _tensor_split(
     return split
 
 
-def _assemble_stages(model: nn.Module, stack: BlockStack | None, setting: Setting, example_inputs: Any) -> RankPart:
+def _assemble_stages(
+    model: nn.Module, stack: BlockStack | None, setting: Setting, example_inputs: Any, again: RecomputedBlocks
+) -> RankPart:
     from paraplan.runtime.pipeline.assembly import assemble_stages  # imports torch's compiler, which others do without
 
     if stack is None:
@@ -139,7 +144,7 @@ def _assemble_stages(model: nn.Module, stack: BlockStack | None, setting: Settin
     def find_split(anatomy: Anatomy) -> TensorSplit | None:
         return _layer_split(model, stack, setting, example_inputs, anatomy)
 
-    return assemble_stages(model, stack, setting, example_inputs, find_split=find_split, wrap=_wrap)
+    return assemble_stages(model, stack, setting, example_inputs, again, find_split=find_split, wrap=_wrap)
 
 
 def _wrap(
@@ -147,12 +152,19 @@ def _wrap(
     blocks: list[nn.Module],
     setting: Setting,
     *,
+    again: RecomputedBlocks,
+    first: int = 0,
     apart: frozenset[nn.Parameter] = frozenset(),
     replicates: bool = True,
 ) -> nn.Module:
     plan = setting.plan
-    in_halves = plan.pipeline_schedule == "zero_bubble"
-    recompute_blocks(blocks, plan.recompute, in_halves=in_halves, are_all=plan.pp == 1)
+    recompute_blocks(
+        [block for number, block in enumerate(blocks, first) if number in again.numbers],
+        again.recompute,
+        in_halves=plan.pipeline_schedule == "zero_bubble",
+        are_all=plan.pp == 1,
+        keeps=again.keeps,
+    )
     return apply_data_parallelism(
         module,
         blocks,

@@ -200,23 +200,8 @@ class StreamBatches:
         self._loaded = {"position": dict(position), "stream": state.get("stream")}
 
 
-def shard_stream(
-    stream: Iterable[Any],
-    share: ShareOfBatch,
-    *,
-    device: torch.device,
-    epochs: int = 1,
-    skip: int = 0,
-    drop_last: bool = True,
-    num_workers: int = 0,
-    collate: Collate | None = None,
-    check: Callable[[list[Any]], None] | None = None,
-) -> StreamBatches:
-    """Return the batches of one data-parallel rank from `stream`; see `Job.shard`.
-
-    `check` is called with the samples of the first global batch. Raises `UsageError` for batches in place of samples,
-    several passes over what can be read once, and more than one worker.
-    """
+def check_stream(stream: Iterable[Any], *, epochs: int, num_workers: int) -> None:
+    """Raise `UsageError` for batches in place of samples, passes over what can be read once, and several workers."""
     if isinstance(stream, DataLoader) and stream.batch_size is not None:
         raise UsageError(
             f"a DataLoader with batch_size={stream.batch_size} gives batches, and job.shard takes samples",
@@ -232,6 +217,25 @@ def shard_stream(
             f"num_workers={num_workers}, but only one worker can keep the order of a stream",
             hint="use num_workers=1 for a stream",
         )
+
+
+def shard_stream(
+    stream: Iterable[Any],
+    share: ShareOfBatch,
+    *,
+    device: torch.device,
+    epochs: int = 1,
+    skip: int = 0,
+    drop_last: bool = True,
+    num_workers: int = 0,
+    collate: Collate | None = None,
+    check: Callable[[list[Any]], None] | None = None,
+) -> StreamBatches:
+    """Return the batches of one data-parallel rank from `stream`; see `Job.shard` and `check_stream`.
+
+    `check` is called with the samples of the first global batch.
+    """
+    check_stream(stream, epochs=epochs, num_workers=num_workers)
     reader = _StreamReader(stream, share, epochs=epochs, drop_last=drop_last, collate=collate)
     return StreamBatches(reader, device=device, num_workers=num_workers, check=check, skip=skip)
 
@@ -257,14 +261,14 @@ class SameStream:
     def __init__(self, world: World, number: int) -> None:
         self._world = world
         self._number = number
-        self._loops = 0
 
     def __call__(self, samples: list[Any]) -> None:
         """Raise `UsageError` on a rank whose samples are not those of rank 0."""
-        self._loops += 1
         if not self._world.is_distributed or not torch.distributed.is_initialized():
             return
-        key, own = f"paraplan/stream/{self._number}/{self._loops}", digest(samples)
+        # The store outlives a job: a script may have trained before, on other data.
+        count = default_store().add(f"paraplan/stream/{self._number}/count/{self._world.rank}", 1)
+        key, own = f"paraplan/stream/{self._number}/{count}", digest(samples)
         if self._world.rank == 0:
             default_store().set(key, own)
         elif default_store().get(key).decode() != own:

@@ -6,6 +6,7 @@ without values, by the runtime's own engine. The second step ends the script.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +56,14 @@ class FakeJob(Job):
         left_out = [] if options.compile_backend is None else [f"compiling with {options.compile_backend}"]
         left_out += [] if options.weights is None else [f"the weights in {options.weights}"]
         num_parameters = count_parameters(model)
-        setting = Setting.of(self.plan, self.mesh, self.precision, options.loss_fn, find_unused=options.find_unused)
+        setting = Setting.of(
+            self.plan,
+            self.mesh,
+            self.precision,
+            options.loss_fn,
+            find_unused=options.find_unused,
+            recompute=options.recompute,
+        )
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")
@@ -96,6 +104,10 @@ class FakeJob(Job):
         made.register_step_post_hook(lambda *_: rank.end_update())
         engine.attend(rank, self, num_parameters=num_parameters, left_out=tuple(left_out))
         return engine
+
+    def _same_stream(self) -> Callable[[list[Any]], None]:
+        """Compare nothing: there is no other rank."""
+        return lambda _: None
 
 
 class FakeEngine(Engine):

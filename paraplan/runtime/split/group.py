@@ -24,6 +24,7 @@ class TensorGroup:
     `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
     see `rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
     In a trial (`is_trial`), functions that no rule knows are tried with numbers (`trial`).
+    With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
     `specs` holds how tensors lie that are split over it (`split_tensor`), `calls` what calls on them came to
     (`replay`). `token_cuts` says how the tokens of hidden states are cut that layers have gathered, by all dimensions
     but the last.
@@ -38,6 +39,7 @@ class TensorGroup:
     draws: bool = False
     is_trial: bool = False
     gathers: bool = True
+    keeps_products: bool = False
     gathered: set[str] = field(default_factory=set)
     token_cuts: dict[tuple[int, ...], Cut] = field(default_factory=dict)
     _entered: list[Any] = field(default_factory=list)
@@ -110,6 +112,7 @@ def sum_over_ranks(tensor: torch.Tensor, group: TensorGroup, *, is_product: bool
     `is_product`: it is what a linear layer returned, which nobody else reads, and is summed in place.
     """
     in_place = is_product and group.handle is not None and tensor.is_contiguous() and not tensor._is_view()
+    in_place = in_place and not group.keeps_products
     result: torch.Tensor = _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
     return result
 

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, e
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.chain import HINT
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.split.adapters import Adapters, find_adapters
 from paraplan.runtime.split.check import (
     check_split,
     comparable_runs,
@@ -70,9 +72,11 @@ class TensorSplit:
         return [*self.blocks]
 
 
-def tensor_group(mesh: Mesh) -> TensorGroup:
-    """Return the `tp` group of this rank."""
-    return TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
+def tensor_group(mesh: Mesh, *, keeps_products: bool = False) -> TensorGroup:
+    """Return the `tp` group of this rank; `keeps_products`: what layers return is kept for the backward pass."""
+    return TensorGroup(
+        size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"), keeps_products=keeps_products
+    )
 
 
 def find_tensor_split(
@@ -138,18 +142,43 @@ def _split_of(
     ends: SequenceEnds | None,
     kept: dict[str, str],
 ) -> BlockSplit:
+    """Return how a block is split, checked: its adapters with the layers beside them, or as any other layers."""
+    adapters = find_adapters(shadow)
+    if adapters.bases:
+        try:
+            return _split_with(adapters, block, shadow, name, call, mesh, ends, kept)
+        except UnsupportedPlanError as error:
+            first = error
+        try:
+            return _split_with(None, block, shadow, name, call, mesh, ends, kept)
+        except UnsupportedPlanError:
+            raise first from None
+    return _split_with(None, block, shadow, name, call, mesh, ends, kept)
+
+
+def _split_with(
+    adapters: Adapters | None,
+    block: nn.Module,
+    shadow: nn.Module,
+    name: str,
+    call: BlockCall,
+    mesh: Mesh,
+    ends: SequenceEnds | None,
+    kept: dict[str, str],
+) -> BlockSplit:
     """Return how a block is split, checked: its experts with gate before up, interleaved, or else left whole."""
     experts = [layer for layer, module in shadow.named_modules() if layer and expert_weights(module) is not None]
-    size, tried = mesh.size("tp"), [layer for layer in experts if layer not in kept]
+    tried = [layer for layer in experts if layer not in kept]
+    find = partial(find_split, shadow, call, size=mesh.size("tp"), name=name, ends=ends, adapters=adapters)
     for interleaved in (False, True) if tried else ():
-        split = find_split(shadow, call, size=size, name=name, ends=ends, kept_whole=kept, interleaved=interleaved)
+        split = find(interleaved=interleaved, kept_whole=kept)
         try:
             return _checked(block, name, call, split, mesh, ends)
         except UnsupportedPlanError as error:
             reason = error.message
     kept = kept | dict.fromkeys(tried, reason) if tried else kept
     kept |= _stacked_weights_elsewhere(shadow)
-    split = find_split(shadow, call, size=size, name=name, ends=ends, kept_whole=kept)
+    split = find(kept_whole=kept)
     return _checked(block, name, call, split, mesh, ends)
 
 
@@ -246,7 +275,8 @@ def _kept_whole(shadow: nn.Module, block: nn.Module, name: str, plan: dict[str, 
         for layer, module in block.named_modules()
         if isinstance(module, nn.Linear) and not has_own_weight(module)
     }
-    styles = {layer: style_of(plan or {}, f"{name}.{layer}") for layer in layers}
+    holders = find_adapters(block).holders  # a plan knows the layer, not what stands around it
+    styles = {layer: style_of(plan or {}, f"{name}.{holders.get(layer, layer)}") for layer in layers}
     # Plans of transformers leave out the experts that all tokens share beside those that they split.
     beside = tuple(f"{layer.rpartition('.')[0]}." for layer in experts if splits(styles[layer]))
     if any(splits(style) for style in styles.values()):
