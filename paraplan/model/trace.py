@@ -17,13 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from paraplan.errors import ModelError
 from paraplan.model.factory import call_user_code, load_factory
 from paraplan.model.measured import Measured, Product, products_of, saved_of
 from paraplan.model.spec import Attention, BlockRun, BlockSpec, Matmul, ModelSpec, Parameter, SavedTensor
+from paraplan.model.trace_torch_private import (
+    EFFICIENT_ATTENTION,
+    FLASH_ATTENTION,
+    GROUPED_MM,
+    TorchDispatchMode,
+    storage_key,
+)
 
 DEFAULT_SEQ_LENGTH = 1024
 _EMBEDDING, _HEAD = "embedding", "head"
@@ -180,17 +186,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self.measured = Measured()
         self._scope = _EMBEDDING
         # Storages are told apart by address, so all that were seen stay alive until the end.
-        self._seen = {_address(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        self._seen = {storage_key(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if func._overloadpacket is torch.ops.aten._grouped_mm:  # rows go to one expert each: a plain product's FLOPs
+        formula = flop_registry.get(func.overloadpacket)
+        if func.overloadpacket is GROUPED_MM:  # rows go to one expert each: a plain product's FLOPs
             rows, k = args[0].shape
             n = args[1].shape[-1]
             self.measured.products[self._scope].append(Product(2 * rows * k * n, dims=(1, rows, k, n)))
         elif formula is not None:
-            packet = func._overloadpacket
+            packet = func.overloadpacket
             is_attention = packet in _causal_arguments()
             flops = _attention_flops(*args[:3]) if is_attention else int(formula(*args, **(kwargs or {}), out_val=out))
             self.measured.products[self._scope].append(_product(packet, args, flops))
@@ -198,8 +204,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor that autograd packs, each storage once, whole storages even for views."""
-        if _address(tensor) not in self._seen:
-            self._seen[_address(tensor)] = tensor
+        if storage_key(tensor) not in self._seen:
+            self._seen[storage_key(tensor)] = tensor
             size = tensor.element_size()
             self.measured.saved_elements[self._scope][size] += tensor.untyped_storage().nbytes() // size
         return tensor
@@ -239,14 +245,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._scope = _HEAD
 
 
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _causal_arguments() -> dict[Any, int]:
     """Return attention's kernels with the place of `is_causal` among their arguments."""
-    aten = torch.ops.aten
-    return {aten._scaled_dot_product_flash_attention: 4, aten._scaled_dot_product_efficient_attention: 6}
+    return {FLASH_ATTENTION: 4, EFFICIENT_ATTENTION: 6}
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
@@ -312,10 +313,9 @@ def _attention_on_gpu(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Flash attention where torch's own rules allow it (no mask, equal head sizes of at most 256, half precision)."""
-    aten = torch.ops.aten
     sizes = {query.shape[-1], value.shape[-1]}
     if attn_mask is None and len(sizes) == 1 and max(sizes) <= 256 and query.dtype is not torch.float32:
-        flash = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+        flash = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, False, scale=scale)
         return flash[0]  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]
@@ -324,9 +324,7 @@ def _attention_on_gpu(
         if attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
         attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    efficient = aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )
+    efficient = EFFICIENT_ATTENTION(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
     return efficient[0]  # type: ignore[no-any-return]
 
 

@@ -15,13 +15,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from paraplan.errors import ParaplanError, UnsupportedPlanError
-from paraplan.runtime.world import World, default_store
+from paraplan.runtime.torch_private import LOST_CONNECTION, default_store
+from paraplan.runtime.world import World
 
 _PATIENCE_S = 5.0
 """How long a rank that has failed waits to see whether others have too, before it says so."""
 _PAUSE_S = 0.01
 _WORDS_TRAVEL_S = 1.0
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
 class FailedElsewhereError(Exception):
@@ -78,7 +78,7 @@ class Agreement:
             self._tell(prefix, error)
             raise
         except RuntimeError as error:
-            if not any(words in str(error) for words in _LOST):
+            if not any(words in str(error) for words in LOST_CONNECTION):
                 raise
             ends_s = time.monotonic() + _WORDS_TRAVEL_S
             while (other := self._told(prefix)) is None and time.monotonic() < ends_s:

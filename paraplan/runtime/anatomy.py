@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.blocks import BlockStack
@@ -25,6 +24,7 @@ from paraplan.runtime.chain import HiddenShape as HiddenShape
 from paraplan.runtime.dataflow import Dataflow, Mark, tensors_within
 from paraplan.runtime.split.outputs import map_outputs
 from paraplan.runtime.step.batches import call_model
+from paraplan.runtime.torch_private import pytree
 from paraplan.runtime.without_values import WAYS_TO_RUN, Context, reentrant_refused
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
@@ -178,7 +178,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(shape_only, requires_grad=parameter.is_floating_point())
     for module in model.modules():
         # Buffers, and tensors kept as plain attributes.
-        for tensor in [*module._buffers.values(), *vars(module).values()]:
+        for tensor in [*module.buffers(recurse=False), *vars(module).values()]:
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = torch.empty_like(tensor, device="meta")
     return copy.deepcopy(model, memo)

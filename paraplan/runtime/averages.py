@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UsageError
+from paraplan.runtime.torch_private import lerp_all
 
 
 class ParameterAverage:
@@ -35,7 +36,7 @@ class ParameterAverage:
         if self.num_updates == 0:
             self.restart()
         else:
-            torch._foreach_lerp_(_locals(self.tensors), _locals(self._parameters), 1.0 - self.decay)
+            lerp_all(_locals(self.tensors), _locals(self._parameters), 1.0 - self.decay)
         self.num_updates += 1
 
     @torch.no_grad()

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.torch_private import BatchNorm, check_batch_norm_input
 
 
-def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
     """Return the layers of `model` that normalise by the statistics of a batch in training, by their names.
 
     Those that were put into evaluation (frozen) go by their running statistics.
     """
-    return {name: one for name, one in model.named_modules() if isinstance(one, _BatchNorm) and one.training}
+    return {name: one for name, one in model.named_modules() if isinstance(one, BatchNorm) and one.training}
 
 
 def synchronize_batch_norms(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> None:
@@ -47,7 +47,7 @@ def synchronize_batch_norms(model: nn.Module, plan: ParallelPlan, mesh: Mesh) ->
         _synchronize(module, group)
 
 
-def _synchronize(module: _BatchNorm, group: dist.ProcessGroup) -> None:
+def _synchronize(module: BatchNorm, group: dist.ProcessGroup) -> None:
     inner = module.forward
 
     def forward(given: torch.Tensor) -> torch.Tensor:
@@ -56,8 +56,8 @@ def _synchronize(module: _BatchNorm, group: dist.ProcessGroup) -> None:
     module.forward = forward  # type: ignore[method-assign,assignment]
 
 
-def _normalized(module: _BatchNorm, given: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    module._check_input_dim(given)  # type: ignore[no-untyped-call]
+def _normalized(module: BatchNorm, given: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    check_batch_norm_input(module, given)
     own = given.float().movedim(1, -1).flatten(0, -2)  # [entries, channels]
     count = torch.full((1,), float(own.shape[0]), device=own.device)
     total = _SumOverRanks.apply(torch.cat([own.sum(0), count]), group)  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ def _normalized(module: _BatchNorm, given: torch.Tensor, group: dist.ProcessGrou
     return normalized
 
 
-def _follow(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+def _follow(module: BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
     """Bring the running statistics one batch further, as torch.nn.BatchNorm does."""
     if not module.track_running_stats or module.running_mean is None or module.running_var is None:
         return

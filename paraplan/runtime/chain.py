@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.blocks import BlockStack
@@ -32,6 +31,7 @@ from paraplan.runtime.dataflow import (
 )
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.split_tensor import SplitTensor
+from paraplan.runtime.torch_private import pytree
 
 HINT = "use pp=1 for this model"
 """What a model that is no chain of blocks is told."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError, UsageError
@@ -28,6 +27,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.small_model import build_small, check_batch
 from paraplan.runtime.step.batches import call_model, counted_targets
 from paraplan.runtime.token_loss import token_loss
+from paraplan.runtime.torch_private import pytree
 
 # Sums in fp32 in another order differ by some 1e-6 of the largest element; AdamW makes the most of small gradients.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, PARAMETER_TOLERANCE = 1e-5, 1e-4, 1e-3

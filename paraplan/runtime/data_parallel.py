@@ -31,8 +31,8 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import shard_precision
 from paraplan.runtime.sharded_table import sharded_names
 from paraplan.runtime.split.context_parallel import show_hooks_plain
+from paraplan.runtime.torch_private import MIXED_TENSORS, default_store, ignore_in_replicas, version_of
 from paraplan.runtime.weightless import give_storage
-from paraplan.runtime.world import default_store
 
 _UNUSED = "paraplan/unused/{rank}"
 
@@ -180,8 +180,7 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
 
 def _replicate(module: nn.Module, mesh: Mesh, *, find_unused: bool) -> DistributedDataParallel:
     """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes."""
-    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    ignore(module, sharded_names(module))
+    ignore_in_replicas(module, sharded_names(module))
     # torch 2.13 renamed the option and warns about the old name.
     options = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers: dict[str, Any] = {
@@ -229,7 +228,7 @@ class ReplicaReduction:
     def begin(self) -> None:
         """Take note of the gradients before the last backward pass of a step."""
         self._is_complete, self._missing = False, []
-        self._versions = [-1 if one.grad is None else one.grad._version for one in self._parameters]
+        self._versions = [-1 if one.grad is None else version_of(one.grad) for one in self._parameters]
 
     def check(self) -> None:
         """Raise `ModelError` where gradients were not summed, since a pipeline's last micro-batch lacks some."""
@@ -247,7 +246,7 @@ class ReplicaReduction:
         self._missing = [
             place
             for place, (one, version) in enumerate(zip(self._parameters, self._versions, strict=True))
-            if one.grad is None or one.grad._version == version
+            if one.grad is None or version_of(one.grad) == version
         ]
         reached = [(self._parameters[place] * 0.0).sum() for place in self._missing]
         torch.autograd.backward(reached)
@@ -286,7 +285,7 @@ def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction, ...]:
 
 def reads_shards(error: RuntimeError) -> bool:
     """Whether torch raised `error` because code has computed with a shard as if it were the parameter."""
-    return "got mixed torch.Tensor and DTensor" in str(error)
+    return MIXED_TENSORS in str(error)
 
 
 def gradient_sync(module: nn.Module, *, zero_stage: int) -> GradientSync:

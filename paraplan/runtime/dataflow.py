@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
 
 _DEPTH = 6  # of what an output object nests
 
@@ -70,7 +70,7 @@ class _Held:
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return buffers and tensors that are plain attributes, by their names; those in several places several times."""
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, value in [*module._buffers.items(), *vars(module).items()]:
+        for name, value in [*module.named_buffers(recurse=False, remove_duplicate=False), *vars(module).items()]:
             if isinstance(value, torch.Tensor):
                 yield f"{path}.{name}".lstrip("."), value
 
@@ -173,9 +173,8 @@ class Dataflow(TorchDispatchMode):
 
     def _current_buffers(self) -> Iterator[tuple[tuple[int, str], tuple[str, torch.Tensor]]]:
         for path, module in self._model.named_modules():
-            for name, value in module._buffers.items():
-                if value is not None:
-                    yield (id(module), name), (f"{path}.{name}".lstrip("."), value)
+            for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
+                yield (id(module), name), (f"{path}.{name}".lstrip("."), value)
 
     def _register(self, name: str, tensor: torch.Tensor) -> None:
         held = self._storages.get(self._key(tensor)) or self._hold(tensor, NOTHING)
@@ -196,7 +195,7 @@ class Dataflow(TorchDispatchMode):
     @staticmethod
     def _key(tensor: torch.Tensor) -> int:
         try:
-            return int(tensor.untyped_storage()._cdata)
+            return storage_key(tensor)
         except (NotImplementedError, RuntimeError):
             return id(tensor)
 

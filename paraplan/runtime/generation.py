@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.torch_private import pytree
 
 Forward = Callable[[Any], Any]
 Options = tuple[tuple[Any, ...], Mapping[str, Any]]

@@ -16,17 +16,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-Operator = torch._ops.OpOverload | torch._ops.HigherOrderOperator
+from paraplan.runtime.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    TorchDispatchMode,
+    following_writes,
+    pytree,
+    schema_of,
+    version_of,
+)
+
+Operator = OpOverload | HigherOrderOperator
 
 
 def is_keepable(operator: Any) -> bool:
     """Whether an operator returns new tensors, and writes none of its arguments."""
-    if isinstance(operator, torch._ops.HigherOrderOperator):
+    if isinstance(operator, HigherOrderOperator):
         return True
-    schema = operator._schema
+    schema = schema_of(operator)
     return not schema.is_mutable and all(returned.alias_info is None for returned in schema.returns)
 
 
@@ -62,7 +70,7 @@ class _Result:
 
     @property
     def is_unchanged(self) -> bool:
-        return self.versions == tuple(leaf._version for leaf in _tensors(self.value))
+        return self.versions == tuple(version_of(leaf) for leaf in _tensors(self.value))
 
     def restore_random_numbers(self) -> None:
         for device, state in self.random_states:
@@ -109,7 +117,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         self._kept[self._calls.key(func, args, kwargs)] = _Result(
             value=value,
-            versions=tuple(leaf._version for leaf in _tensors(value)),
+            versions=tuple(version_of(leaf) for leaf in _tensors(value)),
             random_states=_random_states(tensors[0].device) if draws else (),
         )
         return result
@@ -139,7 +147,7 @@ def _same_values(leaf: Any) -> Any:
     """Return a tensor of the same values, without the graph that `leaf` will have, that sees writes to it."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # as torch's checkpoint
+    with following_writes():
         return leaf.detach()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.runtime.timeouts import default_timeout
+from paraplan.runtime.torch_private import group_options
 from paraplan.runtime.world import World
 
 
@@ -104,11 +105,8 @@ def _with_timeout(world: World) -> tuple[str | None, Any]:
     timeout = default_timeout(world.device)
     if timeout is None:
         return None, None
-    is_gpu = world.device.type == "cuda"
-    # torch's annotations lack both.
-    options: Any = dist.ProcessGroupNCCL.Options() if is_gpu else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    return ("nccl" if is_gpu else "gloo"), options
+    backend: Literal["gloo", "nccl"] = "nccl" if world.device.type == "cuda" else "gloo"
+    return backend, group_options(backend, timeout=timeout)
 
 
 def _made(world: World, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:

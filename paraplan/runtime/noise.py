@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 
+from paraplan.runtime.torch_private import NOISY_LOGGERS, VIEW_WARNING
+
 
 def silence_known_noise() -> None:
     """Silence, by exact message or logger, what torch says about uses that are right here.
@@ -14,6 +16,6 @@ def silence_known_noise() -> None:
     - The redistribution of doubly sharded tensors logs on every rank that it takes two steps.
     - A pipeline schedule logs its whole table on every rank when one stage raises; the error itself says enough.
     """
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module.* returned a view tensor", category=UserWarning)
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", message=VIEW_WARNING, category=UserWarning)
+    for name, level in NOISY_LOGGERS.items():
+        logging.getLogger(name).setLevel(level)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from paraplan.runtime.torch_private import dtensor_like, version_of
+
 
 def keep_on_host(optimizer: torch.optim.Optimizer) -> HostSteps:
     """Have `optimizer` do its steps on the host, on copies of its parameters and gradients (ZeRO-Offload).
@@ -61,7 +63,7 @@ class HostSteps:
                 if copy.grad is not None:
                     _local(parameter).copy_(_local(copy), non_blocking=True)
                 copy.grad = None
-                self._versions[parameter] = _local(parameter)._version
+                self._versions[parameter] = version_of(_local(parameter))
                 if copy in optimizer.state:
                     optimizer.state[parameter] = optimizer.state.pop(copy)
             group["params"] = parameters
@@ -69,7 +71,7 @@ class HostSteps:
     def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter not in self._copies:
             self._copies[parameter] = nn.Parameter(_on_host(parameter), requires_grad=parameter.requires_grad)
-        elif self._versions[parameter] != _local(parameter)._version:  # a checkpoint was loaded since
+        elif self._versions[parameter] != version_of(_local(parameter)):  # a checkpoint was loaded since
             _local(self._copies[parameter]).copy_(_local(parameter))
         return self._copies[parameter]
 
@@ -93,7 +95,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return local
     # Not DTensor.from_local, which would bring it back to the device of the mesh.
-    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return dtensor_like(local, tensor)
 
 
 def _state_on_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.torch_private import local_shape_and_offset, step_hooks, version_of
 
 Scope = Literal["numbers", "tensors", "model"]
 """What an optimizer looks at to change one number: that alone, the tensor that it is of, or other tensors too."""
@@ -37,7 +37,7 @@ _TOLERANCE = 1e-4
 
 def scope_of(optimizer: torch.optim.Optimizer) -> Scope:
     """Return what `optimizer`, which has not stepped yet, looks at; found by a trial where its class is not known."""
-    has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    has_hooks = any(step_hooks(optimizer))
     if type(optimizer) in _OF_NUMBERS and not has_hooks:
         return "numbers"
     try:
@@ -132,7 +132,7 @@ class WholeTensorSteps:
         made.whole.grad = None
         if held.grad is not None:
             made.whole.grad = self._gather(name, held.grad).clone()
-            made.version = made.whole.grad._version
+            made.version = version_of(made.whole.grad)
         state = optimizer.state.pop(held, None)
         if state is not None:
             optimizer.state[made.whole] = {key: self._whole_state(name, held, value) for key, value in state.items()}
@@ -159,7 +159,7 @@ class WholeTensorSteps:
         name = self._names[held]
         with torch.no_grad():
             _local(held).copy_(self._part(name, held, whole.detach()))
-            if held.grad is not None and whole.grad is not None and whole.grad._version != made.version:
+            if held.grad is not None and whole.grad is not None and version_of(whole.grad) != made.version:
                 _local(held.grad).copy_(self._part(name, held, whole.grad))  # clipped, say
         if whole in optimizer.state:
             optimizer.state[held] = optimizer.state.pop(whole)
@@ -172,7 +172,7 @@ class WholeTensorSteps:
             whole = self._cuts[name].part(whole, self._mesh.coordinate("tp"))
         if not isinstance(held, DTensor):
             return whole
-        shape, offsets = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
+        shape, offsets = local_shape_and_offset(held.shape, held.device_mesh, held.placements)
         return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
 
 
@@ -194,8 +194,8 @@ def _trial(optimizer: torch.optim.Optimizer, divide: Callable[[int, nn.Parameter
         small = [_small(index, original) for index, original in enumerate(originals)]
         memo |= {id(original): made for original, made in zip(originals, small, strict=True)}
         tried = copy.deepcopy(optimizer, memo)
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # which a copy is without
-            getattr(tried, hooks).update(getattr(optimizer, hooks))
+        for own, hooks in zip(step_hooks(tried), step_hooks(optimizer), strict=True):  # which a copy is without
+            own.update(hooks)
         places = iter(range(len(small)))
         for group in tried.param_groups:
             divided = [divide(index, small[index]) for index in (next(places) for _ in group["params"])]

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from paraplan.errors import ParaplanError, UsageError
-from paraplan.runtime.world import World, default_store
+from paraplan.runtime.torch_private import LOST_PEER, default_store
+from paraplan.runtime.world import World
 
 Call = Literal["step", "eval_step", "save", "load", "predict"]
 
@@ -50,7 +51,7 @@ class Peers:
             dist.all_gather(gathered, mine)
         except RuntimeError as error:
             left = self._who_left()
-            if left is None and "Connection closed by peer" not in str(error):
+            if left is None and LOST_PEER not in str(error):
                 raise
             if left is None:
                 raise RankLeftError(

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
@@ -24,6 +23,7 @@ from paraplan.runtime.step.batches import MicroBatch, batch_size, is_of_batch, s
 from paraplan.runtime.step.execution import Execution
 from paraplan.runtime.step.loss import LossRule
 from paraplan.runtime.step.micro_batching import MicroBatching
+from paraplan.runtime.torch_private import pytree
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from paraplan.errors import UnsupportedPlanError
@@ -19,6 +19,7 @@ from paraplan.plan.parallel import Recompute
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.kept_operators import Operator, OperatorChoice
 from paraplan.runtime.pipeline.recompute_in_halves import keep_inputs_alone
+from paraplan.runtime.torch_private import function_modes
 
 
 def recompute_blocks(
@@ -110,7 +111,11 @@ class _WrittenBuffers:
         """Give what the written buffers hold before the forward pass in this context; all of them at first."""
         held = dict(self._block.named_buffers()) if self._block.training and torch.is_grad_enabled() else {}
         norms = batch_norms(self._block)
-        normalized = {f"{name}.{buffer}".lstrip(".") for name, one in norms.items() for buffer in one._buffers}
+        normalized = {
+            f"{name}.{buffer}".lstrip(".")
+            for name, one in norms.items()
+            for buffer, _ in one.named_buffers(recurse=False, remove_duplicate=False)
+        }
         before = {
             name: one.detach().clone()
             for name, one in held.items()
@@ -202,7 +207,7 @@ class _KeepsInputs(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         # Modes around this one are no longer there when the backward pass runs the core again.
-        around = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        around = function_modes()
         if self._calls.in_halves:
             return keep_inputs_alone(partial(func, **(kwargs or {})), *args, around=lambda: _entered(around))
         return checkpoint(

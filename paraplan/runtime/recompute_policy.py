@@ -12,6 +12,7 @@ from paraplan.errors import PlanError, UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.kept_operators import Operator, is_keepable
+from paraplan.runtime.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 BlockChoice = int | slice | Collection[int] | Callable[[int, str], bool]
 
@@ -125,22 +126,20 @@ def _keeps(named: Iterable[str | Operator] | Callable[[Operator], bool]) -> Call
     names: set[str] = set()
     exact: set[Any] = set()
     for entry in named:
-        if isinstance(entry, torch._ops.HigherOrderOperator) or (
-            isinstance(entry, torch._ops.OpOverload) and not _parts_of(entry._schema.name)
-        ):
+        if isinstance(entry, HigherOrderOperator) or (isinstance(entry, OpOverload) and not _parts_of(_name_of(entry))):
             _check_keepable(entry)
             exact.add(entry)
         else:
             names |= _names_of(entry)
     if not names and not exact:
         return None
-    return lambda operator: operator in exact or getattr(getattr(operator, "_schema", None), "name", None) in names
+    return lambda operator: operator in exact or (isinstance(operator, OpOverload) and _name_of(operator) in names)
 
 
 def _names_of(entry: Any) -> set[str]:
     """Return the names ("aten::mm") of the operators that a name, or an operator that torch takes apart, stands for."""
-    if isinstance(entry, torch._ops.OpOverload):
-        return _parts_of(entry._schema.name)
+    if isinstance(entry, OpOverload):
+        return _parts_of(_name_of(entry))
     if isinstance(entry, str):
         name = entry.removeprefix("aten.").removeprefix("aten::")
         packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
@@ -149,7 +148,7 @@ def _names_of(entry: Any) -> set[str]:
                 f"RecomputePolicy(keep=) names {entry!r}, which torch.ops.aten has not",
                 hint="name operators such as mm, addmm, bmm or scaled_dot_product_attention",
             )
-    elif isinstance(entry, torch._ops.OpOverloadPacket):
+    elif isinstance(entry, OpOverloadPacket):
         packet = entry
     else:
         raise UsageError(
@@ -157,13 +156,19 @@ def _names_of(entry: Any) -> set[str]:
             hint="name operators: torch.ops.aten.mm, or 'mm'",
         )
     overloads = [getattr(packet, name) for name in packet.overloads()]
-    qualified = overloads[0]._schema.name
+    qualified = _name_of(overloads[0])
     parts = _parts_of(qualified)
     if parts:
         return parts
     if not any(is_keepable(overload) for overload in overloads):
         _check_keepable(overloads[0])
     return {qualified}
+
+
+def _name_of(operator: OpOverload) -> str:
+    """Return `aten::add` of the operator `aten::add.Tensor`."""
+    name: str = operator.name()  # type: ignore[no-untyped-call]
+    return name.partition(".")[0]
 
 
 def _parts_of(qualified: str) -> set[str]:

@@ -17,6 +17,7 @@ from paraplan.model.shrink import Smaller, shrink_fields
 from paraplan.runtime.blocks import find_blocks
 
 _MOST_PARAMETERS = 200_000_000  # what several ranks train on a CPU in a minute
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def build_small(reference: str, to: Smaller) -> nn.Module:
@@ -104,7 +105,7 @@ def _turn_off_dropout(model: nn.Module) -> None:
     for module in model.modules():
         for name, value in vars(module).items():
             is_rate = isinstance(value, float) and ("dropout" in name or name == "drop")
-            if is_rate or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)):
+            if is_rate or (name == "p" and isinstance(module, _DROPOUTS)):
                 setattr(module, name, 0.0)
 
 

@@ -13,12 +13,12 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paraplan.errors import UsageError
 from paraplan.runtime.step.batches import to_device
-from paraplan.runtime.world import World, default_store
+from paraplan.runtime.torch_private import default_store, pytree
+from paraplan.runtime.world import World
 
 Collate = Callable[[list[Any]], Any]
 

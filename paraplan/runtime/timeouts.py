@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import re
 import secrets
 import socket
 import sys
@@ -28,13 +27,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.errors import ParaplanError
+from paraplan.runtime.torch_private import (
+    BACKWARD_FRAME,
+    COLLECTIVES_FILE,
+    PIPELINING_FOLDER,
+    TIMED_OUT,
+    default_store,
+    names_of_groups,
+    recorded_collectives,
+    timeout_of_world,
+)
 from paraplan.units import ranks_in_words
-
-_TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout caused pair closure", re.IGNORECASE)
-"""What gloo raises (transport/tcp/unbound_buffer.cc and pair.cc), in torch 2.11 to 2.13."""
 
 _DOOR = "paraplan/door/{rank}"
 _PATIENCE_S = 2.0  # with one who connects and says nothing
@@ -79,7 +84,7 @@ class TimeoutWatch:
         self._answers_s = answers_s
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         secret = secrets.token_hex(16)
-        _store().set(_DOOR.format(rank=rank), json.dumps([address, listener.getsockname()[1], secret]))
+        default_store().set(_DOOR.format(rank=rank), json.dumps([address, listener.getsockname()[1], secret]))
         thread = threading.Thread(target=_answer, args=(listener, secret, threading.get_ident()), daemon=True)
         self._end = weakref.finalize(self, _stop, thread, listener)
         thread.start()
@@ -107,7 +112,7 @@ class TimeoutWatch:
         """Return where this rank and those are that it waited for, None for one that does not answer."""
         ranks = mine.group or tuple(range(dist.get_world_size()))
         others = [rank for rank in ranks if rank != self._rank]
-        store = _store()
+        store = default_store()
         try:
             known = {rank: store.check([_DOOR.format(rank=rank)]) for rank in others}
             doors = {rank: json.loads(store.get(_DOOR.format(rank=rank))) for rank in others if known[rank]}
@@ -159,7 +164,7 @@ def _stop(thread: threading.Thread, listener: socket.socket) -> None:
 
 def waited_s(error: BaseException) -> float | None:
     """Return after how many seconds gloo gave up, 0 where it does not say; None for another error."""
-    found = _TIMED_OUT.search(str(error))
+    found = TIMED_OUT.search(str(error))
     if found is None:
         return None
     return int(found[1]) / 1000 if found[1] else 0.0
@@ -232,11 +237,11 @@ def _call_of(frames: Sequence[FrameType]) -> tuple[str | None, tuple[int, ...]]:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not file.startswith(_TORCH):
             return None, ()
-        if file == f"{_TORCH}autograd/graph.py" and name == "_engine_run_backward":  # hooks of DDP are C++
+        if (file.removeprefix(_TORCH), name) == BACKWARD_FRAME:  # hooks of DDP are C++
             return _last_recorded() or (None, ())
-        if file.startswith(f"{_TORCH}distributed/pipelining"):
+        if file.startswith(f"{_TORCH}{PIPELINING_FOLDER}"):
             return "a send or receive over pp", _ranks_of(description="mesh_pp")
-        if file.endswith("distributed_c10d.py") and name in ("send", "recv", "isend", "irecv"):  # not recorded
+        if file.endswith(COLLECTIVES_FILE) and name in ("send", "recv", "isend", "irecv"):  # not recorded
             return name, ()
         if file.startswith(f"{_TORCH}distributed"):
             return _last_recorded() or (name, ())
@@ -245,12 +250,7 @@ def _call_of(frames: Sequence[FrameType]) -> tuple[str | None, tuple[int, ...]]:
 
 def _last_recorded() -> tuple[str, tuple[int, ...]] | None:
     """Return the collective that this process began last, by torch's flight recorder; None where it records none."""
-    from torch._C import _distributed_c10d
-
-    dump: Any = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return None
-    entries = json.loads(dump(True, False)).get("entries") or []
+    entries = recorded_collectives()
     if not entries:
         return None
     last = max(entries, key=lambda entry: int(entry["record_id"]))
@@ -263,7 +263,7 @@ def _last_recorded() -> tuple[str, tuple[int, ...]] | None:
 
 def _ranks_of(*, name: str = "", description: str = "") -> tuple[int, ...]:
     """Return the ranks of the group that torch calls so, none where there is no such group."""
-    for group, known in dist.distributed_c10d._world.pg_names.items():
+    for group, known in names_of_groups().items():
         if (name and known == name) or (description and group.group_desc == description):
             return tuple(dist.get_process_group_ranks(group))
     return ()
@@ -273,9 +273,7 @@ def default_timeout(device: torch.device) -> timedelta | None:
     """Return after what time collectives of the default group on `device` fail; None without gloo or NCCL there."""
     if ("nccl" if device.type == "cuda" else "gloo") not in str(dist.get_backend_config()):
         return None
-    backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
-    timeout: timedelta = backend.options._timeout
-    return timeout
+    return timeout_of_world(device)
 
 
 def _outwards(frame: FrameType | None) -> list[FrameType]:
@@ -292,8 +290,3 @@ _LIBRARIES = (_TORCH, f"{Path(__file__).parents[1]}/", f"{sysconfig.get_paths()[
 
 def _is_library(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_LIBRARIES)
-
-
-def _store() -> Store:
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store

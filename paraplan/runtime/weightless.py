@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from paraplan.runtime.torch_private import FakeTensor, dtensor_like
 
 
 @contextmanager
@@ -17,18 +19,17 @@ def without_weights() -> Iterator[None]:
 
     Parameters are on the meta device, and buffers, which code computes, are where they are otherwise.
     """
-    plain = nn.Module.register_parameter
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta and not isinstance(parameter, FakeTensor):
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        plain(module, name, parameter)
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta or isinstance(parameter, FakeTensor):
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # torch's says None
     try:
         yield
     finally:
-        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+        handle.remove()
 
 
 def give_storage(module: nn.Module, device: torch.device) -> None:
@@ -45,7 +46,7 @@ def _empty(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return torch.empty_like(parameter, device=device, requires_grad=False)
     local = torch.empty_like(parameter.to_local(), device=device, requires_grad=False)
-    return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return dtensor_like(local, parameter)
 
 
 def give_random_values(module: nn.Module) -> None:

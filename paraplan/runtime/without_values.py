@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.torch_private import in_place_of_reentrant
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -42,11 +42,8 @@ def reentrant_refused() -> Iterator[None]:
             hint="use_reentrant=False (transformers: gradient_checkpointing_kwargs), or recompute=full in the plan",
         )
 
-    CheckpointFunction.apply = apply  # type: ignore[method-assign]  # of this class alone; undone below
-    try:
+    with in_place_of_reentrant(apply):
         yield
-    finally:
-        del CheckpointFunction.apply
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++ unmarked
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from C++ unmarked
 
 from paraplan.errors import UsageError
 
@@ -69,12 +69,6 @@ def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float
         timeout=timeout,
         device_id=world.device if on_gpu else None,
     )
-
-
-def default_store() -> Store:
-    """Return the store by which the ranks of the job have found each other."""
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store
 
 
 def is_loopback(host: str) -> bool:

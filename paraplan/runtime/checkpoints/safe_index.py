@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from paraplan.runtime.checkpoints.index_parser import IndexSyntaxError, Made, Name, parse_index
+from paraplan.runtime.torch_private import StorageInfo
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
@@ -40,7 +40,7 @@ _NAMES = {
         "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     },
-    _FILES: {"_StorageInfo"},
+    _FILES: {"StorageInfo"},
 }
 _KINDS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 complex128 bool"
 _KINDS += " uint8 int8 int16 int32 int64 uint16 uint32 uint64"
@@ -153,8 +153,8 @@ def _covers(size: torch.Size, pieces: Sequence[ChunkStorageMetadata]) -> bool:
     return odd == set(itertools.product(*((0, whole) for whole in size)))
 
 
-def _place(key: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    index, state = _state(key, "MetadataIndex"), _state(info, "_StorageInfo", _FILES)
+def _place(key: Any, info: Any) -> tuple[MetadataIndex, StorageInfo]:
+    index, state = _state(key, "MetadataIndex"), _state(info, "StorageInfo", _FILES)
     name, offset = index.get("fqn"), index.get("offset")
     if type(name) is not str or offset is None:
         raise IndexSyntaxError("a place belongs to no tensor")
@@ -165,11 +165,11 @@ def _place(key: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
         raise IndexSyntaxError(f"values of {name[:100]} lie at no place in {path}")
     if state.get("transform_descriptors"):
         raise IndexSyntaxError(f"values of {name[:100]} are transformed")
-    return MetadataIndex(name, _size(offset)), _StorageInfo(path, start, length)
+    return MetadataIndex(name, _size(offset)), StorageInfo(path, start, length)
 
 
 def _check_storage(
-    folder: Path, entries: dict[str, TensorStorageMetadata], places: dict[MetadataIndex, _StorageInfo]
+    folder: Path, entries: dict[str, TensorStorageMetadata], places: dict[MetadataIndex, StorageInfo]
 ) -> None:
     """See that each piece has a place, large enough, and that the files hold all places beside each other."""
     for name, entry in entries.items():
@@ -179,7 +179,7 @@ def _check_storage(
                 raise IndexSyntaxError(f"it does not say where {name} lies")
             if place.length < _volume(piece.sizes) * entry.properties.dtype.itemsize:
                 raise IndexSyntaxError(f"{name} is larger than the {place.length} bytes that it lies in")
-    by_file: dict[str, list[_StorageInfo]] = {}
+    by_file: dict[str, list[StorageInfo]] = {}
     for place in places.values():
         by_file.setdefault(place.relative_path, []).append(place)
     for name, found in by_file.items():

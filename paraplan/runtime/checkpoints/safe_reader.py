@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -26,6 +26,7 @@ from torch.futures import Future
 from paraplan.errors import ParaplanError
 from paraplan.runtime.checkpoints.index_parser import IndexSyntaxError
 from paraplan.runtime.checkpoints.safe_index import read_index
+from paraplan.runtime.torch_private import StorageInfo
 
 INDEX_NAME = ".metadata"
 
@@ -80,7 +81,7 @@ class SafeReader(FileSystemReader):
 
     def _tensor(self, stream: io.BufferedReader, item: ReadItem) -> torch.Tensor:
         """Return the piece of a tensor that `item` is a part of."""
-        name, place = item.storage_index.fqn, cast("_StorageInfo", self.storage_data[item.storage_index])
+        name, place = item.storage_index.fqn, cast("StorageInfo", self.storage_data[item.storage_index])
         assert self._index is not None
         entry = self._index.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)

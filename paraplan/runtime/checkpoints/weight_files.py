@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from paraplan.errors import ModelError, UsageError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.split.pieces import Place, boxes_of
+from paraplan.runtime.torch_private import local_shape_and_offset
 
 _HINT = "give job.prepare the weights of this model"
 
@@ -83,7 +83,7 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
             continue
         offsets: Any = (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
-            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            _, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         files.read_box(known, tuple(offsets), local, tuple(tensor.shape))
     for name, buffer in part.buffers.items():

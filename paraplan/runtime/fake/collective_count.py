@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraplan.plan.fake import CountedCollective
 from paraplan.plan.parallel import Axis
 from paraplan.runtime.fake.storage_tracking import DEVICE_OF
+from paraplan.runtime.fake.torch_private import FUNCTIONAL_COLLECTIVES, group_named, is_boxed_group
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split.split_tensor import SplitTensor
+from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, pytree
 
 # torch's names of operators in words (torch/csrc/distributed/c10d/Ops.cpp, and its functional collectives).
 _OPERATIONS = {
@@ -38,7 +36,7 @@ _OPERATIONS = {
     "send": "send",
     "recv": "receive",
 }
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_NAMESPACES = ("c10d", *FUNCTIONAL_COLLECTIVES)
 
 
 class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -107,7 +105,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         return tuple(sorted(rows, key=lambda row: (-row.total_bytes, row.operation, row.group)))
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
-        name = func._schema.name.partition("::")[2].lstrip("_")
+        name = func.name().partition("::")[2].partition(".")[0].lstrip("_")
         operation = next((words for start, words in _OPERATIONS.items() if name.startswith(start)), None)
         group = _group(args)
         if operation is None or group is None:  # waits and barriers
@@ -142,13 +140,12 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     for argument in args:
         if isinstance(argument, dist.ProcessGroup):
             return argument
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        if is_boxed_group(argument):
             return dist.ProcessGroup.unbox(argument)
     names = [argument for argument in args if isinstance(argument, str)]
-    registry: Any = distributed_c10d  # it does not export the only way from a name to its group
     for name in reversed(names):  # the kind of a reduction comes first
         try:
-            return registry._resolve_process_group(name)  # type: ignore[no-any-return]
+            return group_named(name)
         except (LookupError, RuntimeError, ValueError):
             continue
     return None

@@ -12,6 +12,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from paraplan.runtime.fake.gpu import FakeGpu
+from paraplan.runtime.fake.torch_private import (
+    DUMP_SNAPSHOT,
+    EXCHANGE_DEVICE,
+    GET_ACCELERATOR,
+    LAZY_INIT,
+    MAYBE_EXCHANGE_DEVICE,
+    RECORD_MEMORY_HISTORY,
+    replaced,
+)
 
 _OF_WORKERS = frozenset(
     {
@@ -81,15 +90,8 @@ def cuda_of(gpu: FakeGpu, *, num_gpus: int, memory_bytes: int, left_out: set[str
 
     What is not done is added to `left_out`.
     """
-    replaced = [*_of_cuda(gpu, num_gpus, memory_bytes), *_of_accelerator(gpu, num_gpus), *_of_torch(left_out)]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
-    try:
+    with replaced(*_of_cuda(gpu, num_gpus, memory_bytes), *_of_accelerator(gpu, num_gpus), *_of_torch(left_out)):
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 def _of_cuda(gpu: FakeGpu, num_gpus: int, memory_bytes: int) -> list[tuple[Any, str, Any]]:
@@ -108,7 +110,7 @@ def _of_cuda(gpu: FakeGpu, num_gpus: int, memory_bytes: int) -> list[tuple[Any, 
 
     nothing = _answering(None)
     answers: dict[str, Any] = {
-        "_lazy_init": nothing,
+        LAZY_INIT: nothing,
         "init": nothing,
         "is_available": _answering(True),
         "is_initialized": _answering(True),
@@ -117,8 +119,8 @@ def _of_cuda(gpu: FakeGpu, num_gpus: int, memory_bytes: int) -> list[tuple[Any, 
         "device_count": _answering(num_gpus),
         "current_device": _answering(index),
         "set_device": lambda device: _check_index(device, num_gpus),
-        "_exchange_device": _answering(index),
-        "_maybe_exchange_device": _answering(index),
+        EXCHANGE_DEVICE: _answering(index),
+        MAYBE_EXCHANGE_DEVICE: _answering(index),
         "get_device_name": _answering(name),
         "get_device_properties": _answering(properties),
         "get_device_capability": _answering((9, 0)),
@@ -144,7 +146,7 @@ def _of_cuda(gpu: FakeGpu, num_gpus: int, memory_bytes: int) -> list[tuple[Any, 
     ]
     marks = [(cuda.nvtx, name, nothing) for name in ("range_push", "range_pop", "range_start", "range_end", "mark")]
     profiler = [(cuda.profiler, name, nothing) for name in ("start", "stop")]
-    history = [(cuda.memory, name, nothing) for name in ("_record_memory_history", "_dump_snapshot")]
+    history = [(cuda.memory, name, nothing) for name in (RECORD_MEMORY_HISTORY, DUMP_SNAPSHOT)]
     answers |= dict.fromkeys(dropped, nothing)
     return [*((cuda, name, value) for name, value in answers.items()), *marks, *profiler, *history]
 
@@ -174,7 +176,7 @@ def _of_accelerator(gpu: FakeGpu, num_gpus: int) -> list[tuple[Any, str, Any]]:
     }
     found = [(torch.accelerator, name, value) for name, value in answers.items() if hasattr(torch.accelerator, name)]
     # What fully_shard asks where it is given no mesh.
-    return [*found, (torch._C, "_get_accelerator", _answering(torch.device("cuda")))]
+    return [*found, (torch._C, GET_ACCELERATOR, _answering(torch.device("cuda")))]
 
 
 def _of_torch(left_out: set[str]) -> list[tuple[Any, str, Any]]:

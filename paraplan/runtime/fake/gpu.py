@@ -14,17 +14,24 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraplan.runtime.fake.storage_tracking import DEVICE_OF, Phase, StorageTracker, StorageUse
+from paraplan.runtime.fake.torch_private import (
+    COPY_TO,
+    READ_VALUE,
+    DataDependentOutputException,
+    FakeTensorMode,
+    in_backward,
+    local_tensor,
+    replaced,
+    shape_mode,
+)
+from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, dtensor_like, pytree, storage_key
 
 Place = Literal["device", "host"]
 
-_READ = torch.ops.aten._local_scalar_dense.default
 _MAY_MIX = ("copy_", "_to_copy", "index", "index_put", "set_", "is_same_size", "_fused_", "_has_compatible", "lift")
 _MAKERS_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 
@@ -46,10 +53,10 @@ class PlacedTracker(StorageTracker):  # type: ignore[no-untyped-call]  # torch l
     def place_of(self, tensor: Tensor) -> Place:
         """Return where `tensor` lies; one with values is the host's."""
         if isinstance(tensor, DTensor):
-            return self.place_of(tensor._local_tensor)
+            return self.place_of(local_tensor(tensor))
         if not isinstance(tensor, FakeTensor):
             return "host"
-        return "host" if tensor.untyped_storage()._cdata in self.host._live else "device"
+        return "host" if storage_key(tensor) in self.host._live else "device"
 
     def see(self, out: Any, func: Any, args: Any) -> None:
         """Take note of what an operator returned."""
@@ -78,7 +85,7 @@ class PlacedTracker(StorageTracker):  # type: ignore[no-untyped-call]  # torch l
         self.host.mark(uses)
 
     def _add(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        if not isinstance(tensor, FakeTensor) or tensor.untyped_storage()._cdata in self.host._live:
+        if not isinstance(tensor, FakeTensor) or storage_key(tensor) in self.host._live:
             return
         if (self.target or self._place_of_new(args)) == "host":
             self.host._add(tensor, func, args)
@@ -147,14 +154,14 @@ class FakeGpu:
     def move(self, tensor: Tensor, place: Place, dtype: torch.dtype | None = None) -> Tensor:
         """Return `tensor` copied to `place`."""
         if isinstance(tensor, DTensor):
-            local = self.move(tensor._local_tensor, place, dtype)
-            return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-untyped-call]
+            local = self.move(local_tensor(tensor), place, dtype)
+            return dtensor_like(local, tensor, requires_grad=tensor.requires_grad)
         if tensor.is_meta:
             raise NotImplementedError("Cannot copy out of meta tensor; no data! Use to_empty() to move the module.")
         if not isinstance(tensor, FakeTensor):
             return self.without_values(tensor, place, dtype).requires_grad_(tensor.requires_grad)
         with self.making(place):
-            moved: Tensor = torch.ops.aten._to_copy.default(tensor, dtype=dtype or tensor.dtype)
+            moved: Tensor = COPY_TO(tensor, dtype=dtype or tensor.dtype)
         return moved
 
     def sees(self, value: Any) -> bool:
@@ -278,7 +285,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
             place, kwargs = "device", kwargs | {"device": torch.device("cpu")}
         operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fakes = [one for one in operands if isinstance(one, FakeTensor)]
-        if func is _READ and fakes:
+        if func is READ_VALUE and fakes:
             return _number(func, args)
         if fakes:
             self._check_places(func, operands)
@@ -288,7 +295,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
                 place = place or gpu.tracker.target or ("device" if self._is_of_gpu(operands) else "host")
             with gpu.mode if (gpu.makes or place == "device") and not fakes else nullcontext():
                 out = func(*args, **kwargs)
-            with torch._C.DisableTorchFunction(), gpu.placing(place):
+            with torch.DisableTorchFunction(), gpu.placing(place):
                 gpu.tracker.see(out, func, (args, kwargs))
         finally:
             gpu.num_operators_open -= 1
@@ -300,16 +307,16 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         if operands:
             return False
         if gpu.calls_on_gpu is None:  # autograd's own code, of which gradients are on the GPU
-            return torch._C._current_graph_task_id() != -1
+            return in_backward()
         return gpu.calls_on_gpu
 
     def _is_of_others(self) -> bool:
         """Whether torch is asking for the shapes of results, by tensors without values of its own."""
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        mode = shape_mode()
         return mode is not None and mode is not self._gpu.mode
 
     def _check_places(self, func: Any, operands: list[Tensor]) -> None:
-        if func.namespace != "aten" or func._schema.name.partition("::")[2].startswith(_MAY_MIX):
+        if func.namespace != "aten" or func.name().partition("::")[2].startswith(_MAY_MIX):
             return
         tracker = self._gpu.tracker
         places = {tracker.place_of(one) for one in operands if one.dim() and not one.is_meta}
@@ -332,11 +339,8 @@ def _devices_as_seen(gpu: FakeGpu) -> Iterator[None]:
             return found
         return gpu.device if gpu.tracker.place_of(tensor) == "device" else found
 
-    kind.device = property(device, plain.fset)
-    try:
+    with replaced((kind, "device", property(device, plain.fset))):
         yield
-    finally:
-        kind.device = plain
 
 
 def place_named(device: Any) -> Place | None:
@@ -369,7 +373,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 def _fills_at_random(func: Any) -> bool:
     """Whether an operator writes random numbers into its first operand, and does nothing else."""
-    return torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith("_")
+    return torch.Tag.nondeterministic_seeded in func.tags and func.name().partition(".")[0].endswith("_")
 
 
 def _number(read: Any, args: Any) -> Any:

@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraplan.model.trace import CHECKS, AsOnGpu
 from paraplan.runtime.split.rules import run_on_parts
 from paraplan.runtime.split.split_tensor import SplitTensor, split_operands
+from paraplan.runtime.torch_private import GROUPED_MM, FakeTensor, TorchDispatchMode, pytree
 
 # Functions that autocast runs in fp32 on CUDA and in whatever type comes on the CPU (ATen/autocast_mode.h, the lists
 # AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE, in torch 2.13); those without a use in transformers are left out.
@@ -73,7 +71,7 @@ class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, (DTensor, SplitTensor)) for kind in types):
             return NotImplemented
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+        if func is GROUPED_MM.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(args[0], args[1], groups=args[2] if len(args) > 2 else (kwargs or {}).get("offs"))
         return func(*args, **(kwargs or {}))
 

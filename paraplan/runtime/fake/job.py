@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 from paraplan.runtime.assembly import assemble_part, check_model
@@ -39,6 +38,7 @@ from paraplan.runtime.step.batches import batch_size
 from paraplan.runtime.step.division import StepDivider, StepShape
 from paraplan.runtime.step.loss_scale import LossScale
 from paraplan.runtime.step.micro_batching import Checking
+from paraplan.runtime.torch_private import pytree
 from paraplan.runtime.weights import count_parameters
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from paraplan.errors import UsageError
+from paraplan.runtime.fake.torch_private import replaced
 
 
 @contextmanager
@@ -24,16 +25,8 @@ def objects_of_one_rank() -> Iterator[None]:
         "recv_object_list": _receive,
         "monitored_barrier": _keep,
     }
-    before = {name: getattr(dist, name) for name in names}
-    for owner in (dist, distributed_c10d):
-        for name, value in names.items():
-            setattr(owner, name, value)
-    try:
+    with replaced(*((owner, name, value) for owner in (dist, distributed_c10d) for name, value in names.items())):
         yield
-    finally:
-        for owner in (dist, distributed_c10d):
-            for name, value in before.items():
-                setattr(owner, name, value)
 
 
 def _all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:

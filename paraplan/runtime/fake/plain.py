@@ -17,17 +17,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paraplan.errors import UsageError
@@ -43,7 +42,23 @@ from paraplan.runtime.fake.objects import objects_of_one_rank
 from paraplan.runtime.fake.rank import FakeRunEnd, choose_as_on_gpu, parts_of, uses_of_optimizer, write_report
 from paraplan.runtime.fake.run import NUM_STEPS, storage_of
 from paraplan.runtime.fake.storage_tracking import StorageUse
+from paraplan.runtime.fake.torch_private import (
+    END_OF_BACKWARD,
+    MODULE_APPLY,
+    MODULE_CALL,
+    MOVE_STATES,
+    FSDPParamGroup,
+    FSDPState,
+    apply_to_tensors,
+    autocast_type,
+    has_function_modes,
+    movers_of_states,
+    own_buffers,
+    own_parameters,
+    replaced,
+)
 from paraplan.runtime.fake.world import transformers_as_if_with_values
+from paraplan.runtime.torch_private import FakeTensor, pytree
 from paraplan.runtime.weightless import without_weights
 from paraplan.runtime.world import World
 
@@ -91,6 +106,8 @@ class PlainScript:
             self._patch_sharding(stack)
             self._patch_backward(stack)
             for handle in (
+                register_module_parameter_registration_hook(self._note_parameter),
+                register_module_buffer_registration_hook(lambda module, *_: self._modules.add(module)),
                 register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin_update(optimizer)),
                 register_optimizer_step_post_hook(lambda optimizer, *_: self._end_update(optimizer)),
             ):
@@ -125,9 +142,8 @@ class PlainScript:
     def _patch(self, stack: ExitStack) -> None:
         script = self
         plain_init, plain_forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
-        plain_register, plain_buffer = nn.Module.register_parameter, nn.Module.register_buffer
         plain_mesh, plain_autocast, plain_job = DeviceMesh.__init__, torch.autocast.__init__, FakeJob.prepare
-        plain_apply = self._plain_apply = nn.Module._apply
+        plain_apply = self._plain_apply = getattr(nn.Module, MODULE_APPLY)
 
         def init(ddp: DistributedDataParallel, module: nn.Module, *args: Any, **options: Any) -> None:
             script._replicate(module, lambda: plain_init(ddp, module, *args, **options))
@@ -136,53 +152,42 @@ class PlainScript:
             script._meet(args, kwargs)
             return plain_forward(ddp, *args, **kwargs)  # type: ignore[no-untyped-call]
 
-        def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            script._modules.add(module)
-            plain_register(module, name, script._without_values(parameter))
-
-        def keep(module: nn.Module, *args: Any, **options: Any) -> None:
-            script._modules.add(module)
-            plain_buffer(module, *args, **options)
-
         def mesh(made: DeviceMesh, *args: Any, **options: Any) -> None:
             plain_mesh(made, *args, **options)
             script._name_groups(made)
 
         def autocast(mode: torch.autocast, *args: Any, **options: Any) -> None:
             plain_autocast(mode, *args, **options)
-            if mode._enabled and script._precision is None:
-                script._precision = _PRECISIONS.get(mode.fast_dtype)
+            if script._precision is None:
+                script._precision = _PRECISIONS.get(autocast_type(mode))
 
         def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-            return script._apply(module, fn, recurse) if script._gpu.is_on else plain_apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+            return script._apply(module, fn, recurse) if script._gpu.is_on else plain_apply(module, fn, recurse)
 
         def prepare(job: FakeJob, model: nn.Module, *args: Any, **options: Any) -> Any:
             own = script._step_aside(job)
             put_on_meta(model)
             return plain_job(own, model, *args, **options)
 
-        replaced: list[tuple[Any, str, Any]] = [
+        entries: list[tuple[Any, str, Any]] = [
             (DistributedDataParallel, "__init__", init),
             (DistributedDataParallel, "forward", forward),
-            (nn.Module, "register_parameter", register),
-            (nn.Module, "register_buffer", keep),
             (DeviceMesh, "__init__", mesh),
             (torch.autocast, "__init__", autocast),
             (FakeJob, "prepare", prepare),
-            (nn.Module, "_apply", apply),
+            (nn.Module, MODULE_APPLY, apply),
             (dist, "init_process_group", lambda *_, **__: None),  # the world is there
             (dist, "destroy_process_group", lambda *_, **__: None),
             (fsdp.FullyShardedDataParallel, "__init__", _refuse_flat_sharding),
         ]
-        put_in_place(replaced, stack)
+        stack.enter_context(replaced(*entries))
 
     def _patch_sharding(self, stack: ExitStack) -> None:
         """Take note of what `fully_shard` is asked for, and move buffers in its place."""
         script = self
         plain_shard = FSDPState.init
-        # Where torch 2.13 has it, and where it had it before.
-        homes: list[Any] = [one for one in (_fsdp_init, _fully_shard) if hasattr(one, "_move_states_to_device")]
-        plain_move = homes[0]._move_states_to_device
+        homes = movers_of_states()
+        plain_move = getattr(homes[0], MOVE_STATES)
 
         def shard(state: FSDPState, modules: Any, device: Any, mp_policy: Any, *args: Any, **options: Any) -> None:
             script._precision = script._precision or _PRECISIONS.get(mp_policy.param_dtype)
@@ -194,16 +199,16 @@ class PlainScript:
                 buffers = [one for one in buffers if isinstance(one, DTensor)]
             plain_move(parameters, buffers, device)
 
-        moves = [(home, "_move_states_to_device", move) for home in homes]
-        put_in_place([(FSDPState, "init", shard), *moves], stack)
+        moves = [(home, MOVE_STATES, move) for home in homes]
+        stack.enter_context(replaced((FSDPState, "init", shard), *moves))
 
     def _patch_backward(self, stack: ExitStack) -> None:
         """Have Python that autograd runs meet the modes, which autograd leaves out: hooks, and what is run again."""
         places: list[tuple[Any, str]] = [
-            (nn.Module, "_call_impl"),
+            (nn.Module, MODULE_CALL),
             (BackwardCFunction, "apply"),
             (FSDPParamGroup, "post_backward"),
-            (FSDPState, "_root_post_backward_final_callback"),
+            (FSDPState, END_OF_BACKWARD),
         ]
         for owner, name in places:
             plain = getattr(owner, name)
@@ -211,12 +216,16 @@ class PlainScript:
             def call(*args: Any, _plain: Any = plain, **kwargs: Any) -> Any:
                 if self._follows and self._tracker.phase == "building":
                     self._tracker.enter("forward")
-                if torch._C._len_torch_function_stack() > 0 or not self._gpu.is_on:
+                if has_function_modes() or not self._gpu.is_on:
                     return _plain(*args, **kwargs)
                 with GpuOperators(), self._gpu.calls():
                     return _plain(*args, **kwargs)
 
-            put_in_place([(owner, name, call)], stack)
+            stack.enter_context(replaced((owner, name, call)))
+
+    def _note_parameter(self, module: nn.Module, _: str, parameter: nn.Parameter) -> Any:
+        self._modules.add(module)
+        return self._without_values(parameter)
 
     def _without_values(self, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Return a parameter without values in the place of one of the host's; the same one for what is tied."""
@@ -236,26 +245,26 @@ class PlainScript:
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> nn.Module:
         """Do what `nn.Module.to` and its like do; parameters stay the same objects, as on real devices."""
         for child in module.children() if recurse else ():
-            child._apply(fn)  # type: ignore[no-untyped-call]
-        parameters = [(name, held) for name, held in module._parameters.items() if held is not None]
+            apply_to_tensors(child, fn)
+        parameters = [(name, held) for name, held in own_parameters(module).items() if held is not None]
         own = {name: held for name, held in parameters if isinstance(held, FakeTensor)}
-        module._parameters.update(dict.fromkeys(own))  # torch would swap their insides, which have weak references
-        self._plain_apply(module, fn, recurse=False)  # type: ignore[no-untyped-call]
+        own_parameters(module).update(dict.fromkeys(own))  # torch would swap their insides, which have weak references
+        self._plain_apply(module, fn, recurse=False)
         for name, held in own.items():
             with torch.no_grad():
                 held.data = fn(held)
                 if held.grad is not None:
                     held.grad = fn(held.grad)
-            module._parameters[name] = held
+            own_parameters(module)[name] = held
         return module
 
     def _move_buffers(self, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
         """Put buffers on `device` for FSDP, which gives a tensor with values the insides of one without."""
         chosen = {id(one) for one in buffers}
         for module in self._modules:
-            for name, held in module._buffers.items():
+            for name, held in own_buffers(module).items():
                 if id(held) in chosen and held is not None and not isinstance(held, DTensor):
-                    module._buffers[name] = held.to(device)
+                    own_buffers(module)[name] = held.to(device)
 
     def _replicate(self, module: nn.Module, replicate: Callable[[], None]) -> None:
         """Let DDP make its buckets, which hold gradients."""
@@ -315,7 +324,7 @@ class PlainScript:
             if parameter.grad is not None:
                 uses[storage_of(parameter.grad)] = "gradient"
         for module in self._modules:
-            for buffer in module._buffers.values():
+            for buffer in own_buffers(module).values():
                 if buffer is not None:
                     uses[storage_of(buffer)] = "parameter"
         for optimizer in self._num_steps:
@@ -323,7 +332,7 @@ class PlainScript:
         return uses
 
     def _parameters(self) -> list[torch.Tensor]:
-        held = [held for module in self._modules for held in module._parameters.values() if held is not None]
+        held = [held for module in self._modules for held in own_parameters(module).values() if held is not None]
         updated = [one for optimizer in self._num_steps for group in optimizer.param_groups for one in group["params"]]
         return held + updated
 
@@ -363,20 +372,13 @@ class PlainScript:
         return "fp32" if largest is None else _PRECISIONS.get(largest.dtype, "fp32")
 
 
-def put_in_place(replaced: Sequence[tuple[Any, str, Any]], stack: ExitStack) -> None:
-    """Give owners other values by these names until `stack` is left."""
-    for owner, name, value in replaced:
-        stack.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
-
-
 def put_on_meta(model: nn.Module) -> None:
     """Put tensors on meta in the place of parameters without values; what is tied stays tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, held in module._parameters.items():
+        for name, held in own_parameters(module).items():
             if isinstance(held, FakeTensor):
                 if id(held) not in made:
                     empty = torch.empty(held.shape, dtype=held.dtype, device="meta")
                     made[id(held)] = nn.Parameter(empty, requires_grad=held.requires_grad)
-                module._parameters[name] = made[id(held)]
+                own_parameters(module)[name] = made[id(held)]

@@ -30,6 +30,7 @@ from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
 from paraplan.runtime.fake.split import splits_without_values
 from paraplan.runtime.fake.storage_tracking import Peak, Phase, StorageTracker, StorageUse
+from paraplan.runtime.fake.torch_private import has_function_modes, local_tensor, own_buffers, own_parameters
 from paraplan.runtime.fake.world import fake_world, without_values
 from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.noise import silence_known_noise
@@ -39,6 +40,7 @@ from paraplan.runtime.step.division import StepShape
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.micro_batching import Checking
 from paraplan.runtime.token_loss import token_loss
+from paraplan.runtime.torch_private import storage_key
 from paraplan.runtime.world import World
 
 NUM_STEPS = 2
@@ -216,7 +218,7 @@ def attention_again_on_gpu() -> Iterator[None]:
     def on_gpu(again: Callable[..., Any]) -> Callable[..., Any]:
         def run(function: Any, *args: Any, **kwargs: Any) -> Any:
             def inner(*given: Any) -> Any:
-                with nullcontext() if torch._C._len_torch_function_stack() > 0 else GpuOperators():
+                with nullcontext() if has_function_modes() else GpuOperators():
                     return function(*given)
 
             return again(inner, *args, **kwargs)
@@ -234,7 +236,7 @@ def attention_again_on_gpu() -> Iterator[None]:
 
 def _forward_on_gpu(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain = type(block).forward
-    if torch._C._len_torch_function_stack() > 0:
+    if has_function_modes():
         return plain(block, *args, **kwargs)
     with GpuOperators():
         return plain(block, *args, **kwargs)
@@ -252,7 +254,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         return made[id(tensor)]
 
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
+        for held in (own_parameters(module), own_buffers(module)):
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = one(tensor)  # type: ignore[assignment]
@@ -260,8 +262,8 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return what tells the storage of a tensor from others, of a DTensor that of its local part."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` runs operators
-    return int(local.untyped_storage()._cdata)
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor  # `to_local` runs operators
+    return storage_key(local)
 
 
 def make_optimizer(name: OptimizerName, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 import paraplan
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.plan.fake import FAKE_VARIABLE
 from paraplan.runtime.fake.plain import PlainScript
+from paraplan.runtime.fake.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from paraplan.runtime.fake.world import fake_world
 from paraplan.runtime.noise import silence_known_noise
 from paraplan.runtime.world import World

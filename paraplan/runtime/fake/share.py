@@ -10,11 +10,18 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.fake.collective_count import CollectiveCount
 from paraplan.runtime.fake.storage_tracking import ALLOCATOR_UNIT_BYTES, StorageTracker, StorageUse
+from paraplan.runtime.fake.torch_private import (
+    START_OF_STAGE,
+    START_OF_STAGES,
+    PipelineStageBase,
+    RecvInfo,
+    replaced,
+    stages_of,
+)
 from paraplan.runtime.pipeline.execution import PipelineExecution
 from paraplan.runtime.pipeline.schedules import Schedule
 from paraplan.runtime.step.execution import Execution
@@ -66,7 +73,7 @@ def forward_passes_of_left(tracker: StorageTracker, share: StepShare) -> Iterato
     """
     held: list[Counter[StorageUse]] = []
     ends: list[Callable[[], None]] = []
-    plain_forward, plain_backward = _PipelineStageBase.forward_one_chunk, _PipelineStageBase.backward_one_chunk
+    plain_forward, plain_backward = PipelineStageBase.forward_one_chunk, PipelineStageBase.backward_one_chunk
 
     def forward(stage: Any, index: int, *args: Any, **options: Any) -> Any:
         out = plain_forward(stage, index, *args, **options)
@@ -84,12 +91,9 @@ def forward_passes_of_left(tracker: StorageTracker, share: StepShare) -> Iterato
             ends.pop()()
         return plain_backward(stage, index, *args, **options)
 
-    stage: Any = _PipelineStageBase
-    stage.forward_one_chunk, stage.backward_one_chunk = forward, backward
-    try:
+    stage = PipelineStageBase
+    with replaced((stage, "forward_one_chunk", forward), (stage, "backward_one_chunk", backward)):
         yield
-    finally:
-        stage.forward_one_chunk, stage.backward_one_chunk = plain_forward, plain_backward
 
 
 @dataclass(frozen=True)
@@ -115,29 +119,25 @@ class KeptOfLeft:
         execution._runs.clear()
         there = [one for schedule in schedules for one in _received_first(schedule, "args_recv_info")]
         back = [one for schedule in schedules for one in _received_first(schedule, "grad_recv_info")]
-        losses = [torch.empty(()) for schedule in schedules if _stages(schedule)[-1].is_last for _ in range(left)]
+        losses = [torch.empty(()) for schedule in schedules if stages_of(schedule)[-1].is_last for _ in range(left)]
         return cls(
             buffers=[*losses, *(torch.empty_like(one) for one in there + back for _ in range(left))],
             gradients=[torch.empty_like(one) for one in there for _ in range(left)] if in_halves else (),
         )
 
 
-def _stages(schedule: Schedule) -> Sequence[Any]:
-    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
-
-
 def _received_first(schedule: Schedule, way: str) -> list[torch.Tensor]:
     """Return the buffers in which `schedule` receives its first micro-batch."""
-    received = [info for stage in _stages(schedule) for info in getattr(stage, way).get(0, ())]
-    return [info.buffer for info in received if isinstance(info, _RecvInfo) and info.buffer is not None]
+    received = [info for stage in stages_of(schedule) for info in getattr(stage, way).get(0, ())]
+    return [info.buffer for info in received if isinstance(info, RecvInfo) and info.buffer is not None]
 
 
 @contextmanager
 def starts_uncounted(collectives: CollectiveCount) -> Iterator[None]:
     """Leave out what neighbours send each other when a schedule is first used, and not in later steps."""
     places: list[tuple[Any, str]] = [
-        (PipelineScheduleSingle, "_initialize_stage"),
-        (PipelineScheduleMulti, "_initialize_stages"),
+        (PipelineScheduleSingle, START_OF_STAGE),
+        (PipelineScheduleMulti, START_OF_STAGES),
     ]
     with ExitStack() as stack:
         for owner, name in places:
@@ -147,6 +147,5 @@ def starts_uncounted(collectives: CollectiveCount) -> Iterator[None]:
                 with collectives.paused():
                     return _plain(schedule, *args, **options)
 
-            setattr(owner, name, start)
-            stack.callback(setattr, owner, name, plain)
+            stack.enter_context(replaced((owner, name, start)))
         yield

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.runtime import assembly
 from paraplan.runtime.anatomy import BlockCall
@@ -21,6 +20,7 @@ from paraplan.runtime.split.check import shares_with_blocks
 from paraplan.runtime.split.layers import SequenceEnds
 from paraplan.runtime.split.search import BlockSplit
 from paraplan.runtime.split.tensor_parallel import TensorSplit
+from paraplan.runtime.torch_private import pytree
 
 
 @contextmanager

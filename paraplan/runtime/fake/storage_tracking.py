@@ -12,12 +12,11 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from paraplan.runtime.fake.torch_private import COPY_TO, SHAPES_FILE, SHARDING_FOLDER, in_backward, replaced
 from paraplan.runtime.split.split_tensor import SplitTensor
+from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, pytree, storage_key
 
 StorageUse = Literal["parameter", "gradient", "optimizer_state", "activation", "workspace"]
 Phase = Literal["building", "setup", "forward", "backward", "optimizer"]
@@ -29,7 +28,6 @@ _FIRST_USE: dict[Phase, StorageUse] = {
     "backward": "workspace",
     "optimizer": "workspace",
 }
-_FSDP_FOLDER = "_fully_shard"
 DEVICE_OF = torch.ops.prim.device.default
 """What autograd asks of a fake tensor, twice as often as anything is computed: a mode that answers saves the others."""
 
@@ -82,7 +80,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if any(_wraps(kind) for kind in types):
             return NotImplemented  # a DTensor or its like takes over, and comes back with its local tensors
         out = func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             for leaf in pytree.tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
                     self._add(leaf, func, args)
@@ -91,8 +89,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     @property
     def phase(self) -> Phase:
         """What is being done: backward passes are known by autograd's own sign."""
-        in_backward = self._phase == "forward" and torch._C._current_graph_task_id() != -1
-        return "backward" if in_backward else self._phase
+        return "backward" if self._phase == "forward" and in_backward() else self._phase
 
     def enter(self, phase: Phase) -> None:
         """Say what is done from now on; "forward" stands for whole passes."""
@@ -114,20 +111,17 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = plain(storage, size)
-            live = self._live.get(storage._cdata)
+            live = self._live.get(storage_key(storage))
             if live is not None:
                 self._change(live, _rounded(storage.nbytes()))
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        try:
+        with replaced((torch.UntypedStorage, "resize_", resize)):
             yield
-        finally:
-            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
     def held(self) -> Counter[StorageUse]:
         """Return the bytes that are live now, by use."""
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             now = self._uses_now()
         found: Counter[StorageUse] = Counter()
         for key, live in self._live.items():
@@ -157,7 +151,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if tensor.device.type == "meta" or _wraps(type(tensor)):
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._live:
             return
         use = self._use_of_new(func, args)
@@ -169,8 +163,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._change(live, _rounded(storage.nbytes()))
 
     def _use_of_new(self, func: Any, args: tuple[Any, ...]) -> StorageUse | Literal["nothing"]:
-        if func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.Tensor):
-            source = self._live.get(args[0].untyped_storage()._cdata)
+        if func is COPY_TO and isinstance(args[0], torch.Tensor):
+            source = self._live.get(storage_key(args[0]))
             if source is not None and source.use == "parameter" and self.phase != "optimizer":
                 return "parameter"
         return _maker() or _FIRST_USE[self.phase]
@@ -194,7 +188,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if not self._is_stale:
             return
         self._is_stale = False
-        with torch._C.DisableTorchFunction():  # this class asks on its own behalf, not on the model's
+        with torch.DisableTorchFunction():  # this class asks on its own behalf, not on the model's
             now = self._uses_now()
         peak = Peak(phase=self.phase)
         for key, live in self._live.items():
@@ -222,11 +216,11 @@ def _maker() -> StorageUse | Literal["nothing"] | None:
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         where, name = frame.f_code.co_filename, frame.f_code.co_name
-        if where.endswith("_sharding_prop.py"):
+        if where.endswith(SHAPES_FILE):
             return "nothing"
-        if _FSDP_FOLDER in where and ("reduce" in name or "_grad" in name):
+        if SHARDING_FOLDER in where and ("reduce" in name or "_grad" in name):
             return "gradient"
-        if _FSDP_FOLDER in where and ("gather" in name or "unshard" in name or "init_sharded" in name):
+        if SHARDING_FOLDER in where and ("gather" in name or "unshard" in name or "init_sharded" in name):
             return "parameter"
         frame = frame.f_back
     return None

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils import _pytree as pytree
 
+from paraplan.runtime.fake.torch_private import FakeStore, FakeTensorMode, SteadyReducer, replaced
+from paraplan.runtime.torch_private import PIPELINING_FOLDER, FakeTensor, pytree, unset_fake_temporarily
 from paraplan.runtime.world import World
 
 
@@ -83,11 +82,8 @@ def modules_that_stay() -> Iterator[None]:
         is_move = len(args) == 1 and isinstance(args[0], torch.device) and not kwargs
         return self if is_move else plain(self, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign,assignment]
-    try:
+    with replaced((nn.Module, "to", to)):
         yield
-    finally:
-        nn.Module.to = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -107,7 +103,7 @@ def transformers_as_if_with_values() -> Iterator[None]:
 
 # Who reads a number that any value serves: the pipeline's vote, and the seed of a rank's own random numbers.
 _READS = (torch.Tensor.item, torch.Tensor.__int__)
-_READERS = ("distributed/pipelining", "runtime/split/rank_randomness")
+_READERS = (PIPELINING_FOLDER, "runtime/split/rank_randomness")
 
 
 class _SmallNumbers(TorchFunctionMode):
@@ -157,28 +153,11 @@ def _ddp_without_values() -> Iterator[None]:
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **{**kwargs, "init_sync": False})
         plain_hook(self, self.process_group, lambda group, bucket: _reduce_in_place(group, bucket))
-        self.reducer = _SteadyReducer(self.reducer)  # type: ignore[assignment]
+        self.reducer = SteadyReducer(self.reducer)  # type: ignore[assignment]
 
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    DistributedDataParallel.register_comm_hook = keep_hook  # type: ignore[method-assign]
-    try:
+    ddp = DistributedDataParallel
+    with replaced((ddp, "__init__", init), (ddp, "register_comm_hook", keep_hook)):
         yield
-    finally:
-        DistributedDataParallel.__init__ = plain  # type: ignore[method-assign]
-        DistributedDataParallel.register_comm_hook = plain_hook  # type: ignore[method-assign]
-
-
-class _SteadyReducer:
-    """DDP's reducer, which keeps its first buckets; the later ones hold the same parameters in another order."""
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
 
 
 def _reduce_in_place(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:

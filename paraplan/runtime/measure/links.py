@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from paraplan.hardware.link_measurement import MeasuredKind, MeasureRequest, RankEvent, collectives_of
 from paraplan.runtime.measure.rank import run_rank
+from paraplan.runtime.torch_private import NOT_SUPPORTED
 
 _ELEMENT_BYTES = 4  # float32, as nccl-tests has it by default
 _RUNS = 5  # the median of so many timings is reported
@@ -86,7 +87,7 @@ def _measure_group(group: _Group, request: MeasureRequest, clock: _Clock, report
                     work, exact_bytes = _work(collective, group, num_bytes)
                     time_s = _time(work, group, clock)
                 except RuntimeError as error:
-                    if group.device.type != "cpu" or "not support" not in str(error):
+                    if group.device.type != "cpu" or NOT_SUPPORTED not in str(error):
                         raise
                     skipped = "not supported by gloo"
             if group.leads:

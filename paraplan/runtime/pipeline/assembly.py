@@ -238,4 +238,4 @@ def _share_buffers(pieces: Sequence[_Piece]) -> None:
         for name, buffer in piece.buffers.items():
             if first.setdefault(name, buffer) is not buffer:
                 path, _, own = piece.buffer_names[name].rpartition(".")
-                piece.module.model.get_submodule(path)._buffers[own] = first[name]
+                setattr(piece.module.model.get_submodule(path), own, first[name])

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.runtime.anatomy import Anatomy, HiddenShape
@@ -25,6 +24,7 @@ from paraplan.runtime.setting import Setting
 from paraplan.runtime.split.context_parallel import split_tokens
 from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.step.batches import MicroBatch
+from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
 _Ends = tuple[HiddenShape | None, HiddenShape | None]  # what a stage receives and sends; None at the model's ends

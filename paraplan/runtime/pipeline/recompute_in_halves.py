@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from paraplan.runtime.torch_private import pytree
 
 
 class _CompleteError(Exception):

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from paraplan.runtime.torch_private import FakeTensor
 
 _BUCKET_BYTES = 25 * 2**20  # that of DDP
 

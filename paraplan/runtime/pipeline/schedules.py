@@ -15,11 +15,11 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from paraplan.plan.parallel import ScheduleName
 from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
+from paraplan.runtime.torch_private import stage_backward_weight
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 

@@ -18,6 +18,7 @@ from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.step.batches import MicroBatch
 from paraplan.runtime.step.loss import StepLoss, split_error
+from paraplan.runtime.torch_private import is_view
 
 
 class StageModule(nn.Module):
@@ -90,7 +91,7 @@ class StageModule(nn.Module):
             )
         sendable = hidden.to(self.sent.dtype).contiguous()
         # A backward pass in halves (zero bubble) detaches it in place, which a view does not allow.
-        return sendable.clone() if sendable._is_view() else sendable
+        return sendable.clone() if is_view(sendable) else sendable
 
 
 def _with_contiguous_gradient(received: torch.Tensor) -> torch.Tensor:

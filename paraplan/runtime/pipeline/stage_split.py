@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.chain import HINT
 from paraplan.runtime.dataflow import Registered, named_tensors
 from paraplan.runtime.split.split_tensor import SplitTensor
+from paraplan.runtime.torch_private import pytree
 
 
 class StageEndError(Exception):

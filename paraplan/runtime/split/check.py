@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import BlockCall
@@ -24,6 +23,7 @@ from paraplan.runtime.split.drawing import DROPOUTS
 from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.outputs import numbered_outputs
 from paraplan.runtime.split.split_tensor import SplitError
+from paraplan.runtime.torch_private import pytree
 
 _SEED = 0
 
@@ -275,8 +275,7 @@ def _written_buffers(block: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     held = [
         (f"buffer {path}.{name}", module, name, buffer, buffer.clone())
         for path, module in block.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     written: dict[str, torch.Tensor] = {}
     try:
@@ -284,7 +283,7 @@ def _written_buffers(block: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     finally:
         with torch.no_grad():
             for label, module, name, buffer, before in held:
-                now = module._buffers[name]
+                now = getattr(module, name)
                 if now is not None and (now.shape != before.shape or not torch.equal(now, before)):
                     written[label] = now.detach().float().clone()
-                module._buffers[name] = buffer.copy_(before)
+                setattr(module, name, buffer.copy_(before))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from paraplan.runtime.split.group import join_parts
 from paraplan.runtime.split.size_rules import SIZE_RULES
 from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
+from paraplan.runtime.torch_private import pytree
 
 
 def split_index(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

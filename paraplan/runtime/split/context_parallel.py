@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.anatomy import example_of, first_that_runs, meta_copy
@@ -23,6 +22,7 @@ from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.split.trial import functions_refused
 from paraplan.runtime.step.batches import call_model
+from paraplan.runtime.torch_private import pytree
 
 _TOKENS = 1  # their dimension, in [batch, tokens]
 # What transformers calls inputs that have an entry for each token. Masks are of all tokens on every rank, and so are

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.group import TensorGroup, copy_to_ranks, gather_to_ranks, sum_and_scatter, sum_over_ranks
@@ -27,6 +26,7 @@ from paraplan.runtime.split.split_tensor import (
     on_own_tokens,
     split_operands,
 )
+from paraplan.runtime.torch_private import pytree
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.torch_private import is_view
 
 
 @dataclass(eq=False)
@@ -111,7 +112,7 @@ def sum_over_ranks(tensor: torch.Tensor, group: TensorGroup, *, is_product: bool
 
     `is_product`: it is what a linear layer returned, which nobody else reads, and is summed in place.
     """
-    in_place = is_product and group.handle is not None and tensor.is_contiguous() and not tensor._is_view()
+    in_place = is_product and group.handle is not None and tensor.is_contiguous() and not is_view(tensor)
     in_place = in_place and not group.keeps_products
     result: torch.Tensor = _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
     return result

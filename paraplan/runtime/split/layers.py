@@ -17,7 +17,6 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.chain import put_argument
@@ -33,6 +32,7 @@ from paraplan.runtime.split.group import (
 )
 from paraplan.runtime.split.outputs import map_outputs
 from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor, is_of_sequence, on_own_tokens
+from paraplan.runtime.torch_private import pytree
 
 _TOKENS = 1  # their dimension, in [batch, tokens, hidden]
 
@@ -71,7 +71,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def has_own_weight(module: nn.Module) -> bool:
     """Whether the weight of a layer is a parameter, not computed from others (weight norm and the like)."""
-    return module._parameters.get("weight") is not None
+    return any(name == "weight" for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def _returns_outputs(module: nn.Linear) -> bool:

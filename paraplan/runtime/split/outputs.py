@@ -8,7 +8,8 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from paraplan.runtime.torch_private import pytree
 
 
 def map_outputs(change: Callable[[int, torch.Tensor], Any], output: Any) -> Any:

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.torch_private import local_shape_and_offset, make_wrapper
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SplitPieces(torch.Tensor):
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, place: Place) -> SplitPieces:
         """Return the boxes of `tensor`."""
-        pieces: SplitPieces = torch.Tensor._make_wrapper_subclass(
+        pieces: SplitPieces = make_wrapper(
             cls, place.cut.whole_shape(tensor.shape), dtype=tensor.dtype, device=tensor.device
         )
         pieces._boxes = boxes_of(tensor.detach(), place)
@@ -55,14 +55,14 @@ class SplitPieces(torch.Tensor):
     @classmethod
     def of_shard(cls, tensor: DTensor) -> SplitPieces:
         """Return this rank's box of a tensor that is sharded as torch does it, over any mesh."""
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        _, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local = tensor.to_local().detach()
         boxes = [Box(offsets=tuple(offsets), values=local)] if local.numel() else []
         return cls._of_boxes(tensor.shape, tensor.dtype, boxes)
 
     @classmethod
     def _of_boxes(cls, shape: torch.Size, dtype: torch.dtype, boxes: list[Box]) -> SplitPieces:
-        pieces: SplitPieces = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        pieces: SplitPieces = make_wrapper(cls, shape, dtype=dtype, device=torch.device("cpu"))
         pieces._boxes = boxes
         return pieces
 

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from paraplan.runtime.split.context_numbers import split_difference, split_index
 from paraplan.runtime.split.context_rules import split_attention, split_loss
@@ -50,6 +49,7 @@ from paraplan.runtime.split.split_tensor import (
 )
 from paraplan.runtime.split.trial import check_by_token
 from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
+from paraplan.runtime.torch_private import pytree
 
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype})
 _RULES: dict[str, Rule] = SIZE_RULES | {
@@ -128,7 +128,7 @@ def _replayed(
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None) -> Any:
     name = _name(func)
     if name in OF_THE_WHOLE:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in OF_THE_PART:
         return func(*_parts(args), **_parts(kwargs))

@@ -18,6 +18,7 @@ import torch
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.group import TensorGroup, copy_to_ranks
+from paraplan.runtime.torch_private import make_wrapper
 
 VOCABULARY = "the vocabulary"  # the source of logits split by class
 SEQUENCE = "the tokens"  # the source of tensors split by sequence parallelism
@@ -101,12 +102,12 @@ class SplitTensor(torch.Tensor):
         is_followed = (
             spec.source == VOCABULARY and spec.group.gathers and local.requires_grad and torch.is_grad_enabled()
         )
-        whole: SplitTensor = torch.Tensor._make_wrapper_subclass(
+        whole: SplitTensor = make_wrapper(
             cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=is_followed
         )
         whole.local, whole.spec = local, spec
         if is_followed:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 whole.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return whole
 

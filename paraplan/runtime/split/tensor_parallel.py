@@ -47,7 +47,7 @@ from paraplan.runtime.split.search import BlockSplit, find_split
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 from paraplan.runtime.weightless import give_random_values
 
-_Convolution = nn.modules.conv._ConvNd
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -188,7 +188,7 @@ def _stacked_weights_elsewhere(shadow: nn.Module) -> dict[str, str]:
         f"{layer}.{name}".lstrip("."): "its weights are stacked, and in no module that holds the two of experts alone"
         for layer, module in shadow.named_modules()
         for name, weight in module.named_parameters(recurse=False)
-        if weight.ndim == 3 and not isinstance(module, _Convolution) and (not layer or expert_weights(module) is None)
+        if weight.ndim == 3 and not isinstance(module, _CONVOLUTIONS) and (not layer or expert_weights(module) is None)
     }
 
 

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils import _pytree as pytree
 
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.split_tensor import (
@@ -24,6 +22,7 @@ from paraplan.runtime.split.split_tensor import (
     hidden_loss,
     split_operands,
 )
+from paraplan.runtime.torch_private import pytree, unset_fake_temporarily, watching_functions
 
 # What shapes and the rules of `rules` are enough for; with sizes of real layers, trying them would take long.
 _KNOWN = frozenset({"linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "addmm", "embedding"})
@@ -70,21 +69,16 @@ def functions_refused() -> Iterator[None]:
 
     It runs on the parts, and autograd does not see that. Raises `SplitError`, for logits `UnsupportedPlanError`.
     """
-    own: Any = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def watch(cls: Any, args: Any, kwargs: Any) -> None:
         sources = {one.source for one in split_operands(args, kwargs)}
         if CONTEXT in sources:
             raise SplitError(f"{cls.__name__}, an autograd.Function, hides what it does", source=CONTEXT)
         if VOCABULARY in sources:
             raise hidden_loss()
-        return own.__func__(cls, *args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    try:
+    with watching_functions(watch):
         yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
 def seen_through(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

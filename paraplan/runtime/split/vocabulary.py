@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraplan.runtime.anatomy import example_of, first_that_runs
 from paraplan.runtime.blocks import BlockStack
@@ -25,6 +23,7 @@ from paraplan.runtime.split.group import TensorGroup, sum_over_ranks
 from paraplan.runtime.split.layers import LayerRole, column_forward, enter_column, has_own_weight
 from paraplan.runtime.split.split_tensor import VOCABULARY, SplitError, SplitTensor, on_own_tokens
 from paraplan.runtime.step.batches import call_model
+from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
 
 _TOLERANCE = 1e-6
 
@@ -88,9 +87,9 @@ def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: Tens
                     part = cut.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
                     parts[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
     for module in held.values():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in parts:
-                module._parameters[name] = parts[id(parameter)]
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in parts:
+                setattr(module, name, parts[id(parameter)])
     for name in split.embeddings:
         module = held.get(name)
         if isinstance(module, nn.Embedding):
@@ -148,7 +147,7 @@ class _ReadsElsewhere(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = False
         self.num_inside = 0
-        self._storages = {weight.untyped_storage()._cdata for weight in weights}
+        self._storages = {storage_key(weight) for weight in weights}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -157,7 +156,7 @@ class _ReadsElsewhere(TorchDispatchMode):
         if not self.num_inside:
             leaves = pytree.tree_leaves((args, kwargs))
             operands = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.found |= any(operand.untyped_storage()._cdata in self._storages for operand in operands)
+            self.found |= any(storage_key(operand) in self._storages for operand in operands)
         return func(*args, **(kwargs or {}))
 
     def enter(self, *_: object) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
+from paraplan.runtime.torch_private import pytree
 
 IGNORED_TARGET = -100
 """The target that torch's cross-entropy leaves out by default."""

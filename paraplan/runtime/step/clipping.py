@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.torch_private import multiply_all
 
 
 def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Collection[str] = ()) -> torch.Tensor:
@@ -55,7 +56,7 @@ def scale_gradients(gradients: Iterable[torch.Tensor], by: torch.Tensor | float)
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         groups.setdefault((local.device, local.dtype), []).append(local)
     for (device, _), alike in groups.items():
-        torch._foreach_mul_(alike, by.to(device) if isinstance(by, torch.Tensor) else by)
+        multiply_all(alike, by.to(device) if isinstance(by, torch.Tensor) else by)
 
 
 def _squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -49,7 +49,11 @@ class ForwardState:
         first, second = after
         written = [name for name in before if not _same(first[name], before[name])]
         by_data = [name for name in written if not _same(first[name], second[name])]
-        normalized = [f"{name}.{buffer}" for name, one in batch_norms(self._module).items() for buffer in one._buffers]
+        normalized = [
+            f"{name}.{buffer}"
+            for name, one in batch_norms(self._module).items()
+            for buffer, _ in one.named_buffers(recurse=False, remove_duplicate=False)
+        ]
         self._written = [*written, *(name for name in normalized if name in before)]
         self.is_written = any(row[0] for row in gathered_numbers([float(len(self._written))], self._mesh))
         # What depends on no data is as in one process where it is written once in a step.

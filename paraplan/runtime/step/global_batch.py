@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
@@ -15,6 +14,7 @@ from paraplan.runtime.split.group import TensorGroup, gather_to_ranks
 from paraplan.runtime.split.outputs import map_outputs
 from paraplan.runtime.split.split_tensor import SplitTensor
 from paraplan.runtime.step.batches import is_of_batch
+from paraplan.runtime.torch_private import pytree
 
 
 def check_gathers(plan: ParallelPlan) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
@@ -33,6 +32,7 @@ from paraplan.runtime.step.trials import (
     nothing_changed,
     num_sequences_of,
 )
+from paraplan.runtime.torch_private import pytree
 
 _LOGGER = logging.getLogger(__name__)
 _KINDS: tuple[LossKind, ...] = ("whole", "sum", "sequences", "targets", "counted", "probe")

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from paraplan.errors import ParaplanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.torch_private import NO_HOST_MEMORY
 from paraplan.units import format_bytes
 
 _TOLERANCE = 1.1  # what counts as more than predicted: the estimate's own parts are good to some percent
@@ -23,7 +24,7 @@ class RankMemoryError(ParaplanError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch raised `error` because it could not allocate."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or NO_HOST_MEMORY in str(error)
 
 
 def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:

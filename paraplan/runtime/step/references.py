@@ -31,6 +31,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute import recompute_in_backward
 from paraplan.runtime.step.trials import gathered_numbers
+from paraplan.runtime.torch_private import version_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class RunningReference:
 
     def _held_versions(self) -> list[tuple[int, int]]:
         """Return what writing counts up: of shards the tensor that code sees, and what this rank holds of it."""
-        return [(one._version, local_part(one)._version) for one in self._part.parameters.values()]
+        return [(version_of(one), version_of(local_part(one))) for one in self._part.parameters.values()]
 
     def is_current(self) -> bool:
         """Whether nobody has changed the weights since the reference was made, on any rank."""

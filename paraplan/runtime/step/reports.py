@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 import torch
 from pydantic import Field
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 from paraplan.hardware.profile_files import find_gpu
@@ -21,6 +20,7 @@ from paraplan.plan.files import PlannedEstimate
 from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record
 from paraplan.runtime.step.step_clock import StepClock, clock_of
+from paraplan.runtime.torch_private import pytree
 from paraplan.units import format_bytes, format_count, format_seconds
 
 _SECONDS_BETWEEN_LINES = 0.25

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from paraplan.errors import UsageError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.step.batches import is_of_batch
+from paraplan.runtime.torch_private import BatchNorm, pytree
 
 _LARGEST_STATE = 2**20  # elements: weights that were frozen for being large are not written
 
@@ -118,11 +117,11 @@ def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool =
     none scale and shift alone.
     """
     before = {module: module.training for model in models for module in model.modules()}
-    bare = [one for one in before if isinstance(one, _BatchNorm) and one.running_mean is None]
+    bare = [one for one in before if isinstance(one, BatchNorm) and one.running_mean is None]
     for module in before:
         if training is not None:
             module.training = training
-        if isinstance(module, _BatchNorm) and not batch_norm_training:
+        if isinstance(module, BatchNorm) and not batch_norm_training:
             module.training = False
     if not batch_norm_training:
         for module in bare:
@@ -141,7 +140,9 @@ def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool =
 def nothing_changed(*models: nn.Module) -> Iterator[None]:
     """Put buffers and random numbers back at the end of this context."""
     modules = {module: None for model in models for module in model.modules()}
-    buffers = [(one, name, held) for one in modules for name, held in one._buffers.items() if held is not None]
+    buffers = [
+        (one, name, held) for one in modules for name, held in one.named_buffers(recurse=False, remove_duplicate=False)
+    ]
     state = [held for model in models for held in state_of(model).values()]
     values = [(held, held.detach().clone()) for held in {id(held): held for held in state}.values()]
     gpus = sorted({one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"})
@@ -150,7 +151,7 @@ def nothing_changed(*models: nn.Module) -> Iterator[None]:
             yield
         finally:
             for module, name, buffer in buffers:
-                module._buffers[name] = buffer  # code may have put another one in its place
+                setattr(module, name, buffer)  # code may have put another one in its place
             for held, value in values:
                 held.data.copy_(value)
 

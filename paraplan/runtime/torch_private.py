@@ -1,0 +1,238 @@
+"""What the runtime uses of torch that torch does not promise to keep, and why there is no public way.
+
+Private names, methods of torch's classes that are replaced or overridden, and what torch writes in errors. All was seen
+in torch 2.11 and 2.13, unless an entry says otherwise. `tests/test_torch_contract.py` asks each new torch for it.
+Runs without values have a door of their own, `paraplan.runtime.fake.torch_private`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]  # re-exported from C++ unmarked
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.pipelining import PipelineStage as PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from paraplan.model.trace_torch_private import GROUPED_MM as GROUPED_MM
+from paraplan.model.trace_torch_private import TorchDispatchMode as TorchDispatchMode
+from paraplan.model.trace_torch_private import storage_key as storage_key
+
+__all__ = [  # of what is imported; names of this module's own are offered as they are
+    "GROUPED_MM",
+    "FakeTensor",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "PipelineStage",
+    "TorchDispatchMode",
+    "pytree",
+    "stage_backward_weight",
+    "storage_key",
+    "unset_fake_temporarily",
+]
+
+BatchNorm = _BatchNorm
+StorageInfo = _StorageInfo
+local_shape_and_offset = compute_local_shape_and_global_offset
+
+RE_EXPORTED = {
+    "BatchNorm": "the base of all batch norms, those of a user too; the public classes have no other in common",
+    "FakeTensor": "the tensors of a run without values; torch documents the class under this path",
+    "GROUPED_MM": "see paraplan.model.trace_torch_private",
+    "HigherOrderOperator": "what a mode is shown of calls that take functions; no public name for the type",
+    "OpOverload": "the type of torch.ops.aten.mm.default, which a mode is shown; no public name for it",
+    "OpOverloadPacket": "the type of torch.ops.aten.mm, which a user may name in a policy; no public name for it",
+    "PipelineStage": "the class is public; that schedules call its perform_reduce_grad and backward_maybe_with_nosync, "
+    "which ReplicatedStage overrides, is written nowhere",
+    "StorageInfo": "where an entry of a checkpoint lies in its files; an index holds objects of this class",
+    "TorchDispatchMode": "see paraplan.model.trace_torch_private",
+    "local_shape_and_offset": "which part of a DTensor a rank has; it has no method that says so",
+    "pytree": "tensors in nested containers; torch has no public module for it",
+    "stage_backward_weight": "the second half of a backward pass (zero bubble); a stage calls it from one method alone",
+    "storage_key": "see paraplan.model.trace_torch_private",
+    "unset_fake_temporarily": "numbers in the midst of a run without values; public modes cannot be left from inside",
+}
+"""What is handed on as it is, and why."""
+
+LOST_PEER = "Connection closed by peer"
+"""What gloo raises on a rank whose peer has ended (transport/tcp/pair.cc); the error is a plain RuntimeError."""
+
+LOST_CONNECTION = (LOST_PEER, "Connection reset by peer", "Broken pipe", "Socket closed")
+"""What gloo and the system say of a connection that is gone."""
+
+TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout caused pair closure", re.IGNORECASE)
+"""What gloo raises after a timeout (transport/tcp/unbound_buffer.cc and pair.cc); the error is a plain RuntimeError."""
+
+MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
+"""What DTensor raises where a shard meets a plain tensor; the error is a plain RuntimeError."""
+
+NO_HOST_MEMORY = "can't allocate memory"
+"""What the CPU's allocator raises (c10/core/impl/alloc_cpu.cpp); `OutOfMemoryError` is for GPUs alone."""
+
+NOT_SUPPORTED = "not support"
+"""What gloo raises for a collective that it lacks; the error is a plain RuntimeError."""
+
+VIEW_WARNING = r"FSDP2-wrapped module.* returned a view tensor"
+"""What FSDP2 warns of with a model that ends in a view; it has no option for it. torch 2.13; 2.11 does not warn."""
+
+NOISY_LOGGERS = {
+    "torch.distributed.tensor._redistribute": "ERROR",
+    "torch.distributed.pipelining.schedules": "CRITICAL",
+}
+"""Loggers that tell a user nothing here, by the level from which they are heard; torch has no option for them."""
+
+BACKWARD_FRAME = ("autograd/graph.py", "_engine_run_backward")
+"""The file and function of torch in which a rank is during a backward pass: where its hooks wait, they are C++."""
+
+PIPELINING_FOLDER = "distributed/pipelining"
+COLLECTIVES_FILE = "distributed_c10d.py"
+"""Where torch's frames are told apart: no public record says in which call a rank is."""
+
+
+def schema_of(operator: Any) -> Any:
+    """Return what an operator takes, writes and returns. `name()` and `tags` are public, this is not."""
+    return operator._schema
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place. Saved tensors are checked by it; nothing public shows it."""
+    return tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view for autograd, which cannot be detached in place. Nothing public says so."""
+    return tensor._is_view()
+
+
+def lerp_all(tensors: Sequence[torch.Tensor], towards: Sequence[torch.Tensor], weight: float) -> None:
+    """Move each tensor by `weight` towards another: one kernel for all. `torch.lerp` starts one for each."""
+    torch._foreach_lerp_(list(tensors), list(towards), weight)
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], by: float | torch.Tensor) -> None:
+    """Multiply all tensors: one kernel for all. `clip_grads_with_norm_` does so with a factor of its own alone."""
+    torch._foreach_mul_(list(tensors), by)
+
+
+def make_wrapper(cls: Any, shape: Sequence[int], **options: Any) -> Any:
+    """Return a tensor of the subclass `cls` without storage of its own. A public constructor would allocate it."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor, *, requires_grad: bool = False) -> DTensor:
+    """Return `local` as a DTensor of the layout of `like`, where `local` is. `from_local` moves it to the mesh."""
+    return DTensor(local, like._spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
+
+
+def check_batch_norm_input(module: BatchNorm, given: torch.Tensor) -> None:
+    """Raise ValueError where `given` has not the dimensions of a batch norm: each class has its own rule, in here."""
+    module._check_input_dim(given)  # type: ignore[no-untyped-call]
+
+
+def ignore_in_replicas(module: nn.Module, names: Iterable[str]) -> None:
+    """Have DDP neither reduce nor send what `names` names. DDP's constructor has no argument for it."""
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, list(names))
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks before and after a step. They can be registered in public, and not read."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the modes that are on, the outermost first: what runs later enters them again. Nothing public has them."""
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return modes
+
+
+def following_writes() -> AbstractContextManager[Any]:
+    """Have `detach` share the count of writes in this context, as torch's selective checkpoint does, inside modes."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def default_store() -> Store:
+    """Return the store by which the ranks have found each other. A public one would need a port of its own."""
+    store: Store = distributed_c10d._get_default_store()
+    return store
+
+
+def names_of_groups() -> Mapping[dist.ProcessGroup, str]:
+    """Return all groups of this process with torch's names for them. There is no public list of groups."""
+    return distributed_c10d._world.pg_names
+
+
+def group_options(backend: Literal["gloo", "nccl"], *, timeout: timedelta) -> Any:
+    """Return options for `DeviceMesh(backend_override=)`. gloo has no public class, and neither a public timeout."""
+    # torch's annotations lack both.
+    options: Any = dist.ProcessGroupNCCL.Options() if backend == "nccl" else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    return options
+
+
+def timeout_of_world(device: torch.device) -> timedelta:
+    """Return after what time collectives of the default group fail. It can be given in public, and not read."""
+    backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def recorded_collectives() -> list[dict[str, Any]] | None:
+    """Return what torch's flight recorder has of gloo's calls; None for a torch without it.
+
+    torch's own reader takes files, which NCCL's watchdog writes when it ends the process.
+    """
+    from torch._C import _distributed_c10d
+
+    dump: Any = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    return None if dump is None else json.loads(dump(True, False)).get("entries") or []
+
+
+@contextmanager
+def watching_functions(watch: Callable[..., None]) -> Iterator[None]:
+    """Have autograd.Functions call `watch(cls, args, kwargs)` before they are applied, in this context.
+
+    Tensor subclasses are not asked: `apply` unwraps none, and calls no `__torch_function__`.
+    """
+    plain: Any = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        watch(cls, args, kwargs)
+        return plain.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def in_place_of_reentrant(apply: Callable[..., Any]) -> Iterator[None]:
+    """Have `torch.utils.checkpoint(use_reentrant=True)` call `apply` in this context: it has no hook."""
+    CheckpointFunction.apply = apply  # type: ignore[method-assign]  # of this class alone; undone below
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
