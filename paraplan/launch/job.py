@@ -42,21 +42,12 @@ from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostE
 from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes, planned_layout
 from paraplan.launch.run import count_gpus, run_job
 from paraplan.launch.run_folder import RunFolder
+from paraplan.launch.torch_private.texts import SAID_IN_WORDS
 from paraplan.units import format_bytes
 
 if TYPE_CHECKING:
     from paraplan.hardware.topology import NodeTopology
 
-
-_SAID_IN_WORDS = {
-    "torch.distributed.elastic.agent.server.api": ("death signal", "Error waiting on exit barrier"),
-    "torch.distributed.elastic.multiprocessing.api": ("(start_method:",),
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": (
-        "failed to shutdown the",
-        "failed to send a keep-alive",
-    ),
-}
-"""What torch's loggers say that the launcher says itself, or that is no error: nodes that end one after the other."""
 
 _PLANNER_S = 20.0  # what a report may wait for advice
 _OTHER_NODES_S = 15.0
@@ -70,7 +61,7 @@ def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_t
     `ParaplanError` for what the user can mend before ranks start.
     """
     request = check_request(args, num_gpus=count_gpus(), current_folder=Path.cwd())
-    for name, texts in _SAID_IN_WORDS.items():
+    for name, texts in SAID_IN_WORDS.items():
         logging.getLogger(name).addFilter(partial(_is_news, texts))
     if not args.run_path:  # whose ranks come from this process
         silence_torch_log()

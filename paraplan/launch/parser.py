@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.request import TRAINING_OPTIONS
-from paraplan.launch.torch_options import torchs_parser
+from paraplan.launch.torch_private.parser import torchs_parser
 
 OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),

@@ -26,7 +26,7 @@ FIELDS = ["option_strings", "dest", "default", "choices", "nargs", "help", "requ
 
 def test_the_parser_read_from_torchs_source_is_the_one_that_torch_makes_and_needs_no_torch() -> None:
     program = (
-        "import json, sys; from paraplan.launch.torch_options import torchs_parser; parser = torchs_parser(); "
+        "import json, sys; from paraplan.launch.torch_private.parser import torchs_parser; parser = torchs_parser(); "
         f"assert 'torch' not in sys.modules; fields = {FIELDS}; "
         "print(json.dumps([[*(repr(getattr(a, f)) for f in fields), type(a).__name__] for a in parser._actions]))"
     )

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paraplan.launch.faults.calls import RankCalls, find_stuck_calls
 from paraplan.launch.faults.failures import Cause, RankFailure
-from paraplan.launch.faults.gpu_errors import WATCHDOG
 from paraplan.launch.ranks.stacks import Stack, describe_place
+from paraplan.launch.torch_private.texts import COLLECTIVE_FRAME, GLOO_TIMEOUT, NCCL_TIMEOUT
 from paraplan.units import ranks_in_words
-
-_NCCL = re.compile(
-    WATCHDOG + r": WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<name>\w+)"
-    r".*?Timeout\(ms\)=(?P<timeout_ms>\d+)",
-    re.DOTALL,
-)
-_GLOO = re.compile(r"Timed out waiting (?P<timeout_ms>\d+)\s?ms for (?:recv|send) operation", re.IGNORECASE)
-"""What gloo raises on a rank that waited (transport/tcp/unbound_buffer.cc)."""
-
-_CALL = re.compile(r'File "[^"]*distributed_c10d\.py", line \d+, in (\w+)')
 
 
 @dataclass(frozen=True)
@@ -45,13 +34,13 @@ def find_timeout(failure: RankFailure) -> TimedOut | None:
     """Return the collective that a rank waited in until it timed out; None for another failure."""
     record = failure.record
     text = "\n".join([*failure.log_tail, record.message if record else "", record.traceback if record else ""])
-    nccl = _NCCL.search(text)
+    nccl = NCCL_TIMEOUT.search(text)
     if nccl is not None:
         return TimedOut(nccl["name"].lower(), int(nccl["timeout_ms"]) / 1000, int(nccl["number"]))
-    gloo = _GLOO.search(text)
+    gloo = GLOO_TIMEOUT.search(text)
     if gloo is None:
         return None
-    calls = [name for name in _CALL.findall(text) if name != "wrapper"]
+    calls = [name for name in COLLECTIVE_FRAME.findall(text) if name != "wrapper"]
     return TimedOut(calls[-1] if calls else "a collective", int(gloo["timeout_ms"]) / 1000)
 
 

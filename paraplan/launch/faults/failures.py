@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,18 +13,7 @@ from signal import SIGABRT, SIGPIPE
 from paraplan.launch.faults.gpu_errors import is_out_of_gpu_memory, is_own_nccl_error, telling_lines
 from paraplan.launch.ranks.bootstrap import FAULT_FILE
 from paraplan.launch.ranks.spawning import RankExit
-
-_COMMUNICATION_ERRORS = re.compile(
-    r"""
-    connection\ (closed|reset)\ by\ peer | broken\ pipe | socket\ timeout | connection\ refused
-    | timed\ out\ (waiting|after) | wait\ timeout | failed\ to\ recv,\ got\ 0\ bytes
-    | (remote|peer)\ process\ (has\ )?exited | communicator\ was\ aborted | ncclremoteerror | ncclsystemerror
-    | the\ client\ socket\ has\ (failed|timed\ out) | unexpected\ end\ of\ stream
-    | ^(torch\.distributed\.)?dist(backend|network|store)error
-    """,
-    re.IGNORECASE | re.VERBOSE,
-)
-"""What gloo, NCCL and the store say to a rank whose peer is gone. Texts of torch 2.11 to 2.13 and NCCL 2.2x."""
+from paraplan.launch.torch_private.texts import COMMUNICATION_ERRORS
 
 _TAIL_LINES = 4
 _MANY_LINES = 1000
@@ -169,7 +157,7 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
 def _cause(exit: RankExit, record: ErrorRecord | None, *, was_stopped: bool) -> Cause:  # noqa: A002
     if record is not None:
-        is_own = is_own_nccl_error(record.message) or not _COMMUNICATION_ERRORS.search(record.message)
+        is_own = is_own_nccl_error(record.message) or not COMMUNICATION_ERRORS.search(record.message)
         return Cause.OWN_ERROR if is_own else Cause.COMMUNICATION
     if was_stopped:
         return Cause.STOPPED

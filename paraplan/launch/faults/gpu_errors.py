@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-WATCHDOG = "Watchdog caught collective operation timeout"
-"""What NCCL's watchdog writes on a rank that waited in vain (ProcessGroupNCCL.cpp of torch 2.11 to 2.13)."""
+from paraplan.launch.torch_private.texts import WATCHDOG
 
 _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (?:\d+ )?'out of memory'"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from paraplan.launch.faults.memory_kills import MemoryKillScope
 from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.spawning import signal_name
 from paraplan.launch.ranks.stacks import Stack, is_library
+from paraplan.launch.torch_private.texts import OUT_OF_GPU_MEMORY
 from paraplan.units import broken_between_words, format_bytes, ranks_in_words
 
 MAX_REPORT_LINES = 10
@@ -215,16 +215,8 @@ def _where(failure: RankFailure, context: ReportContext) -> str:
     return ", ".join(parts)
 
 
-_OUT_OF_MEMORY = re.compile(
-    r"Tried to allocate (?P<tried>[\d.]+ \w+).*?total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+)"
-    r" is free",
-    re.DOTALL,
-)
-"""The numbers of torch's OutOfMemoryError (CUDACachingAllocator.cpp)."""
-
-
 def _memory_advice(message: str, context: ReportContext) -> list[str]:
-    numbers = _OUT_OF_MEMORY.search(message)
+    numbers = OUT_OF_GPU_MEMORY.search(message)
     lines = []
     if numbers is not None:
         lines.append(f"it asked for {numbers['tried']}; {numbers['free']} of {numbers['total']} were free")

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 import paraplan
@@ -26,6 +25,7 @@ from paraplan.launch.nodes.interfaces import address_towards, interface_towards,
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.ranks.processes import JobRecord
 from paraplan.launch.status import StatusTitle
+from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, participants
 
 _LOOK_INTERVAL_S = 1.0
 
@@ -40,7 +40,7 @@ class Round:
     master_addr: str
 
 
-class NodeAgent(LocalElasticAgent):
+class NodeAgent(ElasticAgent):
     """torch's local agent that calls `before_start` once its nodes have met, and before their ranks start."""
 
     def __init__(self, *arguments: Any, before_start: Callable[[Round], None], job: JobRecord, **options: Any) -> None:
@@ -53,15 +53,16 @@ class NodeAgent(LocalElasticAgent):
         self._looks_at = 0.0
         self._status = StatusTitle()
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
-        ranks, num_nodes = worker_group.workers[0].world_size, worker_group.group_world_size
+    def monitor_workers(self, group: WorkerGroup) -> RunResult:
+        """Return how the ranks are, and start them again where a node was lost."""
+        result = super().monitor_workers(group)
+        ranks, num_nodes = group.workers[0].world_size, group.group_world_size
         self._status.show(f"{ranks} ranks" + (f" on {num_nodes} nodes" if num_nodes and num_nodes > 1 else ""))
-        if result.state == WorkerState.HEALTHY and self._has_lost_nodes(worker_group):
-            others = "meet again without it" if self._may_go_on_without(worker_group) else "wait for it"
+        if result.state == WorkerState.HEALTHY and self._has_lost_nodes(group):
+            others = "meet again without it" if self._may_go_on_without(group) else "wait for it"
             self._tell_restart(f"a node has not been heard of for a while; the others {others}")
-            self._restart_workers(worker_group)  # as torch does for a node that is new: it counts as no failure
-        elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self._remaining_restarts > 0:
+            self.restart_workers(group)  # as torch does for a node that is new: it counts as no failure
+        elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self.restarts_left > 0:
             self._tell_failure()
         return result
 
@@ -69,69 +70,73 @@ class NodeAgent(LocalElasticAgent):
         """Say what failed, before torch starts the ranks anew."""
         if self._job.hang is not None:
             write_report(self._job.hang.render())
-        left, allowed = self._remaining_restarts - 1, self._worker_group.spec.max_restarts
-        what = describe_failures(self._job.failures, num_nodes=self._worker_group.group_world_size or 1)
+        group = self.get_worker_group()
+        left, allowed = self.restarts_left - 1, group.spec.max_restarts
+        what = describe_failures(self._job.failures, num_nodes=group.group_world_size or 1)
         self._tell_restart(f"{what}; all ranks start again ({left} of {allowed} restarts left)")
 
     def _tell_restart(self, reason: str) -> None:
         self._is_restart_told = True
         say(reason)
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+    def restart_workers(self, group: WorkerGroup) -> None:
+        """Start all ranks again, and say why."""
         if not self._is_restart_told:  # torch does so for no other reason
             say("another node has come; all meet again with it")
         self._is_restart_told = False
-        super()._restart_workers(worker_group)
+        super().restart_workers(group)
 
     def _has_lost_nodes(self, worker_group: WorkerGroup) -> bool:
         """Whether a node of an elastic job has stopped to give signs of life, and has not ended its work before.
 
         torch drops such a node from the state of its rendezvous, and goes on waiting for ranks that are gone.
         """
-        state_holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
+        nodes = participants(worker_group.spec.rdzv_handler)
         now = time.monotonic()
-        if state_holder is None or self._board is None or now < self._looks_at:
+        if nodes is None or self._board is None or now < self._looks_at:
             return False
         self._looks_at = now + _LOOK_INTERVAL_S
-        is_lost = len(state_holder.state.participants) < self._board.num_nodes
+        is_lost = len(nodes) < self._board.num_nodes
         return is_lost and not self._board.is_anyone_done()
 
     @staticmethod
     def _may_go_on_without(worker_group: WorkerGroup) -> bool:
         """Whether the nodes that are left are as many as --nnodes asks for at least."""
         handler: Any = worker_group.spec.rdzv_handler
-        return len(handler._state_holder.state.participants) >= int(handler.settings.min_nodes)
+        return len(participants(handler) or ()) >= int(handler.settings.min_nodes)
 
-    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+    def shut_down(self, *arguments: Any, **options: Any) -> None:
+        """End the ranks, and what shows their state."""
         self._status.close()
-        super()._shutdown(*arguments, **options)
+        super().shut_down(*arguments, **options)
 
-    def _exit_barrier(self) -> None:
+    def wait_for_nodes(self) -> None:
+        """Tell the other nodes that this one is done, and wait for them."""
         if self._board is not None:
             self._board.note_done()
-        super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch's
+        super().wait_for_nodes()
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def meet(self, group: WorkerGroup) -> None:
+        """Meet the other nodes; an error says which have come."""
         # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
         # waits in vain to be told, and one that stays looks for a store on a node that may be gone.
-        handler = worker_group.spec.rdzv_handler
-        if getattr(handler, "_bootstrap_store_info", None) is not None:
-            vars(handler)["_bootstrap_store_info"] = None
+        handler = group.spec.rdzv_handler
+        forget_store_of_ranks(handler)
         try:
-            super()._rendezvous(worker_group)
+            super().meet(group)
         except RendezvousError as error:
-            state_holder = getattr(handler, "_state_holder", None)
-            for node in state_holder.state.participants if state_holder is not None else ():
-                error.add_note(str(node.addr))  # who has come, for the report
+            for address in participants(handler) or ():
+                error.add_note(address)  # for the report
             raise
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        group_rank, num_nodes = worker_group.group_rank, worker_group.group_world_size
-        assert worker_group.store is not None
+    def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks, after what is done before each start."""
+        group_rank, num_nodes = group.group_rank, group.group_world_size
+        assert group.store is not None
         assert group_rank is not None
         assert num_nodes is not None
         board = NodeBoard(
-            worker_group.store,
+            group.store,
             node=group_rank,
             num_nodes=num_nodes,
         )
@@ -139,13 +144,12 @@ class NodeAgent(LocalElasticAgent):
         self._before_start(
             Round(
                 board=board,
-                world_size=worker_group.workers[0].world_size,
-                ranks_per_node=worker_group.spec.local_world_size,
-                master_addr=str(worker_group.master_addr),
+                world_size=group.workers[0].world_size,
+                ranks_per_node=group.spec.local_world_size,
+                master_addr=str(group.master_addr),
             )
         )
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+        return super().start_workers(group)
 
 
 @dataclass

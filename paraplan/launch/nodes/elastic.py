@@ -7,16 +7,10 @@ import re
 import socket
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
-import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d_rendezvous
-import torch.distributed.elastic.rendezvous.static_tcp_rendezvous as static_rendezvous
-import torch.distributed.launcher.api as launcher_api
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -29,6 +23,7 @@ from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.processes import AttemptSettings, JobRecord, RankProcesses
 from paraplan.launch.ranks.spawning import SpawnerHandle
 from paraplan.launch.request import min_max_nodes
+from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
 
 DEFAULT_MASTER_PORT = 29500
 
@@ -86,7 +81,7 @@ def make_config(arguments: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
     config, program, program_arguments = config_from_args(asked)
     for option, streams in by_rank.items():
         if streams is not None:
-            vars(config.logs_specs)[f"_{option}"] = streams
+            set_streams(config.logs_specs, option, streams)
     return config, program, program_arguments
 
 
@@ -106,36 +101,17 @@ def run_agent(
     a failed rank, its SignalException for a signal, and its rendezvous errors.
     """
     start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
-    agent: Callable[..., Any] = launcher_api.LocalElasticAgent  # type: ignore[attr-defined]  # torch's own import
-    if agent is local_agent.LocalElasticAgent:  # a program may have put one of its own there
-        agent = functools.partial(NodeAgent, before_start=before_start, job=job)
+    agent = functools.partial(NodeAgent, before_start=before_start, job=job)
     node_rank = int(config.rdzv_configs.get("rank", 0))
     store = functools.partial(open_static_store, node_rank=node_rank)
-    with (
-        _bound(c10d_rendezvous, "TCPStore", open_store),
-        _bound(c10d_rendezvous, "C10dRendezvousBackend", MeetingBackend),
-        _bound(static_rendezvous, "TCPStore", store),
-        _bound(local_agent, "start_processes", start),
-        _bound(launcher_api, "LocalElasticAgent", agent),
+    with made_of(
+        open_store=open_store,
+        open_static_store=store,
+        backend=MeetingBackend,
+        start_processes=start,
+        agent=None if has_own_agent() else agent,
     ):
         return launch_agent(config, program, program_arguments)
-
-
-@contextmanager
-def _bound(module: ModuleType, name: str, ours: Callable[..., Any]) -> Iterator[None]:
-    """Have `module` of torch find `ours` under `name` inside this block.
-
-    torch's launcher makes its agent, the agent starts its processes and a meeting makes its store by names in their
-    modules; none has an argument for it. Binding these names keeps all else torch's own, with all that a new
-    torch adds to it.
-    """
-    names = vars(module)
-    torchs = names[name]
-    names[name] = ours
-    try:
-        yield
-    finally:
-        names[name] = torchs
 
 
 def _start_ranks(
@@ -170,7 +146,7 @@ def _start_ranks(
         )
     commands = {rank: (entrypoint, *map(str, arguments)) for rank, arguments in args.items()}
     if numa_options is not None:
-        commands = {rank: _bound_to_numa(command, rank, numa_options) for rank, command in commands.items()}
+        commands = {rank: bound_to_numa(command, rank, numa_options) for rank, command in commands.items()}
     processes = RankProcesses(
         name,
         commands=commands,
@@ -188,12 +164,6 @@ def _start_ranks(
         processes.close(error.sigval if isinstance(error, SignalException) else None)
         raise
     return processes
-
-
-def _bound_to_numa(command: tuple[str, ...], rank: int, numa_options: Any) -> tuple[str, ...]:
-    from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding  # torch has no public name for it
-
-    return _maybe_wrap_command_args_with_numa_binding(command, gpu_index=rank, numa_options=numa_options)
 
 
 def with_bootstrap(command: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.faults.ports import find_listener
@@ -21,6 +20,8 @@ from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_sile
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
 from paraplan.launch.request import min_max_nodes
+from paraplan.launch.torch_private.elastic import StoreBackend
+from paraplan.launch.torch_private.texts import CLOSED_RENDEZVOUS, LATE_RENDEZVOUS, NOBODY_THERE, PORT_TAKEN
 
 _POLL_S = 0.05
 _OWN_STORE = timedelta(seconds=60)  # for the store of this very node, which a busy machine may delay
@@ -58,7 +59,7 @@ def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **o
         raise _stranger_error(endpoint, str(error)) from error
 
 
-class MeetingBackend(C10dRendezvousBackend):
+class MeetingBackend(StoreBackend):
     """torch's c10d backend, whose calls of the store end with a signal, and do not wait in silence.
 
     torch's agent makes these calls all the time; where the network is gone they stay in C until it is back.
@@ -66,9 +67,10 @@ class MeetingBackend(C10dRendezvousBackend):
 
     _is_cut_off = False
 
-    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+    def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
+        """Return what the store answers; say so where that takes long."""
         answer = run_interruptibly(
-            lambda: super(MeetingBackend, self)._call_store(store_op, *args, **kwargs), on_wait=self._say_cut_off
+            lambda: super(MeetingBackend, self).call_store(operation, *arguments, **options), on_wait=self._say_cut_off
         )
         if self._is_cut_off:
             self._is_cut_off = False
@@ -205,7 +207,7 @@ def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) 
     `came` are the nodes that have come to an elastic meeting, as far as it is known.
     """
     port = re.search(r"\bport: (\d+)", said)
-    if port is not None and "EADDRINUSE" in said:
+    if port is not None and PORT_TAKEN in said:
         listener = find_listener(int(port[1]))
         return MeetingError(
             f"port {port[1]} of this host is taken" + (f" by {listener}" if listener else ""),
@@ -217,13 +219,13 @@ def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) 
     if not addresses:
         return MeetingError(f"no address of {host} is known on this node", hint="give the first node's address")
     means = meaning_of(host)
-    if "RendezvousClosed" in said:
+    if CLOSED_RENDEZVOUS in said:
         return MeetingError(
             f"the job at {endpoint} has ended: another node has closed the meeting", hint="its own messages say why"
         )
-    if "while trying to connect" in said or "has failed" in said or "refused" in said:
+    if any(words in said for words in NOBODY_THERE):
         return MeetingError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
-    if came or "RendezvousTimeout" in said:
+    if came or LATE_RENDEZVOUS in said:
         least = min_max_nodes(arguments.nnodes)[0]
         seen = f"; here {'is' if len(came) == 1 else 'are'} {', '.join(came)}" if came else ""
         return MeetingError(

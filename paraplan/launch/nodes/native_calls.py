@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
+
+from paraplan.launch.torch_private.native_log import silence_native_log
 
 ResultT = TypeVar("ResultT")
 
@@ -16,8 +17,6 @@ WAIT_S = 10.0
 """How long an answer may take before it is said that it is waited for."""
 
 _LOG_VARIABLES = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES")
-_LOG_LEVEL = "FLAGS_caffe2_log_level"  # c10/util/Logging.cpp; set from TORCH_CPP_LOG_LEVEL when torch is imported
-_FATAL = 3
 
 
 def run_interruptibly(
@@ -60,10 +59,5 @@ def silence_torch_log(environment: Mapping[str, str] = os.environ) -> None:
     """
     if any(name in environment for name in _LOG_VARIABLES):
         return
-    import torch
-
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-        ctypes.c_int.in_dll(library, _LOG_LEVEL).value = _FATAL
-    except (OSError, ValueError):
-        return
+    with suppress(OSError, ValueError):
+        silence_native_log()

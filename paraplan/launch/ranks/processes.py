@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.multiprocessing.api import LogsSpecs, PContext, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES, RankCalls, ask_for_calls, read_calls
@@ -26,6 +26,7 @@ from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FIL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import Stack, ask_for_stacks, stack_by_py_spy
 from paraplan.launch.run_folder import RunFolder
+from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
@@ -135,7 +136,7 @@ class _HeldSignals:
             handler(number, None)
 
 
-class RankProcesses(PContext):
+class RankProcesses(ProcessContext):
     """One attempt of the ranks of this node, started by a spawner and watched by torch's elastic agent."""
 
     def __init__(
@@ -182,7 +183,7 @@ class RankProcesses(PContext):
     def _global_rank(self, rank: int) -> int:
         return int(self.envs[rank].get("RANK", rank))
 
-    def _start(self) -> None:
+    def start_processes(self) -> None:
         """Start the ranks. The base class has put torch's signal handlers in place."""
         if threading.current_thread() is threading.main_thread():
             names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
@@ -232,7 +233,7 @@ class RankProcesses(PContext):
         """Return the process ids of the ranks by local rank."""
         return dict(self._pids)
 
-    def _poll(self) -> RunProcsResult | None:
+    def poll_processes(self) -> RunProcsResult | None:
         """Return the result once all ranks have ended or one has failed, None before."""
         self._collect()
         if self._is_running() and not self._failed():
@@ -347,17 +348,14 @@ class RankProcesses(PContext):
                     if not (folder / name).stat().st_size:
                         (folder / name).unlink()
 
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """End the ranks: `death_sig`, the grace time of this job, SIGKILL; then what they have left behind.
-
-        torch passes its own default as `timeout` on some paths, whatever the user asked for, so it is not used.
-        """
+    def close_processes(self, death_signal: signal.Signals) -> None:
+        """End the ranks: `death_signal`, the grace time of this job, SIGKILL; then what they have left behind."""
         if self._is_closed or not self._pids:
             return
         was_running = self._is_running()
         self._stopped = set(self._pids) - set(self._exits)
         try:
-            self._stop(death_sig)
+            self._stop(death_signal)
         except SignalException:  # a second signal: no more patience
             self._kill()
             raise

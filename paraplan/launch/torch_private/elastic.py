@@ -1,0 +1,173 @@
+"""torch's elastic agent, which is made to be run and not to be followed: its steps, and what it is made of."""
+
+from __future__ import annotations
+
+import signal
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
+import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d_rendezvous
+import torch.distributed.elastic.rendezvous.static_tcp_rendezvous as static_rendezvous
+import torch.distributed.launcher.api as launcher_api
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import PContext, Std
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
+
+
+class ElasticAgent(LocalElasticAgent):
+    """torch's agent of one node with its steps in public. It has no events for them."""
+
+    def monitor_workers(self, group: WorkerGroup) -> RunResult:
+        """Return how the ranks are; called again and again while they run."""
+        result: RunResult = super()._monitor_workers(group)
+        return result
+
+    def restart_workers(self, group: WorkerGroup) -> None:
+        """Stop all ranks of this node, meet the other nodes again, and start them anew."""
+        super()._restart_workers(group)
+
+    def meet(self, group: WorkerGroup) -> None:
+        """Meet the other nodes. torch's dynamic rendezvous then has a store for the ranks."""
+        super()._rendezvous(group)
+
+    def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks once the nodes have met; return their ids by local rank."""
+        started: dict[int, Any] = super()._start_workers(group)
+        return started
+
+    def wait_for_nodes(self) -> None:
+        """Wait for the other nodes after the ranks of this one have ended well."""
+        super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch's
+
+    def shut_down(self, *arguments: Any, **options: Any) -> None:
+        """End the ranks. torch 2.11 gives the signal, 2.13 also a time."""
+        super()._shutdown(*arguments, **options)
+
+    @property
+    def restarts_left(self) -> int:
+        """How often the ranks of this node may fail still."""
+        return int(self._remaining_restarts)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return self.monitor_workers(worker_group)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self.restart_workers(worker_group)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self.meet(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        return self.start_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        self.wait_for_nodes()
+
+    def _shutdown(self, *arguments: Any, **options: Any) -> None:
+        self.shut_down(*arguments, **options)
+
+
+class ProcessContext(PContext):
+    """The processes of one attempt as torch's agent wants them: it has no public class to derive from but this."""
+
+    @abstractmethod
+    def start_processes(self) -> None:
+        """Start them. torch's signal handlers are in place."""
+
+    @abstractmethod
+    def poll_processes(self) -> RunProcsResult | None:
+        """Return the result once all have ended or one has failed, None before."""
+
+    @abstractmethod
+    def close_processes(self, death_signal: signal.Signals) -> None:
+        """End those that run by `death_signal`. torch passes a time too, its own default on some paths."""
+
+    def _start(self) -> None:
+        self.start_processes()
+
+    def _poll(self) -> RunProcsResult | None:
+        return self.poll_processes()
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self.close_processes(death_sig)
+
+
+class StoreBackend(C10dRendezvousBackend):
+    """torch's c10d rendezvous with its calls of the store in public: they stay in C, and have no timeout."""
+
+    def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
+        """Return what the store answers."""
+        return super()._call_store(operation, *arguments, **options)
+
+    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+        return self.call_store(store_op, *args, **kwargs)
+
+
+def participants(handler: Any) -> list[str] | None:
+    """Return the addresses of the nodes that torch's dynamic rendezvous counts; None for a static one."""
+    holder = getattr(handler, "_state_holder", None)
+    return None if holder is None else [str(node.addr) for node in holder.state.participants]
+
+
+def forget_store_of_ranks(handler: Any) -> None:
+    """Have the next round of a dynamic rendezvous look for the ranks' store, which it keeps from its first round on."""
+    if getattr(handler, "_bootstrap_store_info", None) is not None:
+        vars(handler)["_bootstrap_store_info"] = None
+
+
+def set_streams(logs_specs: Any, option: str, streams: dict[int, Std]) -> None:
+    """Set "redirects" or "tee" by local rank: the public text of it takes local ranks of one digit alone."""
+    vars(logs_specs)[f"_{option}"] = streams
+
+
+def bound_to_numa(command: tuple[str, ...], rank: int, numa_options: Any) -> tuple[str, ...]:
+    """Return a rank's command with what binds it to CPUs, as --numa-binding asks. torch has no public name for it."""
+    return _maybe_wrap_command_args_with_numa_binding(command, gpu_index=rank, numa_options=numa_options)
+
+
+def has_own_agent() -> bool:
+    """Whether a program has put an agent of its own in the place of torch's, where torch's launcher looks for it."""
+    chosen = launcher_api.LocalElasticAgent  # type: ignore[attr-defined]  # torch's own import
+    return chosen is not local_agent.LocalElasticAgent
+
+
+@contextmanager
+def made_of(
+    *,
+    open_store: Callable[..., Any],
+    open_static_store: Callable[..., Any],
+    backend: Callable[..., Any],
+    start_processes: Callable[..., PContext],
+    agent: Callable[..., Any] | None,
+) -> Iterator[None]:
+    """Have torch's launcher use these in this context; None for the agent that is there.
+
+    It makes its agent, the agent starts its processes and a rendezvous makes its store by names in their modules; none
+    has an argument for it. Binding these names keeps all else torch's own, with all that a new torch adds to it.
+    """
+    with (
+        _bound(c10d_rendezvous, "TCPStore", open_store),
+        _bound(c10d_rendezvous, "C10dRendezvousBackend", backend),
+        _bound(static_rendezvous, "TCPStore", open_static_store),
+        _bound(local_agent, "start_processes", start_processes),
+        _bound(launcher_api, "LocalElasticAgent", agent or vars(launcher_api)["LocalElasticAgent"]),
+    ):
+        yield
+
+
+@contextmanager
+def _bound(module: ModuleType, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    names = vars(module)
+    torchs = names[name]
+    names[name] = ours
+    try:
+        yield
+    finally:
+        names[name] = torchs

@@ -1,0 +1,62 @@
+"""What torch and its backends write in errors and logs: their kinds have no classes, or reach the launcher as text."""
+
+from __future__ import annotations
+
+import re
+
+COMMUNICATION_ERRORS = re.compile(
+    r"""
+    connection\ (closed|reset)\ by\ peer | broken\ pipe | socket\ timeout | connection\ refused
+    | timed\ out\ (waiting|after) | wait\ timeout | failed\ to\ recv,\ got\ 0\ bytes
+    | (remote|peer)\ process\ (has\ )?exited | communicator\ was\ aborted | ncclremoteerror | ncclsystemerror
+    | the\ client\ socket\ has\ (failed|timed\ out) | unexpected\ end\ of\ stream
+    | ^(torch\.distributed\.)?dist(backend|network|store)error
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+"""What gloo, NCCL and the store say to a rank whose peer is gone. Texts of torch 2.11 to 2.13 and NCCL 2.2x."""
+
+GLOO_TIMEOUT = re.compile(r"Timed out waiting (?P<timeout_ms>\d+)\s?ms for (?:recv|send) operation", re.IGNORECASE)
+"""What gloo raises on a rank that waited (transport/tcp/unbound_buffer.cc)."""
+
+WATCHDOG = "Watchdog caught collective operation timeout"
+"""What NCCL's watchdog writes on a rank that waited in vain (ProcessGroupNCCL.cpp of torch 2.11 to 2.13)."""
+
+NCCL_TIMEOUT = re.compile(
+    WATCHDOG + r": WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<name>\w+)"
+    r".*?Timeout\(ms\)=(?P<timeout_ms>\d+)",
+    re.DOTALL,
+)
+"""The line of NCCL's watchdog, with the collective that timed out."""
+
+COLLECTIVE_FRAME = re.compile(r'File "[^"]*distributed_c10d\.py", line \d+, in (\w+)')
+"""The frame of a collective in a traceback."""
+
+OUT_OF_GPU_MEMORY = re.compile(
+    r"Tried to allocate (?P<tried>[\d.]+ \w+).*?total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+)"
+    r" is free",
+    re.DOTALL,
+)
+"""The numbers of torch's OutOfMemoryError (CUDACachingAllocator.cpp), which has no fields for them."""
+
+SAID_IN_WORDS = {
+    "torch.distributed.elastic.agent.server.api": ("death signal", "Error waiting on exit barrier"),
+    "torch.distributed.elastic.multiprocessing.api": ("(start_method:",),
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": (
+        "failed to shutdown the",
+        "failed to send a keep-alive",
+    ),
+}
+"""What torch's loggers say that the launcher says itself, or that is no error: nodes that end one after the other."""
+
+PORT_TAKEN = "EADDRINUSE"
+CLOSED_RENDEZVOUS = "RendezvousClosed"
+LATE_RENDEZVOUS = "RendezvousTimeout"
+NOBODY_THERE = ("while trying to connect", "has failed", "refused")
+"""What the store and the rendezvous say of nodes that do not meet; the store has one class of error for all."""
+
+RECORDER_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""What reads the flight recorder of a running rank, of `torch._C._distributed_c10d`; torch's reader takes files."""
+
+GROUPS = "_world"
+"""What holds the names of all groups, as `pg_names`, of `torch.distributed.distributed_c10d`."""
