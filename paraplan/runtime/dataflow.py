@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
+from paraplan.runtime.torch_private import TorchDispatchMode, pytree, schema_of, storage_key
 
 _DEPTH = 6  # of what an output object nests
 
@@ -229,7 +229,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 @cache
 def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     arguments = [] if schema is None else schema.arguments
     written = [one for one in enumerate(arguments) if one[1].alias_info is not None and one[1].alias_info.is_write]
     return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -111,8 +112,13 @@ COLLECTIVES_FILE = "distributed_c10d.py"
 
 
 def schema_of(operator: Any) -> Any:
-    """Return what an operator takes, writes and returns. `name()` and `tags` are public, this is not."""
-    return operator._schema
+    """Return what an operator takes and returns, None for calls that take functions. Only its name is public."""
+    return getattr(operator, "_schema", None)
+
+
+def is_compiler_loaded() -> bool:
+    """Whether anything was compiled in this process. `torch.compiler` would load the compiler to say so."""
+    return "torch._dynamo" in sys.modules
 
 
 def version_of(tensor: torch.Tensor) -> int:

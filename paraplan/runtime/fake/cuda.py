@@ -18,6 +18,7 @@ from paraplan.runtime.fake.torch_private import (
     GET_ACCELERATOR,
     LAZY_INIT,
     MAYBE_EXCHANGE_DEVICE,
+    NATIVE,
     RECORD_MEMORY_HISTORY,
     replaced,
 )
@@ -176,7 +177,7 @@ def _of_accelerator(gpu: FakeGpu, num_gpus: int) -> list[tuple[Any, str, Any]]:
     }
     found = [(torch.accelerator, name, value) for name, value in answers.items() if hasattr(torch.accelerator, name)]
     # What fully_shard asks where it is given no mesh.
-    return [*found, (torch._C, GET_ACCELERATOR, _answering(torch.device("cuda")))]
+    return [*found, (NATIVE, GET_ACCELERATOR, _answering(torch.device("cuda")))]
 
 
 def _of_torch(left_out: set[str]) -> list[tuple[Any, str, Any]]:

@@ -47,8 +47,9 @@ RECORD_MEMORY_HISTORY = "_record_memory_history"
 DUMP_SNAPSHOT = "_dump_snapshot"
 """Names of `torch.cuda` that torch's own code and scripts call: a GPU that is not there must answer them."""
 
+NATIVE: Any = torch._C
 GET_ACCELERATOR = "_get_accelerator"
-"""What `fully_shard` asks `torch._C` where it is given no mesh."""
+"""What `fully_shard` asks torch's C++ where it is given no mesh."""
 
 MODULE_APPLY = "_apply"
 MODULE_CALL = "_call_impl"

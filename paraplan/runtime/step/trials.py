@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from paraplan.errors import UsageError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.step.batches import is_of_batch
-from paraplan.runtime.torch_private import BatchNorm, pytree
+from paraplan.runtime.torch_private import BatchNorm, is_compiler_loaded, pytree
 
 _LARGEST_STATE = 2**20  # elements: weights that were frozen for being large are not written
 
@@ -103,7 +102,7 @@ def gathered_numbers(numbers: Sequence[float], mesh: Mesh) -> list[list[float]]:
 
 def not_compiled() -> AbstractContextManager[Any]:
     """Return a context in which compiled blocks run as they are: shapes of two sequences are not worth compiling."""
-    if "torch._dynamo" not in sys.modules:
+    if not is_compiler_loaded():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
