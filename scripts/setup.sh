@@ -1,7 +1,8 @@
 # Sourced by scripts/quickstart and scripts/test: leaves `python` in an environment that holds torch and paraplan.
 #
 # The active virtual or conda environment is used if there is one; otherwise .venv in the checkout is made.
-# A torch that is there stays: no second one is installed.
+# A torch that is there stays: no second one is installed. PARAPLAN_TORCH='2.11.*' asks for a release of torch: it gets
+# an environment of its own, .venv-torch-2.11, whatever is active, and on machines without a GPU nothing but a CPU build.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -22,22 +23,53 @@ find_python() {
 }
 
 activate_environment() {
-    if [ -n "${VIRTUAL_ENV:-}" ] || [ -n "${CONDA_PREFIX:-}" ]; then
+    local folder=.venv
+    if [ -n "${PARAPLAN_TORCH:-}" ]; then
+        folder=.venv-torch-${PARAPLAN_TORCH%.\*}
+    elif [ -n "${VIRTUAL_ENV:-}" ] || [ -n "${CONDA_PREFIX:-}" ]; then
         return
     fi
-    if [ ! -e "$root/.venv/bin/activate" ]; then
+    if [ ! -e "$root/$folder/bin/activate" ]; then
         local python share=
         python=$(find_python)
         # A torch that the system's Python already has is used from there.
-        if "$python" -c 'import torch' >/dev/null 2>&1; then share=--system-site-packages; fi
-        echo "Making a virtual environment in .venv ..." >&2
-        "$python" -m venv $share "$root/.venv" || fail "cannot make $root/.venv; is the venv module installed?"
+        if [ -z "${PARAPLAN_TORCH:-}" ] && "$python" -c 'import torch' >/dev/null 2>&1; then share=--system-site-packages; fi
+        echo "Making a virtual environment in $folder ..." >&2
+        "$python" -m venv $share "$root/$folder" || fail "cannot make $root/$folder; is the venv module installed?"
     fi
     # shellcheck disable=SC1091
-    . "$root/.venv/bin/activate"
+    . "$root/$folder/bin/activate"
+}
+
+has_asked_torch() {
+    python - <<'EOF' 2>/dev/null
+import fnmatch, importlib.metadata, os, sys
+version = importlib.metadata.version("torch").partition("+")[0]
+sys.exit(not fnmatch.fnmatchcase(version, os.environ["PARAPLAN_TORCH"]))
+EOF
+}
+
+install_asked_torch() {
+    has_asked_torch && return
+    echo "Installing torch $PARAPLAN_TORCH ..." >&2
+    if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+        python -m pip install --quiet "torch==$PARAPLAN_TORCH" || fail "cannot install torch $PARAPLAN_TORCH"
+        return
+    fi
+    # A version in full may be among pip's own sources; uv knows where PyTorch keeps its CPU builds.
+    case $PARAPLAN_TORCH in
+    *\*) ;;
+    *) python -m pip install --quiet "torch==$PARAPLAN_TORCH+cpu" 2>/dev/null && return ;;
+    esac
+    python -m pip install --quiet uv && python -m uv pip install --quiet --torch-backend=cpu "torch==$PARAPLAN_TORCH" ||
+        fail "cannot install the CPU build of torch $PARAPLAN_TORCH; is download.pytorch.org reachable?"
 }
 
 install_torch() {
+    if [ -n "${PARAPLAN_TORCH:-}" ]; then
+        install_asked_torch
+        return
+    fi
     if python -c 'import torch' >/dev/null 2>&1; then return; fi
     if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
         echo "Installing torch for this machine's NVIDIA driver ..." >&2

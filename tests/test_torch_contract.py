@@ -285,6 +285,34 @@ def test_no_module_uses_private_parts_of_torch_past_the_doors() -> None:
     assert not uses, "\n".join(uses)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.utils import _pytree",
+        "import torch._dynamo",
+        "from torch.distributed.tensor._utils import compute_local_shape_and_global_offset",
+        "key = torch._C._current_graph_task_id()",
+        "hooks = optimizer._optimizer_step_pre_hooks",
+        "unheard = tensor._of_which_nobody_knows",
+        "version = getattr(tensor, '_version')",
+        "nn.Module.to = None",
+        "setattr(nn.Module, 'to', None)",
+        "del torch.cuda.is_available",
+        "stack = 'torch._dynamo' in modules",
+    ],
+)
+def test_a_module_past_the_doors_is_found(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(f"import torch\nfrom torch import nn\n{line}\n")
+    assert list(torch_doors.private_uses(path))
+
+
+def test_a_module_with_names_of_its_own_is_not_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("import torch\nclass Own:\n    _held = 1\n\ndef read(own: Own) -> int:\n    return own._held\n")
+    assert not list(torch_doors.private_uses(path))
+
+
 def test_no_class_outside_of_the_doors_overrides_a_private_method_of_torch() -> None:
     doors = {".".join(path.relative_to(torch_doors.PACKAGE.parent).with_suffix("").parts) for path in torch_doors.DOORS}
     uses = []

@@ -40,7 +40,7 @@ _NAMES = {
         "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     },
-    _FILES: {"StorageInfo"},
+    _FILES: {StorageInfo.__name__},
 }
 _KINDS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 complex128 bool"
 _KINDS += " uint8 int8 int16 int32 int64 uint16 uint32 uint64"
@@ -154,7 +154,7 @@ def _covers(size: torch.Size, pieces: Sequence[ChunkStorageMetadata]) -> bool:
 
 
 def _place(key: Any, info: Any) -> tuple[MetadataIndex, StorageInfo]:
-    index, state = _state(key, "MetadataIndex"), _state(info, "StorageInfo", _FILES)
+    index, state = _state(key, "MetadataIndex"), _state(info, StorageInfo.__name__, _FILES)
     name, offset = index.get("fqn"), index.get("offset")
     if type(name) is not str or offset is None:
         raise IndexSyntaxError("a place belongs to no tensor")
