@@ -170,6 +170,12 @@ class FakeEngine(Engine):
             "engine.predict has no values to return in a run without GPUs", hint="leave it out of this run"
         )
 
+    def generate(self, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """Raise `UsageError`: there is nothing to return."""
+        raise UsageError(
+            "engine.generate has no values to return in a run without GPUs", hint="leave it out of this run"
+        )
+
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write nothing."""
 
