@@ -185,9 +185,9 @@ def timeout_error(
     for other in group:
         place = positions[other]
         if place is not None and other not in came:
-            parts.append(f"rank {other} did not come to it, and is {_described(place)}")
+            parts.append(f"rank {other} never entered it; it is {_described(place)}")
     if silent:
-        parts.append(f"{ranks_in_words(silent)} did not come to it, and {_silence(silent)}")
+        parts.append(f"{ranks_in_words(silent)} never entered it, and {_silence(silent)}")
     if len(parts) == 1:
         parts.append("all of these ranks are in it, and the connection between them is slow or broken")
     return CollectiveTimeoutError(

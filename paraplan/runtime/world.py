@@ -146,7 +146,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"{name}={text!r} is no number", hint="start the script with paraplan launch") from None
+        raise UsageError(f"{name}={text!r} is not a number", hint="start the script with paraplan launch") from None
 
 
 def _device(local_rank: int, environment: Mapping[str, str]) -> torch.device:

@@ -122,7 +122,7 @@ def find_tensor_split(
     blocks: dict[str, BlockSplit] = {}
     for name, block, call in zip(stack.names, stack.modules(shadow), calls, strict=True):
         if call is None:
-            raise UnsupportedPlanError(f"block {name} takes no part in a forward pass", hint="use tp=1 for this model")
+            raise UnsupportedPlanError(f"block {name} is not called in a forward pass", hint="use tp=1 for this model")
         kept = _kept_whole(shadow, block, name, plan)
         kind = _kind(block, call, kept, numbering)
         if kind not in found:
