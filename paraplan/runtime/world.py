@@ -7,10 +7,12 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++ unmarked
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++ unmarked
+from torch.distributed.rendezvous import rendezvous
 
 from paraplan.errors import UsageError
 
@@ -59,11 +61,10 @@ def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float
     host, port = environment.get("MASTER_ADDR", ""), _number(environment, "MASTER_PORT")
     if not host:
         raise UsageError("WORLD_SIZE is set but MASTER_ADDR is not", hint="start the script with paraplan launch")
-    store = None
     if is_loopback(host):
         _stay_on_loopback()
-        if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            store = _loopback_store(host, port, world, timeout)
+    by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _store_of_job(host, port, world, timeout, by_agent=by_agent)
     dist.init_process_group(
         "gloo" if not on_gpu or environment.get(BACKEND) == "gloo" else "cpu:gloo,cuda:nccl",
         store=store,
@@ -110,6 +111,31 @@ def _stay_on_loopback() -> None:
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+class _Stores:
+    """The store of this process's ranks by its address, and how many jobs have used it."""
+
+    held: ClassVar[dict[tuple[str, int], Store]] = {}
+    num_jobs: ClassVar[dict[tuple[str, int], int]] = {}
+
+
+def _store_of_job(host: str, port: int, world: World, timeout: timedelta, *, by_agent: bool) -> Store:
+    """Return the store by which the ranks of the next job find each other.
+
+    A script may close one job and begin another. Its ranks then use the same store, with keys of the job's own: those
+    of the last one would lead to connections that are closed.
+    """
+    address = (host, port)
+    if address not in _Stores.held:
+        if is_loopback(host) and not by_agent:
+            _Stores.held[address] = _loopback_store(host, port, world, timeout)
+        else:
+            found = rendezvous("env://", world.rank, world.size, timeout=timeout)
+            _Stores.held[address] = next(found)[0]
+    number = _Stores.num_jobs.get(address, 0)
+    _Stores.num_jobs[address] = number + 1
+    return PrefixStore(f"paraplan/job/{number}", _Stores.held[address])
 
 
 def _loopback_store(host: str, port: int, world: World, timeout: timedelta) -> TCPStore:
