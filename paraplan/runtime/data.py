@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, default_colla
 from paraplan.errors import UsageError
 from paraplan.runtime.packing import PackedRows, Packing, ShuffledDocuments, packed
 from paraplan.runtime.streams import (
+    DeviceCopies,
     ShareOfBatch,
     StreamBatches,
     check_stream,
-    on_device,
     shard_stream,
     without_sequences,
 )
@@ -146,11 +146,11 @@ class ShardedBatches:
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         skip = self._skip if self._loaded is None else self._loaded
         self._num_steps, self._loaded, self._sampler.skip = skip, None, skip
-        loaded = iter(self._loader)
+        loaded, copied = iter(self._loader), DeviceCopies(self._device)
         self._sampler.skip = self._skip
         for pair in loaded:
             self._num_steps += 1
-            yield on_device(pair, self._device)
+            yield copied(pair)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the data is read, the same on every rank and under every plan.

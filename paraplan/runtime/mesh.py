@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.runtime.timeouts import default_timeout
 from paraplan.runtime.torch_private import group_options
-from paraplan.runtime.world import World
+from paraplan.runtime.world import World, backend_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _with_timeout(world: World) -> tuple[str | None, Any]:
     timeout = default_timeout(world.device)
     if timeout is None:
         return None, None
-    backend: Literal["gloo", "nccl"] = "nccl" if world.device.type == "cuda" else "gloo"
+    backend = backend_of(world.device)
     return backend, group_options(backend, timeout=timeout)
 
 

@@ -170,11 +170,12 @@ class StreamBatches:
             generator=torch.Generator().manual_seed(0),  # the global one is that of dropout
         )
         self._loaded, self._given = None, None
+        copied = DeviceCopies(self._device)
         for item in loader:
             batch, *state = item if reader.sends_state else (item,)
             if state:
                 self._given = (state[0], state[1])
-            yield on_device(batch, self._device)
+            yield copied(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the stream is read, the same on every rank and under every plan.
@@ -245,14 +246,30 @@ def without_sequences(batch: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
-def on_device(pair: Any, device: torch.device) -> tuple[Any, Any]:
-    """Return a batch (inputs, targets) on `device`; raise `UsageError` for anything else."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise UsageError(
-            f"a sample must be a pair (inputs, targets), found {type(pair).__name__}",
-            hint="let the dataset return pairs, or pass collate= to job.shard",
-        )
-    return to_device(pair[0], device), to_device(pair[1], device)
+class DeviceCopies:
+    """Brings batches to a device. To a GPU they travel on a stream of their own, while the step before is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, pair: Any) -> tuple[Any, Any]:
+        """Return a batch (inputs, targets) on the device; raise `UsageError` for anything else."""
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise UsageError(
+                f"a sample must be a pair (inputs, targets), found {type(pair).__name__}",
+                hint="let the dataset return pairs, or pass collate= to job.shard",
+            )
+        if self._stream is None:
+            return to_device(pair[0], self._device), to_device(pair[1], self._device)
+        with torch.cuda.stream(self._stream):
+            inputs, targets = to_device(pair[0], self._device), to_device(pair[1], self._device)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for leaf in pytree.tree_leaves((inputs, targets)):
+            if isinstance(leaf, torch.Tensor):
+                leaf.record_stream(current)  # the allocator of the other stream may not reuse it before
+        return inputs, targets
 
 
 class SameStream:

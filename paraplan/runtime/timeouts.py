@@ -39,6 +39,7 @@ from paraplan.runtime.torch_private import (
     recorded_collectives,
     timeout_of_world,
 )
+from paraplan.runtime.world import backend_of
 from paraplan.units import ranks_in_words
 
 _DOOR = "paraplan/door/{rank}"
@@ -189,9 +190,9 @@ def timeout_error(
     for other in group:
         place = positions[other]
         if place is not None and other not in came:
-            parts.append(f"rank {other} did not come to it, and is {_described(place)}")
+            parts.append(f"rank {other} never entered it; it is {_described(place)}")
     if silent:
-        parts.append(f"{ranks_in_words(silent)} did not come to it, and {_silence(silent)}")
+        parts.append(f"{ranks_in_words(silent)} never entered it, and {_silence(silent)}")
     if len(parts) == 1:
         parts.append("all of these ranks are in it, and the connection between them is slow or broken")
     return CollectiveTimeoutError(
@@ -271,7 +272,7 @@ def _ranks_of(*, name: str = "", description: str = "") -> tuple[int, ...]:
 
 def default_timeout(device: torch.device) -> timedelta | None:
     """Return after what time collectives of the default group on `device` fail; None without gloo or NCCL there."""
-    if ("nccl" if device.type == "cuda" else "gloo") not in str(dist.get_backend_config()):
+    if backend_of(device) not in ("gloo", "nccl"):
         return None
     return timeout_of_world(device)
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,7 @@ def names_of_groups() -> Mapping[dist.ProcessGroup, str]:
     return distributed_c10d._world.pg_names
 
 
-def group_options(backend: Literal["gloo", "nccl"], *, timeout: timedelta) -> Any:
+def group_options(backend: str, *, timeout: timedelta) -> Any:
     """Return options for `DeviceMesh(backend_override=)`. gloo has no public class, and neither a public timeout."""
     # torch's annotations lack both.
     options: Any = dist.ProcessGroupNCCL.Options() if backend == "nccl" else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

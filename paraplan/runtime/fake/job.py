@@ -23,7 +23,7 @@ from paraplan.runtime.fake.gpu import FakeGpu
 from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
 from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise
 from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
-from paraplan.runtime.fake.split import splits_without_values
+from paraplan.runtime.fake.split import split_without_values
 from paraplan.runtime.job import Job
 from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.optimizers import check_scheduler
@@ -68,16 +68,14 @@ class FakeJob(Job):
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")
         rank = FakeRank(self.mesh, self.gpu)
-        rank.patches.enter_context(
-            splits_without_values(model, self.mesh, sequence_parallel=self.plan.sequence_parallel)
-        )
+        split = split_without_values(model, self.mesh, sequence_parallel=self.plan.sequence_parallel)
         rank.patches.enter_context(starts_uncounted(rank.collectives))
         with rank.on_host():  # where the script keeps the whole model
             materialise(model, self.device)
         with rank.running():
             for block in [] if stack is None else stack.modules(model):
                 keep_operators(block)
-            part = assemble_part(model, stack, setting, example_inputs=options.example_inputs)
+            part = assemble_part(model, stack, setting, example_inputs=options.example_inputs, split=split)
             given = options.optimizer(part.optimized())
             made = as_one_optimizer(given)
             schedule = (
@@ -168,6 +166,12 @@ class FakeEngine(Engine):
         """Raise `UsageError`: there is nothing to return."""
         raise UsageError(
             "engine.predict has no values to return in a run without GPUs", hint="leave it out of this run"
+        )
+
+    def generate(self, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """Raise `UsageError`: there is nothing to return."""
+        raise UsageError(
+            "engine.generate has no values to return in a run without GPUs", hint="leave it out of this run"
         )
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,15 @@ from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
 from paraplan.runtime.step.batches import call_model
 from paraplan.runtime.weights import lasting_buffers
+from paraplan.runtime.wrapping import recompute_and_shard
 
-SplitFinder = Callable[[Anatomy], TensorSplit | None]
+
+@dataclass(frozen=True)
+class Stages:
+    """The chain of a model's blocks, and the first and the last but one of each stage."""
+
+    anatomy: Anatomy
+    bounds: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -68,30 +75,27 @@ class _Piece:
         return {name: held[own] for name, own in self.buffer_names.items() if own in held}
 
 
-def assemble_stages(
-    model: nn.Module,
-    stack: BlockStack,
-    setting: Setting,
-    example_inputs: Any,
-    again: RecomputedBlocks,
-    *,
-    find_split: SplitFinder,
-    wrap: Callable[..., nn.Module],
-) -> RankPart:
-    """Return this rank's stages of `model`, which is changed in place.
+def find_stages(
+    model: nn.Module, stack: BlockStack, plan: ParallelPlan, again: RecomputedBlocks, example_inputs: Any
+) -> Stages:
+    """Return where `model`, which is whole, is cut; `again` are the blocks that run again in the backward pass.
 
-    `again` are the blocks that are run again. `find_split` looks for the split over `tp` while the model is whole;
-    `wrap(module, blocks, setting, again=, first=, apart=, replicates=)` shards a stage, whose first block has number
-    `first`, over `dp`, or replicates it, and leaves the parameters `apart` alone.
+    Raises `UnsupportedPlanError` where it cannot be.
     """
-    plan, mesh = setting.plan, setting.mesh
     anatomy = examine(model, stack, example_inputs)
     bounds = stage_bounds(stage_blocks(plan, len(stack)))
     check_stages(anatomy, bounds, num_ranks=plan.pp)
     _check_repeatable(anatomy, plan, again)
     if again.recompute == "selective":
         _check_attention(model, anatomy, example_inputs)
-    split = find_split(anatomy)
+    return Stages(anatomy, tuple(bounds))
+
+
+def assemble_stages(
+    model: nn.Module, whole: Stages, split: TensorSplit | None, setting: Setting, again: RecomputedBlocks
+) -> RankPart:
+    """Return this rank's stages of `model`, which is changed in place; `split` is that of its layers over `tp`."""
+    plan, mesh, anatomy, bounds = setting.plan, setting.mesh, whole.anatomy, whole.bounds
     if plan.cp > 1:
         keep_experts_apart(anatomy.shadow)
     indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
@@ -109,7 +113,7 @@ def assemble_stages(
     stages = []
     for piece in pieces:
         first = bounds[piece.index][0]
-        called = wrap(
+        called = recompute_and_shard(
             piece.module, piece.blocks, setting, again=again, first=first, apart=apart, replicates=not by_schedule
         )
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None

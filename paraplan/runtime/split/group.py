@@ -17,6 +17,10 @@ import torch.distributed as dist
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.torch_private import is_view
 
+# torch 2.13 renamed both, and warns about the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(eq=False)
 class TensorGroup:
@@ -61,8 +65,10 @@ class TensorGroup:
             local = torch.cat(
                 [local, local.new_zeros(*local.shape[: cut.dim], missing, *local.shape[cut.dim + 1 :])], cut.dim
             )
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, local.contiguous(), group=self.handle)
+        # One behind the other: a list of tensors would be copied once more.
+        gathered = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
+        _all_gather(gathered, local.contiguous(), group=self.handle)
+        parts = list(gathered.chunk(self.size))
         if not cut.divides:
             parts = [part.narrow(cut.dim, 0, cut.local_length(index)) for index, part in enumerate(parts)]
         return cut.join(parts)
@@ -71,9 +77,9 @@ class TensorGroup:
         """Return this rank's part of the sum of `whole` over the group."""
         if self.handle is None:
             return whole.new_empty(cut.local_shape(whole.shape))
-        parts = [cut.part(whole, index).contiguous() for index in range(self.size)]
-        mine = torch.empty_like(parts[self.index])
-        dist.reduce_scatter(mine, parts, group=self.handle)
+        parts = torch.cat([cut.part(whole, index) for index in range(self.size)])
+        mine = parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:]))
+        _reduce_scatter(mine, parts, group=self.handle)
         return mine
 
     def part(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
