@@ -14,7 +14,7 @@ from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 
-VOCABULARY, HIDDEN, TOKENS, GLOBAL_BATCH, NUM_STEPS = 24, 16, 8, 12, 3
+VOCABULARY, HIDDEN, TOKENS, GLOBAL_BATCH, NUM_STEPS = 24, 16, 8, 12, 2
 
 
 class Layer(nn.Module):
@@ -218,7 +218,7 @@ MODELS = {
 
 
 class TokenPairs:
-    """Twice as many samples as three steps need, so that the order of the data matters."""
+    """Twice as many samples as the steps need, so that the order of the data matters."""
 
     def __init__(self, *, as_dict: bool = False) -> None:
         generator = torch.Generator().manual_seed(7)
