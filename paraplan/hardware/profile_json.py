@@ -52,7 +52,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> float:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 def validated(record_type: type[RecordT], data: Any, *, where: str, prefix: str = "") -> RecordT:

@@ -176,7 +176,7 @@ def read_plan_file(path: Path) -> PlanFile:
 def min_max_nodes(nnodes: str) -> tuple[int, int]:
     """Return the bounds of `--nnodes N` or `MIN:MAX`. Raises `ArgumentError`."""
     if not re.fullmatch(r"\d+(:\d+)?", nnodes):
-        raise ArgumentError(f"--nnodes {nnodes} is no number of nodes", hint="use a number such as 2, or MIN:MAX")
+        raise ArgumentError(f"--nnodes {nnodes} is not a number of nodes", hint="use a number such as 2, or MIN:MAX")
     low, _, high = nnodes.partition(":")
     return int(low), int(high or low)
 
@@ -223,7 +223,7 @@ def _check_local_world(nproc_per_node: str, *, num_gpus: int) -> None:
         if nproc_per_node.isidentifier():  # the name of a device type; torch knows which there are
             return
         raise ArgumentError(
-            f"--nproc-per-node {nproc_per_node} is no number of ranks", hint=f"use {_LOCAL_WORLD_WORDS}"
+            f"--nproc-per-node {nproc_per_node} is not a number of ranks", hint=f"use {_LOCAL_WORLD_WORDS}"
         ) from None
     if number < 1:
         raise ArgumentError(f"--nproc-per-node {number} leaves no rank to start", hint=f"use {_LOCAL_WORLD_WORDS}")

@@ -13,7 +13,18 @@ from paraplan.runtime.engine import Engine
 from paraplan.runtime.job import Job
 from paraplan.runtime.job_start import init
 from paraplan.runtime.options import TrainingOptions
+from paraplan.runtime.packing import Packing
+from paraplan.runtime.recompute_policy import RecomputePolicy
 from paraplan.runtime.sharded_table import ShardedEmbedding
 from paraplan.runtime.weightless import without_weights
 
-__all__ = ["Engine", "Job", "ShardedEmbedding", "TrainingOptions", "init", "without_weights"]
+__all__ = [
+    "Engine",
+    "Job",
+    "Packing",
+    "RecomputePolicy",
+    "ShardedEmbedding",
+    "TrainingOptions",
+    "init",
+    "without_weights",
+]

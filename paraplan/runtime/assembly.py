@@ -15,10 +15,10 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.anatomy import Anatomy
 from paraplan.runtime.blocks import BlockStack, find_blocks
-from paraplan.runtime.data_parallel import apply_data_parallelism, gradient_sync, never_sharded, reductions_of
+from paraplan.runtime.data_parallel import gradient_sync, never_sharded, reductions_of
 from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.recompute import recompute_blocks
+from paraplan.runtime.recompute_policy import RecomputedBlocks, recomputed_blocks
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.sharded_table import shard_tables
 from paraplan.runtime.split.context_parallel import check_context, context_group, keep_experts_apart
@@ -26,6 +26,7 @@ from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
 from paraplan.runtime.step.execution import WholeModelExecution
 from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
+from paraplan.runtime.wrapping import recompute_and_shard
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -53,19 +54,41 @@ def check_model(
 
 
 def assemble_part(
-    model: nn.Module, stack: BlockStack | None, setting: Setting, *, example_inputs: Any = None
+    model: nn.Module,
+    stack: BlockStack | None,
+    setting: Setting,
+    *,
+    example_inputs: Any = None,
+    split: TensorSplit | None = None,
 ) -> RankPart:
-    """Return this rank's part of `model`, which is changed in place."""
-    shard_tables(model, setting.plan, setting.mesh)
-    if setting.plan.pp > 1:
-        return _assemble_stages(model, stack, setting, example_inputs)
-    split = _layer_split(model, stack, setting, example_inputs)
-    cuts = {} if split is None else apply_tensor_split(model, split, split.names, tensor_group(setting.mesh))
+    """Return this rank's part of `model`, which is changed in place: split over `tp`, cut into stages, sharded.
+
+    `split` is that of its layers over `tp` where it was found before.
+    """
+    plan = setting.plan
+    again = recomputed_blocks(setting.recompute, plan, () if stack is None else stack.names)
+    shard_tables(model, plan, setting.mesh)
+    if plan.pp == 1:
+        split = _layer_split(model, stack, setting, example_inputs, split=split)
+        return _assemble_whole(model, stack, split, setting, again)
+    # They import torch's compiler, which other plans do without.
+    from paraplan.runtime.pipeline.assembly import assemble_stages, find_stages
+
+    stages = find_stages(model, _needed(stack, model, plan), plan, again, example_inputs)
+    split = _layer_split(model, stack, setting, example_inputs, stages.anatomy, split=split)
+    return assemble_stages(model, stages, split, setting, again)
+
+
+def _assemble_whole(
+    model: nn.Module, stack: BlockStack | None, split: TensorSplit | None, setting: Setting, again: RecomputedBlocks
+) -> RankPart:
+    group = tensor_group(setting.mesh, keeps_products=again.keeps is not None)
+    cuts = {} if split is None else apply_tensor_split(model, split, split.names, group)
     if setting.plan.cp > 1:
         keep_experts_apart(model)
     blocks = [] if stack is None else stack.modules(model)
     apart = never_sharded(model, setting.plan)
-    called = _wrap(model, blocks, setting, apart=apart)
+    called = recompute_and_shard(model, blocks, setting, again=again, apart=apart)
     execution = WholeModelExecution(
         called,
         sync=gradient_sync(called, zero_stage=setting.plan.zero_stage),
@@ -86,16 +109,28 @@ def assemble_part(
     )
 
 
+def _needed(stack: BlockStack | None, model: nn.Module, plan: ParallelPlan) -> BlockStack:
+    if stack is None:
+        raise UnsupportedPlanError(
+            f"pp={plan.pp}, but {type(model).__name__} has no repeated blocks to cut between",
+            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use pp=1",
+        )
+    return stack
+
+
 def _layer_split(
     model: nn.Module,
     stack: BlockStack | None,
     setting: Setting,
     example_inputs: Any,
     anatomy: Anatomy | None = None,
+    *,
+    split: TensorSplit | None = None,
 ) -> TensorSplit | None:
     """Return how the layers of `model`, which is whole, are split over `tp`; see that it works on some tokens alone."""
     plan = setting.plan
-    split = _tensor_split(model, stack, setting, example_inputs, anatomy) if plan.tp > 1 else None
+    if plan.tp > 1 and split is None:
+        split = _tensor_split(model, stack, setting, example_inputs, anatomy)
     if plan.cp > 1:
         apply = None if split is None else partial(_split_copy, split)
         check_context(model, size=plan.cp, example_inputs=example_inputs, tp=plan.tp, split_layers=apply)
@@ -125,44 +160,6 @@ def _tensor_split(
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in split.whole.items())
         _LOGGER.warning("tp=%d leaves these layers whole on every rank:%s", setting.plan.tp, reasons)
     return split
-
-
-def _assemble_stages(model: nn.Module, stack: BlockStack | None, setting: Setting, example_inputs: Any) -> RankPart:
-    from paraplan.runtime.pipeline.assembly import assemble_stages  # imports torch's compiler, which others do without
-
-    if stack is None:
-        raise UnsupportedPlanError(
-            f"pp={setting.plan.pp}, but {type(model).__name__} has no repeated blocks to cut between",
-            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use pp=1",
-        )
-
-    def find_split(anatomy: Anatomy) -> TensorSplit | None:
-        return _layer_split(model, stack, setting, example_inputs, anatomy)
-
-    return assemble_stages(model, stack, setting, example_inputs, find_split=find_split, wrap=_wrap)
-
-
-def _wrap(
-    module: nn.Module,
-    blocks: list[nn.Module],
-    setting: Setting,
-    *,
-    apart: frozenset[nn.Parameter] = frozenset(),
-    replicates: bool = True,
-) -> nn.Module:
-    plan = setting.plan
-    in_halves = plan.pipeline_schedule == "zero_bubble"
-    recompute_blocks(blocks, plan.recompute, in_halves=in_halves, are_all=plan.pp == 1)
-    return apply_data_parallelism(
-        module,
-        blocks,
-        plan=setting.plan,
-        mesh=setting.mesh,
-        precision=setting.precision,
-        apart=apart,
-        replicates=replicates,
-        find_unused=setting.find_unused,
-    )
 
 
 def _check_reference(reference: ModelReference, model: nn.Module, stack: BlockStack | None, plan: ParallelPlan) -> None:

@@ -9,7 +9,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from paraplan.errors import UsageError
-from paraplan.runtime.streams import ShareOfBatch, StreamBatches, on_device, shard_stream, without_sequences
+from paraplan.runtime.packing import PackedRows, Packing, ShuffledDocuments, packed
+from paraplan.runtime.streams import (
+    DeviceCopies,
+    ShareOfBatch,
+    StreamBatches,
+    check_stream,
+    shard_stream,
+    without_sequences,
+)
 
 
 @runtime_checkable
@@ -138,11 +146,11 @@ class ShardedBatches:
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         skip = self._skip if self._loaded is None else self._loaded
         self._num_steps, self._loaded, self._sampler.skip = skip, None, skip
-        loaded = iter(self._loader)
+        loaded, copied = iter(self._loader), DeviceCopies(self._device)
         self._sampler.skip = self._skip
         for pair in loaded:
             self._num_steps += 1
-            yield on_device(pair, self._device)
+            yield copied(pair)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the data is read, the same on every rank and under every plan.
@@ -186,18 +194,21 @@ def shard_dataset(
     num_workers: int = 0,
     collate: Callable[[list[Any]], Any] | None = None,
     check: Callable[[list[Any]], None] | None = None,
+    pack: Packing | None = None,
 ) -> ShardedBatches | StreamBatches:
     """Return the batches of data-parallel rank `dp_rank`; `batch_size` is the global one. See `Job.shard`.
 
     `check` is called with the samples of the first global batch of a stream.
     """
     _check_batch_size(batch_size, dp)
+    if shuffle and is_stream(dataset):
+        raise UsageError(
+            f"a {type(dataset).__name__} has no numbered samples that job.shard could shuffle",
+            hint="shuffle the stream itself, by one seed on every rank, and leave shuffle out",
+        )
+    if pack is not None:
+        dataset = _rows(dataset, pack, seed=seed, epochs=epochs, shuffle=shuffle is not False, num_workers=num_workers)
     if is_stream(dataset):
-        if shuffle:
-            raise UsageError(
-                f"a {type(dataset).__name__} has no numbered samples that job.shard could shuffle",
-                hint="shuffle the stream itself, by one seed on every rank, and leave shuffle out",
-            )
         return shard_stream(
             dataset,
             ShareOfBatch(batch_size, dp, dp_rank),
@@ -210,10 +221,7 @@ def shard_dataset(
             check=check,
         )
     if not isinstance(dataset, SizedDataset):
-        raise UsageError(
-            f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
-            hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
-        )
+        raise _no_data(dataset)
     if len(dataset) < (batch_size if drop_last else 1):
         raise UsageError(
             f"the dataset has {len(dataset)} samples, fewer than one global batch of {batch_size}",
@@ -231,6 +239,25 @@ def shard_dataset(
         drop_last=drop_last,
     )
     return ShardedBatches(dataset, sampler, device=device, num_workers=num_workers, collate=collate)
+
+
+def _rows(
+    dataset: SizedDataset | Iterable[Any], pack: Packing, *, seed: int, epochs: int, shuffle: bool, num_workers: int
+) -> PackedRows:
+    """Return the rows of the documents that `dataset` holds."""
+    if is_stream(dataset):
+        check_stream(dataset, epochs=epochs, num_workers=num_workers)
+        return packed(dataset, pack)
+    if not isinstance(dataset, SizedDataset):
+        raise _no_data(dataset)
+    return packed(ShuffledDocuments(dataset, seed=seed, shuffle=shuffle), pack)
+
+
+def _no_data(dataset: object) -> UsageError:
+    return UsageError(
+        f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
+        hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
+    )
 
 
 def _check_batch_size(batch_size: int, dp: int) -> None:

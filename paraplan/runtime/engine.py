@@ -249,7 +249,7 @@ class Engine:
         it, with a folder that all of them reach. A checkpoint that is there stays whole until the new one is. Without
         `wait` the state is copied to the host's memory and written while training goes on; the next `save`, `load` or
         `job.close` waits for it, and raises what went wrong. Raises `CheckpointError` where the folder or the disk does
-        not take it, and `DivergedError` before anything is written where the last loss is no number.
+        not take it, and `DivergedError` before anything is written where the last loss is not a number.
         """
         self._refuse_averages("save")
         self._save(folder, wait=wait)
@@ -277,8 +277,8 @@ class Engine:
     def export(self, path: str | Path) -> None:
         """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.
 
-        They pass through a folder beside the file, without the optimizer's state; rank 0 needs the memory of the whole model. See
-        `paraplan.runtime.export.export_weights` for a checkpoint that is there.
+        They pass through a folder beside the file, without the optimizer's state; rank 0 needs the memory of the whole
+        model. See `paraplan.runtime.export.export_weights` for a checkpoint that is there.
         """
         passing = Path(f"{path}.passing")
         self._save(passing, wait=True, weights_only=True)

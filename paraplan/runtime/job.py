@@ -32,8 +32,10 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.optimizers import WholeTensorSteps, check_optimizer, check_scheduler
 from paraplan.runtime.options import TrainingOptions
+from paraplan.runtime.packing import Packing, check_keeps_apart
 from paraplan.runtime.peers import Peers
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.recompute_policy import RecomputePolicy, check_operators
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.several_optimizers import (
     OptimizerFactory,
@@ -77,6 +79,7 @@ class Job:
     _engines: list[Engine] = field(default_factory=list, repr=False)
     _agreements: list[Agreement] = field(default_factory=list, repr=False)
     _streams: Iterator[int] = field(default_factory=count, repr=False)
+    _packings: list[Packing] = field(default_factory=list, repr=False)
 
     def __enter__(self) -> Self:
         """Return the job; leaving the context closes it."""
@@ -130,6 +133,7 @@ class Job:
         verify: Verify = "auto",
         gather_outputs: bool = False,
         find_unused: bool = False,
+        recompute: RecomputePolicy | None = None,
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
 
@@ -139,6 +143,8 @@ class Job:
         Raises `PlanError` for a model that the plan was not made for, `UnsupportedPlanError` for a plan that the
         runtime cannot execute on it, and `ModelError` for a model without values, or another one on another rank.
         """
+        if self._packings:
+            check_keeps_apart(model)
         options = TrainingOptions(
             loss_fn=loss_fn,
             optimizer=optimizer,
@@ -152,6 +158,7 @@ class Job:
             verify=verify,
             gather_outputs=gather_outputs,
             find_unused=find_unused,
+            recompute=recompute,
         )
         return self.prepare_with(model, options)
 
@@ -226,13 +233,21 @@ class Job:
             check_gathers(plan)
         share_weights(model, self.world)
         names = names_of_ties(model)
-        reference = reference_of(model, plan, self.mesh, options.verify)
+        reference = reference_of(model, plan, self.mesh, options.verify, recomputes=options.recompute is not None)
         if options.batch_statistics == "global":
             synchronize_batch_norms(model, plan, self.mesh)
         backend = options.compile_backend or ("inductor" if is_compiled(self.file) else None)
+        check_operators(options.recompute, compiled=backend is not None)
         if backend is not None:
             compile_blocks(model, stack, backend, plan=plan)
-        setting = Setting.of(plan, self.mesh, self.precision, options.loss_fn, find_unused=options.find_unused)
+        setting = Setting.of(
+            plan,
+            self.mesh,
+            self.precision,
+            options.loss_fn,
+            find_unused=options.find_unused,
+            recompute=options.recompute,
+        )
         part = assemble_part(model, stack, setting, example_inputs=options.example_inputs)
         if options.weights is not None:
             read_weights(Path(options.weights), part, self.mesh, names=names)
@@ -250,6 +265,7 @@ class Job:
         drop_last: bool = True,
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
+        pack: Packing | None = None,
     ) -> ShardedBatches | StreamBatches:
         """Return the batches of this rank: an iterable of (inputs, targets), one pair for each step.
 
@@ -261,10 +277,15 @@ class Job:
         A data set without numbered samples (`IterableDataset`, generator) is read from start to end by every rank,
         which takes its share of each global batch: all ranks must be given the same samples. It is not shuffled;
         `set_epoch` is called where there is one. Skipped steps are read. What is returned has `state_dict` and
-        `load_state_dict`, which go on without that where the stream has its own.
+        `load_state_dict`, which go on without that where the stream has its own. With `pack` the samples are documents
+        of either kind of data, all of which every rank reads; batches are of rows, as of a stream of them.
         Raises `UsageError` for a batch that does not divide over the ranks and for a data set smaller than a batch, and
         `PlanError` for a `batch_size` that is not the plan's.
         """
+        if pack is not None:
+            self._packings.append(pack)
+            for engine in self._engines:
+                check_keeps_apart(engine.module)
         planned = self.plan.global_batch_size
         if self.file is not None and batch_size not in (None, planned):
             raise PlanError(
@@ -285,7 +306,8 @@ class Job:
             drop_last=drop_last,
             num_workers=num_workers,
             collate=collate,
-            check=self._same_stream() if is_stream(dataset) else None,
+            check=self._same_stream() if is_stream(dataset) or pack is not None else None,
+            pack=pack,
         )
 
     def _same_stream(self) -> Callable[[list[Any]], None]:

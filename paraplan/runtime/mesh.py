@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.runtime.timeouts import default_timeout
-from paraplan.runtime.world import World
+from paraplan.runtime.world import World, backend_of
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ def _with_timeout(world: World) -> tuple[str | None, Any]:
     timeout = default_timeout(world.device)
     if timeout is None:
         return None, None
-    is_gpu = world.device.type == "cuda"
+    backend = backend_of(world.device)
     # torch's annotations lack both.
-    options: Any = dist.ProcessGroupNCCL.Options() if is_gpu else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options: Any = dist.ProcessGroupNCCL.Options() if backend == "nccl" else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    return ("nccl" if is_gpu else "gloo"), options
+    return backend, options
 
 
 def _made(world: World, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paraplan.runtime.recompute_policy import RecomputePolicy
 from paraplan.runtime.several_optimizers import OptimizerFactory, SchedulerFactory
 from paraplan.runtime.step.batches import TargetCount
 from paraplan.runtime.step.forward_state import BatchStatistics
@@ -53,3 +54,5 @@ class TrainingOptions:
     """Whether `loss_fn` gets outputs and targets of the global batch, whose sequences it compares (contrastive)."""
     find_unused: bool = False
     """Whether some parameters take no part in some steps, under ZeRO or a pipeline; DDP needs no word of it."""
+    recompute: RecomputePolicy | None = None
+    """Which blocks are run again in the backward pass, and what they keep; it refines the plan's `recompute`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,28 +17,40 @@ from torch.utils.checkpoint import checkpoint
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import Recompute
 from paraplan.runtime.batch_norm import batch_norms
+from paraplan.runtime.kept_operators import Operator, OperatorChoice
 from paraplan.runtime.pipeline.recompute_in_halves import keep_inputs_alone
 
 
 def recompute_blocks(
-    blocks: Sequence[nn.Module], recompute: Recompute, *, in_halves: bool = False, are_all: bool = True
+    blocks: Sequence[nn.Module],
+    recompute: Recompute,
+    *,
+    in_halves: bool = False,
+    are_all: bool = True,
+    keeps: Callable[[Operator], bool] | None = None,
 ) -> None:
     """Make `blocks` of a model, in their order, keep for the backward pass what `recompute` leaves them.
 
     `in_halves`: the schedule takes backward passes in two halves, both of which read what was computed again.
-    `are_all`: these are all blocks of the model, of which one at least must have attention to run again.
+    `are_all`: these are all such blocks of the model, of which one at least must have attention to run again, or call
+    an operator of which `keeps` says that its results are kept, beside "full".
     """
     if recompute == "full":
+        choice = None if keeps is None else OperatorChoice(keeps)
         for block in blocks:
-            recompute_in_backward(block, in_halves=in_halves)
+            recompute_in_backward(block, in_halves=in_halves, choice=choice)
+        if choice is not None and are_all and blocks:
+            _refuse_without_calls(blocks[-1], choice)
     elif recompute == "selective":
         calls = _AttentionCalls(in_halves=in_halves)
         for block in blocks:
             recompute_attention(block, calls, is_last=are_all and block is blocks[-1])
 
 
-def recompute_in_backward(block: nn.Module, *, in_halves: bool = False) -> None:
+def recompute_in_backward(block: nn.Module, *, in_halves: bool = False, choice: OperatorChoice | None = None) -> None:
     """Make `block` keep only its inputs for the backward pass, and run its forward pass again there.
+
+    The results of the operators of `choice` are kept too, and not computed again.
 
     The forward of the instance is wrapped, not the module: names of parameters stay, and hooks of the module (those of
     FSDP) stay outside. Non-reentrant checkpointing (torch.utils.checkpoint) restores the random numbers of dropout.
@@ -49,20 +61,41 @@ def recompute_in_backward(block: nn.Module, *, in_halves: bool = False) -> None:
     has_buffers = any(True for _ in block.buffers())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not has_buffers and not in_halves:
+        if not has_buffers and not in_halves and choice is None:
             return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False)
+        first, second = (nullcontext(), nullcontext()) if choice is None else choice.contexts()
         with written.noted() as before:
+            again = partial(_both, partial(written.back_to, before), second)
             if in_halves:
-                again = partial(written.back_to, before)
-                return keep_inputs_alone(lambda *given: inner(*given[:-1], **given[-1]), *args, kwargs, around=again)
-            return checkpoint(
-                partial(inner, **kwargs),
-                *args,
-                use_reentrant=False,
-                context_fn=lambda: (nullcontext(), written.back_to(before)),
-            )
+                return keep_inputs_alone(
+                    lambda *given: inner(*given[:-1], **given[-1]), *args, kwargs, first=first, around=again
+                )
+            return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False, context_fn=lambda: (first, again()))
 
     block.forward = forward
+
+
+@contextmanager
+def _both(outer: Callable[[], AbstractContextManager[Any]], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer(), inner:
+        yield
+
+
+def _refuse_without_calls(last: nn.Module, choice: OperatorChoice) -> None:
+    """Raise at the end of the first forward pass of `last` where no block called an operator of `choice`."""
+    inner = last.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        if choice.others and not choice.num_kept:
+            raise UnsupportedPlanError(
+                f"the blocks ({type(last).__name__}) call none of the operators that the recompute policy keeps; they "
+                f"call {', '.join(sorted(choice.others))}",
+                hint="keep some of these, such as 'matmul', or leave out keep",
+            )
+        return output
+
+    last.forward = forward
 
 
 class _WrittenBuffers:

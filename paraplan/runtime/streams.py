@@ -170,11 +170,12 @@ class StreamBatches:
             generator=torch.Generator().manual_seed(0),  # the global one is that of dropout
         )
         self._loaded, self._given = None, None
+        copied = DeviceCopies(self._device)
         for item in loader:
             batch, *state = item if reader.sends_state else (item,)
             if state:
                 self._given = (state[0], state[1])
-            yield on_device(batch, self._device)
+            yield copied(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the stream is read, the same on every rank and under every plan.
@@ -200,23 +201,8 @@ class StreamBatches:
         self._loaded = {"position": dict(position), "stream": state.get("stream")}
 
 
-def shard_stream(
-    stream: Iterable[Any],
-    share: ShareOfBatch,
-    *,
-    device: torch.device,
-    epochs: int = 1,
-    skip: int = 0,
-    drop_last: bool = True,
-    num_workers: int = 0,
-    collate: Collate | None = None,
-    check: Callable[[list[Any]], None] | None = None,
-) -> StreamBatches:
-    """Return the batches of one data-parallel rank from `stream`; see `Job.shard`.
-
-    `check` is called with the samples of the first global batch. Raises `UsageError` for batches in place of samples,
-    several passes over what can be read once, and more than one worker.
-    """
+def check_stream(stream: Iterable[Any], *, epochs: int, num_workers: int) -> None:
+    """Raise `UsageError` for batches in place of samples, passes over what can be read once, and several workers."""
     if isinstance(stream, DataLoader) and stream.batch_size is not None:
         raise UsageError(
             f"a DataLoader with batch_size={stream.batch_size} gives batches, and job.shard takes samples",
@@ -232,6 +218,25 @@ def shard_stream(
             f"num_workers={num_workers}, but only one worker can keep the order of a stream",
             hint="use num_workers=1 for a stream",
         )
+
+
+def shard_stream(
+    stream: Iterable[Any],
+    share: ShareOfBatch,
+    *,
+    device: torch.device,
+    epochs: int = 1,
+    skip: int = 0,
+    drop_last: bool = True,
+    num_workers: int = 0,
+    collate: Collate | None = None,
+    check: Callable[[list[Any]], None] | None = None,
+) -> StreamBatches:
+    """Return the batches of one data-parallel rank from `stream`; see `Job.shard` and `check_stream`.
+
+    `check` is called with the samples of the first global batch.
+    """
+    check_stream(stream, epochs=epochs, num_workers=num_workers)
     reader = _StreamReader(stream, share, epochs=epochs, drop_last=drop_last, collate=collate)
     return StreamBatches(reader, device=device, num_workers=num_workers, check=check, skip=skip)
 
@@ -241,14 +246,30 @@ def without_sequences(batch: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
-def on_device(pair: Any, device: torch.device) -> tuple[Any, Any]:
-    """Return a batch (inputs, targets) on `device`; raise `UsageError` for anything else."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise UsageError(
-            f"a sample must be a pair (inputs, targets), found {type(pair).__name__}",
-            hint="let the dataset return pairs, or pass collate= to job.shard",
-        )
-    return to_device(pair[0], device), to_device(pair[1], device)
+class DeviceCopies:
+    """Brings batches to a device. To a GPU they travel on a stream of their own, while the step before is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, pair: Any) -> tuple[Any, Any]:
+        """Return a batch (inputs, targets) on the device; raise `UsageError` for anything else."""
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise UsageError(
+                f"a sample must be a pair (inputs, targets), found {type(pair).__name__}",
+                hint="let the dataset return pairs, or pass collate= to job.shard",
+            )
+        if self._stream is None:
+            return to_device(pair[0], self._device), to_device(pair[1], self._device)
+        with torch.cuda.stream(self._stream):
+            inputs, targets = to_device(pair[0], self._device), to_device(pair[1], self._device)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for leaf in pytree.tree_leaves((inputs, targets)):
+            if isinstance(leaf, torch.Tensor):
+                leaf.record_stream(current)  # the allocator of the other stream may not reuse it before
+        return inputs, targets
 
 
 class SameStream:
@@ -257,14 +278,14 @@ class SameStream:
     def __init__(self, world: World, number: int) -> None:
         self._world = world
         self._number = number
-        self._loops = 0
 
     def __call__(self, samples: list[Any]) -> None:
         """Raise `UsageError` on a rank whose samples are not those of rank 0."""
-        self._loops += 1
         if not self._world.is_distributed or not torch.distributed.is_initialized():
             return
-        key, own = f"paraplan/stream/{self._number}/{self._loops}", digest(samples)
+        # The store outlives a job: a script may have trained before, on other data.
+        count = default_store().add(f"paraplan/stream/{self._number}/count/{self._world.rank}", 1)
+        key, own = f"paraplan/stream/{self._number}/{count}", digest(samples)
         if self._world.rank == 0:
             default_store().set(key, own)
         elif default_store().get(key).decode() != own:

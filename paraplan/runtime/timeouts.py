@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.errors import ParaplanError
+from paraplan.runtime.world import backend_of
 from paraplan.units import ranks_in_words
 
 _TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout caused pair closure", re.IGNORECASE)
@@ -184,9 +185,9 @@ def timeout_error(
     for other in group:
         place = positions[other]
         if place is not None and other not in came:
-            parts.append(f"rank {other} did not come to it, and is {_described(place)}")
+            parts.append(f"rank {other} never entered it; it is {_described(place)}")
     if silent:
-        parts.append(f"{ranks_in_words(silent)} did not come to it, and {_silence(silent)}")
+        parts.append(f"{ranks_in_words(silent)} never entered it, and {_silence(silent)}")
     if len(parts) == 1:
         parts.append("all of these ranks are in it, and the connection between them is slow or broken")
     return CollectiveTimeoutError(
@@ -271,7 +272,7 @@ def _ranks_of(*, name: str = "", description: str = "") -> tuple[int, ...]:
 
 def default_timeout(device: torch.device) -> timedelta | None:
     """Return after what time collectives of the default group on `device` fail; None without gloo or NCCL there."""
-    if ("nccl" if device.type == "cuda" else "gloo") not in str(dist.get_backend_config()):
+    if backend_of(device) not in ("gloo", "nccl"):
         return None
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
     timeout: timedelta = backend.options._timeout

@@ -7,14 +7,18 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++ unmarked
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++ unmarked
+from torch.distributed.rendezvous import rendezvous
 
 from paraplan.errors import UsageError
 
 DEFAULT_TIMEOUT_S = 600.0
+BACKEND = "PARAPLAN_BACKEND"
+"""Set to gloo, ranks share GPUs and talk over the CPU: slow, for tests on fewer GPUs than ranks."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,13 @@ def read_world(environment: Mapping[str, str]) -> World:
     are missing or no numbers, and where the machine has fewer GPUs than local ranks.
     """
     if "WORLD_SIZE" not in environment:
-        return World(rank=0, local_rank=0, size=1, device=_device(0), is_distributed=False)
+        return World(rank=0, local_rank=0, size=1, device=_device(0, environment), is_distributed=False)
     rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     local_rank = _number(environment, "LOCAL_RANK")
     if not 0 <= rank < size:
         raise UsageError(f"RANK={rank} is outside a world of WORLD_SIZE={size} ranks")
-    return World(rank=rank, local_rank=local_rank, size=size, device=_device(local_rank), is_distributed=True)
+    device = _device(local_rank, environment)
+    return World(rank=rank, local_rank=local_rank, size=size, device=device, is_distributed=True)
 
 
 def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -56,19 +61,24 @@ def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float
     host, port = environment.get("MASTER_ADDR", ""), _number(environment, "MASTER_PORT")
     if not host:
         raise UsageError("WORLD_SIZE is set but MASTER_ADDR is not", hint="start the script with paraplan launch")
-    store = None
     if is_loopback(host):
         _stay_on_loopback()
-        if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            store = _loopback_store(host, port, world, timeout)
+    by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _store_of_job(host, port, world, timeout, by_agent=by_agent)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        "gloo" if not on_gpu or environment.get(BACKEND) == "gloo" else "cpu:gloo,cuda:nccl",
         store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
-        device_id=world.device if on_gpu else None,
+        device_id=world.device if on_gpu and environment.get(BACKEND) != "gloo" else None,
     )
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the backend of the default group for tensors on `device`; nothing where it has none."""
+    pairs = (pair.partition(":") for pair in str(dist.get_backend_config()).split(","))
+    return next((backend for kind, _, backend in pairs if kind == device.type), "")
 
 
 def default_store() -> Store:
@@ -101,6 +111,31 @@ def _stay_on_loopback() -> None:
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+class _Stores:
+    """The store of this process's ranks by its address, and how many jobs have used it."""
+
+    held: ClassVar[dict[tuple[str, int], Store]] = {}
+    num_jobs: ClassVar[dict[tuple[str, int], int]] = {}
+
+
+def _store_of_job(host: str, port: int, world: World, timeout: timedelta, *, by_agent: bool) -> Store:
+    """Return the store by which the ranks of the next job find each other.
+
+    A script may close one job and begin another. Its ranks then use the same store, with keys of the job's own: those
+    of the last one would lead to connections that are closed.
+    """
+    address = (host, port)
+    if address not in _Stores.held:
+        if is_loopback(host) and not by_agent:
+            _Stores.held[address] = _loopback_store(host, port, world, timeout)
+        else:
+            found = rendezvous("env://", world.rank, world.size, timeout=timeout)
+            _Stores.held[address] = next(found)[0]
+    number = _Stores.num_jobs.get(address, 0)
+    _Stores.num_jobs[address] = number + 1
+    return PrefixStore(f"paraplan/job/{number}", _Stores.held[address])
 
 
 def _loopback_store(host: str, port: int, world: World, timeout: timedelta) -> TCPStore:
@@ -137,15 +172,21 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"{name}={text!r} is no number", hint="start the script with paraplan launch") from None
+        raise UsageError(f"{name}={text!r} is not a number", hint="start the script with paraplan launch") from None
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(local_rank: int, environment: Mapping[str, str]) -> torch.device:
+    backend = environment.get(BACKEND, "nccl")
+    if backend not in ("nccl", "gloo"):
+        raise UsageError(f"{BACKEND}={backend} is not a backend of the runtime", hint="use nccl or gloo")
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if backend == "gloo":
+        local_rank %= count
     if local_rank >= count:
         raise UsageError(
-            f"local rank {local_rank} has no GPU: this machine has {count}", hint="start at most one rank for each GPU"
+            f"local rank {local_rank} has no GPU: this machine has {count}",
+            hint=f"start at most one rank for each GPU, or let them share one with {BACKEND}=gloo, to test a plan",
         )
     return torch.device("cuda", local_rank)

@@ -440,3 +440,17 @@ def test_an_ended_fake_launch_leaves_nothing(tmp_path: Path, start: Start, scrat
     assert process.returncode == 143
     assert wait_until_dead(int(here.read_text())) == []
     assert names_in(scratch) == []
+
+
+def test_a_stream_and_recompute_in_part_run_without_the_other_ranks(tmp_path: Path) -> None:
+    write(tmp_path, ParallelPlan(dp=2, zero_stage=3, micro_batch_size=8))
+    activations = []
+    for policy in ("None", "runtime.RecomputePolicy(keep='matmul')", "runtime.RecomputePolicy()"):
+        script = SCRIPT.replace("job.shard(data)", "job.shard(iter(data))")
+        script = script.replace("max_grad_norm=1.0,", f"max_grad_norm=1.0, recompute={policy},")
+        (tmp_path / "train.py").write_text(script, encoding="utf-8")
+        done = launch("--fake", "2", "--fake-rank", "1", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        (rank,) = FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks
+        activations.append(rank.activation_bytes)
+    assert activations[0] > activations[1] > activations[2]

@@ -248,3 +248,56 @@ def test_a_counter_of_calls_is_refused_where_a_step_has_several() -> None:
     engine = prepared(model_of("counter"), ParallelPlan(micro_batch_size=4, num_microbatches=2))
     with pytest.raises(UnsupportedPlanError, match="the model writes seen in its forward pass, and dp=1 x"):
         engine.step(*batches()[0])
+
+
+def in_stages() -> list[tuple[str, Trained, Trained]]:
+    found = []
+    for schedule in ("1f1b", "zero_bubble"):
+        plan = ParallelPlan(pp=2, micro_batch_size=2, num_microbatches=4, pipeline_schedule=schedule)
+        options = {"batch_statistics": "local", "example_inputs": torch.zeros(2, 2, 4, 4), "verify": "off"}
+        kept, again = (trained("blocks", plan.replace(recompute=how), **options) for how in ("none", "full"))
+        found.append((schedule, kept, again))
+    return found
+
+
+@pytest.mark.ranks
+def test_recompute_in_a_pipeline_writes_the_buffers_of_blocks_once(ranks: RankHarness) -> None:
+    for by_schedule in ranks.run(in_stages, size=2):
+        for schedule, kept, again in by_schedule:
+            assert_same(again, kept, schedule)
+            calls = {value.item() for key, value in again[3].items() if key.endswith("calls")}
+            assert calls <= {0.0, 4.0 * NUM_STEPS}  # those of other stages are not run
+            assert calls != {0.0}
+
+
+class Counted(Block):
+    """Writes a buffer of the model, where it is given that."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__()
+        self.of_models = list(models)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for model in self.of_models:
+            model.seen.add_(1)
+        return super().forward(hidden)
+
+
+class SharedCounter(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.layers = nn.ModuleList([Counted(self), Counted(), Counted()])
+
+
+def refused_in_stages() -> str:
+    plan = ParallelPlan(pp=2, micro_batch_size=4, num_microbatches=2, pipeline_schedule="1f1b", recompute="full")
+    return refusal(
+        SharedCounter(), plan, batch_statistics="local", example_inputs=torch.zeros(2, 2, 4, 4), verify="off"
+    )
+
+
+@pytest.mark.ranks
+def test_a_buffer_that_is_not_the_blocks_own_is_refused_under_recompute(ranks: RankHarness) -> None:
+    for said in ranks.run(refused_in_stages, size=2):
+        assert "blocks write seen, which is not a buffer of theirs" in said

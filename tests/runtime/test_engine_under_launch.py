@@ -46,7 +46,7 @@ EXPECTED = {
     "data": (1, "rank 1 has ended after 2 steps, and rank 0 goes on with step after 2"),
     "absence": (
         1,
-        "rank 0 waited 2 s in all_gather of ranks 0-1 (engine.step after 2 steps); rank 1 did not come to it",
+        "rank 0 waited 2 s in all_gather of ranks 0-1 (engine.step after 2 steps); rank 1 never entered it",
     ),
 }
 

@@ -115,7 +115,7 @@ def spoken_by_transformers(plan: ParallelPlan) -> Any:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", ["zero 3", "split sequences", "pipeline"])
+@pytest.mark.parametrize("case", ["zero 3", "split sequences", "split tokens", "pipeline"])
 def test_generate_of_transformers_gives_the_tokens_of_one_process(case: str, ranks: RankHarness) -> None:
     pytest.importorskip("transformers")
     plan = PLANS[case]

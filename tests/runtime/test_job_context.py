@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import RankHarness
+from torch import nn
 from training_cases import GLOBAL_BATCH, TOKENS, Decoder, TokenPairs, loss_fn
 
 from paraplan import runtime
@@ -80,3 +81,25 @@ def places(plan: ParallelPlan) -> tuple[int, int]:
 def test_ranks_of_one_copy_of_the_model_have_one_place_in_data_parallelism(ranks: RankHarness) -> None:
     found = ranks.run(places, ParallelPlan(dp=2, tp=2), size=4)
     assert found == [(2, 0), (2, 0), (2, 1), (2, 1)]
+
+
+def jobs_one_after_another() -> list[float]:
+    """Return the losses of jobs that ranks close and begin at other times."""
+    losses = []
+    for number in range(4):
+        with runtime.init(ParallelPlan(dp=2, micro_batch_size=2), shows_progress=False) as job:
+            torch.manual_seed(0)
+            engine = job.prepare(
+                nn.Linear(4, 1),
+                loss_fn=lambda outputs, targets: (outputs - targets).square().mean(),
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            )
+            losses.append(engine.step(torch.ones(2, 4), torch.zeros(2, 1)).item())
+        time.sleep(0.3 * (job.world.rank == number % 2))
+    return losses
+
+
+@pytest.mark.ranks
+def test_a_script_may_close_a_job_and_begin_another(ranks: RankHarness) -> None:
+    for losses in ranks.run(jobs_one_after_another, size=2, timeout_s=60.0):
+        assert losses == losses[:1] * 4

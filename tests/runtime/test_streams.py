@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -216,3 +217,20 @@ def read_another_stream() -> list[str]:
 def test_ranks_that_read_other_streams_are_told(ranks: RankHarness) -> None:
     with pytest.raises(RanksFailedError, match="gives rank 1 other samples than rank 0"):
         ranks.run(read_another_stream, size=2)
+
+
+def read_two_jobs() -> int:
+    """Read a stream in one job and another stream in the next, rank 0 last."""
+    steps = 0
+    for begin in (0, 50):
+        job = runtime.init(ParallelPlan(dp=2, micro_batch_size=1))
+        if job.is_main:
+            time.sleep(0.5)
+        samples = [(torch.tensor(begin + number), torch.tensor(0)) for number in range(8)]
+        steps += sum(1 for _ in job.shard(iter(samples), batch_size=2))
+    return steps
+
+
+@pytest.mark.ranks
+def test_the_stream_of_a_second_job_is_not_compared_with_that_of_the_first(ranks: RankHarness) -> None:
+    assert ranks.run(read_two_jobs, size=2) == [8, 8]

@@ -89,7 +89,7 @@ def _never_meet(inside: bool) -> str:
 def test_a_rank_that_never_comes_is_named_with_its_place(inside: bool, call: str, ranks: RankHarness) -> None:
     said, _ = ranks.run(_never_meet, inside, size=2)
     assert f"rank 0 waited 2 s in {call} of ranks 0-1 (engine.step after 1 steps)" in said
-    assert "rank 1 did not come to it, and is at _take_a_long_rest in test_timeouts.py line" in said
+    assert "rank 1 never entered it; it is at _take_a_long_rest in test_timeouts.py line" in said
 
 
 def _never_sent() -> str:
@@ -123,7 +123,7 @@ def _never_sent() -> str:
 def test_a_stage_that_never_sends_is_named_with_its_place(ranks: RankHarness) -> None:
     _, said = ranks.run(_never_sent, size=2, timeout_s=280.0)
     assert f"rank 1 waited {WAIT_S} s in a send or receive over pp of ranks 0-1 (engine.step after 1 steps)" in said
-    assert "rank 0 did not come to it, and is at _take_a_long_rest in test_timeouts.py line" in said
+    assert "rank 0 never entered it; it is at _take_a_long_rest in test_timeouts.py line" in said
 
 
 def _timeouts_of_groups() -> list[timedelta]:
@@ -146,8 +146,8 @@ def test_the_error_names_those_who_waited_and_those_elsewhere() -> None:
         {0: WAITING, 1: WAITING, 2: other, 3: READING}, rank=1, waited_s=600.0, what="engine.step after 4 steps"
     )
     assert error.message == (
-        "ranks 0-1 waited 600 s in all_reduce over dp of ranks 0-3 (engine.step after 4 steps); rank 2 did not come to "
-        "it, and is in recv of ranks 1-2, called at exchange in train.py line 7; rank 3 did not come to it, and is at "
+        "ranks 0-1 waited 600 s in all_reduce over dp of ranks 0-3 (engine.step after 4 steps); rank 2 never entered "
+        "it; it is in recv of ranks 1-2, called at exchange in train.py line 7; rank 3 never entered it; it is at "
         "read in data.py line 40"
     )
     assert error.exit_status == 1
@@ -156,7 +156,7 @@ def test_the_error_names_those_who_waited_and_those_elsewhere() -> None:
 def test_ranks_that_do_not_answer_are_named_too() -> None:
     error = timeout_error({0: WAITING, 1: None, 2: None, 3: WAITING}, rank=0, waited_s=60.0, what="engine.save")
     assert "ranks 0, 3 waited 60 s" in error.message
-    assert error.message.endswith("; ranks 1-2 did not come to it, and do not say where they are")
+    assert error.message.endswith("; ranks 1-2 never entered it, and do not say where they are")
 
 
 def test_only_gloos_timeouts_are_explained() -> None:

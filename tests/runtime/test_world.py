@@ -41,7 +41,7 @@ def test_torchruns_variables_name_the_rank() -> None:
     [
         ({"RANK": None}, "RANK is not"),
         ({"LOCAL_RANK": None}, "LOCAL_RANK is not"),
-        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' is no number"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' is not a number"),
         ({"RANK": "4"}, "RANK=4 is outside a world of WORLD_SIZE=4"),
     ],
 )

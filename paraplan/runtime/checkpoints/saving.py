@@ -67,8 +67,9 @@ class CheckpointWriter:
     def write(self, folder: Path, source: CheckpointSource, *, wait: bool, weights_only: bool = False) -> None:
         """Write a checkpoint to `folder`, replacing one that is there. Every rank calls it.
 
-        With `weights_only` it holds parameters and buffers alone. With `wait` all return when it is whole. Without, they return when the state is copied, and a thread goes on.
-        Raises `CheckpointError` where the folder or the disk does not take it; the one that is there stays.
+        With `weights_only` it holds parameters and buffers alone. With `wait` all return when it is whole. Without,
+        they return when the state is copied, and a thread goes on. Raises `CheckpointError` where the folder or the
+        disk does not take it; the one that is there stays.
         """
         self.finish()
         entries = entries_to_write(source) | random_entries(source.mesh.world)

@@ -6,6 +6,7 @@ without values, by the runtime's own engine. The second step ends the script.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from paraplan.runtime.fake.gpu import FakeGpu
 from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
 from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise
 from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
-from paraplan.runtime.fake.split import splits_without_values
+from paraplan.runtime.fake.split import split_without_values
 from paraplan.runtime.job import Job
 from paraplan.runtime.offload import keep_on_host
 from paraplan.runtime.optimizers import check_scheduler
@@ -55,21 +56,26 @@ class FakeJob(Job):
         left_out = [] if options.compile_backend is None else [f"compiling with {options.compile_backend}"]
         left_out += [] if options.weights is None else [f"the weights in {options.weights}"]
         num_parameters = count_parameters(model)
-        setting = Setting.of(self.plan, self.mesh, self.precision, options.loss_fn, find_unused=options.find_unused)
+        setting = Setting.of(
+            self.plan,
+            self.mesh,
+            self.precision,
+            options.loss_fn,
+            find_unused=options.find_unused,
+            recompute=options.recompute,
+        )
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")
         rank = FakeRank(self.mesh, self.gpu)
-        rank.patches.enter_context(
-            splits_without_values(model, self.mesh, sequence_parallel=self.plan.sequence_parallel)
-        )
+        split = split_without_values(model, self.mesh, sequence_parallel=self.plan.sequence_parallel)
         rank.patches.enter_context(starts_uncounted(rank.collectives))
         with rank.on_host():  # where the script keeps the whole model
             materialise(model, self.device)
         with rank.running():
             for block in [] if stack is None else stack.modules(model):
                 keep_operators(block)
-            part = assemble_part(model, stack, setting, example_inputs=options.example_inputs)
+            part = assemble_part(model, stack, setting, example_inputs=options.example_inputs, split=split)
             given = options.optimizer(part.optimized())
             made = as_one_optimizer(given)
             schedule = (
@@ -96,6 +102,10 @@ class FakeJob(Job):
         made.register_step_post_hook(lambda *_: rank.end_update())
         engine.attend(rank, self, num_parameters=num_parameters, left_out=tuple(left_out))
         return engine
+
+    def _same_stream(self) -> Callable[[list[Any]], None]:
+        """Compare nothing: there is no other rank."""
+        return lambda _: None
 
 
 class FakeEngine(Engine):
@@ -156,6 +166,12 @@ class FakeEngine(Engine):
         """Raise `UsageError`: there is nothing to return."""
         raise UsageError(
             "engine.predict has no values to return in a run without GPUs", hint="leave it out of this run"
+        )
+
+    def generate(self, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """Raise `UsageError`: there is nothing to return."""
+        raise UsageError(
+            "engine.generate has no values to return in a run without GPUs", hint="leave it out of this run"
         )
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:

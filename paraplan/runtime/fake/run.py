@@ -28,13 +28,14 @@ from paraplan.runtime.blocks import find_blocks
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
-from paraplan.runtime.fake.split import splits_without_values
+from paraplan.runtime.fake.split import split_without_values
 from paraplan.runtime.fake.storage_tracking import Peak, Phase, StorageTracker, StorageUse
 from paraplan.runtime.fake.world import fake_world, without_values
 from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.noise import silence_known_noise
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.setting import Setting
+from paraplan.runtime.split.tensor_parallel import TensorSplit
 from paraplan.runtime.step.division import StepShape
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.micro_batching import Checking
@@ -110,12 +111,12 @@ def trace_peak(
     with ExitStack() as stack:
         world = stack.enter_context(fake_world(rank=rank, size=plan.world_size))
         mesh = build_mesh(plan, world)
-        stack.enter_context(splits_without_values(model, mesh, sequence_parallel=plan.sequence_parallel))
+        split = split_without_values(model, mesh, sequence_parallel=plan.sequence_parallel)
         stack.enter_context(without_values())
         stack.enter_context(GroupedProducts())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         materialise(model, world.device)
         setting = Setting.of(plan, mesh, training.precision, loss_fn or token_loss)
-        tracked = _TrackedRank(model, setting, training, world)
+        tracked = _TrackedRank(model, setting, training, world, split)
         stack.enter_context(tracked.tracker.following_resizes())
         stack.enter_context(attention_again_on_gpu())
         stack.enter_context(GpuOperators())
@@ -140,12 +141,15 @@ def trace_peak(
 class _TrackedRank:
     """One rank's engine with its optimizer, every storage of which is followed."""
 
-    def __init__(self, model: nn.Module, setting: Setting, training: TrainingSpec, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, setting: Setting, training: TrainingSpec, world: World, split: TensorSplit | None
+    ) -> None:
         self.tracker = StorageTracker(self._uses)
         self._model = model
         self._setting = setting
         self._training = training
         self._world = world
+        self._split = split
         self._part: RankPart | None = None
         self._engine: Engine | None = None
 
@@ -156,7 +160,7 @@ class _TrackedRank:
             stack = find_blocks(self._model)
             for block in [] if stack is None else stack.modules(self._model):
                 keep_operators(block)
-            self._part = assemble_part(self._model, stack, self._setting)
+            self._part = assemble_part(self._model, stack, self._setting, split=self._split)
             del self._model
             for tensor in [*self._part.parameters.values(), *self._part.module.buffers()]:
                 tracker.watch(tensor)

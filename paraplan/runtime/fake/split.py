@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paraplan.runtime import assembly
 from paraplan.runtime.anatomy import BlockCall
 from paraplan.runtime.blocks import find_blocks
 from paraplan.runtime.mesh import Mesh
@@ -23,28 +20,16 @@ from paraplan.runtime.split.search import BlockSplit
 from paraplan.runtime.split.tensor_parallel import TensorSplit
 
 
-@contextmanager
-def splits_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> Iterator[None]:
-    """Find the split of `model`, which is on the meta device, and let the assembly of this rank's part use it.
+def split_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> TensorSplit | None:
+    """Return the split of `model`, which is on the meta device, over `tp`; None where that is one rank.
 
     Of the two forms of a split block, the one is taken whose code runs; whether it computes the same needs values.
     """
     if mesh.size("tp") == 1:
-        yield
-        return
-    checked, find = tensor_parallel._checked, tensor_parallel.find_tensor_split
-    tensor_parallel._checked = _unchecked
-    try:
-        split = find(model, find_blocks(model), mesh=mesh, sequence_parallel=sequence_parallel)
-
-        def found(*_: Any, **__: Any) -> TensorSplit:
-            return split
-
-        assembly.find_tensor_split = found  # type: ignore[attr-defined]  # where the assembly looks it up
-        yield
-    finally:
-        tensor_parallel._checked = checked
-        assembly.find_tensor_split = find  # type: ignore[attr-defined]
+        return None
+    return tensor_parallel.find_tensor_split(
+        model, find_blocks(model), mesh=mesh, sequence_parallel=sequence_parallel, check=_unchecked
+    )
 
 
 def _unchecked(

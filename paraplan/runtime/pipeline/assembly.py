@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from paraplan.runtime.pipeline.stage_split import CutStage, check_stages, cut_st
 from paraplan.runtime.pipeline.ties import TiedGradients, find_ties
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute import AttentionSeen, no_attention
+from paraplan.runtime.recompute_policy import RecomputedBlocks
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.split.context_parallel import context_group, keep_experts_apart
 from paraplan.runtime.split.cut import Cut
@@ -32,8 +33,15 @@ from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
 from paraplan.runtime.step.batches import call_model
 from paraplan.runtime.weights import lasting_buffers
+from paraplan.runtime.wrapping import recompute_and_shard
 
-SplitFinder = Callable[[Anatomy], TensorSplit | None]
+
+@dataclass(frozen=True)
+class Stages:
+    """The chain of a model's blocks, and the first and the last but one of each stage."""
+
+    anatomy: Anatomy
+    bounds: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -67,28 +75,27 @@ class _Piece:
         return {name: held[own] for name, own in self.buffer_names.items() if own in held}
 
 
-def assemble_stages(
-    model: nn.Module,
-    stack: BlockStack,
-    setting: Setting,
-    example_inputs: Any,
-    *,
-    find_split: SplitFinder,
-    wrap: Callable[..., nn.Module],
-) -> RankPart:
-    """Return this rank's stages of `model`, which is changed in place.
+def find_stages(
+    model: nn.Module, stack: BlockStack, plan: ParallelPlan, again: RecomputedBlocks, example_inputs: Any
+) -> Stages:
+    """Return where `model`, which is whole, is cut; `again` are the blocks that run again in the backward pass.
 
-    `find_split` looks for the split over `tp` while the model is whole; `wrap(module, blocks, setting,
-    apart=, replicates=)` shards a stage over `dp`, or replicates it, and leaves the parameters `apart` alone.
+    Raises `UnsupportedPlanError` where it cannot be.
     """
-    plan, mesh = setting.plan, setting.mesh
     anatomy = examine(model, stack, example_inputs)
     bounds = stage_bounds(stage_blocks(plan, len(stack)))
     check_stages(anatomy, bounds, num_ranks=plan.pp)
-    _check_repeatable(anatomy, plan)
-    if plan.recompute == "selective":
+    _check_repeatable(anatomy, plan, again)
+    if again.recompute == "selective":
         _check_attention(model, anatomy, example_inputs)
-    split = find_split(anatomy)
+    return Stages(anatomy, tuple(bounds))
+
+
+def assemble_stages(
+    model: nn.Module, whole: Stages, split: TensorSplit | None, setting: Setting, again: RecomputedBlocks
+) -> RankPart:
+    """Return this rank's stages of `model`, which is changed in place; `split` is that of its layers over `tp`."""
+    plan, mesh, anatomy, bounds = setting.plan, setting.mesh, whole.anatomy, whole.bounds
     if plan.cp > 1:
         keep_experts_apart(anatomy.shadow)
     indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
@@ -96,7 +103,7 @@ def assemble_stages(
     held = {id(parameter): parameter for parameter in model.parameters()}
     models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
     pieces = [
-        _cut_piece(part, anatomy, bounds, index, split=split, setting=setting)
+        _cut_piece(part, anatomy, bounds, index, split=split, setting=setting, keeps=again.keeps is not None)
         for part, index in zip(models, indices, strict=True)
     ]
     holders = Counter(parameter for piece in pieces for parameter in piece.parameters.values())
@@ -105,7 +112,10 @@ def assemble_stages(
     by_schedule = plan.pipeline_schedule in MULTI
     stages = []
     for piece in pieces:
-        called = wrap(piece.module, piece.blocks, setting, apart=apart, replicates=not by_schedule)
+        first = bounds[piece.index][0]
+        called = recompute_and_shard(
+            piece.module, piece.blocks, setting, again=again, first=first, apart=apart, replicates=not by_schedule
+        )
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
         alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()
         stages.append(LocalStage(index=piece.index, module=piece.module, called=called, averaged=alone))
@@ -125,17 +135,21 @@ def _check_attention(model: nn.Module, anatomy: Anatomy, example_inputs: Any) ->
         raise no_attention(anatomy.stack.modules(anatomy.shadow)[0])
 
 
-def _check_repeatable(anatomy: Anatomy, plan: ParallelPlan) -> None:
+def _check_repeatable(anatomy: Anatomy, plan: ParallelPlan, again: RecomputedBlocks) -> None:
     """Raise `UnsupportedPlanError` where blocks write what a second run of them, or ZeRO's hooks, would read."""
-    if anatomy.writes_hidden and (plan.zero_stage or plan.recompute != "none"):
+    if anatomy.writes_hidden and (plan.zero_stage or again.recompute != "none"):
         raise UnsupportedPlanError(
             f"blocks write in place into the hidden state that they are given, which zero_stage={plan.zero_stage} with "
-            f"recompute={plan.recompute} does not allow",
+            f"recompute={again.recompute} does not allow",
             hint="write hidden = hidden + change in the block, or use zero_stage=0 and recompute=none",
         )
-    if anatomy.uses.written_inside and plan.recompute == "full":
+    # A block that runs again has its own buffers as they were, and those alone.
+    blocks = zip(anatomy.stack.names, anatomy.stack.modules(anatomy.shadow), strict=True)
+    own = {f"{name}.{buffer}" for name, block in blocks for buffer, _ in block.named_buffers()}
+    foreign = anatomy.uses.written_inside - own
+    if foreign and again.recompute == "full":
         raise UnsupportedPlanError(
-            f"blocks write {min(anatomy.uses.written_inside)}, which recompute=full would write twice",
+            f"blocks write {min(foreign)}, which is not a buffer of theirs, and recompute=full would write it twice",
             hint="use recompute=none or selective",
         )
 
@@ -148,13 +162,15 @@ def _cut_piece(
     *,
     split: TensorSplit | None,
     setting: Setting,
+    keeps: bool,
 ) -> _Piece:
     device = setting.mesh.world.device
     start, end = bounds[index]
     cut: CutStage = cut_stage(model, anatomy, start=start, end=end, device=device)
     cuts: Mapping[str, Cut] = {}
     if split is not None:
-        found = apply_tensor_split(model, split, anatomy.stack.names[start:end], tensor_group(setting.mesh))
+        group = tensor_group(setting.mesh, keeps_products=keeps)
+        found = apply_tensor_split(model, split, anatomy.stack.names[start:end], group)
         in_model = {own: name for name, own in cut.names.items()}
         cuts = {in_model[own]: place for own, place in found.items()}
     if setting.plan.cp > 1:

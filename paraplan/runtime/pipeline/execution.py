@@ -13,13 +13,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from paraplan.errors import ParaplanError
+from paraplan.errors import ParaplanError, UsageError
 from paraplan.runtime.anatomy import Anatomy, HiddenShape
 from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
 from paraplan.runtime.pipeline.schedules import MULTI, ReplicatedStage, Schedule, build_schedule
 from paraplan.runtime.pipeline.stage_module import StageModule
 from paraplan.runtime.pipeline.ties import TiedGradients
 from paraplan.runtime.precision import half_type
+from paraplan.runtime.predictions import evaluation_mode
 from paraplan.runtime.setting import Setting
 from paraplan.runtime.split.context_parallel import split_tokens
 from paraplan.runtime.split.group import TensorGroup
@@ -153,7 +154,12 @@ class PipelineExecution:
             inputs = split_tokens(inputs, TensorGroup(size=self._context.size, index=0, handle=None))
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
         half = half_type(self._setting.precision)
-        return [replace(one, dtype=half or one.dtype) for one in self._anatomy.hidden_shapes(inputs)]
+        try:
+            shapes = self._anatomy.hidden_shapes(inputs)
+        except UsageError:  # a single sequence has no statistics: trials of it have batch norms in evaluation
+            with evaluation_mode(self._anatomy.shadow):
+                shapes = self._anatomy.hidden_shapes(inputs)
+        return [replace(one, dtype=half or one.dtype) for one in shapes]
 
 
 def _kept(values: OrderedDict[Any, _Value], key: Any, make: Callable[[], _Value]) -> _Value:

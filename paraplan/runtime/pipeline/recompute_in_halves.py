@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -74,11 +74,15 @@ def _read_never(_: object) -> torch.Tensor:
 
 
 def keep_inputs_alone(
-    function: Callable[..., Any], *args: Any, around: Callable[[], AbstractContextManager[None]] | None = None
+    function: Callable[..., Any],
+    *args: Any,
+    first: AbstractContextManager[Any] | None = None,
+    around: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Any:
     """Return `function(*args)`, of which the backward pass keeps `args` and computes the rest again, once.
 
-    The second run has the random numbers and the autocast of the first, and runs in the context that `around` makes.
+    The first run is in the context `first`. The second has its random numbers and its autocast, and runs in the context
+    that `around` makes.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -97,7 +101,8 @@ def keep_inputs_alone(
             function(*kept)
 
     again = _Again(run)
-    with torch.autograd.graph.saved_tensors_hooks(again.keep_place, lambda place: place.again.value_of(place)):
+    hooks = torch.autograd.graph.saved_tensors_hooks(again.keep_place, lambda place: place.again.value_of(place))
+    with hooks, first or nullcontext():
         return function(*args)
 
 

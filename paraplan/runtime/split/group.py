@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 from paraplan.runtime.split.cut import Cut
 
+# torch 2.13 renamed both, and warns about the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(eq=False)
 class TensorGroup:
@@ -24,6 +28,7 @@ class TensorGroup:
     `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
     see `rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
     In a trial (`is_trial`), functions that no rule knows are tried with numbers (`trial`).
+    With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
     `specs` holds how tensors lie that are split over it (`split_tensor`), `calls` what calls on them came to
     (`replay`). `token_cuts` says how the tokens of hidden states are cut that layers have gathered, by all dimensions
     but the last.
@@ -38,6 +43,7 @@ class TensorGroup:
     draws: bool = False
     is_trial: bool = False
     gathers: bool = True
+    keeps_products: bool = False
     gathered: set[str] = field(default_factory=set)
     token_cuts: dict[tuple[int, ...], Cut] = field(default_factory=dict)
     _entered: list[Any] = field(default_factory=list)
@@ -58,8 +64,10 @@ class TensorGroup:
             local = torch.cat(
                 [local, local.new_zeros(*local.shape[: cut.dim], missing, *local.shape[cut.dim + 1 :])], cut.dim
             )
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, local.contiguous(), group=self.handle)
+        # One behind the other: a list of tensors would be copied once more.
+        gathered = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
+        _all_gather(gathered, local.contiguous(), group=self.handle)
+        parts = list(gathered.chunk(self.size))
         if not cut.divides:
             parts = [part.narrow(cut.dim, 0, cut.local_length(index)) for index, part in enumerate(parts)]
         return cut.join(parts)
@@ -68,9 +76,9 @@ class TensorGroup:
         """Return this rank's part of the sum of `whole` over the group."""
         if self.handle is None:
             return whole.new_empty(cut.local_shape(whole.shape))
-        parts = [cut.part(whole, index).contiguous() for index in range(self.size)]
-        mine = torch.empty_like(parts[self.index])
-        dist.reduce_scatter(mine, parts, group=self.handle)
+        parts = torch.cat([cut.part(whole, index) for index in range(self.size)])
+        mine = parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:]))
+        _reduce_scatter(mine, parts, group=self.handle)
         return mine
 
     def part(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -110,6 +118,7 @@ def sum_over_ranks(tensor: torch.Tensor, group: TensorGroup, *, is_product: bool
     `is_product`: it is what a linear layer returned, which nobody else reads, and is summed in place.
     """
     in_place = is_product and group.handle is not None and tensor.is_contiguous() and not tensor._is_view()
+    in_place = in_place and not group.keeps_products
     result: torch.Tensor = _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
     return result
 

@@ -44,12 +44,14 @@ class LayerRole:
     A gathered layer is whole, and reads the tokens of all ranks. Experts hold some inner units of each; the segments
     are those of the weights that make them. A row layer that `keeps_tokens` returns those of all ranks under sequence
     parallelism too: inside of a block, for code that looks at all of them. A layer that is `read` holds some outputs as
-    a column layer does, for code that multiplies by its weight itself.
+    a column layer does, for code that multiplies by its weight itself. `reads_alone`: no other layer reads what a
+    column layer reads.
     """
 
     kind: Literal["column", "row", "read", "gathered", "experts"]
     segments: tuple[int, ...]
     keeps_tokens: bool = False
+    reads_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,21 +206,25 @@ def column_forward(
         return Cut(dim=num_dimensions - 1, segments=role.segments, size=group.size)
 
     def column(given: torch.Tensor) -> torch.Tensor:
-        local = _apply(module, enter_column(given, group), module.bias)
+        local = _apply(module, enter_column(given, group, alone=role.reads_alone), module.bias)
         return local if is_direct else SplitTensor(local, cut_of(local.ndim), group, name)
 
     return lambda given: on_own_tokens(given, column)
 
 
-def enter_column(given: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Return the whole input of a column layer, gathered where its tokens are split."""
+def enter_column(given: torch.Tensor, group: TensorGroup, *, alone: bool = False) -> torch.Tensor:
+    """Return the whole input of a column layer, gathered where its tokens are split; `alone`: nobody else reads it."""
     if isinstance(given, SplitTensor):
         if given.source != SEQUENCE:
             raise SplitError("a column layer reads a split tensor", source=given.source, is_mixed=True)
         local, cut = given.local, given.cut
         group.token_cuts[tuple(given.shape[:-1])] = cut
-        return group.enter_once(given, lambda: gather_to_ranks(local, cut, group))
-    return group.enter_once(given, lambda: copy_to_ranks(given, group, for_products=True))
+        return _entered(given, lambda: gather_to_ranks(local, cut, group), group, alone=alone)
+    return _entered(given, lambda: copy_to_ranks(given, group, for_products=True), group, alone=alone)
+
+
+def _entered(given: torch.Tensor, make: Callable[[], torch.Tensor], group: TensorGroup, *, alone: bool) -> torch.Tensor:
+    return make() if alone else group.enter_once(given, make)
 
 
 def row_forward(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from paraplan.runtime.split.context_numbers import split_difference, split_index
 from paraplan.runtime.split.context_rules import split_attention, split_loss
 from paraplan.runtime.split.convolution_rules import split_convolution
 from paraplan.runtime.split.cut import Cut
@@ -52,6 +53,8 @@ from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
 
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype})
 _RULES: dict[str, Rule] = SIZE_RULES | {
+    "__getitem__": split_index,
+    "diff": split_difference,
     "cross_entropy": split_cross_entropy,
     "scaled_dot_product_attention": split_attention,
     "mean": split_loss,

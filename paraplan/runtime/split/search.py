@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.anatomy import BlockCall
+from paraplan.runtime.split.adapters import Adapters
 from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.drawing import OtherDrawsNoted
 from paraplan.runtime.split.experts import ExpertWeights, enter_experts, expert_weights, leave_experts
@@ -71,6 +72,7 @@ class _Trial:
     weights the code multiplies itself; None before the others are known.
     """
 
+    adapters: Adapters = field(default_factory=Adapters)
     segments: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     roles: dict[str, LayerRole] = field(default_factory=dict)
@@ -88,15 +90,17 @@ def find_split(
     ends: SequenceEnds | None,
     kept_whole: Mapping[str, str],
     interleaved: bool = False,
+    adapters: Adapters | None = None,
 ) -> BlockSplit:
     """Return how `shadow`, a block on the meta device, can be split over `size` ranks.
 
     `call` is what it is called with. `ends` is given for sequence parallelism. `kept_whole` names layers
-    that must not be split, with the reason; `interleaved` says how experts hold gate and up.
+    that must not be split, with the reason; `interleaved` says how experts hold gate and up. `adapters` are pairs of
+    layers that go with others.
     Raises `UnsupportedPlanError` with the layer and the numbers where `size` does not divide heads, and where no layer
     can be split.
     """
-    trial = _Trial(whole=dict(kept_whole))
+    trial = _Trial(adapters=adapters or Adapters(), whole=dict(kept_whole))
     for _ in range(_MOST_TRIES):
         trial.roles = {}
         group = TensorGroup(size=size, index=0, handle=None)
@@ -246,6 +250,8 @@ def _trying(
     module: nn.Module, name: str, trial: _Trial, group: TensorGroup, *, sequence_parallel: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     inputs, outputs = linear_sizes(module)
+    adapters = trial.adapters
+    base, down = adapters.bases.get(name, name), adapters.downs.get(name)
 
     def product(given: torch.Tensor, length: int) -> torch.Tensor:
         return given.new_empty((*given.shape[:-1], length))
@@ -253,6 +259,10 @@ def _trying(
     def forward(given: torch.Tensor) -> torch.Tensor:
         split = given if isinstance(given, SplitTensor) and given.source != SEQUENCE else None
         reads_part = split is not None and split.cut.dim == split.local.ndim - 1
+        follows_row = down in trial.roles and trial.roles[down].kind == "row"
+        if follows_row or (adapters.is_down(name) and not reads_part):
+            own: torch.Tensor = type(module).forward(module, given)  # on whatever tokens this rank has
+            return own
         if split is not None and reads_part and name in trial.whole:
             raise SplitError(f"{name} reads it, and is left whole", source=split.source, is_mixed=True)
         if split is not None and reads_part:
@@ -262,18 +272,19 @@ def _trying(
             assert sum(split.cut.segments) == inputs
             scatters = sequence_parallel and not keeps_tokens
             return leave_row(product(split.local, outputs), module.bias, group, sequence_parallel=scatters)
-        if name in trial.whole and sequence_parallel and isinstance(given, SplitTensor):
+        is_whole = name in trial.whole or base in trial.whole
+        if is_whole and sequence_parallel and isinstance(given, SplitTensor):
             _take_role(trial, name, LayerRole(kind="gathered", segments=()))
             given = join_tokens(given)
-        if split is not None or name in trial.whole:
+        if split is not None or is_whole:
             result: torch.Tensor = type(module).forward(module, given)
             return result
-        segments = trial.segments.get(name, (outputs,))
+        segments = trial.segments.get(base, (outputs,))
         cut = Cut(dim=given.ndim - 1, segments=segments, size=group.size)
-        _check_divides(name, segments, group)
-        _take_role(trial, name, LayerRole(kind="column", segments=segments))
-        local = product(enter_column(given, group), outputs // group.size)
-        return SplitTensor(local, cut, group, name)
+        _check_divides(base, segments, group)
+        _take_role(trial, name, LayerRole(kind="column", segments=segments, reads_alone=base != name))
+        local = product(enter_column(given, group, alone=base != name), outputs // group.size)
+        return SplitTensor(local, cut, group, base)
 
     return forward
 

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, e
 from paraplan.runtime.blocks import BlockStack
 from paraplan.runtime.chain import HINT
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.split.adapters import Adapters, find_adapters
 from paraplan.runtime.split.check import (
     check_split,
     comparable_runs,
@@ -49,6 +51,10 @@ _Convolution = nn.modules.conv._ConvNd
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
+CheckSplit = Callable[[nn.Module, str, BlockCall, BlockSplit, Mesh, SequenceEnds | None], BlockSplit]
+"""Returns a block's split, or a simpler form of it; raises `UnsupportedPlanError` where it computes something else."""
+
+
 @dataclass(frozen=True)
 class TensorSplit:
     """How the blocks of a model are split over `tp`: `blocks` by the block's name. Found before anything is changed."""
@@ -70,9 +76,11 @@ class TensorSplit:
         return [*self.blocks]
 
 
-def tensor_group(mesh: Mesh) -> TensorGroup:
-    """Return the `tp` group of this rank."""
-    return TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
+def tensor_group(mesh: Mesh, *, keeps_products: bool = False) -> TensorGroup:
+    """Return the `tp` group of this rank; `keeps_products`: what layers return is kept for the backward pass."""
+    return TensorGroup(
+        size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"), keeps_products=keeps_products
+    )
 
 
 def find_tensor_split(
@@ -83,11 +91,13 @@ def find_tensor_split(
     sequence_parallel: bool,
     example_inputs: Any = None,
     anatomy: Anatomy | None = None,
+    check: CheckSplit | None = None,
 ) -> TensorSplit:
     """Return how the blocks of `model`, which is whole and keeps its values, are split; checked with real numbers.
 
-    All ranks of a `tp` group call it together. `anatomy` saves a second look where it is known. Raises
-    `UnsupportedPlanError` where the model has no blocks or they cannot be split, and says why.
+    All ranks of a `tp` group call it together. `anatomy` saves a second look where it is known, `check` is another way
+    of checking than that in numbers. Raises `UnsupportedPlanError` where the model has no blocks or they cannot be
+    split, and says why.
     """
     size = mesh.size("tp")
     if stack is None:
@@ -118,15 +128,26 @@ def find_tensor_split(
     blocks: dict[str, BlockSplit] = {}
     for name, block, call in zip(stack.names, stack.modules(shadow), calls, strict=True):
         if call is None:
-            raise UnsupportedPlanError(f"block {name} takes no part in a forward pass", hint="use tp=1 for this model")
+            raise UnsupportedPlanError(f"block {name} is not called in a forward pass", hint="use tp=1 for this model")
         kept = _kept_whole(shadow, block, name, plan)
         kind = _kind(block, call, kept, numbering)
         if kind not in found:
             ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
-            found[kind] = _split_of(model.get_submodule(name), block, name, call, mesh, ends, kept)
+            wanted = _Wanted(mesh, ends, kept, check or checked_in_numbers)
+            found[kind] = _split_of(model.get_submodule(name), block, name, call, wanted)
         blocks[name] = found[kind]
     vocabulary = find_vocabulary_split(model, shadow, stack, size=size, example_inputs=example_inputs)
     return TensorSplit(blocks, vocabulary, sequence_parallel=sequence_parallel, hidden_argument=where)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What the split of a block is to be: over this mesh, with these ends, some layers whole, checked in this way."""
+
+    mesh: Mesh
+    ends: SequenceEnds | None
+    kept: Mapping[str, str]
+    check: CheckSplit
 
 
 def _split_of(
@@ -134,23 +155,45 @@ def _split_of(
     shadow: nn.Module,
     name: str,
     call: BlockCall,
-    mesh: Mesh,
-    ends: SequenceEnds | None,
-    kept: dict[str, str],
+    wanted: _Wanted,
+) -> BlockSplit:
+    """Return how a block is split, checked: its adapters with the layers beside them, or as any other layers."""
+    adapters = find_adapters(shadow)
+    if adapters.bases:
+        try:
+            return _split_with(adapters, block, shadow, name, call, wanted)
+        except UnsupportedPlanError as error:
+            first = error
+        try:
+            return _split_with(None, block, shadow, name, call, wanted)
+        except UnsupportedPlanError:
+            raise first from None
+    return _split_with(None, block, shadow, name, call, wanted)
+
+
+def _split_with(
+    adapters: Adapters | None,
+    block: nn.Module,
+    shadow: nn.Module,
+    name: str,
+    call: BlockCall,
+    wanted: _Wanted,
 ) -> BlockSplit:
     """Return how a block is split, checked: its experts with gate before up, interleaved, or else left whole."""
     experts = [layer for layer, module in shadow.named_modules() if layer and expert_weights(module) is not None]
-    size, tried = mesh.size("tp"), [layer for layer in experts if layer not in kept]
+    mesh, ends, kept = wanted.mesh, wanted.ends, dict(wanted.kept)
+    tried = [layer for layer in experts if layer not in kept]
+    find = partial(find_split, shadow, call, size=mesh.size("tp"), name=name, ends=ends, adapters=adapters)
     for interleaved in (False, True) if tried else ():
-        split = find_split(shadow, call, size=size, name=name, ends=ends, kept_whole=kept, interleaved=interleaved)
+        split = find(interleaved=interleaved, kept_whole=kept)
         try:
-            return _checked(block, name, call, split, mesh, ends)
+            return wanted.check(block, name, call, split, mesh, ends)
         except UnsupportedPlanError as error:
             reason = error.message
     kept = kept | dict.fromkeys(tried, reason) if tried else kept
     kept |= _stacked_weights_elsewhere(shadow)
-    split = find_split(shadow, call, size=size, name=name, ends=ends, kept_whole=kept)
-    return _checked(block, name, call, split, mesh, ends)
+    split = find(kept_whole=kept)
+    return wanted.check(block, name, call, split, mesh, ends)
 
 
 def _stacked_weights_elsewhere(shadow: nn.Module) -> dict[str, str]:
@@ -246,7 +289,8 @@ def _kept_whole(shadow: nn.Module, block: nn.Module, name: str, plan: dict[str, 
         for layer, module in block.named_modules()
         if isinstance(module, nn.Linear) and not has_own_weight(module)
     }
-    styles = {layer: style_of(plan or {}, f"{name}.{layer}") for layer in layers}
+    holders = find_adapters(block).holders  # a plan knows the layer, not what stands around it
+    styles = {layer: style_of(plan or {}, f"{name}.{holders.get(layer, layer)}") for layer in layers}
     # Plans of transformers leave out the experts that all tokens share beside those that they split.
     beside = tuple(f"{layer.rpartition('.')[0]}." for layer in experts if splits(styles[layer]))
     if any(splits(style) for style in styles.values()):
@@ -296,7 +340,7 @@ def _numbering(blocks: Sequence[nn.Module]) -> frozenset[tuple[str, str]]:
     )
 
 
-def _checked(
+def checked_in_numbers(
     block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
 ) -> BlockSplit:
     """Return `split`, or the same with plain parts where the block's code computes the same with them."""

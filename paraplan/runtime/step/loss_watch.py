@@ -1,4 +1,4 @@
-"""Watching the loss: a training whose loss is no number ends, and says at which step and on which rank."""
+"""Watching the loss: a training whose loss is not a number ends, and says at which step and on which rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paraplan.runtime.world import World
 
 
 class DivergedError(ParaplanError):
-    """A loss that is infinite or no number."""
+    """A loss that is infinite or not a number."""
 
     exit_status = 1
 
@@ -64,7 +64,7 @@ class LossWatch:
             self.check()
 
     def check(self, *, keep: int = 0) -> None:
-        """Raise `DivergedError` on every rank where a loss, but the last `keep`, is infinite or no number."""
+        """Raise `DivergedError` on every rank where a loss, but the last `keep`, is infinite or not a number."""
         while len(self._waiting) > keep:
             waiting = self._waiting.pop(0)
             if not bool(waiting.value().isfinite()):

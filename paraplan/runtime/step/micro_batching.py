@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,13 +133,22 @@ class MicroBatching:
         if not self._checking.has_values:
             return LossRule(kind="sequences" if is_divided else "whole")
         first_step, trains = self._first_step, call == "step"
-        agreed: AbstractContextManager[None] = nullcontext()
-        if self._checking.agreement is not None and first_step.is_due(is_divided=is_divided, trains=trains):
-            agreed = self._checking.agreement.on(f"the check before the first {call}")
-        with agreed:
+        with ExitStack() as stack:
+            if first_step.is_due(is_divided=is_divided, trains=trains):
+                stack.enter_context(_uncounted_memory(self._mesh.world.device))
+                if self._checking.agreement is not None:
+                    stack.enter_context(self._checking.agreement.on(f"the check before the first {call}"))
             return guarded(
                 lambda: first_step.check(*batch, sizes, is_divided=is_divided, trains=trains),
             )
+
+
+@contextmanager
+def _uncounted_memory(device: torch.device) -> Iterator[None]:
+    """Let the peak of the training's memory begin behind this context."""
+    yield
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _first_step(

@@ -50,13 +50,16 @@ class Reference:
     streamed: dict[str, list[str]] = field(default_factory=dict)
 
 
-def reference_of(model: nn.Module, plan: ParallelPlan, mesh: Mesh, verify: Verify) -> Reference | None:
+def reference_of(
+    model: nn.Module, plan: ParallelPlan, mesh: Mesh, verify: Verify, *, recomputes: bool = False
+) -> Reference | None:
     """Return a copy of the whole `model` on this rank's device to check the plan by; None where none is to be kept.
 
     That is where the plan changes nothing and, unless all is to be verified, where not even the copy without its blocks
     and one of them would fit, with gradients, into a quarter of the memory that is free. All ranks agree.
     """
-    if verify == "off" or plan.devices_per_process > 1 or (verify == "auto" and not changes_the_model(plan)):
+    changes = changes_the_model(plan, recomputes=recomputes)
+    if verify == "off" or plan.devices_per_process > 1 or (verify == "auto" and not changes):
         return None
     has_values = not any(parameter.is_meta for parameter in model.parameters())
     budget_bytes = _SHARE_OF_MEMORY * _free_bytes(mesh)
@@ -76,9 +79,9 @@ def reference_of(model: nn.Module, plan: ParallelPlan, mesh: Mesh, verify: Verif
     return None
 
 
-def changes_the_model(plan: ParallelPlan) -> bool:
-    """Whether a plan does more to a model than to copy it."""
-    return plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage > 0 or plan.recompute != "none"
+def changes_the_model(plan: ParallelPlan, *, recomputes: bool = False) -> bool:
+    """Whether a plan does more to a model than to copy it; `recomputes`: blocks are run again whatever it says."""
+    return recomputes or plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage > 0 or plan.recompute != "none"
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:
