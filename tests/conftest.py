@@ -1,12 +1,15 @@
-"""Workloads for tests of cost and search: bundled models on bundled machines."""
+"""What tests of several folders take: workloads of bundled models, ranks, and which cases run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 
 import pytest
+from case_selection import run_all
 from hypothesis import HealthCheck, settings
+from rank_harness import RankHarness
 
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
@@ -25,7 +28,35 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what runs every case of tests that otherwise run enough of them."""
-    parser.addoption("--all", action="store_true", help="every plan and model of the tests of the runtime")
+    parser.addoption("--all", action="store_true", help="every case of the tests that otherwise run enough of them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the cases that are marked `with_all` out where they are not asked for."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("with_all") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("with_all") is None]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_are_heard() -> Iterator[None]:
+    """Have children end at SIGINT also where a script started the tests in the background: there it is ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _all_cases(request: pytest.FixtureRequest) -> None:
+    run_all(request.config.getoption("--all"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankHarness:
+    return RankHarness()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_launch import launch_forked
+from rank_harness import RankHarness
 
 from paraplan.errors import UsageError
 from paraplan.launch.handover import become_launcher
@@ -54,12 +56,18 @@ def test_help_says_what_the_command_does_and_lists_both_kinds_of_options(tmp_pat
         (["--rdzv-backend", "pigeon", "--nnodes", "2", "train.py"], "pigeon"),
     ],
 )
-def test_bad_input_is_one_sentence_with_a_hint_and_starts_nothing(tmp_path: Path, words: list[str], said: str) -> None:
+def test_bad_input_is_one_sentence_with_a_hint_and_starts_nothing(
+    tmp_path: Path, words: list[str], said: str, ranks: RankHarness
+) -> None:
     (tmp_path / "train.py").write_text("open('started', 'w')")
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "hosts").write_text("gpu-a slots=2\ngpu-b\n")
     (tmp_path / "four.json").write_text('{"plan": {"dp": 4}}')
-    done = run(tmp_path, *words)
+    (tmp_path / "scratch").mkdir()
+    if words[:1] in ([], ["--nproc-per-node"]):
+        done = run(tmp_path, *words)
+    else:
+        done = launch_forked(ranks, tmp_path, *words, environment={"TMPDIR": str(tmp_path / "scratch")})
     assert done.returncode == 2
     assert said in done.stderr
     assert "hint: " in done.stderr

@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from factory_script import FACTORY
+from forked_launch import Ended, launch_forked
 from launching import PATIENCE_S, Start, names_in, wait_until_dead
+from rank_harness import RankHarness
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.fake.estimate import StageEstimate
@@ -131,15 +134,29 @@ TRAINING = TrainingSpec(global_batch_size=16, seq_length=16, precision="fp32")
 PLAN = ParallelPlan(dp=4, pp=2, micro_batch_size=2, num_microbatches=2, pipeline_schedule="1f1b")
 
 
+Fake = Callable[..., Ended]
+
+
+@pytest.fixture
+def fake(ranks: RankHarness, tmp_path: Path) -> Fake:
+    """Return a launch whose processes are forked: what a fake launch finds and says, without what Pythons import."""
+
+    def launch_fake(*words: str) -> Ended:
+        return launch_forked(ranks, tmp_path, "--fake", *words, environment={"CUDA_VISIBLE_DEVICES": ""})
+
+    return launch_fake
+
+
 def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paraplan", "launch", *words]
     environment = dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def write(folder: Path, plan: ParallelPlan = PLAN) -> Path:
+def write(folder: Path, plan: ParallelPlan = PLAN, *, names_model: bool = True) -> Path:
+    """Write the script, and a plan of which there is an estimate where it names the model."""
     (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
-    model = ModelReference(name="build", source=f"{folder / 'train.py'}:build")
+    model = ModelReference(name="build", source=f"{folder / 'train.py'}:build") if names_model else None
     path = folder / "plan.json"
     path.write_text(PlanFile(plan=plan, model=model, training=TRAINING).to_json(), encoding="utf-8")
     return path
@@ -164,9 +181,9 @@ def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path) -> None:
         assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (2 * block + end), abs=64)  # and the loss
 
 
-def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_path: Path) -> None:
+def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_path: Path, fake: Fake) -> None:
     write(tmp_path, ParallelPlan(dp=2, zero_stage=3, micro_batch_size=8, offload="parameters"))
-    done = launch("--fake", "2", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+    done = fake("2", "--plan", "plan.json", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     (rank,) = report.ranks
@@ -178,13 +195,13 @@ def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_p
     assert rank.total_bytes == pytest.approx(report.estimates[0].total_bytes, rel=0.2)
 
 
-@pytest.mark.parametrize("num_microbatches", [3, 4, 8])
+@pytest.mark.parametrize("num_microbatches", [3, 4, 8])  # all of three are run
 def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(
-    num_microbatches: int, tmp_path: Path
+    num_microbatches: int, tmp_path: Path, fake: Fake
 ) -> None:
     plan = ParallelPlan(dp=2, zero_stage=2, micro_batch_size=1, num_microbatches=num_microbatches)
-    write(tmp_path, plan)
-    done = launch("--fake", "2", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+    write(tmp_path, plan, names_model=False)
+    done = fake("2", "--plan", "plan.json", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     (rank,) = FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks
     reduced = next(one for one in rank.collectives if one.operation == "reduce-scatter")
@@ -195,14 +212,13 @@ def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(
     assert gathered.count == 5
 
 
-def traced(folder: Path, num_microbatches: int, **plan: object) -> FakeRankReport:
+def traced(fake: Fake, folder: Path, num_microbatches: int, **plan: object) -> FakeRankReport:
     """Return what rank 2 of four finds, which holds the end of a pipeline of two, without an estimate beside it."""
     chosen = ParallelPlan.model_validate(
         {"micro_batch_size": 2} | plan | {"dp": 2, "pp": 2, "num_microbatches": num_microbatches}
     )
-    write(folder)
-    (folder / "plan.json").write_text(PlanFile(plan=chosen, training=TRAINING).to_json(), encoding="utf-8")
-    done = launch("--fake", "4", "--fake-rank", "2", "--plan", "plan.json", "--json", "train.py", folder=folder)
+    write(folder, chosen, names_model=False)
+    done = fake("4", "--fake-rank", "2", "--plan", "plan.json", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     return FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks[0]
 
@@ -216,10 +232,11 @@ BATCH = 2 * (2 * 16 * 8)  # bytes of its tokens and targets
     [("1f1b", 1, 4, 8, 1), ("zero_bubble", 1, 4, 8, 1), ("interleaved_1f1b", 2, 6, 12, 3)],
 )
 def test_of_a_long_pipelined_step_as_much_is_run_as_tells_of_all(
-    schedule: ScheduleName, virtual: int, few: int, many: int, boundaries: int, tmp_path: Path
+    schedule: ScheduleName, virtual: int, few: int, many: int, boundaries: int, tmp_path: Path, fake: Fake
 ) -> None:
     whole, long = (
-        traced(tmp_path, count, pipeline_schedule=schedule, virtual_pipeline_size=virtual) for count in (few, many)
+        traced(fake, tmp_path, count, pipeline_schedule=schedule, virtual_pipeline_size=virtual)
+        for count in (few, many)
     )
     sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in long.collectives}
     assert sent["receive", "pp"] == sent["send", "pp"] == (many * boundaries, many * boundaries * BOUNDARY)
@@ -230,10 +247,10 @@ def test_of_a_long_pipelined_step_as_much_is_run_as_tells_of_all(
     assert long.gradient_bytes == whole.gradient_bytes
 
 
-def test_gpipe_keeps_as_much_of_micro_batches_that_are_not_run_as_of_others(tmp_path: Path) -> None:
+def test_gpipe_keeps_as_much_of_micro_batches_that_are_not_run_as_of_others(tmp_path: Path, fake: Fake) -> None:
     # The tokens of four sequences have as many bytes as the allocator gives at once: each micro-batch adds whole units.
     four, five, nine = (  # of nine five are run
-        traced(tmp_path, count, pipeline_schedule="gpipe", micro_batch_size=4) for count in (4, 5, 9)
+        traced(fake, tmp_path, count, pipeline_schedule="gpipe", micro_batch_size=4) for count in (4, 5, 9)
     )
     each = five.activation_bytes - four.activation_bytes
     assert each > 2 * 5 * 2 * BOUNDARY  # of each of two blocks the inputs of both layers
@@ -243,19 +260,19 @@ def test_gpipe_keeps_as_much_of_micro_batches_that_are_not_run_as_of_others(tmp_
     assert sent["receive", "pp"] == sent["send", "pp"] == (9, 9 * 2 * BOUNDARY)
 
 
-def test_a_plan_is_made_for_the_world_that_is_not_there(tmp_path: Path) -> None:
+def test_a_plan_is_made_for_the_world_that_is_not_there(tmp_path: Path, fake: Fake) -> None:
     write(tmp_path)
-    words = ["--fake", "16", "--model", "train.py:build", "--global-batch", "32", "--seq-len", "16"]
-    done = launch(*words, "--profile", "dgx-h100", "--json", "train.py", folder=tmp_path)
+    words = ["16", "--model", "train.py:build", "--global-batch", "32", "--seq-len", "16"]
+    done = fake(*words, "--profile", "dgx-h100", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     assert (report.no_estimate, report.fits) == (None, True)
     assert {(rank.plan.world_size, rank.plan.global_batch_size) for rank in report.ranks if rank.plan} == {(16, 32)}
 
 
-def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path) -> None:
+def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path, fake: Fake) -> None:
     (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
-    done = launch("--fake", "4", "--json", "train.py", folder=tmp_path)
+    done = fake("4", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     (rank,) = report.ranks
@@ -273,9 +290,9 @@ def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path) -> None:
     assert rank.host.parameter_bytes == 4 * num_parameters  # where the script builds it
 
 
-def test_a_script_that_shards_by_torch_itself_is_followed(tmp_path: Path) -> None:
+def test_a_script_that_shards_by_torch_itself_is_followed(tmp_path: Path, fake: Fake) -> None:
     (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
-    done = launch("--fake", "8", "--fake-rank", "5", "--json", "train.py", "--sharded", folder=tmp_path)
+    done = fake("8", "--fake-rank", "5", "--json", "train.py", "--sharded")
     assert done.returncode == 0, done.stderr
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     (rank,) = report.ranks
@@ -293,11 +310,11 @@ def test_a_script_that_shards_by_torch_itself_is_followed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("argument", ["--plain", "--meta"])
 def test_a_gpu_is_named_by_its_number_and_a_model_is_sharded_before_it_has_values(
-    argument: str, tmp_path: Path
+    argument: str, tmp_path: Path, fake: Fake
 ) -> None:
     """What torch's own examples of DDP and FSDP2 do: `model.to(local_rank)`, and `to_empty` after `fully_shard`."""
     (tmp_path / "train.py").write_text(IDIOMS, encoding="utf-8")
-    done = launch("--fake", "2", "--json", "train.py", argument, folder=tmp_path)
+    done = fake("2", "--json", "train.py", argument)
     assert done.returncode == 0, done.stderr
     (rank,) = FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks
     num_parameters = 2 * 64 * 128 + 128 + 64
@@ -320,10 +337,10 @@ def test_a_gpu_is_named_by_its_number_and_a_model_is_sharded_before_it_has_value
     ],
 )
 def test_a_plain_script_that_would_fail_or_not_train_is_told(
-    argument: str, status: int, words: str, tmp_path: Path
+    argument: str, status: int, words: str, tmp_path: Path, fake: Fake
 ) -> None:
     (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
-    done = launch("--fake", "4", "train.py", argument, folder=tmp_path)
+    done = fake("4", "train.py", argument)
     assert done.returncode == status
     assert words in done.stderr
     assert len(done.stderr.splitlines()) <= 8  # lines of the script alone

@@ -23,8 +23,10 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("logs", [[], ["--log-dir", "logs"]], ids=["no logs", "logs"])
+@pytest.mark.parametrize(
+    ("name", "logs"),
+    [("plain", []), ("exits", ["--log-dir", "logs"]), ("runtime", ["--log-dir", "logs"]), ("another plan", [])],
+)
 def test_a_script_that_does_not_read_its_plan_is_told_of(
     name: str, logs: list[str], tmp_path: Path, script: WriteScript, launch: Launch
 ) -> None:

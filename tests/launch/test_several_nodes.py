@@ -233,7 +233,7 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
 ) -> None:
     train = script(ELASTIC)
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts.addresses[0]}:{free_port()}"]
-    patience = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=5", "--max-restarts", 3]
+    patience = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=2", "--max-restarts", 3]
     model = ["--model", f"{train}:Net", "--global-batch", 8, "--seq-len", 8, "--precision", "fp32"]
     words = ["--nnodes", "1:2", *meeting, *patience, "--plan", "auto", *model, train, tmp_path]
     environment = launcher_environment(scratch)

@@ -11,6 +11,7 @@ from training_cases import HIDDEN, TOKENS, Decoder, Layer, sequential
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.anatomy import Anatomy, examine
 from paraplan.runtime.blocks import find_blocks
+from paraplan.runtime.dataflow import Dataflow, Mark
 from paraplan.runtime.pipeline.stage_split import StageEndError, cut_stage
 
 TOKEN_IDS = torch.zeros(2, TOKENS, dtype=torch.long)
@@ -128,9 +129,15 @@ def test_a_second_output_that_nothing_uses_does_not_matter() -> None:
 
 
 def test_tensors_that_are_gone_are_not_taken_for_those_in_their_place() -> None:
-    # Python gives the ids of freed tensors to later ones: one look at 40 blocks in ten found that, by chance.
-    model = Pairs(adds_second=False, num_blocks=40)
-    assert [len(anatomy_of(model).blocks) for _ in range(20)] == [40] * 20
+    """A new storage lies where one was that is gone: at once, where nothing keeps the number of the old one."""
+    flow = Dataflow(nn.Linear(2, 2, device="meta"), num_blocks=1)
+    with flow:
+        for number in range(100):
+            gone = flow.hand_over(torch.empty(64, device="meta"), Mark("output", 0, number))
+            assert flow.sources(gone) == {Mark("output", 0, number)}
+            del gone
+            assert flow.sources(torch.empty(64, device="meta")) == frozenset()
+    assert len(anatomy_of(Pairs(adds_second=False, num_blocks=40)).blocks) == 40
 
 
 class ValueReader(Decoder):

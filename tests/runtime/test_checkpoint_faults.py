@@ -65,7 +65,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(ranks: RankHarness, tmp_
 
 
 def save_beside_training(plan: ParallelPlan, folder: str) -> tuple[list[float], list[float]]:
-    job, engine = prepared("attention", plan, seed=0)
+    job, engine = prepared("two blocks", plan, seed=0)
     losses_of(job, engine, 2)
     engine.save(f"{folder}/waiting")
     engine.save(f"{folder}/passing", wait=False)
@@ -82,7 +82,7 @@ def test_a_checkpoint_written_beside_the_training_is_of_the_moment_when_it_was_a
 ) -> None:
     for losses, again in ranks.run(save_beside_training, TWO_RANKS[kind], str(tmp_path), size=2, timeout_s=120.0):
         assert again == pytest.approx(losses, rel=1e-6)
-    num_steps, alone = load_and_train("attention", None, str(tmp_path / "passing"))
+    num_steps, alone = load_and_train("two blocks", None, str(tmp_path / "passing"))
     assert num_steps == 2
     assert alone == pytest.approx(losses, rel=1e-5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["passing", "second", "waiting"]
@@ -151,7 +151,7 @@ def test_random_numbers_go_on_where_the_checkpoint_was_written(ranks: RankHarnes
 
 
 def save_and_export(plan: ParallelPlan, folder: str) -> dict[str, torch.Tensor]:
-    job, engine = prepared("attention", plan, seed=0)
+    job, engine = prepared("two blocks", plan, seed=0)
     losses_of(job, engine, 1)
     engine.export(f"{folder}/model.safetensors")
     return {name: engine.whole(name).clone() for name in engine.parameters}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from case_selection import with_all
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -17,7 +18,7 @@ from fuzz_ranks import Fuzzer, Verdict
 
 pytestmark = pytest.mark.ranks
 
-SEED, PAIRS_OF_A_KIND = 20, 10
+SEED, PAIRS_OF_A_KIND, PAIRS_WITH_ALL = 20, 6, 20
 KINDS: dict[str, Callable[[Case], bool]] = {
     "one process or DDP": lambda case: case.kind in ("one", "micro-batches", "dp"),
     "ZeRO": lambda case: "zero" in case.kind and "+" not in case.kind,
@@ -37,15 +38,17 @@ def pairs_of(kind: str, *, new_forms: bool) -> list[Case]:
             same = (make_case(SEED, number, new_forms=new_forms) for number in numbers)
             yield from itertools.islice(filter(KINDS[kind], same), 1)
 
-    return [*itertools.islice(pairs(), PAIRS_OF_A_KIND)]
+    few = [*itertools.islice(pairs(), PAIRS_OF_A_KIND)]
+    return few if not with_all([kind]) else [*itertools.islice(pairs(), PAIRS_WITH_ALL)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_models_train_as_in_plain_torch_or_are_refused_under(kind: str) -> None:
     with Fuzzer(jobs=2) as fuzzer:
-        verdicts = [*fuzzer.verdicts(pairs_of(kind, new_forms=fuzzer.new_forms()))]
+        cases = pairs_of(kind, new_forms=fuzzer.new_forms())
+        verdicts = [*fuzzer.verdicts(cases)]
     failures = [described(verdict) for verdict in verdicts if verdict.is_failure]
-    assert len(verdicts) == PAIRS_OF_A_KIND
+    assert len(verdicts) == len(cases) >= PAIRS_OF_A_KIND
     assert not failures, "\n".join(failures)
 
 

@@ -46,7 +46,7 @@ def prepared(job: runtime.Job, seed: int, **options: Any) -> Engine:
     torch.manual_seed(seed)
     defaults: dict[str, Any] = {"optimizer": muon_and_adamw, "scheduler": two_schedules, "max_grad_norm": MAX_NORM}
     return job.prepare(
-        MODELS["attention"](),
+        MODELS["two blocks"](),
         loss_fn=loss_fn,
         example_inputs=torch.zeros(2, TOKENS, dtype=torch.long),
         **(defaults | options),
@@ -77,7 +77,7 @@ def load_and_train(plan: ParallelPlan | None, folder: str) -> Found:
 
 def train_plainly() -> list[Found]:
     torch.manual_seed(0)
-    model = MODELS["attention"]()
+    model = MODELS["two blocks"]()
     optimizers = muon_and_adamw(list(model.parameters()))
     schedules = two_schedules(optimizers)
     batches = shard_dataset(TokenPairs(), batch_size=GLOBAL_BATCH, dp=1, dp_rank=0, device=torch.device("cpu"), seed=3)

@@ -20,7 +20,7 @@ from paraplan.runtime.pipeline.execution import PipelineExecution
 from paraplan.runtime.timeouts import CollectiveTimeoutError, Position, default_timeout, timeout_error, waited_s
 
 PATIENCE_S = 240.0
-WAIT_S = 60  # for a message that does not come; long enough to make the group that waits so
+WAIT_S = 20  # for a message that does not come; long enough to make the group that waits so
 WAITING = Position("all_reduce over dp", (0, 1, 2, 3), "main in train.py line 9")
 READING = Position(None, (), "read in data.py line 40")
 

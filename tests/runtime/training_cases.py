@@ -14,7 +14,8 @@ from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 
-VOCABULARY, HIDDEN, TOKENS, GLOBAL_BATCH, NUM_STEPS = 24, 16, 8, 12, 3
+VOCABULARY, HIDDEN, TOKENS, GLOBAL_BATCH = 24, 16, 8, 12
+NUM_STEPS, NUM_BATCHES = 2, 6  # a second step shows what the first one left in the optimizer
 
 
 class Layer(nn.Module):
@@ -213,16 +214,16 @@ MODELS = {
     "grouped": lambda: Transformer(GroupedLayer),
     "experts": lambda: Transformer(ExpertsLayer),
     "odd vocabulary": lambda: Transformer(num_layers=2, vocabulary=VOCABULARY + 1),
-    "mixture": lambda: Transformer(MixtureLayer, vocabulary=VOCABULARY + 1),
+    "mixture": lambda: Transformer(MixtureLayer, num_layers=2, vocabulary=VOCABULARY + 1),
 }
 
 
 class TokenPairs:
-    """Twice as many samples as three steps need, so that the order of the data matters."""
+    """More samples than the steps need, so that the order of the data matters."""
 
     def __init__(self, *, as_dict: bool = False) -> None:
         generator = torch.Generator().manual_seed(7)
-        self._tokens = torch.randint(VOCABULARY, (2 * NUM_STEPS * GLOBAL_BATCH, TOKENS + 1), generator=generator)
+        self._tokens = torch.randint(VOCABULARY, (NUM_BATCHES * GLOBAL_BATCH, TOKENS + 1), generator=generator)
         self._as_dict = as_dict
 
     def __len__(self) -> int:

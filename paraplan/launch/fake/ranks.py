@@ -48,13 +48,29 @@ _CONTRADICTING = {
 }
 
 
+StartRanks = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
+
+
 class FakeRankError(ParaplanError):
     """A rank whose script failed; its own words are in the message."""
 
     exit_status = 1
 
 
-def show_fake_launch(args: Namespace) -> int:
+def start_python(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run `paraplan.runtime.fake.ranks` with `words` in a Python of its own, to its end."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "paraplan.runtime.fake.ranks", *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+
+
+def show_fake_launch(args: Namespace, *, start: StartRanks = start_python) -> int:
     """Run the ranks that `args` name without GPUs and print what they found; return the exit status.
 
     That is 1 where a rank needs more than the memory of the profile's GPU. Raises `ArgumentError`, `PlanError` and
@@ -72,7 +88,7 @@ def show_fake_launch(args: Namespace) -> int:
         plan_path = None if path is None else str(path.resolve())
         estimates = _Later(lambda: _estimates(file, plan_path, args.profile))
         estimates.start(pool)
-        reports = _run(args, ranks, plan_path, Path(folder), cluster)
+        reports = _run(args, ranks, plan_path, Path(folder), cluster, start)
         stages, reason = estimates.result()
         if file is not None and any(one.plan != plan for one in reports):
             stages, reason = (), "the script does without paraplan.runtime, so the plan is not what it runs"
@@ -182,33 +198,26 @@ def _counted(ranks: Sequence[int]) -> str:
 
 
 def _run(
-    args: Namespace, ranks: Sequence[int], plan_path: str | None, folder: Path, cluster: Cluster | None
+    args: Namespace,
+    ranks: Sequence[int],
+    plan_path: str | None,
+    folder: Path,
+    cluster: Cluster | None,
+    start: StartRanks,
 ) -> list[FakeRankReport]:
     """Run the script as each of `ranks`, as many at once as there are cores; return their reports, left in `folder`."""
     numbers = ",".join(map(str, ranks))
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "paraplan.runtime.fake.ranks",
+    words = [
         str(folder),
         str(max(1, usable_cores())),
         numbers,
         str(min(args.fake, _GPUS_OF_NODE if cluster is None else cluster.gpus_per_node)),
         str(_GPU_BYTES if cluster is None else cluster.gpu_memory_bytes),
     ]
-    command += [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+    words += [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
     environment = _environment(os.environ, size=args.fake, plan_path=plan_path)
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # torch makes it on import
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    done = start(words, environment)
     return [_report(rank, folder, done) for rank in ranks]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from paraplan.runtime.step.batches import MicroBatch
 from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
+_Value = TypeVar("_Value")
 _Ends = tuple[HiddenShape | None, HiddenShape | None]  # what a stage receives and sends; None at the model's ends
 
 
@@ -75,6 +76,7 @@ class PipelineExecution:
         self._apart = apart
         self._context = context
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
+        self._hidden: OrderedDict[Any, list[HiddenShape]] = OrderedDict()
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run forward and backward passes, and leave the gradients of the weighted loss in place."""
@@ -118,17 +120,12 @@ class PipelineExecution:
             for leaf in pytree.tree_leaves(inputs)
         )
         key = (trains, len(micro_batches), shapes)
-        if key not in self._runs:
-            self._runs[key] = self._build(inputs, num_microbatches=len(micro_batches), trains=trains)
-            if len(self._runs) > _KEPT_SHAPES:
-                self._runs.popitem(last=False)
-        self._runs.move_to_end(key)
-        return self._runs[key]
+        hidden = _kept(self._hidden, shapes, lambda: self._hidden_shapes(inputs))  # takes a run of the whole model
+        return _kept(self._runs, key, lambda: self._build(hidden, num_microbatches=len(micro_batches), trains=trains))
 
-    def _build(self, inputs: Any, *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[_Ends]]:
+    def _build(self, hidden: list[HiddenShape], *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[_Ends]]:
         name = self._setting.plan.pipeline_schedule
         assert name is not None
-        hidden = self._hidden_shapes(inputs)
         stages: list[PipelineStage] = []
         ends: list[_Ends] = []
         for local in self._stages:
@@ -163,6 +160,16 @@ class PipelineExecution:
             with evaluation_mode(self._anatomy.shadow):
                 shapes = self._anatomy.hidden_shapes(inputs)
         return [replace(one, dtype=half or one.dtype) for one in shapes]
+
+
+def _kept(values: OrderedDict[Any, _Value], key: Any, make: Callable[[], _Value]) -> _Value:
+    """Return the value of `key`, made where it is missing; only those that were used last are kept."""
+    if key not in values:
+        values[key] = make()
+        if len(values) > _KEPT_SHAPES:
+            values.popitem(last=False)
+    values.move_to_end(key)
+    return values[key]
 
 
 def _lay_out_gradients(module: nn.Module) -> None:

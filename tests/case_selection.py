@@ -34,5 +34,10 @@ def thinned(cases: Sequence[_Case], choices: Callable[[_Case], Sequence[Hashable
     return [cases[index] for index in sorted(chosen)]
 
 
+def with_all(cases: Sequence[_Case]) -> list[_Case]:
+    """Return `cases` with `--all`, else none: those of which a case that always runs would show the same fault."""
+    return list(cases) if _runs_all else []
+
+
 def _pairs(choices: Sequence[Hashable]) -> Iterator[tuple[tuple[int, Hashable], tuple[int, Hashable]]]:
     return itertools.combinations(enumerate(choices), 2)

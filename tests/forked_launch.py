@@ -1,0 +1,80 @@
+"""Launches in a process that is forked with torch imported: for tests of what a launch says, not of how it starts.
+
+Each Python that a launch starts imports torch for seconds. Tests of processes, streams and signals start real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rank_harness import RankHarness
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def launch_forked(ranks: RankHarness, folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Ended:
+    """Return how `paraplan launch` of `words` ends, run in `folder`; ranks of `--fake` are forked too."""
+    status = ranks.run_alone(_launch, str(folder), words, dict(environment or {}))
+    stdout, stderr = (folder / "said" / name for name in ("stdout", "stderr"))
+    return Ended(status, stdout.read_text(), stderr.read_text())
+
+
+def _launch(folder: str, words: Sequence[str], environment: Mapping[str, str]) -> int:
+    from paraplan.launch.command import launch_here
+
+    os.environ.update(environment)
+    os.chdir(folder)
+    said = Path("said")
+    said.mkdir(exist_ok=True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    try:
+        return _launch_fake(words) if "--fake" in words else launch_here(words)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _launch_fake(words: Sequence[str]) -> int:
+    from paraplan.errors import ParaplanError
+    from paraplan.launch.fake.ranks import show_fake_launch
+    from paraplan.launch.faults.report import render_error, write_report
+    from paraplan.launch.parser import parse_arguments
+
+    try:
+        return show_fake_launch(parse_arguments([*words], os.environ), start=_start_forked)
+    except ParaplanError as error:
+        write_report(render_error(error))
+        return error.exit_status
+
+
+def _start_forked(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Be for a fake launch what starts its ranks: a fork in place of a new Python."""
+    from paraplan.runtime.fake import ranks
+
+    process = os.fork()
+    if not process:
+        status = 1
+        try:
+            os.environ.clear()
+            os.environ.update(environment)
+            status = ranks.main([*words])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(process, 0)
+    return subprocess.CompletedProcess([*words], os.waitstatus_to_exitcode(status), "", "")
