@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from sys import path
-
-path.append(str(Path(__file__).parent.parent / "runtime"))
-
 import pytest
 import torch
 from gpu_cases import BATCH, Trained, train
