@@ -251,7 +251,8 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        made = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = made if isinstance(made, torch.Stream) else None  # a run without GPUs has stand-ins
 
     def __call__(self, pair: Any) -> tuple[Any, Any]:
         """Return a batch (inputs, targets) on the device; raise `UsageError` for anything else."""
