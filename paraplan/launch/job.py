@@ -22,6 +22,7 @@ from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import CheckFailedError, ParaplanError, PlanError
 from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.elastic.processes import JobRecord
 from paraplan.launch.faults.failures import RankFailure, first_failure, first_node_failure, read_failure
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
 from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
@@ -37,7 +38,6 @@ from paraplan.launch.nodes.meeting import meeting_error, meeting_warnings
 from paraplan.launch.nodes.native_calls import silence_torch_log
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.preflight import Findings, Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
-from paraplan.launch.ranks.processes import JobRecord
 from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostError
 from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes, planned_layout
 from paraplan.launch.run import count_gpus, run_job

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import Std
 
-from paraplan.launch.nodes.elastic import make_config, rendezvous_arguments, streams_by_rank
+from paraplan.launch.elastic.launch import make_config, rendezvous_arguments, streams_by_rank
 from paraplan.launch.nodes.interfaces import (
     address_towards,
     addresses_of,

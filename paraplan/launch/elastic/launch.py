@@ -1,4 +1,4 @@
-"""torch's elastic agent with our ranks in it: rendezvous, restarts and membership are torch's, processes are ours."""
+"""A job under torch's elastic agent: rendezvous, restarts and membership are torch's, processes are ours."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.distributed.elastic.multiprocessing import start_processes as start_t
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
 
-from paraplan.launch.nodes.agent import NodeAgent, Round
+from paraplan.launch.elastic.agent import NodeAgent, Round
+from paraplan.launch.elastic.processes import AttemptSettings, JobRecord, RankProcesses
 from paraplan.launch.nodes.interfaces import address_towards, addresses_of
 from paraplan.launch.nodes.meeting import MeetingBackend, open_static_store, open_store
 from paraplan.launch.ranks import bootstrap
-from paraplan.launch.ranks.processes import AttemptSettings, JobRecord, RankProcesses
 from paraplan.launch.ranks.spawning import SpawnerHandle
 from paraplan.launch.request import min_max_nodes
 from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
