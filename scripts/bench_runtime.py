@@ -55,9 +55,8 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.fake.collective_count import CollectiveCount
 from paraplan.runtime.fake.storage_tracking import StorageTracker
 from paraplan.runtime.mesh import build_mesh
-from paraplan.runtime.noise import silence_known_noise
 from paraplan.runtime.step.reports import Yardstick, peak_flops_per_s
-from paraplan.runtime.world import read_world
+from paraplan.runtime.world import read_world, silence_known_noise
 
 SIDES: dict[str, Callable[[Case], Step]] = {
     "engine": engine_step,

@@ -13,20 +13,23 @@ from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.anatomy import Anatomy
-from paraplan.runtime.blocks import BlockStack, find_blocks
-from paraplan.runtime.data_parallel import gradient_sync, never_sharded, reductions_of
-from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
-from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.recompute_policy import RecomputedBlocks, recomputed_blocks
-from paraplan.runtime.setting import Setting
-from paraplan.runtime.sharded_table import shard_tables
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.sharded_table import shard_tables
+from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
+from paraplan.runtime.rank_model import RankPart, Setting, recompute_and_shard
+from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
+from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.split.context_parallel import check_context, context_group, keep_experts_apart
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
+from paraplan.runtime.split.tensor_parallel import (
+    TensorSplit,
+    apply_tensor_split,
+    find_tensor_split,
+    tensor_group,
+)
 from paraplan.runtime.step.execution import WholeModelExecution
-from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
-from paraplan.runtime.wrapping import recompute_and_shard
+from paraplan.runtime.structure.blocks import BlockStack, find_blocks
+from paraplan.runtime.structure.model_structure import Anatomy
+from paraplan.runtime.structure.weights import check_materialised, count_parameters, lasting_buffers
 
 _LOGGER = logging.getLogger(__name__)
 

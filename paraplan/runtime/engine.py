@@ -14,24 +14,23 @@ from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.averages import ParameterAverage, free_gathered
+from paraplan.runtime.agreement import Call, Peers
+from paraplan.runtime.checkpoints.chunks import Place
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
-from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
-from paraplan.runtime.data_parallel import reads_shards
-from paraplan.runtime.equipment import Equipment
-from paraplan.runtime.export import export_weights
+from paraplan.runtime.checkpoints.weight_files import export_weights
+from paraplan.runtime.data.batches import StepShape
+from paraplan.runtime.data_parallel.wrapping import reads_shards
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.peers import Call, Peers
-from paraplan.runtime.predictions import Predictor, evaluation_mode
-from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.split.pieces import Place
-from paraplan.runtime.step.clipping import scale_gradients
-from paraplan.runtime.step.division import StepShape
-from paraplan.runtime.step.gradients import GradientFinish
-from paraplan.runtime.step.loss_scale import LossScale
-from paraplan.runtime.step.loss_watch import LossWatch
-from paraplan.runtime.step.memory_fault import is_out_of_memory, memory_error
-from paraplan.runtime.step.micro_batching import MicroBatching
+from paraplan.runtime.micro_batching import MicroBatching
+from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
+from paraplan.runtime.options import Equipment
+from paraplan.runtime.precision import LossScale
+from paraplan.runtime.predictions import Predictor
+from paraplan.runtime.rank_model import RankPart
+from paraplan.runtime.shards.group import whole_tensor
+from paraplan.runtime.step.execution import evaluation_mode
+from paraplan.runtime.step.faults import LossWatch, is_out_of_memory, memory_error
+from paraplan.runtime.step.gradients import GradientFinish, scale_gradients
 from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
 

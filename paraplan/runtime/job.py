@@ -19,43 +19,44 @@ from paraplan.errors import PlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.agreement import Agreement
+from paraplan.runtime.agreement import Agreement, Peers
 from paraplan.runtime.assembly import assemble_part, check_model
 from paraplan.runtime.batch_norm import synchronize_batch_norms
-from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
-from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
-from paraplan.runtime.data import ShardedBatches, SizedDataset, is_stream, shard_dataset
+from paraplan.runtime.checks.forward_state import BatchStatistics
+from paraplan.runtime.checks.references import Reference, Verify, reference_of
+from paraplan.runtime.data.batches import StepShape, TargetCount
+from paraplan.runtime.data.packing import Packing, check_keeps_apart
+from paraplan.runtime.data.sharding import (
+    ShardedBatches,
+    SizedDataset,
+    is_stream,
+    shard_dataset,
+)
+from paraplan.runtime.data.streams import SameStream, StreamBatches
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.offload import keep_on_host
-from paraplan.runtime.optimizers import WholeTensorSteps, check_optimizer, check_scheduler
-from paraplan.runtime.options import TrainingOptions
-from paraplan.runtime.packing import Packing, check_keeps_apart
-from paraplan.runtime.peers import Peers
-from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.recompute_policy import RecomputePolicy, check_operators
-from paraplan.runtime.setting import Setting
-from paraplan.runtime.several_optimizers import (
+from paraplan.runtime.micro_batching import Checking
+from paraplan.runtime.optimizers.offload import keep_on_host
+from paraplan.runtime.optimizers.several import (
     OptimizerFactory,
     SchedulerFactory,
     as_one_optimizer,
     as_one_scheduler,
     optimizers_in,
 )
-from paraplan.runtime.step.batches import TargetCount
-from paraplan.runtime.step.division import StepShape
-from paraplan.runtime.step.forward_state import BatchStatistics
+from paraplan.runtime.optimizers.whole_tensors import WholeTensorSteps, check_optimizer, check_scheduler
+from paraplan.runtime.options import Equipment, TrainingOptions
+from paraplan.runtime.precision import LossScale
+from paraplan.runtime.rank_model import RankPart, Setting
+from paraplan.runtime.recompute.policy import RecomputePolicy, check_operators
+from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.global_batch import check_gathers
 from paraplan.runtime.step.loss import LossFunction
-from paraplan.runtime.step.loss_scale import LossScale
-from paraplan.runtime.step.micro_batching import Checking
-from paraplan.runtime.step.references import Reference, Verify, reference_of
 from paraplan.runtime.step.reports import RunWatch, Yardstick, peak_flops_per_s
-from paraplan.runtime.streams import SameStream, StreamBatches
+from paraplan.runtime.structure.blocks import compile_blocks
+from paraplan.runtime.structure.weights import count_parameters, share_weights
 from paraplan.runtime.timeouts import TimeoutWatch
-from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import World
 
 

@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from training_cases import HIDDEN, TOKENS, Decoder, Layer, sequential
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.anatomy import Anatomy, examine
-from paraplan.runtime.blocks import find_blocks
-from paraplan.runtime.dataflow import Dataflow, Mark
-from paraplan.runtime.pipeline.stage_split import StageEndError, cut_stage
+from paraplan.runtime.pipeline.stages import StageEndError, cut_stage
+from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.dataflow import Dataflow, Mark
+from paraplan.runtime.structure.model_structure import Anatomy, examine
 
 TOKEN_IDS = torch.zeros(2, TOKENS, dtype=torch.long)
 

@@ -16,9 +16,9 @@ from training_cases import TOKENS, AttentionLayer, Transformer
 from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.anatomy import block_calls, example_of, meta_copy
-from paraplan.runtime.blocks import find_blocks
 from paraplan.runtime.split.tensor_parallel import _kind, _numbering, find_tensor_split
+from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.model_structure import block_calls, example_of, meta_copy
 
 TWO_PARTS = ParallelPlan(tp=2, micro_batch_size=12)
 

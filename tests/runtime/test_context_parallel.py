@@ -15,9 +15,9 @@ from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, Transformer,
 from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split.context_parallel import context_group
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split.tensor_parallel import tensor_group
 
 pytestmark = pytest.mark.ranks

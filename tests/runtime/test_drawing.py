@@ -13,11 +13,11 @@ from training_cases import HIDDEN, TOKENS, Transformer
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.blocks import find_blocks
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split import tensor_parallel
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split.tensor_parallel import tensor_group
+from paraplan.runtime.structure.blocks import find_blocks
 
 pytestmark = pytest.mark.ranks
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from paraplan.runtime.pipeline.recompute_in_halves import keep_inputs_alone
-from paraplan.runtime.recompute import recompute_blocks
+from paraplan.runtime.recompute.blocks import recompute_blocks
+from paraplan.runtime.recompute.split_backward import keep_inputs_alone
 
 
 class Block(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import SplitError, SplitTensor
 from paraplan.runtime.split.size_rules import reshaped_cut
-from paraplan.runtime.split.split_tensor import SplitError, SplitTensor
 
 TP = 2
 

@@ -15,8 +15,7 @@ from training_cases import loss_fn as cross_entropy
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.step.reports import RunWatch, StepReport, Yardstick
-from paraplan.runtime.step.step_clock import HostClock
+from paraplan.runtime.step.reports import HostClock, RunWatch, StepReport, Yardstick
 
 PIPELINE = ParallelPlan(dp=2, pp=2, pipeline_schedule="1f1b", micro_batch_size=3, num_microbatches=2)
 

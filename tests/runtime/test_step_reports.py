@@ -10,7 +10,13 @@ import torch
 
 from paraplan.errors import UsageError
 from paraplan.plan.files import PlannedEstimate
-from paraplan.runtime.step.reports import RunWatch, StepReport, Yardstick, bar_text, count_tokens
+from paraplan.runtime.step.reports import (
+    RunWatch,
+    StepReport,
+    Yardstick,
+    bar_text,
+    count_tokens,
+)
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,12 @@ from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, TokenPairs, 
 from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.checks.references import Verify
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.split.layers import LayerRole, split_linear
-from paraplan.runtime.split.split_tensor import SplitTensor
 from paraplan.runtime.split.tensor_parallel import tensor_group
-from paraplan.runtime.step.references import Verify
 
 TWO_PARTS = ParallelPlan(tp=2, micro_batch_size=12)
 TOKENS_SPLIT = TWO_PARTS.replace(sequence_parallel=True)

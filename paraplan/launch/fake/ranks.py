@@ -1,7 +1,7 @@
 """`paraplan launch --fake N train.py`: the real script as ranks of a world that is not there, one of each role.
 
 Each rank runs in a process of its own without GPUs, other ranks or values, forked from one that has imported torch
-(`paraplan.runtime.fake.ranks`), and is compared with the estimate of the plan's model.
+(`paraplan.runtime.fake.script`), and is compared with the estimate of the plan's model.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class FakeRankError(ParaplanError):
 
 
 def start_python(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run `paraplan.runtime.fake.ranks` with `words` in a Python of its own, to its end."""
+    """Run `paraplan.runtime.fake.script` with `words` in a Python of its own, to its end."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "paraplan.runtime.fake.ranks", *words],
+        [sys.executable, "-P", "-m", "paraplan.runtime.fake.script", *words],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -17,29 +17,23 @@ from torch import nn
 
 from paraplan.errors import UsageError
 from paraplan.runtime.assembly import assemble_part, check_model
+from paraplan.runtime.data.batches import StepDivider, StepShape, batch_size
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.fake.gpu import FakeGpu
 from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
 from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise
 from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
 from paraplan.runtime.fake.split import split_without_values
 from paraplan.runtime.job import Job
-from paraplan.runtime.offload import keep_on_host
-from paraplan.runtime.optimizers import check_scheduler
-from paraplan.runtime.options import TrainingOptions
-from paraplan.runtime.setting import Setting
-from paraplan.runtime.several_optimizers import (
-    as_one_optimizer,
-    as_one_scheduler,
-    optimizers_in,
-)
-from paraplan.runtime.step.batches import batch_size
-from paraplan.runtime.step.division import StepDivider, StepShape
-from paraplan.runtime.step.loss_scale import LossScale
-from paraplan.runtime.step.micro_batching import Checking
+from paraplan.runtime.micro_batching import Checking
+from paraplan.runtime.optimizers.offload import keep_on_host
+from paraplan.runtime.optimizers.several import as_one_optimizer, as_one_scheduler, optimizers_in
+from paraplan.runtime.optimizers.whole_tensors import check_scheduler
+from paraplan.runtime.options import Equipment, TrainingOptions
+from paraplan.runtime.precision import LossScale
+from paraplan.runtime.rank_model import Setting
+from paraplan.runtime.structure.weights import count_parameters
 from paraplan.runtime.torch_private import pytree
-from paraplan.runtime.weights import count_parameters
 
 
 @dataclass(frozen=True)

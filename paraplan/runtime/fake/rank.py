@@ -24,7 +24,7 @@ from paraplan.runtime.fake.share import StepShare, forward_passes_of_left
 from paraplan.runtime.fake.storage_tracking import Peak, StorageTracker, StorageUse
 from paraplan.runtime.fake.world import Valueless
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.offload import HostSteps
+from paraplan.runtime.optimizers.offload import HostSteps
 
 
 class FakeRunEnd(SystemExit):

@@ -22,27 +22,35 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.training import OptimizerName, TrainingSpec
 from paraplan.records import Record
-from paraplan.runtime import recompute
 from paraplan.runtime.assembly import assemble_part
-from paraplan.runtime.blocks import find_blocks
+from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
 from paraplan.runtime.fake.split import split_without_values
-from paraplan.runtime.fake.storage_tracking import Peak, Phase, StorageTracker, StorageUse
-from paraplan.runtime.fake.torch_private import has_function_modes, local_tensor, own_buffers, own_parameters
+from paraplan.runtime.fake.storage_tracking import (
+    Peak,
+    Phase,
+    StorageTracker,
+    StorageUse,
+)
+from paraplan.runtime.fake.torch_private import (
+    has_function_modes,
+    local_tensor,
+    own_buffers,
+    own_parameters,
+)
 from paraplan.runtime.fake.world import fake_world, without_values
 from paraplan.runtime.mesh import build_mesh
-from paraplan.runtime.noise import silence_known_noise
-from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.setting import Setting
+from paraplan.runtime.micro_batching import Checking
+from paraplan.runtime.options import Equipment
+from paraplan.runtime.rank_model import RankPart, Setting
+from paraplan.runtime.recompute import blocks as recompute
+from paraplan.runtime.small_model import token_loss
 from paraplan.runtime.split.tensor_parallel import TensorSplit
-from paraplan.runtime.step.division import StepShape
 from paraplan.runtime.step.loss import LossFunction
-from paraplan.runtime.step.micro_batching import Checking
-from paraplan.runtime.token_loss import token_loss
+from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.torch_private import storage_key
-from paraplan.runtime.world import World
+from paraplan.runtime.world import World, silence_known_noise
 
 NUM_STEPS = 2
 LEARNING_RATE = 1e-3

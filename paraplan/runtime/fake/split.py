@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.runtime.anatomy import BlockCall
-from paraplan.runtime.blocks import find_blocks
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split import tensor_parallel
 from paraplan.runtime.split.check import shares_with_blocks
 from paraplan.runtime.split.layers import SequenceEnds
 from paraplan.runtime.split.search import BlockSplit
 from paraplan.runtime.split.tensor_parallel import TensorSplit
+from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.model_structure import BlockCall
 from paraplan.runtime.torch_private import pytree
 
 

@@ -14,26 +14,27 @@ from torch import nn
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stage_blocks, stage_bounds
-from paraplan.runtime.anatomy import Anatomy, examine, example_of, first_that_runs
-from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.data_parallel import never_sharded, reductions_of
-from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution
-from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
+from paraplan.runtime.data.batches import call_model
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
+from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
 from paraplan.runtime.pipeline.schedules import MULTI
-from paraplan.runtime.pipeline.stage_module import StageModule
-from paraplan.runtime.pipeline.stage_split import CutStage, check_stages, cut_stage
-from paraplan.runtime.pipeline.ties import TiedGradients, find_ties
-from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.recompute import AttentionSeen, no_attention
-from paraplan.runtime.recompute_policy import RecomputedBlocks
-from paraplan.runtime.setting import Setting
+from paraplan.runtime.pipeline.stages import CutStage, StageModule, check_stages, cut_stage
+from paraplan.runtime.rank_model import RankPart, Setting, recompute_and_shard
+from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
+from paraplan.runtime.recompute.policy import RecomputedBlocks
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.layout import Cut
 from paraplan.runtime.split.context_parallel import context_group, keep_experts_apart
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
-from paraplan.runtime.step.batches import call_model
-from paraplan.runtime.weights import lasting_buffers
-from paraplan.runtime.wrapping import recompute_and_shard
+from paraplan.runtime.structure.blocks import BlockStack
+from paraplan.runtime.structure.model_structure import (
+    Anatomy,
+    examine,
+    example_of,
+    first_that_runs,
+)
+from paraplan.runtime.structure.weights import lasting_buffers
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import enum
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from operator import attrgetter
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,12 +20,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.anatomy import BlockCall
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.drawing import DROPOUTS
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.outputs import numbered_outputs
-from paraplan.runtime.split.split_tensor import SplitError
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import SplitError
+from paraplan.runtime.split.randomness import DROPOUTS
+from paraplan.runtime.structure.model_structure import BlockCall
+from paraplan.runtime.structure.outputs import numbered_outputs
 from paraplan.runtime.torch_private import pytree
 
 _SEED = 0
@@ -287,3 +290,45 @@ def _written_buffers(block: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                 if now is not None and (now.shape != before.shape or not torch.equal(now, before)):
                     written[label] = now.detach().float().clone()
                 setattr(module, name, buffer.copy_(before))
+
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum, type)
+_DEPTH = 4
+
+
+def described(value: Any, depth: int = _DEPTH) -> Any:
+    """Return what an attribute comes to, hashable: plain values, containers, functions with what they enclose.
+
+    Of other objects (a configuration that all blocks share, caches) the type alone counts.
+    """
+    if isinstance(value, _PLAIN):
+        return (type(value).__name__, value)
+    if depth:
+        if isinstance(value, FunctionType):
+            enclosed = tuple(_content(cell, depth) for cell in value.__closure__ or ())
+            return ("function", value.__code__, described(value.__defaults__, depth - 1), enclosed)
+        if isinstance(value, MethodType):
+            return ("method", value.__func__.__code__, type(value.__self__).__qualname__)
+        if isinstance(value, partial):
+            return ("partial", *(described(one, depth - 1) for one in (value.func, value.args, value.keywords)))
+        if isinstance(value, Mapping):
+            return ("mapping", *((str(key), described(one, depth - 1)) for key, one in value.items()))
+        if isinstance(value, (list, tuple)):
+            return ("sequence", *(described(one, depth - 1) for one in value))
+        if isinstance(value, (set, frozenset)):
+            return ("set", *sorted(repr(described(one, depth - 1)) for one in value))
+        if is_dataclass(value) and not isinstance(value, type):
+            own = ((one.name, described(getattr(value, one.name, None), depth - 1)) for one in fields(value))
+            return (type(value).__qualname__, *own)
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype)
+    if callable(value) and type(value).__name__ in ("builtin_function_or_method", "ufunc"):
+        return ("builtin", getattr(value, "__qualname__", ""))
+    return type(value).__qualname__
+
+
+def _content(cell: Any, depth: int) -> Any:
+    try:
+        return described(cell.cell_contents, depth - 1)
+    except ValueError:  # a cell that nothing has filled
+        return None

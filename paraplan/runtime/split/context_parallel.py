@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.anatomy import example_of, first_that_runs, meta_copy
+from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.split.experts import expert_weights, of_own_tokens
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.split.trial import functions_refused
-from paraplan.runtime.step.batches import call_model
+from paraplan.runtime.structure.model_structure import example_of, first_that_runs, meta_copy
 from paraplan.runtime.torch_private import pytree
 
 _TOKENS = 1  # their dimension, in [batch, tokens]

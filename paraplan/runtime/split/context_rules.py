@@ -1,8 +1,10 @@
-"""What attention and losses do under context parallelism, where each rank of `cp` has some tokens of a sequence."""
+"""Rules of functions that see the tokens of other ranks of `cp`: attention, convolutions, products, positions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +13,18 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.context_heads import divides_heads, key_copies
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup, sum_over_ranks
-from paraplan.runtime.split.rank_randomness import own_random_numbers
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor, as_operand, is_of_sequence
+from paraplan.runtime.shards.group import TensorGroup, gather_to_ranks, join_parts, sum_over_ranks
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import (
+    CONTEXT,
+    SplitError,
+    SplitTensor,
+    as_operand,
+    is_of_sequence,
+)
+from paraplan.runtime.split.randomness import own_random_numbers
+from paraplan.runtime.split.size_rules import SIZE_RULES
+from paraplan.runtime.torch_private import pytree
 
 _HEADS = 1  # their dimension, in [batch, heads, tokens, size]
 
@@ -160,3 +170,133 @@ def _exchanged(local: torch.Tensor, scatter: int, gather: int, group: TensorGrou
     if group.handle is not None:
         dist.all_to_all_single(received, parts, group=group.handle)
     return torch.cat(received.unbind(0), dim=gather)
+
+
+def split_index(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return `tensor[index]`: of all tokens where numbers are looked up by tensors, or some tokens are taken out."""
+    tensor, index = args
+    if not _is_of_numbers(tensor):
+        return SIZE_RULES["__getitem__"](name, args, kwargs)
+    entries = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(entry, torch.Tensor) for entry in entries):
+        try:
+            return SIZE_RULES["__getitem__"](name, args, kwargs)
+        except SplitError:
+            pass
+    return _whole(tensor)[_whole(index)]
+
+
+def split_difference(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the differences between neighbouring numbers, of all tokens; None for other tensors."""
+    if not _is_of_numbers(args[0] if args else kwargs["input"]):
+        return None
+    return torch.diff(*_whole(args), **_whole(kwargs))
+
+
+def _is_of_numbers(value: Any) -> bool:
+    if not isinstance(value, SplitTensor) or value.source != CONTEXT or isinstance(value.local, SplitTensor):
+        return False
+    return not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
+
+
+def _whole(tree: Any) -> Any:
+    def whole(leaf: Any) -> Any:
+        return join_parts(leaf.local, leaf.cut, leaf.group) if isinstance(leaf, SplitTensor) else leaf
+
+    return pytree.tree_map(whole, tree)
+
+
+def split_product(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the rows of a matrix product for this rank's tokens; None where the factors do not bring tokens together.
+
+    Attention that is written out multiplies queries by keys, and their weights by values, of all tokens: these are
+    gathered, and every rank has the rows of its own queries (as Llama 3 does it, Grattafiori et al. 2024, section
+    3.3.2). Heads need not divide.
+    """
+    left, right = args if len(args) == 2 else (None, None)
+    if not (isinstance(left, SplitTensor) and isinstance(right, SplitTensor)) or kwargs:
+        return None
+    if left.source != CONTEXT or right.source != CONTEXT or min(left.ndim, right.ndim) < 2:
+        return None
+    if left.cut.dim != left.ndim - 2 or right.cut.dim < right.ndim - 2:
+        return None
+    rows = torch.matmul(left.local, gather_tokens(right))
+    return SplitTensor(rows, left.cut.at(rows.ndim - 2), left.group, CONTEXT)
+
+
+def split_einsum(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an einsum of factors that are split along one letter, which the result has; None where they are not.
+
+    Of two factors with some tokens each, along different letters, the tokens of the second are gathered.
+    """
+    equation, *factors = args
+    factors = list(factors[0]) if len(factors) == 1 and isinstance(factors[0], (list, tuple)) else factors
+    if kwargs or not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return None
+    given, result = equation.replace(" ", "").split("->")
+    terms = given.split(",")
+    by_tokens = any(is_of_sequence(factor) for factor in factors)
+    is_split = [isinstance(factor, SplitTensor) and is_of_sequence(factor) == by_tokens for factor in factors]
+    first = factors[is_split.index(True)]
+    letter = terms[is_split.index(True)][first.cut.dim]
+    if letter not in result:
+        return None
+    parts = []
+    for term, factor, split in zip(terms, factors, is_split, strict=True):
+        place = term.find(letter)
+        if not split:
+            whole = as_operand(factor, first)
+            parts.append(whole if place < 0 else first.cut.at(place).part(whole, first.group.index))
+        elif factor.cut == first.cut.at(place):
+            parts.append(factor.local)
+        elif by_tokens and all(is_split) and len(factors) == 2:
+            parts.append(gather_tokens(factor))
+        else:
+            return None
+    cut = first.cut.at(result.index(letter))
+    return SplitTensor(torch.einsum(equation, *parts), cut, first.group, first.source)
+
+
+def gather_tokens(split: SplitTensor) -> torch.Tensor:
+    """Return the tokens of all ranks of `cp`, for each to go its own way with; heads stay split as they are."""
+    inner = split.local
+    if not isinstance(inner, SplitTensor):
+        return gather_to_ranks(inner, split.cut, split.group)
+    gathered: torch.Tensor = SplitTensor(
+        gather_to_ranks(inner.local, split.cut, split.group), inner.cut, inner.group, inner.source
+    )
+    return gathered
+
+
+_PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "conv1d": torch.conv1d,
+    "conv2d": torch.conv2d,
+    "conv3d": torch.conv3d,
+}
+
+
+def split_convolution(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the convolution of this rank's channels by their own filters; None where other dimensions are split.
+
+    The weights are whole on every rank: their gradients are summed.
+    """
+    given: dict[str, Any] = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
+    split, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
+    num_groups = given.pop("groups", 1)
+    if not isinstance(split, SplitTensor) or isinstance(weight, SplitTensor) or isinstance(bias, SplitTensor):
+        return None
+    if split.cut.dim != split.ndim - weight.ndim + 1:  # [batch, channels, ...] or [channels, ...]
+        return None
+    inputs, outputs = weight.shape[1], weight.shape[0] // num_groups  # channels of a group of filters
+    share = inputs * split.cut.size
+    if num_groups == 1 or any(segment % share for segment in split.cut.segments):
+        raise SplitError(f"{name} brings channels together", source=split.source, is_mixed=True)
+    cut = replace(split.cut, segments=tuple(segment // inputs * outputs for segment in split.cut.segments))
+    own = [None if one is None else _own_filters(one, cut, split) for one in (weight, bias)]
+    local = _FUNCTIONS[name](split.local, *own, groups=num_groups // cut.size, **given)
+    return SplitTensor(local, cut, split.group, split.source)
+
+
+def _own_filters(whole: torch.Tensor, cut: Cut, split: SplitTensor) -> torch.Tensor:
+    return cut.at(0).part(as_operand(whole, split), split.group.index)

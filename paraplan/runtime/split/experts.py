@@ -15,10 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup, copy_to_ranks, gather_to_ranks, sum_and_scatter, sum_over_ranks
-from paraplan.runtime.split.layers import LayerRole
-from paraplan.runtime.split.split_tensor import (
+from paraplan.runtime.shards.group import (
+    TensorGroup,
+    copy_to_ranks,
+    gather_to_ranks,
+    sum_and_scatter,
+    sum_over_ranks,
+)
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import (
     SEQUENCE,
     SplitError,
     SplitTensor,
@@ -26,6 +31,7 @@ from paraplan.runtime.split.split_tensor import (
     on_own_tokens,
     split_operands,
 )
+from paraplan.runtime.split.layers import LayerRole
 from paraplan.runtime.torch_private import pytree
 
 

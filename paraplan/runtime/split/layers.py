@@ -19,9 +19,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.chain import put_argument
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import (
+from paraplan.runtime.shards.group import (
     TensorGroup,
     copy_to_ranks,
     gather_to_ranks,
@@ -30,8 +28,16 @@ from paraplan.runtime.split.group import (
     sum_over_ranks,
     take_part,
 )
-from paraplan.runtime.split.outputs import map_outputs
-from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor, is_of_sequence, on_own_tokens
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import (
+    SEQUENCE,
+    SplitError,
+    SplitTensor,
+    is_of_sequence,
+    on_own_tokens,
+)
+from paraplan.runtime.structure.chain import put_argument
+from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
 
 _TOKENS = 1  # their dimension, in [batch, tokens, hidden]

@@ -9,6 +9,7 @@ layers to split in its place.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +21,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.anatomy import BlockCall
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import SEQUENCE, SplitError, SplitTensor
 from paraplan.runtime.split.adapters import Adapters
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.drawing import OtherDrawsNoted
-from paraplan.runtime.split.experts import ExpertWeights, enter_experts, expert_weights, leave_experts
-from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.experts import (
+    ExpertWeights,
+    enter_experts,
+    expert_weights,
+    leave_experts,
+)
 from paraplan.runtime.split.layers import (
     LayerRole,
     SequenceEnds,
@@ -40,8 +45,9 @@ from paraplan.runtime.split.layers import (
     shown_split,
     weight_of,
 )
-from paraplan.runtime.split.outputs import numbered_outputs
-from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor
+from paraplan.runtime.split.randomness import OtherDrawsNoted
+from paraplan.runtime.structure.model_structure import BlockCall
+from paraplan.runtime.structure.outputs import numbered_outputs
 
 _MOST_TRIES = 64
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "linear"})
@@ -310,3 +316,40 @@ def _trying_experts(
 def _take_role(trial: _Trial, name: str, role: LayerRole) -> None:
     if trial.roles.setdefault(name, role) != role:
         raise SplitError(f"{name} is used in two ways", source=name, is_mixed=True)
+
+
+_SPLIT_STYLES = (
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "local_colwise",
+    "local_rowwise",
+    "moe_tp_experts",
+)
+
+
+def own_plan(model: nn.Module) -> dict[str, str] | None:
+    """Return the styles that a transformers config names for layers, by patterns of their names; None without any."""
+    config: Any = getattr(model, "config", None)
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not isinstance(plan, dict) or not plan:
+        return None
+    return {str(pattern): str(style) for pattern, style in plan.items()}
+
+
+def style_of(plan: dict[str, str], name: str) -> str | None:
+    """Return the style that `plan` names for the layer `name` of a model, None where it names none.
+
+    Patterns begin at the base model, inside of what may be a model with a head; `*` stands for a number.
+    """
+    for pattern, style in plan.items():
+        expression = re.escape(pattern).replace(r"\*", r"\d+")
+        if re.search(rf"(^|\.){expression}$", name):
+            return style
+    return None
+
+
+def splits(style: str | None) -> bool:
+    """Whether a layer of this style is split."""
+    return style is not None and style.startswith(_SPLIT_STYLES)

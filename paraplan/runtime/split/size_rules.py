@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor, as_operand, is_of_sequence
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import (
+    CONTEXT,
+    SplitError,
+    SplitTensor,
+    as_operand,
+    is_of_sequence,
+)
 
 Rule = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 

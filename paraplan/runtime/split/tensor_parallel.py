@@ -17,22 +17,19 @@ from typing import Any
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, example_of, meta_copy
-from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.chain import HINT
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.layout import Cut
 from paraplan.runtime.split.adapters import Adapters, find_adapters
 from paraplan.runtime.split.check import (
     check_split,
     comparable_runs,
+    described,
     setting_of,
     shares_with_blocks,
     summed_gradients,
 )
-from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.experts import expert_weights, split_experts
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.kinds import described
 from paraplan.runtime.split.layers import (
     SequenceEnds,
     has_own_weight,
@@ -42,10 +39,19 @@ from paraplan.runtime.split.layers import (
     split_linear,
     sum_gradients_in_backward,
 )
-from paraplan.runtime.split.model_plan import own_plan, splits, style_of
-from paraplan.runtime.split.search import BlockSplit, find_split
+from paraplan.runtime.split.search import BlockSplit, find_split, own_plan, splits, style_of
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
-from paraplan.runtime.weightless import give_random_values
+from paraplan.runtime.structure.blocks import BlockStack
+from paraplan.runtime.structure.chain import HINT
+from paraplan.runtime.structure.meta import give_random_values
+from paraplan.runtime.structure.model_structure import (
+    Anatomy,
+    BlockCall,
+    block_calls,
+    examine,
+    example_of,
+    meta_copy,
+)
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import (
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import (
     CONTEXT,
     VOCABULARY,
     SplitError,

@@ -16,13 +16,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.runtime.anatomy import example_of, first_that_runs
-from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup, sum_over_ranks
-from paraplan.runtime.split.layers import LayerRole, column_forward, enter_column, has_own_weight
-from paraplan.runtime.split.split_tensor import VOCABULARY, SplitError, SplitTensor, on_own_tokens
-from paraplan.runtime.step.batches import call_model
+from paraplan.runtime.data.batches import call_model
+from paraplan.runtime.shards.group import TensorGroup, sum_over_ranks
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import (
+    VOCABULARY,
+    SplitError,
+    SplitTensor,
+    on_own_tokens,
+)
+from paraplan.runtime.split.layers import (
+    LayerRole,
+    column_forward,
+    enter_column,
+    has_own_weight,
+)
+from paraplan.runtime.structure.blocks import BlockStack
+from paraplan.runtime.structure.model_structure import example_of, first_that_runs
 from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
 
 _TOLERANCE = 1e-6

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split.context_rules import split_row_losses
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitTensor
 
 _NAMES = (
     *("input", "target", "weight", "size_average", "ignore_index"),

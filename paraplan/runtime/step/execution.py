@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.data_parallel import GradientSync
-from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
+from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.wrapping import GradientSync
 from paraplan.runtime.precision import compute_context
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.split.context_parallel import split_tokens
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.split_tensor import SplitError
-from paraplan.runtime.step.batches import MicroBatch
 from paraplan.runtime.step.loss import StepLoss, split_error
 
 
@@ -86,3 +87,15 @@ class WholeModelExecution:
                 return self.loss.run(self._module, inputs, micro_batch)
         except SplitError as error:
             raise split_error(error, self._context) from error
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Have `module` and its parts in evaluation mode in this context, and in their own modes behind it."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was_training in modes.items():
+            part.training = was_training

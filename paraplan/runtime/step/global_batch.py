@@ -8,12 +8,12 @@ import torch
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.data.batches import is_of_batch
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup, gather_to_ranks
-from paraplan.runtime.split.outputs import map_outputs
-from paraplan.runtime.split.split_tensor import SplitTensor
-from paraplan.runtime.step.batches import is_of_batch
+from paraplan.runtime.shards.group import TensorGroup, gather_to_ranks
+from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.split_tensor import SplitTensor
+from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
 
 
