@@ -149,7 +149,7 @@ class RankLeftError(ParaplanError):
     exit_status = 1
 
 
-class Peers:
+class RankSync:
     """The ranks of a job, this one among them. `num_steps` is the number of optimizer steps that this rank has done.
 
     Where they meet is on the CPU, by gloo, so that no rank waits for its GPU.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.agreement import Agreement, Call, Peers
+from paraplan.runtime.agreement import Agreement, Call, RankSync
 from paraplan.runtime.checks.first_step import FirstStep
 from paraplan.runtime.checks.forward_state import BatchStatistics
 from paraplan.runtime.checks.loss_rule import LossProbe
@@ -36,7 +36,7 @@ from paraplan.runtime.data.batches import (
 )
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import half_type
-from paraplan.runtime.rank_model import RankPart
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.loss import LossRule
 
@@ -66,20 +66,20 @@ class MicroBatching:
         part: RankPart,
         shape: StepShape,
         checking: Checking,
-        peers: Peers,
+        sync: RankSync,
         *,
         plan: ParallelPlan,
         mesh: Mesh,
     ) -> None:
         self.divider = StepDivider(shape, mesh.grid)
         self._mesh = mesh
-        self._peers = peers
+        self._sync = sync
         self._checking = replace(checking, reference=None)  # which the check itself lets go
         self._first_step = _first_step(part, plan, mesh, checking)
 
     def meet(self, call: Call, size: int = 0) -> list[int]:
         """Return the sequences that every rank brings to `call`; all ranks make it together."""
-        return self._peers.meet(call, size) if self._checking.has_values else [size] * self._mesh.world.size
+        return self._sync.meet(call, size) if self._checking.has_values else [size] * self._mesh.world.size
 
     def divide(
         self, call: Call, inputs: Any, targets: Any, *, guarded: Callable[[Callable[[], LossRule]], LossRule]
@@ -158,7 +158,7 @@ def _first_step(
     checking: Checking,
 ) -> FirstStep:
     def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return whole_tensor(tensor, part.cuts.get(name), mesh)
+        return whole_tensor(tensor, part.shardings.get(name), mesh)
 
     probe = LossProbe(
         part.execution,

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.plan.files import PlanFile
-from paraplan.runtime.agreement import Peers
+from paraplan.runtime.agreement import RankSync
 from paraplan.runtime.checks.forward_state import BatchStatistics
 from paraplan.runtime.checks.references import Verify
 from paraplan.runtime.data.batches import TargetCount
@@ -67,13 +67,13 @@ class TrainingOptions:
 
 
 @dataclass
-class Equipment:
+class EngineOptions:
     """What an engine works with beside its part of the model and the optimizer. `loss_scale` is given in fp16."""
 
     max_grad_norm: float | None = None
     scheduler: LRScheduler | None = None
     loss_scale: LossScale | None = None
-    peers: Peers | None = None
+    sync: RankSync | None = None
     timeouts: TimeoutWatch | None = None
     watch: RunWatch | None = None
     file: PlanFile | None = None

@@ -26,7 +26,7 @@ from paraplan.runtime.data.batches import (
 )
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
-from paraplan.runtime.rank_model import RankPart
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.step.execution import Execution, evaluation_mode
 from paraplan.runtime.step.loss import LossRule
@@ -85,7 +85,7 @@ def predict(execution: Execution, micro_batches: Sequence[MicroBatch], mesh: Mes
 def whole_output(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of an output of which the ranks of `tp` and `cp` hold parts; all of them call it."""
     if isinstance(tensor, SplitTensor):
-        return tensor.group.gather(whole_output(tensor.local).detach(), tensor.cut)
+        return tensor.group.gather(whole_output(tensor.local).detach(), tensor.sharding)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -211,12 +211,12 @@ def _filled_up(forward: Forward, multiple: int) -> Forward:
             is_of_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == tokens
             return functional.pad(leaf, [0, 0] * (leaf.ndim - 2) + [0, missing]) if is_of_tokens else leaf
 
-        def cut(leaf: Any) -> Any:
+        def sharding(leaf: Any) -> Any:
             is_filled = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == tokens + missing
             return leaf[:, :tokens] if is_filled else leaf
 
         filled = pytree.tree_map(fill, inputs)
-        return pytree.tree_map(cut, forward(filled))
+        return pytree.tree_map(sharding, forward(filled))
 
     return call
 

@@ -34,9 +34,9 @@ def kinds(change: Callable[[nn.Module, int], None], num_layers: int = 6) -> int:
         change(layer, index)
     stack = find_blocks(model)
     assert stack is not None
-    shadow = meta_copy(model)
-    calls = block_calls(shadow, stack, example_of(model, torch.zeros(2, TOKENS, dtype=torch.long)))
-    blocks = stack.modules(shadow)
+    meta_model = meta_copy(model)
+    calls = block_calls(meta_model, stack, example_of(model, torch.zeros(2, TOKENS, dtype=torch.long)))
+    blocks = stack.modules(meta_model)
     numbering = _numbering(blocks)
     return len({_kind(block, call, {}, numbering) for block, call in zip(blocks, calls, strict=True) if call})
 

@@ -13,7 +13,7 @@ from training_cases import HIDDEN, TOKENS, Transformer
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split import tensor_parallel
 from paraplan.runtime.split.tensor_parallel import tensor_group
@@ -51,7 +51,7 @@ def _drawn(source: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Ten
     found = {}
     for name, draw in DRAWS.items():
         torch.manual_seed(3)
-        split = SplitTensor(torch.ones(32, 24), Cut(dim=0, segments=(64,), size=2), group, source)
+        split = SplitTensor(torch.ones(32, 24), Sharding(dim=0, segments=(64,), size=2), group, source)
         parts = [draw(split) for _ in range(2)]
         assert all(isinstance(part, SplitTensor) for part in parts), name
         found[name] = (parts[0].local, parts[1].local, draw(torch.ones(32, 24)))
@@ -95,7 +95,7 @@ def _split_directly() -> list[bool]:
         split = tensor_parallel.find_tensor_split(
             model, stack, mesh=job.mesh, sequence_parallel=False, example_inputs=example
         )
-        found.append(next(iter(split.blocks.values())).is_direct)
+        found.append(next(iter(split.blocks.values())).use_local_output)
     return found
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.chunks import Place, SplitPieces
+from paraplan.runtime.checkpoints.chunks import CheckpointChunks, ShardLocation
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.averages import ParameterAverage
@@ -177,7 +177,7 @@ class CheckpointSource:
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
     loss_scale: LossScale | None
-    places: Mapping[str, Place]
+    places: Mapping[str, ShardLocation]
     plan: ParallelPlan
     num_steps: int
     mesh: Mesh
@@ -189,7 +189,7 @@ class CheckpointSource:
 
     def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, of parameter `name`, as it is written: with its place in the whole if it is a part."""
-        return tensor if name not in self.places else SplitPieces(tensor, self.places[name])
+        return tensor if name not in self.places else CheckpointChunks(tensor, self.places[name])
 
     def averages(self) -> dict[str, torch.Tensor]:
         """Return the averages of the parameters as entries."""
@@ -200,7 +200,7 @@ class CheckpointSource:
     def whole_shape(self, name: str) -> torch.Size:
         """Return the shape of the whole parameter or buffer `name`."""
         held = self.parameters[name] if name in self.parameters else self.buffers[name]
-        return held.shape if name not in self.places else torch.Size(self.places[name].cut.whole_shape(held.shape))
+        return held.shape if name not in self.places else torch.Size(self.places[name].sharding.whole_shape(held.shape))
 
 
 def entries_to_write(source: CheckpointSource) -> dict[str, torch.Tensor]:
@@ -313,8 +313,8 @@ def _plain_tree(value: Any) -> Any:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, SplitPieces):
+    if isinstance(tensor, CheckpointChunks):
         return tensor.copied()
     if isinstance(tensor, DTensor):
-        return SplitPieces.of_shard(tensor).copied()
+        return CheckpointChunks.of_shard(tensor).copied()
     return tensor.detach().to("cpu", copy=True)

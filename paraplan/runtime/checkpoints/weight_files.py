@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ModelError, UsageError
-from paraplan.runtime.checkpoints.chunks import Place, boxes_of
+from paraplan.runtime.checkpoints.chunks import ShardLocation, chunks_of
 from paraplan.runtime.checkpoints.entries import MODEL
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError, SafeReader, read_entries
 from paraplan.runtime.checkpoints.saving import find_whole
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.rank_model import RankPart
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.torch_private import local_shape_and_offset
 
 _HINT = "give job.prepare the weights of this model"
@@ -74,7 +74,9 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
     `names` are all names of each parameter. Raises `ModelError` for a parameter that is not there or has another shape.
     Buffers that are not there stay as they are.
     """
-    places = {name: Place(cut=cut, index=mesh.coordinate("tp")) for name, cut in part.cuts.items()}
+    places = {
+        name: ShardLocation(sharding=sharding, index=mesh.coordinate("tp")) for name, sharding in part.shardings.items()
+    }
     files = WeightFiles(source)
     for name, parameter in part.parameters.items():
         known = next((alias for alias in names.get(name, [name]) if alias in files), None)
@@ -82,8 +84,8 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
             raise ModelError(f"{source} holds no {name}", hint=_HINT)
         tensor = parameter.detach()
         if name in places:
-            whole = places[name].cut.whole_shape(tensor.shape)
-            for box in boxes_of(tensor, places[name]):
+            whole = places[name].sharding.whole_shape(tensor.shape)
+            for box in chunks_of(tensor, places[name]):
                 files.read_box(known, box.offsets, box.values, whole)
             continue
         offsets: Any = (0,) * tensor.ndim

@@ -21,7 +21,7 @@ from paraplan.runtime.checks.trials import (
 )
 from paraplan.runtime.checks.verification import Verification
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.rank_model import RankPart
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.step.loss import LossRule
 
 _WORTH_SAYING_S = 0.5

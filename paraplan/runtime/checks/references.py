@@ -28,7 +28,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checkpoints.saving import load_whole_model
 from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.rank_model import RankPart
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute.blocks import recompute_in_backward
 from paraplan.runtime.structure.blocks import modules_around
 from paraplan.runtime.torch_private import version_of

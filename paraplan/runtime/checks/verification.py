@@ -31,7 +31,7 @@ from paraplan.runtime.checks.trials import (
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import compute_context
-from paraplan.runtime.rank_model import RankPart
+from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.step.gradients import scale_gradients
 from paraplan.runtime.step.loss import LossRule, StepLoss
 

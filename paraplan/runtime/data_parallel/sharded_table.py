@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.shards.group import TensorGroup, sum_and_scatter
-from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.group import TensorGroup, reduce_scatter
+from paraplan.runtime.shards.sharding import Sharding
 
 
 class ShardedEmbedding(nn.Embedding):
@@ -38,8 +38,8 @@ class ShardedEmbedding(nn.Embedding):
         else:
             found = rows.new_zeros((own.shape[0], self.embedding_dim)) + rows.sum()
         found = found.masked_fill(is_other[:, None], 0.0)
-        cut = Cut(dim=0, segments=(found.shape[0],), size=group.size)
-        return sum_and_scatter(found, cut, group).reshape(*tokens.shape, self.embedding_dim)
+        sharding = Sharding(dim=0, segments=(found.shape[0],), size=group.size)
+        return reduce_scatter(found, sharding, group).reshape(*tokens.shape, self.embedding_dim)
 
 
 def shard_tables(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> None:

@@ -106,16 +106,16 @@ def apply_data_parallelism(
     plan: ParallelPlan,
     mesh: Mesh,
     precision: TrainingPrecision,
-    apart: frozenset[nn.Parameter] = frozenset(),
+    unsharded: frozenset[nn.Parameter] = frozenset(),
     replicates: bool = True,
     find_unused: bool = False,
 ) -> nn.Module:
     """Move `module` to this rank's device and return what is to be called in its place.
 
     That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
-    gathered one by one under ZeRO. The parameters `apart` stay whole under ZeRO; without `replicates` there is no DDP.
-    The caller sums the gradients of both. `find_unused`: some parameters take no part in some steps, and these need not
-    be the same on every rank.
+    gathered one by one under ZeRO. The parameters `unsharded` stay whole under ZeRO; without `replicates` there is no
+    DDP. The caller sums the gradients of both. `find_unused`: some parameters take no part in some steps, and these
+    need not be the same on every rank.
     """
     device = mesh.world.device
     if plan.zero_stage == 0:
@@ -130,7 +130,7 @@ def apply_data_parallelism(
     policy = shard_precision(precision)
     frees_parameters = plan.zero_stage == 3
     assert mesh.shard_mesh is not None
-    options: dict[str, Any] = {"mesh": mesh.shard_mesh, "mp_policy": policy, "ignored_params": set(apart)}
+    options: dict[str, Any] = {"mesh": mesh.shard_mesh, "mp_policy": policy, "ignored_params": set(unsharded)}
     if plan.tp == 1:  # the parts of a parameter that is split over tp are found by their rows
         options["shard_placement_fn"] = _placement(mesh.shard_mesh.size(-1))
     if plan.offload == "parameters":
@@ -146,7 +146,7 @@ def apply_data_parallelism(
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
     if plan.offload != "parameters":
         return module.to(device)
-    for whole in (*module.buffers(), *apart):
+    for whole in (*module.buffers(), *unsharded):
         whole.data = whole.to(device)
     return module
 

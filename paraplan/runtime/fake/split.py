@@ -37,7 +37,7 @@ def _unchecked(
 ) -> BlockSplit:
     if ends is not None or split.draws or shares_with_blocks(call):
         return split
-    part, direct = copy.deepcopy(block), replace(split, is_direct=True)
+    part, direct = copy.deepcopy(block), replace(split, use_local_output=True)
     tensor_parallel.split_block(part, direct, tensor_parallel.tensor_group(mesh), None)
     args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
     try:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.torch_private import local_shape_and_offset, step_hooks, version_of
 
 Scope = Literal["numbers", "tensors", "model"]
@@ -103,12 +103,12 @@ class WholeTensorSteps:
     def __init__(
         self,
         names: Mapping[nn.Parameter, str],
-        cuts: Mapping[str, Cut],
+        shardings: Mapping[str, Sharding],
         mesh: Mesh,
         whole: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
         self._names = names
-        self._cuts = cuts
+        self._shardings = shardings
         self._mesh = mesh
         self._gather = whole
         self._made: dict[nn.Parameter, _Whole] = {}
@@ -124,7 +124,7 @@ class WholeTensorSteps:
 
     def _whole_of(self, held: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
         name = self._names.get(held)
-        if name is None or not (isinstance(held, DTensor) or name in self._cuts):
+        if name is None or not (isinstance(held, DTensor) or name in self._shardings):
             return held
         values = self._gather(name, held.detach())
         made = self._made.setdefault(held, _Whole(held, nn.Parameter(values, requires_grad=held.requires_grad)))
@@ -141,7 +141,7 @@ class WholeTensorSteps:
     def _whole_state(self, name: str, held: nn.Parameter, value: Any) -> Any:
         """Return what an optimizer keeps of a parameter; a checkpoint has brought it in the parts of this rank."""
         is_part = isinstance(value, DTensor) or (
-            isinstance(value, torch.Tensor) and name in self._cuts and value.shape == held.shape
+            isinstance(value, torch.Tensor) and name in self._shardings and value.shape == held.shape
         )
         return self._gather(name, value) if is_part else value
 
@@ -168,8 +168,8 @@ class WholeTensorSteps:
         return held
 
     def _part(self, name: str, held: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        if name in self._cuts:
-            whole = self._cuts[name].part(whole, self._mesh.coordinate("tp"))
+        if name in self._shardings:
+            whole = self._shardings[name].part(whole, self._mesh.coordinate("tp"))
         if not isinstance(held, DTensor):
             return whole
         shape, offsets = local_shape_and_offset(held.shape, held.device_mesh, held.placements)

@@ -25,11 +25,11 @@ from paraplan.runtime.pipeline.schedules import (
 )
 from paraplan.runtime.pipeline.stages import StageModule
 from paraplan.runtime.precision import half_type
-from paraplan.runtime.rank_model import Setting
+from paraplan.runtime.rank_part import ParallelContext
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.split.context_parallel import split_tokens
 from paraplan.runtime.step.execution import evaluation_mode
-from paraplan.runtime.structure.model_structure import Anatomy, HiddenShape
+from paraplan.runtime.structure.model_structure import HiddenShape, ModelStructure
 from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
@@ -55,31 +55,31 @@ class PipelineExecution:
     """Micro-batches through the stages of a pipeline, one or more of them on each rank.
 
     Sizes of the hidden states follow from the shapes of a micro-batch, and a schedule is kept for each: buffers of
-    another size would end the process inside gloo. `apart` are the parameters that several stages of this rank share;
-    `context` is the `cp` group, whose ranks pass on the hidden states of their tokens.
+    another size would end the process inside gloo. `unsharded` are the parameters that several stages of this rank
+    share; `context` is the `cp` group, whose ranks pass on the hidden states of their tokens.
     """
 
     def __init__(
         self,
         stages: Sequence[LocalStage],
         *,
-        anatomy: Anatomy,
+        structure: ModelStructure,
         bounds: Sequence[tuple[int, int]],
-        setting: Setting,
+        parallel: ParallelContext,
         ties: TiedGradients,
         replicas: ReplicaGradients,
-        apart: Sequence[nn.Parameter] = (),
+        unsharded: Sequence[nn.Parameter] = (),
         context: TensorGroup | None = None,
     ) -> None:
         self._stages = stages
-        self._anatomy = anatomy
+        self._structure = structure
         self._bounds = bounds
-        self.loss = setting.loss
-        self._setting = setting
-        self._mesh = setting.mesh
+        self.loss = parallel.loss
+        self._parallel = parallel
+        self._mesh = parallel.mesh
         self._ties = ties
         self._replicas = replicas
-        self._apart = apart
+        self._unsharded = unsharded
         self._context = context
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
         self._hidden: OrderedDict[Any, list[HiddenShape]] = OrderedDict()
@@ -89,7 +89,7 @@ class PipelineExecution:
         self._run(micro_batches, trains=True)
         for stage in self._stages:
             _lay_out_gradients(stage.module)
-        self._replicas.start(self._apart)
+        self._replicas.start(self._unsharded)
         self._replicas.finish()
         self._ties.sum_gradients()
 
@@ -130,7 +130,7 @@ class PipelineExecution:
         return _kept(self._runs, key, lambda: self._build(hidden, num_microbatches=len(micro_batches), trains=trains))
 
     def _build(self, hidden: list[HiddenShape], *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[_Ends]]:
-        name = self._setting.plan.pipeline_schedule
+        name = self._parallel.plan.pipeline_schedule
         assert name is not None
         stages: list[PipelineStage] = []
         ends: list[_Ends] = []
@@ -159,12 +159,12 @@ class PipelineExecution:
         if self._context is not None:  # without other ranks: shapes alone are followed
             inputs = split_tokens(inputs, TensorGroup(size=self._context.size, index=0, handle=None))
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
-        half = half_type(self._setting.precision)
+        half = half_type(self._parallel.precision)
         try:
-            shapes = self._anatomy.hidden_shapes(inputs)
+            shapes = self._structure.hidden_shapes(inputs)
         except UsageError:  # a single sequence has no statistics: trials of it have batch norms in evaluation
-            with evaluation_mode(self._anatomy.shadow):
-                shapes = self._anatomy.hidden_shapes(inputs)
+            with evaluation_mode(self._structure.meta_model):
+                shapes = self._structure.hidden_shapes(inputs)
         return [replace(one, dtype=half or one.dtype) for one in shapes]
 
 
@@ -201,14 +201,14 @@ class Tie:
     ranks: tuple[int, ...]
 
 
-def find_ties(anatomy: Anatomy, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> list[Tie]:
+def find_ties(structure: ModelStructure, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> list[Tie]:
     """Return the parameters that more than one rank of a pipeline uses, in order of their names.
 
     Of the stages with these `bounds`, rank i of `num_ranks` holds i, i + num_ranks and so on.
     """
     users: dict[str, set[int]] = {}
     for stage, (start, end) in enumerate(bounds):
-        for name in anatomy.used_by(start, end):
+        for name in structure.used_by(start, end):
             users.setdefault(name, set()).add(stage % num_ranks)
     return [Tie(name=name, ranks=tuple(sorted(ranks))) for name, ranks in sorted(users.items()) if len(ranks) > 1]
 

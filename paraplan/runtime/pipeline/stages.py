@@ -21,7 +21,7 @@ from paraplan.runtime.split.context_parallel import split_tokens
 from paraplan.runtime.step.loss import StepLoss, split_error
 from paraplan.runtime.structure.chain import HINT
 from paraplan.runtime.structure.dataflow import Registered, named_tensors
-from paraplan.runtime.structure.model_structure import Anatomy, HiddenShape
+from paraplan.runtime.structure.model_structure import HiddenShape, ModelStructure
 from paraplan.runtime.torch_private import is_view, pytree
 
 
@@ -34,27 +34,27 @@ class StageEndError(Exception):
 
 
 class _StandIn(nn.Module):
-    """Stands for a module of another stage; attributes that it lacks are those of `shadow`, that module on meta."""
+    """Stands for a module of another stage; attributes that it lacks are those of `meta_model`, that module on meta."""
 
-    def __init__(self, shadow: nn.Module) -> None:
+    def __init__(self, meta_model: nn.Module) -> None:
         super().__init__()
-        # Not through nn.Module's own setter: the shadow is no part of the stage.
-        self.__dict__["shadow"] = shadow
+        # Not through nn.Module's own setter: the meta model is no part of the stage.
+        self.__dict__["meta_model"] = meta_model
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["shadow"], name)
+            return getattr(self.__dict__["meta_model"], name)
 
 
-class PassOn(_StandIn):
+class IdentityBlock(_StandIn):
     """A block of another stage: returns its hidden state as it came, in the form of a block's output."""
 
-    def __init__(self, shadow: nn.Module, anatomy: Anatomy) -> None:
-        super().__init__(shadow)
-        self.__dict__["hidden_argument"] = anatomy.hidden_argument
-        self.__dict__["num_outputs"] = anatomy.num_outputs
+    def __init__(self, meta_model: nn.Module, structure: ModelStructure) -> None:
+        super().__init__(meta_model)
+        self.__dict__["hidden_argument"] = structure.hidden_argument
+        self.__dict__["num_outputs"] = structure.num_outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden state."""
@@ -71,12 +71,12 @@ class PassOn(_StandIn):
         return hidden if num_outputs is None else (hidden, *[None] * (num_outputs - 1))
 
 
-class Inject(PassOn):
+class ReceiveBlock(IdentityBlock):
     """The block before a stage: returns what the stage received."""
 
-    def __init__(self, shadow: nn.Module, anatomy: Anatomy) -> None:
-        super().__init__(shadow, anatomy)
-        self.__dict__["copies"] = anatomy.writes_hidden
+    def __init__(self, meta_model: nn.Module, structure: ModelStructure) -> None:
+        super().__init__(meta_model, structure)
+        self.__dict__["copies"] = structure.writes_hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the received hidden state, whatever comes in; a copy where blocks write into it."""
@@ -88,7 +88,7 @@ class Inject(PassOn):
         self.__dict__["received"] = received
 
 
-class Exit(PassOn):
+class SendBlock(IdentityBlock):
     """The block after a stage: ends the forward pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,30 +96,30 @@ class Exit(PassOn):
         raise StageEndError(self.hidden_of(args, kwargs))
 
 
-class Phantom(_StandIn):
+class ZerosStub(_StandIn):
     """A module around the blocks whose output nothing in this stage depends on: returns zeros of the right shape.
 
     So do its methods, its parts and their parameters.
     """
 
-    def __init__(self, shadow: nn.Module, anatomy: Anatomy, device: torch.device) -> None:
-        super().__init__(shadow)
-        self.__dict__["anatomy"] = anatomy
+    def __init__(self, meta_model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
+        super().__init__(meta_model)
+        self.__dict__["structure"] = structure
         self.__dict__["zeros_device"] = device
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, nn.Module):
-            return Phantom(value, self.__dict__["anatomy"], self.__dict__["zeros_device"])
+            return ZerosStub(value, self.__dict__["structure"], self.__dict__["zeros_device"])
         if isinstance(value, torch.Tensor):
             return self._zeros(value)
-        if isinstance(value, MethodType) and value.__self__ is self.__dict__["shadow"]:
+        if isinstance(value, MethodType) and value.__self__ is self.__dict__["meta_model"]:
             return lambda *args, **kwargs: self._shapes_of(value, args, kwargs)
         return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return zeros that take no memory, in the shape of the module's output."""
-        return self._shapes_of(self.__dict__["shadow"], args, kwargs)
+        return self._shapes_of(self.__dict__["meta_model"], args, kwargs)
 
     def _shapes_of(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def meta(leaf: Any) -> Any:
@@ -133,8 +133,8 @@ class Phantom(_StandIn):
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if isinstance(leaf, SplitTensor):  # this rank's tokens, under context parallelism
-            return SplitTensor(self._zeros(leaf.local), leaf.cut, leaf.group, leaf.source)
-        dtype = self.__dict__["anatomy"].own_dtype(leaf.dtype)
+            return SplitTensor(self._zeros(leaf.local), leaf.sharding, leaf.group, leaf.source)
+        dtype = self.__dict__["structure"].own_dtype(leaf.dtype)
         return torch.zeros((), dtype=dtype, device=self.__dict__["zeros_device"]).expand(leaf.shape)
 
 
@@ -146,26 +146,27 @@ class CutStage:
     that the stage uses; they differ where one of several tied modules stayed.
     """
 
-    inject: Inject | None
+    inject: ReceiveBlock | None
     names: dict[str, str]
     buffers: dict[str, str]
 
 
-def check_stages(anatomy: Anatomy, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> None:
+def check_stages(structure: ModelStructure, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> None:
     """Raise `UnsupportedPlanError` where any of the stages with these `bounds` would not compute what the model does.
 
     Every rank asks about all stages, so that all of them end with the same error. Of the stages rank i of `num_ranks`
     holds i, i + num_ranks and so on.
     """
-    problem = anatomy.uses.problem
+    problem = structure.uses.problem
     if problem is not None:
         raise UnsupportedPlanError(problem, hint=HINT)
     for start, end in bounds:
-        _check_stage(anatomy, start=start, end=end)
+        _check_stage(structure, start=start, end=end)
     holders = Counter(
         (name, stage % num_ranks)
         for stage, (start, end) in enumerate(bounds)
-        for name in (anatomy.used_by(start, end) | anatomy.uses.tensors.of(start, end)) & anatomy.uses.written_before
+        for name in (structure.used_by(start, end) | structure.uses.tensors.of(start, end))
+        & structure.uses.written_before
     )
     twice = sorted(name for (name, _), count in holders.items() if count > 1)
     if twice:
@@ -175,11 +176,11 @@ def check_stages(anatomy: Anatomy, bounds: Sequence[tuple[int, int]], *, num_ran
         )
 
 
-def _check_stage(anatomy: Anatomy, *, start: int, end: int) -> None:
+def _check_stage(structure: ModelStructure, *, start: int, end: int) -> None:
     """Raise `UnsupportedPlanError` where a stage uses a tensor that lies in blocks of other stages alone."""
-    elsewhere = tuple(f"{name}." for at, name in enumerate(anatomy.stack.names) if not start <= at < end)
-    paths = _paths(anatomy.shadow)
-    for name in sorted(anatomy.used_by(start, end) | anatomy.uses.tensors.of(start, end)):
+    elsewhere = tuple(f"{name}." for at, name in enumerate(structure.stack.names) if not start <= at < end)
+    paths = _paths(structure.meta_model)
+    for name in sorted(structure.used_by(start, end) | structure.uses.tensors.of(start, end)):
         if all(path.startswith(elsewhere) for path in paths[name]):
             raise UnsupportedPlanError(
                 f"blocks {start} to {end - 1} use {name}, which lies in a block of another stage", hint=HINT
@@ -196,18 +197,18 @@ def _paths(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def cut_stage(model: nn.Module, anatomy: Anatomy, *, start: int, end: int, device: torch.device) -> CutStage:
+def cut_stage(model: nn.Module, structure: ModelStructure, *, start: int, end: int, device: torch.device) -> CutStage:
     """Leave in `model` what a stage with blocks `start`..`end` - 1 uses.
 
     Raises `UnsupportedPlanError` where the stage uses a parameter that lies inside a block of another stage.
     """
-    _check_stage(anatomy, start=start, end=end)
+    _check_stage(structure, start=start, end=end)
     whole = Registered.of(model)
-    needed = {id(whole.parameters[name]): name for name in sorted(anatomy.used_by(start, end))}
-    tensors = {id(whole.tensors[name]): name for name in sorted(anatomy.uses.tensors.of(start, end))}
-    written = {id(whole.parameters[name]) for name in anatomy.uses.written_before & whole.parameters.keys()}
-    inject = _replace_blocks(model, anatomy, start=start, end=end)
-    _replace_surroundings(model, anatomy, {*needed, *tensors}, device)
+    needed = {id(whole.parameters[name]): name for name in sorted(structure.used_by(start, end))}
+    tensors = {id(whole.tensors[name]): name for name in sorted(structure.uses.tensors.of(start, end))}
+    written = {id(whole.parameters[name]) for name in structure.uses.written_before & whole.parameters.keys()}
+    inject = _replace_blocks(model, structure, start=start, end=end)
+    _replace_surroundings(model, structure, {*needed, *tensors}, device)
     _drop_leftovers(model, set(needed), written, device)
     return CutStage(
         inject=inject,
@@ -216,24 +217,24 @@ def cut_stage(model: nn.Module, anatomy: Anatomy, *, start: int, end: int, devic
     )
 
 
-def _replace_blocks(model: nn.Module, anatomy: Anatomy, *, start: int, end: int) -> Inject | None:
+def _replace_blocks(model: nn.Module, structure: ModelStructure, *, start: int, end: int) -> ReceiveBlock | None:
     inject = None
-    for index, name in enumerate(anatomy.stack.names):
+    for index, name in enumerate(structure.stack.names):
         if start <= index < end:
             continue
-        shadow = anatomy.shadow.get_submodule(name)
-        stand_in = PassOn(shadow, anatomy)
+        meta_model = structure.meta_model.get_submodule(name)
+        stand_in = IdentityBlock(meta_model, structure)
         if index == start - 1:
-            stand_in = inject = Inject(shadow, anatomy)
+            stand_in = inject = ReceiveBlock(meta_model, structure)
         elif index == end:
-            stand_in = Exit(shadow, anatomy)
+            stand_in = SendBlock(meta_model, structure)
         model.set_submodule(name, stand_in)
     return inject
 
 
-def _replace_surroundings(model: nn.Module, anatomy: Anatomy, needed: set[int], device: torch.device) -> None:
+def _replace_surroundings(model: nn.Module, structure: ModelStructure, needed: set[int], device: torch.device) -> None:
     """Replace the modules outside the blocks that hold parameters, and nothing that the stage needs."""
-    blocks = tuple(f"{name}." for name in anatomy.stack.names)
+    blocks = tuple(f"{name}." for name in structure.stack.names)
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules(remove_duplicate=False)):
         holds_blocks = any(block.startswith(f"{name}.") or not name for block in blocks)
@@ -242,7 +243,7 @@ def _replace_surroundings(model: nn.Module, anatomy: Anatomy, needed: set[int], 
         has_own = any(True for _ in module.parameters(recurse=False))
         held = [*module.parameters(), *(tensor for _, tensor in named_tensors(module))]
         if has_own and not any(id(tensor) in needed for tensor in held):
-            model.set_submodule(name, Phantom(anatomy.shadow.get_submodule(name), anatomy, device))
+            model.set_submodule(name, ZerosStub(structure.meta_model.get_submodule(name), structure, device))
             replaced += (f"{name}.",)
 
 
@@ -271,7 +272,7 @@ class StageModule(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        inject: Inject | None,
+        inject: ReceiveBlock | None,
         *,
         is_last: bool,
         loss: StepLoss,
@@ -312,10 +313,10 @@ class StageModule(nn.Module):
                 self._inject[0].hold(None)
 
     def _with_context(self, received: torch.Tensor) -> torch.Tensor:
-        cut = None if self.received is None else self.received.cut
-        if self._context is None or cut is None:
+        sharding = None if self.received is None else self.received.sharding
+        if self._context is None or sharding is None:
             return received
-        whole: torch.Tensor = SplitTensor(received, cut, self._context, CONTEXT)
+        whole: torch.Tensor = SplitTensor(received, sharding, self._context, CONTEXT)
         return whole
 
     def _sendable(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import Recompute
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.recompute.policy import Operator, OperatorChoice
-from paraplan.runtime.recompute.split_backward import keep_inputs_alone
+from paraplan.runtime.recompute.split_backward import checkpoint_for_split_backward
 from paraplan.runtime.torch_private import function_modes
 
 
@@ -68,7 +68,7 @@ def recompute_in_backward(block: nn.Module, *, in_halves: bool = False, choice: 
         with written.noted() as before:
             again = partial(_both, partial(written.back_to, before), second)
             if in_halves:
-                return keep_inputs_alone(
+                return checkpoint_for_split_backward(
                     lambda *given: inner(*given[:-1], **given[-1]), *args, kwargs, first=first, around=again
                 )
             return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False, context_fn=lambda: (first, again()))
@@ -209,7 +209,9 @@ class _KeepsInputs(TorchFunctionMode):
         # Modes around this one are no longer there when the backward pass runs the core again.
         around = function_modes()
         if self._calls.in_halves:
-            return keep_inputs_alone(partial(func, **(kwargs or {})), *args, around=lambda: _entered(around))
+            return checkpoint_for_split_backward(
+                partial(func, **(kwargs or {})), *args, around=lambda: _entered(around)
+            )
         return checkpoint(
             partial(func, **(kwargs or {})),
             *args,

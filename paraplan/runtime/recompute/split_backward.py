@@ -74,7 +74,7 @@ def _read_never(_: object) -> torch.Tensor:
     raise AssertionError("the graph of a second run is not used")
 
 
-def keep_inputs_alone(
+def checkpoint_for_split_backward(
     function: Callable[..., Any],
     *args: Any,
     first: AbstractContextManager[Any] | None = None,

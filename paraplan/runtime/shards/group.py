@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.torch_private import is_view
 
 # torch 2.13 renamed both, and warns about the old names.
@@ -33,8 +33,8 @@ class TensorGroup:
     In a trial (`is_trial`), functions that no rule knows are tried with numbers (`trial`).
     With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
     `specs` holds how tensors lie that are split over it (`split_tensor`), `calls` what calls on them came to
-    (`replay`). `token_cuts` says how the tokens of hidden states are cut that layers have gathered, by all dimensions
-    but the last.
+    (`replay`). `token_shardings` says how the tokens of hidden states are cut that layers have gathered, by all
+    dimensions but the last.
     """
 
     size: int
@@ -48,7 +48,7 @@ class TensorGroup:
     gathers: bool = True
     keeps_products: bool = False
     gathered: set[str] = field(default_factory=set)
-    token_cuts: dict[tuple[int, ...], Cut] = field(default_factory=dict)
+    token_shardings: dict[tuple[int, ...], Sharding] = field(default_factory=dict)
     _entered: list[Any] = field(default_factory=list)
 
     def sum(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
@@ -58,37 +58,38 @@ class TensorGroup:
             dist.all_reduce(total, group=self.handle)
         return total
 
-    def gather(self, local: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def gather(self, local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
         """Return the whole tensor of which every rank gives its part."""
         if self.handle is None:
-            return local.new_empty(cut.whole_shape(local.shape))
-        missing = 0 if cut.divides else cut.local_length(0) - local.shape[cut.dim]
+            return local.new_empty(sharding.whole_shape(local.shape))
+        missing = 0 if sharding.divides else sharding.local_length(0) - local.shape[sharding.dim]
         if missing:  # what travels has one length
             local = torch.cat(
-                [local, local.new_zeros(*local.shape[: cut.dim], missing, *local.shape[cut.dim + 1 :])], cut.dim
+                [local, local.new_zeros(*local.shape[: sharding.dim], missing, *local.shape[sharding.dim + 1 :])],
+                sharding.dim,
             )
         # One behind the other: a list of tensors would be copied once more.
         gathered = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
         _all_gather(gathered, local.contiguous(), group=self.handle)
         parts = list(gathered.chunk(self.size))
-        if not cut.divides:
-            parts = [part.narrow(cut.dim, 0, cut.local_length(index)) for index, part in enumerate(parts)]
-        return cut.join(parts)
+        if not sharding.divides:
+            parts = [part.narrow(sharding.dim, 0, sharding.local_length(index)) for index, part in enumerate(parts)]
+        return sharding.join(parts)
 
-    def sum_and_scatter(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def reduce_scatter(self, whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
         """Return this rank's part of the sum of `whole` over the group."""
         if self.handle is None:
-            return whole.new_empty(cut.local_shape(whole.shape))
-        parts = torch.cat([cut.part(whole, index) for index in range(self.size)])
+            return whole.new_empty(sharding.local_shape(whole.shape))
+        parts = torch.cat([sharding.part(whole, index) for index in range(self.size)])
         mine = parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:]))
         _reduce_scatter(mine, parts, group=self.handle)
         return mine
 
-    def part(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def part(self, whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
         """Return this rank's part of `whole`, which every rank has."""
-        return cut.part(whole, self.index)
+        return sharding.part(whole, self.index)
 
-    def enter_once(self, whole: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def cached_copy(self, whole: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return `make()`, or what it returned for the same tensor a moment ago.
 
         Query, key and value projections read one tensor: its gradient is then summed once for the three.
@@ -102,11 +103,11 @@ class TensorGroup:
         return made
 
     def forget(self) -> None:
-        """Let go what `enter_once` holds; done at the end of every block."""
+        """Let go what `cached_copy` holds; done at the end of every block."""
         self._entered.clear()
 
 
-def copy_to_ranks(tensor: torch.Tensor, group: TensorGroup, *, for_products: bool = False) -> torch.Tensor:
+def copy_to_region(tensor: torch.Tensor, group: TensorGroup, *, for_products: bool = False) -> torch.Tensor:
     """Return `tensor`, which every rank has; its gradient is the sum of those of the ranks.
 
     `for_products`: linear layers alone read it, whose backward passes make a gradient of their own to sum in place.
@@ -115,7 +116,7 @@ def copy_to_ranks(tensor: torch.Tensor, group: TensorGroup, *, for_products: boo
     return result
 
 
-def sum_over_ranks(tensor: torch.Tensor, group: TensorGroup, *, is_product: bool = False) -> torch.Tensor:
+def reduce_from_region(tensor: torch.Tensor, group: TensorGroup, *, is_product: bool = False) -> torch.Tensor:
     """Return the sum of `tensor` over the ranks, which all go on with the same.
 
     `is_product`: it is what a linear layer returned, which nobody else reads, and is summed in place.
@@ -126,27 +127,27 @@ def sum_over_ranks(tensor: torch.Tensor, group: TensorGroup, *, is_product: bool
     return result
 
 
-def gather_to_ranks(local: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
+def all_gather(local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
     """Return the whole of what the ranks hold, for each to go its own way with it: gradients are summed, then cut."""
-    result: torch.Tensor = _Gather.apply(local, cut, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Gather.apply(local, sharding, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def sum_and_scatter(whole: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
+def reduce_scatter(whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
     """Return this rank's part of the sum of `whole` over the ranks."""
-    result: torch.Tensor = _SumAndScatter.apply(whole, cut, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _SumAndScatter.apply(whole, sharding, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def take_part(whole: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
+def scatter_to_region(whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
     """Return this rank's part of what every rank has; its gradient is gathered from all parts."""
-    result: torch.Tensor = _TakePart.apply(whole, cut, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _TakePart.apply(whole, sharding, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def join_parts(local: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
+def gather_from_region(local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
     """Return the whole of what the ranks hold, for all to do the same with it: the gradient is cut, not summed."""
-    result: torch.Tensor = _JoinParts.apply(local, cut, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _JoinParts.apply(local, sharding, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -175,52 +176,52 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
-        ctx.cut, ctx.group = cut, group
-        return group.gather(local, cut)
+    def forward(ctx: Any, local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return group.gather(local, sharding)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.group.sum_and_scatter(gradients[0], ctx.cut), None, None
+        return ctx.group.reduce_scatter(gradients[0], ctx.sharding), None, None
 
 
 class _SumAndScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
-        ctx.cut, ctx.group = cut, group
-        return group.sum_and_scatter(whole, cut)
+    def forward(ctx: Any, whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return group.reduce_scatter(whole, sharding)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.group.gather(gradients[0], ctx.cut), None, None
+        return ctx.group.gather(gradients[0], ctx.sharding), None, None
 
 
 class _TakePart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
-        ctx.cut, ctx.group = cut, group
-        return group.part(whole, cut).clone(memory_format=torch.contiguous_format)
+    def forward(ctx: Any, whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return group.part(whole, sharding).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.group.gather(gradients[0], ctx.cut), None, None
+        return ctx.group.gather(gradients[0], ctx.sharding), None, None
 
 
 class _JoinParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, cut: Cut, group: TensorGroup) -> torch.Tensor:
-        ctx.cut, ctx.group = cut, group
-        return group.gather(local, cut)
+    def forward(ctx: Any, local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return group.gather(local, sharding)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.group.part(gradients[0], ctx.cut).contiguous(), None, None
+        return ctx.group.part(gradients[0], ctx.sharding).contiguous(), None, None
 
 
-def whole_tensor(tensor: torch.Tensor, cut: Cut | None, mesh: Mesh) -> torch.Tensor:
-    """Return the whole of `tensor`: gathered over `dp` where it is sharded, and over `tp` by `cut`."""
+def whole_tensor(tensor: torch.Tensor, sharding: Sharding | None, mesh: Mesh) -> torch.Tensor:
+    """Return the whole of `tensor`: gathered over `dp` where it is sharded, and over `tp` by `sharding`."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if cut is None:
+    if sharding is None:
         return whole
     group = TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
-    return group.gather(whole, cut)
+    return group.gather(whole, sharding)

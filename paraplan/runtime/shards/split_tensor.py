@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.shards.group import TensorGroup, copy_to_ranks
-from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.group import TensorGroup, copy_to_region
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.torch_private import make_wrapper
 
 VOCABULARY = "the vocabulary"  # the source of logits split by class
@@ -59,22 +59,22 @@ class SplitSpec:
     `source` names the layer that the tensors are of, or is `VOCABULARY`, `SEQUENCE` or `CONTEXT`.
     """
 
-    cut: Cut
+    sharding: Sharding
     group: TensorGroup
     source: str
     shape: torch.Size
 
 
-def spec_of(local: torch.Tensor, cut: Cut, group: TensorGroup, source: str) -> SplitSpec:
-    """Return the spec of the whole tensor of which `local` is this rank's part by `cut`."""
-    key = (cut, local.shape, source)
+def spec_of(local: torch.Tensor, sharding: Sharding, group: TensorGroup, source: str) -> SplitSpec:
+    """Return the spec of the whole tensor of which `local` is this rank's part by `sharding`."""
+    key = (sharding, local.shape, source)
     known: SplitSpec | None = group.specs.get(key)
     if known is not None:
         return known
     if len(group.specs) >= _KEPT_SPECS:  # sequences of ever other lengths
         group.specs.clear()
-    shape = torch.Size(cut.whole_shape(local.shape))
-    made = SplitSpec(cut, group, source, shape)
+    shape = torch.Size(sharding.whole_shape(local.shape))
+    made = SplitSpec(sharding, group, source, shape)
     group.specs[key] = made
     return made
 
@@ -88,9 +88,9 @@ class SplitTensor(torch.Tensor):
     """What every torch function runs by. `rules`, which make tensors of this class, set it."""
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, cut: Cut, group: TensorGroup, source: str) -> SplitTensor:
-        """Return the whole tensor of which `local` is this rank's part by `cut`."""
-        return cls.of(local, spec_of(local, cut, group, source))
+    def __new__(cls, local: torch.Tensor, sharding: Sharding, group: TensorGroup, source: str) -> SplitTensor:
+        """Return the whole tensor of which `local` is this rank's part by `sharding`."""
+        return cls.of(local, spec_of(local, sharding, group, source))
 
     # Its arguments are those of the parent, which torch does not type.
     def __init__(self, *_: Any) -> None:
@@ -112,9 +112,9 @@ class SplitTensor(torch.Tensor):
         return whole
 
     @property
-    def cut(self) -> Cut:
+    def sharding(self) -> Sharding:
         """How the whole is cut."""
-        return self.spec.cut
+        return self.spec.sharding
 
     @property
     def group(self) -> TensorGroup:
@@ -184,11 +184,11 @@ def on_own_tokens(given: torch.Tensor, work: Callable[[torch.Tensor], torch.Tens
     if not is_of_sequence(given):
         return work(given)
     assert isinstance(given, SplitTensor)
-    made, dim = work(given.local), given.cut.dim
-    cut, before, after = given.cut, given.local.shape[dim], made.shape[dim]
+    made, dim = work(given.local), given.sharding.dim
+    sharding, before, after = given.sharding, given.local.shape[dim], made.shape[dim]
     if before != after:  # tokens that the ranks of tp have split, or brought together
-        cut = replace(cut, segments=tuple(segment * after // before for segment in cut.segments))
-    whole: torch.Tensor = SplitTensor(made, cut, given.group, CONTEXT)
+        sharding = replace(sharding, segments=tuple(segment * after // before for segment in sharding.segments))
+    whole: torch.Tensor = SplitTensor(made, sharding, given.group, CONTEXT)
     return whole
 
 
@@ -198,7 +198,7 @@ def as_operand(whole: torch.Tensor, like: SplitTensor) -> torch.Tensor:
     Under context parallelism gradients stay partial, and are summed at the end of the step.
     """
     if whole.requires_grad and torch.is_grad_enabled() and like.source != CONTEXT:
-        return copy_to_ranks(whole, like.group)
+        return copy_to_region(whole, like.group)
     return whole
 
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.shards.group import TensorGroup
-from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.split.randomness import DROPOUTS
 from paraplan.runtime.structure.model_structure import BlockCall
@@ -104,7 +104,7 @@ def shares_with_blocks(call: BlockCall) -> bool:
 def check_split(
     whole: nn.Module,
     part: nn.Module,
-    cuts: dict[str, Cut],
+    shardings: dict[str, Sharding],
     call: BlockCall,
     *,
     group: TensorGroup,
@@ -113,9 +113,9 @@ def check_split(
 ) -> None:
     """Raise `UnsupportedPlanError` on every rank where `part` does not compute what `whole` does.
 
-    Both are on this rank's device in the type of `setting`; `part` holds this rank's share of the parameters in `cuts`.
-    They run on random numbers in the shapes of `call`, the same on every rank; only gradients that training needs are
-    compared.
+    Both are on this rank's device in the type of `setting`; `part` holds this rank's share of the parameters in
+    `shardings`. They run on random numbers in the shapes of `call`, the same on every rank; only gradients that
+    training needs are compared.
     """
     for training in setting.modes:
         expected, mask = _expected(whole.train(training), call, setting.dtype)
@@ -126,7 +126,7 @@ def check_split(
             raise UnsupportedPlanError(
                 f"the split of {name} over tp={group.size} does not run: {reason}", hint="use tp=1 for this model"
             ) from error
-        errors = _errors(expected, found, cuts, group)
+        errors = _errors(expected, found, shardings, group)
         where = max(errors, key=lambda key: errors[key])
         if errors[where] > setting.tolerance:
             raise UnsupportedPlanError(
@@ -139,7 +139,7 @@ def check_split(
 def summed_gradients(
     whole: nn.Module,
     part: nn.Module,
-    cuts: dict[str, Cut],
+    shardings: dict[str, Sharding],
     call: BlockCall,
     *,
     group: TensorGroup,
@@ -158,9 +158,9 @@ def summed_gradients(
                 found = _gradients(part.train(training), call, mask=mask, dtype=setting.dtype)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return None  # sizes that the code names do not fit the parts
-        errors = _errors(expected, found, cuts, group)
+        errors = _errors(expected, found, shardings, group)
         unequal = [key for key, error in errors.items() if error > setting.tolerance]
-        parameters = dict(part.named_parameters()).keys() - cuts.keys()
+        parameters = dict(part.named_parameters()).keys() - shardings.keys()
         if any(key not in parameters or key not in found for key in unequal):
             return None
         sums = {key: group.sum(found[key]) for key in unequal}
@@ -212,7 +212,10 @@ def _expected(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> tuple[di
 
 
 def _errors(
-    expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], cuts: dict[str, Cut], group: TensorGroup
+    expected: dict[str, torch.Tensor],
+    found: dict[str, torch.Tensor],
+    shardings: dict[str, Sharding],
+    group: TensorGroup,
 ) -> dict[str, float]:
     """Return the largest relative error of each tensor over all ranks, infinite where one is missing."""
     if not expected:
@@ -221,7 +224,7 @@ def _errors(
     errors = []
     for key, value in expected.items():
         reference = max(float(value.abs().max()), 1e-3 * scale, 1e-30)
-        mine = cuts[key].part(value, group.index) if key in cuts else value
+        mine = shardings[key].part(value, group.index) if key in shardings else value
         fits = key in found and found[key].shape == mine.shape
         error = float((found[key] - mine).abs().max()) / reference if fits else math.inf
         errors.append(math.inf if math.isnan(error) else error)

@@ -17,10 +17,10 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import TensorGroup
-from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.split.experts import expert_weights, of_own_tokens
-from paraplan.runtime.split.trial import functions_refused
+from paraplan.runtime.split.trial import custom_functions_refused
 from paraplan.runtime.structure.model_structure import example_of, first_that_runs, meta_copy
 from paraplan.runtime.torch_private import pytree
 
@@ -58,8 +58,8 @@ def _split(value: Any, group: TensorGroup) -> Any:
             f"{found} do not divide along their tokens over cp={group.size} ranks",
             hint="use a sequence length that cp divides, or a plan without cp",
         )
-    cut = Cut(dim=_TOKENS, segments=(tokens,), size=group.size)
-    return SplitTensor(cut.part(value, group.index).contiguous(), cut, group, CONTEXT)
+    sharding = Sharding(dim=_TOKENS, segments=(tokens,), size=group.size)
+    return SplitTensor(sharding.part(value, group.index).contiguous(), sharding, group, CONTEXT)
 
 
 def keep_experts_apart(model: nn.Module) -> None:
@@ -84,25 +84,25 @@ def check_context(
     inputs = example_of(model, example_inputs, multiple=size * tp)
     _try_context(meta_copy(model), size=size, inputs=inputs)
     if split_layers is not None:
-        shadow = meta_copy(model)
-        split_layers(shadow, TensorGroup(size=tp, index=0, handle=None))
-        _try_context(shadow, size=size, inputs=inputs)
+        meta_model = meta_copy(model)
+        split_layers(meta_model, TensorGroup(size=tp, index=0, handle=None))
+        _try_context(meta_model, size=size, inputs=inputs)
 
 
-def _try_context(shadow: nn.Module, *, size: int, inputs: Any) -> None:
+def _try_context(meta_model: nn.Module, *, size: int, inputs: Any) -> None:
     group = TensorGroup(size=size, index=0, handle=None, is_trial=True)
-    keep_experts_apart(shadow)
+    keep_experts_apart(meta_model)
 
     def attempt(tried: Any, _: object) -> None:
-        with torch.no_grad(), functions_refused():
-            call_model(shadow, split_tokens(tried, group))
+        with torch.no_grad(), custom_functions_refused():
+            call_model(meta_model, split_tokens(tried, group))
 
     try:
         try:
-            first_that_runs(shadow, inputs, attempt)
+            first_that_runs(meta_model, inputs, attempt)
         except UsageError:
             # Grouped matmuls (experts) have shapes in bf16 only.
-            first_that_runs(shadow.to(torch.bfloat16), inputs, attempt)
+            first_that_runs(meta_model.to(torch.bfloat16), inputs, attempt)
     except SplitError as error:
         raise context_error(error, group) from None
 
@@ -157,7 +157,7 @@ class _Marks:
         """Return `tree` with its tensors split as they were."""
         leaves, structure = pytree.tree_flatten(tree)
         put = [
-            leaf if mark is None else SplitTensor(leaf, mark.cut, mark.group, mark.source)
+            leaf if mark is None else SplitTensor(leaf, mark.sharding, mark.group, mark.source)
             for leaf, mark in zip(leaves, self._split, strict=True)
         ]
         self._split = []

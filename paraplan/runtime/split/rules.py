@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from paraplan.runtime.shards.group import TensorGroup, join_parts
-from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.group import TensorGroup, gather_from_region
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import (
     CONTEXT,
     SEQUENCE,
@@ -103,7 +103,7 @@ def _say_once(name: str, group: TensorGroup, reason: str) -> None:
 
 def _whole(tree: Any) -> Any:
     def whole(leaf: Any) -> Any:
-        return join_parts(leaf.local, leaf.cut, leaf.group) if isinstance(leaf, SplitTensor) else leaf
+        return gather_from_region(leaf.local, leaf.sharding, leaf.group) if isinstance(leaf, SplitTensor) else leaf
 
     return pytree.tree_map(whole, tree)
 
@@ -168,7 +168,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             ) from error
     keeps = name in ELEMENTWISE and isinstance(result, torch.Tensor) and result.shape == first.local.shape
     if keeps:
-        found = first if result is first.local else SplitTensor(result, first.cut, first.group, first.source)
+        found = first if result is first.local else SplitTensor(result, first.sharding, first.group, first.source)
     else:
         found = _wrap(name, result, _whole_shapes(name, func, args, kwargs, first.group), first)
     if call is not None:
@@ -229,12 +229,12 @@ def _local(tree: Any, first: SplitTensor, *, aligned: bool) -> Any:
 
 def _narrowed(plain: torch.Tensor, split: SplitTensor) -> torch.Tensor:
     """Return the part of a whole operand that broadcasts against this rank's part of `split`."""
-    dim = split.cut.dim - split.ndim + plain.ndim
+    dim = split.sharding.dim - split.ndim + plain.ndim
     if dim < 0 or plain.shape[dim] == 1:
         return plain
-    if plain.shape[dim] != split.cut.length:
+    if plain.shape[dim] != split.sharding.length:
         return plain
-    return split.cut.at(dim).part(plain, split.group.index)
+    return split.sharding.at(dim).part(plain, split.group.index)
 
 
 def _check_written(name: str, split: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -251,16 +251,20 @@ def _check_alike(name: str, operands: list[SplitTensor]) -> None:
     """Raise where operands are split along different dimensions, or the same one in other segments."""
     first = operands[0]
     for other in operands[1:]:
-        same_place = other.cut.dim - other.ndim == first.cut.dim - first.ndim or other.cut.dim == first.cut.dim
-        same_length = other.cut.length == first.cut.length
+        same_place = (
+            other.sharding.dim - other.ndim == first.sharding.dim - first.ndim
+            or other.sharding.dim == first.sharding.dim
+        )
+        same_length = other.sharding.length == first.sharding.length
         if not same_place or (
-            same_length and (other.cut.segments, other.cut.repeats) != (first.cut.segments, first.cut.repeats)
+            same_length
+            and (other.sharding.segments, other.sharding.repeats) != (first.sharding.segments, first.sharding.repeats)
         ):
             layer = first if other.source == SEQUENCE else other
             raise SplitError(
                 f"{name} meets the output of {first.source} (shape {tuple(first.shape)}, split along dimension "
-                f"{first.cut.dim}) and that of {other.source} (shape {tuple(other.shape)}, split along dimension "
-                f"{other.cut.dim})",
+                f"{first.sharding.dim}) and that of {other.source} (shape {tuple(other.shape)}, split along dimension "
+                f"{other.sharding.dim})",
                 source=layer.source,
                 is_mixed=SEQUENCE in (first.source, other.source) and layer.source != SEQUENCE,
                 meets_tokens=SEQUENCE in (first.source, other.source),
@@ -276,7 +280,7 @@ def _check_dimension(name: str, split: SplitTensor, args: tuple[Any, ...], kwarg
     elif name in ALONG:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         along = (dim % split.ndim,) if isinstance(dim, int) else ()
-    if split.cut.dim in along:
+    if split.sharding.dim in along:
         raise SplitError(
             f"{name} works along the output of {split.source}, which would be split",
             source=split.source,
@@ -317,23 +321,23 @@ def _wrap_one(name: str, local: torch.Tensor, whole: tuple[int, ...], first: Spl
     dim = differing[0] if differing else 0
     if not differing:
         fits = False
-    elif not first.cut.divides:
-        fits = (whole[dim], local.shape[dim]) == (first.cut.length, first.local.shape[first.cut.dim])
+    elif not first.sharding.divides:
+        fits = (whole[dim], local.shape[dim]) == (first.sharding.length, first.local.shape[first.sharding.dim])
     else:
-        fits = whole[dim] == local.shape[dim] * first.cut.size
+        fits = whole[dim] == local.shape[dim] * first.sharding.size
     if len(differing) > 1 or not fits:
         raise SplitError(
             f"{name} brings together what the ranks hold of the output of {first.source}",
             source=first.source,
             is_mixed=True,
         )
-    cut = first.cut.at(dim)
-    if whole[dim] != first.cut.length:
+    sharding = first.sharding.at(dim)
+    if whole[dim] != first.sharding.length:
         # Grouped queries: more heads than the first operand has; both are cut in the plainest way.
-        if len(first.cut.segments) > 1 or first.cut.repeats > 1:
+        if len(first.sharding.segments) > 1 or first.sharding.repeats > 1:
             raise SplitError(f"{name} changes the length of the split dimension", source=first.source)
-        cut = Cut(dim=dim, segments=(whole[dim],), size=first.cut.size)
-    return SplitTensor(local, cut, first.group, first.source)
+        sharding = Sharding(dim=dim, segments=(whole[dim],), size=first.sharding.size)
+    return SplitTensor(local, sharding, first.group, first.source)
 
 
 SplitTensor.run_on_parts = staticmethod(run_on_parts)

@@ -37,8 +37,8 @@ class Execution(Protocol):
 class WholeModelExecution:
     """One micro-batch after another through the whole model: one process, DDP, ZeRO.
 
-    `context` is the `cp` group, where each rank has some of the tokens. `apart` are parameters that stay whole under
-    ZeRO, whose gradients `replicas` averages.
+    `context` is the `cp` group, where each rank has some of the tokens. `unsharded` are parameters that stay whole
+    under ZeRO, whose gradients `replicas` averages.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class WholeModelExecution:
         device: torch.device,
         replicas: ReplicaGradients,
         context: TensorGroup | None = None,
-        apart: Sequence[nn.Parameter] = (),
+        unsharded: Sequence[nn.Parameter] = (),
     ) -> None:
         self.loss = loss
         self._module = module
         self._replicas = replicas
-        self._apart = apart
+        self._unsharded = unsharded
         self._context = context
         self._sync = sync
         self._precision = precision
@@ -68,7 +68,7 @@ class WholeModelExecution:
         for index, micro_batch in enumerate(micro_batches):
             with self._sync.micro_batch(is_last=index == len(micro_batches) - 1):
                 self._loss_of(micro_batch).backward()  # type: ignore[no-untyped-call]
-        self._replicas.start(self._apart)
+        self._replicas.start(self._unsharded)
         self._replicas.finish()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:

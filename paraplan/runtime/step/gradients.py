@@ -15,7 +15,7 @@ from paraplan.runtime.torch_private import multiply_all
 
 
 @dataclass(frozen=True)
-class GradientFinish:
+class GradientClipping:
     """Multiplies, unscales and clips the gradients of one rank. They are read once for their norm and written once.
 
     `repeated` names those that an earlier pipeline stage counts in the norm, `split` those that ranks of `tp` hold

@@ -51,7 +51,7 @@ StepCallback = Callable[[StepReport], object]
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class SpeedBaseline:
     """What speeds are set against. `peak_flops_per_s` is that of one device; `num_parameters` of the whole model."""
 
     num_ranks: int
@@ -105,7 +105,7 @@ class RunWatch:
     """
 
     device: torch.device
-    yardstick: Yardstick
+    baseline: SpeedBaseline
     metrics: Path | None = None
     metrics_every: int = 1
     callbacks: list[tuple[int, StepCallback]] = field(default_factory=list)
@@ -156,7 +156,7 @@ class RunWatch:
             learning_rate=learning_rate,
             step_time_s=step_time_s,
             tokens_per_s=tokens / step_time_s,
-            mfu=self.yardstick.mfu(step_time_s=step_time_s, tokens=tokens),
+            mfu=self.baseline.mfu(step_time_s=step_time_s, tokens=tokens),
             peak_memory_bytes=peak_memory_bytes(self.device),
             metrics={name: value.item() for name, value in (metrics or {}).items()},
         )
@@ -179,7 +179,7 @@ class RunWatch:
 
     def comparison(self) -> str | None:
         """Return step time and memory, measured against predicted; None without a prediction or without a step."""
-        estimate = self.yardstick.estimate
+        estimate = self.baseline.estimate
         measured = [] if self.clock is None or estimate is None else self.clock.times_s()
         times = measured[_WARM_STEPS:] or measured
         if estimate is None or not times:

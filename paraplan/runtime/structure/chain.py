@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.shards.layout import Cut
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.structure.blocks import BlockStack
 from paraplan.runtime.structure.dataflow import (
@@ -41,12 +41,12 @@ HINT = "use pp=1 for this model"
 class HiddenShape:
     """The tensor that passes from one block to the next, for one micro-batch.
 
-    Under context parallelism it has this rank's tokens; `cut` says which those are.
+    Under context parallelism it has this rank's tokens; `sharding` says which those are.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cut: Cut | None = None
+    sharding: Sharding | None = None
 
 
 class ChainProbe:
@@ -81,9 +81,9 @@ class ChainProbe:
                     f"block {self._stack.names[index]} runs out of turn, after {len(self.received)} blocks", hint=HINT
                 )
             where, hidden = self._find_hidden(index, args, kwargs)
-            cut = hidden.cut if isinstance(hidden, SplitTensor) else None
+            sharding = hidden.sharding if isinstance(hidden, SplitTensor) else None
             own = hidden.local if isinstance(hidden, SplitTensor) else hidden
-            self.received.append(HiddenShape(shape=tuple(own.shape), dtype=own.dtype, cut=cut))
+            self.received.append(HiddenShape(shape=tuple(own.shape), dtype=own.dtype, sharding=sharding))
             if self.flow is None:
                 return args, kwargs
             if index == 0:

@@ -52,17 +52,17 @@ class BlockCall:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """A model's blocks as a chain, with the names of the parameters and other tensors that each piece uses.
 
-    `shadow` is a copy of the model on the meta device; where it had to be made in bf16, `hidden_dtype` is what the
+    `meta_model` is a copy of the model on the meta device; where it had to be made in bf16, `hidden_dtype` is what the
     model itself computes in. A block takes the hidden state as its argument `hidden_argument` (a position or a keyword)
     and returns it alone, or first in a tuple of `num_outputs`. Names are those of `named_parameters` and
     `named_buffers`: a tied parameter has one. What nothing uses counts to where it lies, outside of blocks to what is
     before them. `writes_hidden`: blocks write into the hidden state that they are given.
     """
 
-    shadow: nn.Module
+    meta_model: nn.Module
     hidden_dtype: torch.dtype | None
     stack: BlockStack
     hidden_argument: int | str
@@ -94,43 +94,43 @@ class Anatomy:
 
         def attempt(tried: Any, _: Context) -> ChainProbe:
             probe = ChainProbe(self.stack)
-            with probe.attached(self.shadow):
-                call_model(self.shadow, tried)
+            with probe.attached(self.meta_model):
+                call_model(self.meta_model, tried)
             return probe
 
         with torch.no_grad():
-            probe = first_that_runs(self.shadow, _on_meta(inputs), attempt)
+            probe = first_that_runs(self.meta_model, _on_meta(inputs), attempt)
         return [replace(hidden, dtype=self.own_dtype(hidden.dtype)) for hidden in probe.received]
 
     def own_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what a tensor of `dtype` in the shadow is in the model."""
+        """Return what a tensor of `dtype` in the meta model is in the model."""
         return self.hidden_dtype if self.hidden_dtype is not None and dtype == torch.bfloat16 else dtype
 
 
-def examine(model: nn.Module, stack: BlockStack, example_inputs: Any = None) -> Anatomy:
-    """Return the anatomy of `model`, run on `example_inputs` as it runs in training.
+def find_structure(model: nn.Module, stack: BlockStack, example_inputs: Any = None) -> ModelStructure:
+    """Return the structure of `model`, run on `example_inputs` as it runs in training.
 
     Without these the inputs are those of the model's own `example_inputs(batch, tokens)`, where it has that method,
     else token ids. Raises `UsageError` where the model does not run on them, and `UnsupportedPlanError` where its
     blocks do not form a chain.
     """
     inputs = example_of(model, example_inputs)
-    shadow = meta_copy(model)
+    meta_model = meta_copy(model)
     hidden_dtype = None
     with torch.enable_grad():
         try:
-            probe, uses = _followed(shadow, stack, inputs)
+            probe, uses = _followed(meta_model, stack, inputs)
         except UsageError:
             # Grouped matmuls (experts) have shapes in bf16 only.
             hidden_dtype = next((held.dtype for held in model.parameters() if held.is_floating_point()), None)
             if hidden_dtype in (None, torch.bfloat16):
                 raise
-            shadow = shadow.to(torch.bfloat16)
-            probe, uses = _followed(shadow, stack, inputs)
+            meta_model = meta_model.to(torch.bfloat16)
+            probe, uses = _followed(meta_model, stack, inputs)
     assert probe.hidden_argument is not None
     assert probe.flow is not None
-    return Anatomy(
-        shadow=shadow,
+    return ModelStructure(
+        meta_model=meta_model,
         hidden_dtype=hidden_dtype,
         stack=stack,
         hidden_argument=probe.hidden_argument,
@@ -140,34 +140,34 @@ def examine(model: nn.Module, stack: BlockStack, example_inputs: Any = None) -> 
     )
 
 
-def _followed(shadow: nn.Module, stack: BlockStack, inputs: Any) -> tuple[ChainProbe, ChainUses]:
-    """Run `shadow` on `inputs` and return what its blocks did, and what its pieces use."""
+def _followed(meta_model: nn.Module, stack: BlockStack, inputs: Any) -> tuple[ChainProbe, ChainUses]:
+    """Run `meta_model` on `inputs` and return what its blocks did, and what its pieces use."""
 
     def attempt(tried: Any, _: Context) -> tuple[ChainProbe, ChainUses]:
-        flow = Dataflow(shadow, len(stack))
+        flow = Dataflow(meta_model, len(stack))
         probe = ChainProbe(stack, flow)
-        with probe.attached(shadow):
-            output = call_model(shadow, tried)
+        with probe.attached(meta_model):
+            output = call_model(meta_model, tried)
             flow.look_for_reassigned()
         if len(probe.received) != len(stack):
             raise UnsupportedPlanError(
                 f"{len(probe.received)} of {len(stack)} blocks take part in a forward pass", hint=HINT
             )
         probe.check_pure(output)
-        return probe, find_uses(probe, shadow, stack, output, is_complete=tried is inputs)
+        return probe, find_uses(probe, meta_model, stack, output, is_complete=tried is inputs)
 
-    with _in_training(shadow):
-        return first_that_runs(shadow, inputs, attempt)
+    with _in_training(meta_model):
+        return first_that_runs(meta_model, inputs, attempt)
 
 
 @contextmanager
-def _in_training(shadow: nn.Module) -> Iterator[None]:
-    """Run `shadow` as in training, where it was left as for evaluation; parts of it that are so on purpose stay so."""
-    if shadow.training:
+def _in_training(meta_model: nn.Module) -> Iterator[None]:
+    """Run `meta_model` as in training, where it was left in evaluation mode; parts that are so on purpose stay so."""
+    if meta_model.training:
         yield
         return
-    modes = {module: module.training for module in shadow.modules()}
-    shadow.train()
+    modes = {module: module.training for module in meta_model.modules()}
+    meta_model.train()
     try:
         yield
     finally:
@@ -190,7 +190,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def example_of(model: nn.Module, example_inputs: Any, *, multiple: int = 1) -> Any:
-    """Return inputs for `model` on the meta device: `example_inputs`, or where that is None those of `examine`.
+    """Return inputs for `model` on the meta device: `example_inputs`, or where that is None those of `find_structure`.
 
     Sequences that are made here have a multiple of so many tokens.
     """
@@ -203,8 +203,8 @@ def example_of(model: nn.Module, example_inputs: Any, *, multiple: int = 1) -> A
     return torch.zeros(_EXAMPLE_BATCH, tokens, dtype=torch.long, device="meta")
 
 
-def block_calls(shadow: nn.Module, stack: BlockStack, inputs: Any) -> list[BlockCall | None]:
-    """Return what each block of `shadow` is called with first when it runs on `inputs`, all on the meta device.
+def block_calls(meta_model: nn.Module, stack: BlockStack, inputs: Any) -> list[BlockCall | None]:
+    """Return what each block of `meta_model` is called with first when it runs on `inputs`, all on the meta device.
 
     None stands for a block that is not called.
     """
@@ -225,27 +225,27 @@ def block_calls(shadow: nn.Module, stack: BlockStack, inputs: Any) -> list[Block
             return enter
 
         with ExitStack() as undo:
-            for index, block in enumerate(stack.modules(shadow)):
+            for index, block in enumerate(stack.modules(meta_model)):
                 undo.callback(block.register_forward_pre_hook(note(index), with_kwargs=True).remove)
             with torch.no_grad():
-                call_model(shadow, tried)
+                call_model(meta_model, tried)
             with torch.enable_grad():
-                read = _outputs_read(shadow, stack, tried)
+                read = _outputs_read(meta_model, stack, tried)
         return [
             call and replace(call, graded=flags, read=numbers)
             for call, flags, numbers in zip(calls, graded, read, strict=True)
         ]
 
     try:
-        return first_that_runs(shadow, inputs, attempt)
+        return first_that_runs(meta_model, inputs, attempt)
     except UsageError:
         # Grouped matmuls (experts) have shapes in bf16 only.
-        return first_that_runs(shadow.to(torch.bfloat16), inputs, attempt)
+        return first_that_runs(meta_model.to(torch.bfloat16), inputs, attempt)
 
 
-def _outputs_read(shadow: nn.Module, stack: BlockStack, inputs: Any) -> list[frozenset[int]]:
+def _outputs_read(meta_model: nn.Module, stack: BlockStack, inputs: Any) -> list[frozenset[int]]:
     """Return which tensors that the blocks return beside the first are read by other code, by their numbers."""
-    flow = Dataflow(shadow, len(stack))
+    flow = Dataflow(meta_model, len(stack))
 
     def marked(index: int) -> Callable[..., Any]:
         def change(number: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -254,17 +254,17 @@ def _outputs_read(shadow: nn.Module, stack: BlockStack, inputs: Any) -> list[fro
         return lambda _, __, output: map_outputs(change, output)
 
     with ExitStack() as undo:
-        for index, block in enumerate(stack.modules(shadow)):
+        for index, block in enumerate(stack.modules(meta_model)):
             undo.callback(block.register_forward_hook(marked(index)).remove)
         with flow:
-            output = call_model(shadow, inputs)
+            output = call_model(meta_model, inputs)
     sources = frozenset[str | Mark]().union(*flow.reads.values(), *map(flow.sources, tensors_within(output)))
     marks = [source for source in sources if isinstance(source, Mark) and source.kind == "output"]
     return [frozenset(mark.number for mark in marks if mark.block == index) for index in range(len(stack))]
 
 
-def first_that_runs(shadow: nn.Module, inputs: Any, attempt: Callable[[Any, Context], _Result]) -> _Result:
-    """Return `attempt` of `inputs`, which runs `shadow`, or of fewer inputs.
+def first_that_runs(meta_model: nn.Module, inputs: Any, attempt: Callable[[Any, Context], _Result]) -> _Result:
+    """Return `attempt` of `inputs`, which runs `meta_model`, or of fewer inputs.
 
     Code that looks at values (of a mask) cannot run on the meta device. Then fewer inputs are tried: only the tensors
     of a dict, then only the first one, which decides the shapes.
@@ -278,7 +278,8 @@ def first_that_runs(shadow: nn.Module, inputs: Any, attempt: Callable[[Any, Cont
             failures.append(error)
     first = failures[0]
     raise UsageError(
-        f"{type(shadow).__name__} does not run on inputs of {_described(inputs)}, so its structure cannot be found: "
+        f"{type(meta_model).__name__} does not run on inputs of {_described(inputs)}, so its structure cannot be "
+        f"found: "
         f"{str(first).splitlines()[0] if str(first) else type(first).__name__}",
         hint="pass a small batch as example_inputs= to job.prepare",
     ) from first

@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Cut:
+class Sharding:
     """A dimension that `size` ranks share. It consists of `segments`, repeated `repeats` times.
 
     Every segment is cut into `size` equal parts, one a rank, so a rank holds the parts of all segments in order. A
@@ -31,7 +31,7 @@ class Cut:
         """Whether every segment has equal parts."""
         return all(segment % self.size == 0 for segment in self.segments)
 
-    def at(self, dim: int) -> Cut:
+    def at(self, dim: int) -> Sharding:
         """Return the same cut of another dimension."""
         return replace(self, dim=dim)
 

@@ -12,34 +12,34 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.pipeline.stages import StageEndError, cut_stage
 from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.dataflow import Dataflow, Mark
-from paraplan.runtime.structure.model_structure import Anatomy, examine
+from paraplan.runtime.structure.model_structure import ModelStructure, find_structure
 
 TOKEN_IDS = torch.zeros(2, TOKENS, dtype=torch.long)
 
 
-def anatomy_of(model: nn.Module, example: object = TOKEN_IDS) -> Anatomy:
+def anatomy_of(model: nn.Module, example: object = TOKEN_IDS) -> ModelStructure:
     stack = find_blocks(model)
     assert stack is not None
-    return examine(model, stack, example)
+    return find_structure(model, stack, example)
 
 
 def test_parameters_are_told_apart_by_where_they_are_used_not_by_their_place_in_the_model() -> None:
-    anatomy = anatomy_of(Decoder(2))
-    assert anatomy.before == {"embedding.weight", "positions"}
-    assert anatomy.after == {"head.weight", "norm.weight", "norm.bias"}
-    assert {name.split(".")[1] for name in anatomy.blocks[1]} == {"1"}
-    assert len(anatomy.blocks[1]) == 6
+    structure = anatomy_of(Decoder(2))
+    assert structure.before == {"embedding.weight", "positions"}
+    assert structure.after == {"head.weight", "norm.weight", "norm.bias"}
+    assert {name.split(".")[1] for name in structure.blocks[1]} == {"1"}
+    assert len(structure.blocks[1]) == 6
 
 
 def test_a_tied_head_is_used_before_and_after_under_one_name() -> None:
-    anatomy = anatomy_of(Decoder(2, tied=True))
-    assert anatomy.before & anatomy.after == {"head.weight"}
+    structure = anatomy_of(Decoder(2, tied=True))
+    assert structure.before & structure.after == {"head.weight"}
 
 
 def test_a_table_that_all_blocks_read_belongs_to_each_of_them() -> None:
-    anatomy = anatomy_of(Decoder(2, shared_scale=True))
-    assert all("scale.weight" in names for names in anatomy.blocks)
-    assert "scale.weight" not in anatomy.after
+    structure = anatomy_of(Decoder(2, shared_scale=True))
+    assert all("scale.weight" in names for names in structure.blocks)
+    assert "scale.weight" not in structure.after
 
 
 def test_hidden_shapes_follow_the_micro_batch() -> None:
@@ -151,8 +151,8 @@ class ValueReader(Decoder):
 
 def test_inputs_whose_values_are_looked_at_are_left_out_of_the_run_without_values() -> None:
     example = {"tokens": TOKEN_IDS, "mask": torch.ones(2, TOKENS)}
-    anatomy = anatomy_of(ValueReader(2), example)
-    assert anatomy.hidden_shapes(example)[1].shape == (2, TOKENS, HIDDEN)
+    structure = anatomy_of(ValueReader(2), example)
+    assert structure.hidden_shapes(example)[1].shape == (2, TOKENS, HIDDEN)
 
 
 class Reentrant(Layer):
@@ -175,22 +175,22 @@ class Bf16Shapes(Layer):
 def test_kernels_with_shapes_in_bf16_alone_leave_the_models_own_types() -> None:
     model = Decoder(2)
     model.layers = nn.ModuleList(Bf16Shapes() for _ in range(2))
-    anatomy = anatomy_of(model)
-    assert anatomy.hidden_shapes(TOKEN_IDS)[1].dtype == torch.float32
-    cut = cut_stage(model, anatomy, start=1, end=2, device=torch.device("cpu"))
-    assert cut.inject is not None
+    structure = anatomy_of(model)
+    assert structure.hidden_shapes(TOKEN_IDS)[1].dtype == torch.float32
+    sharding = cut_stage(model, structure, start=1, end=2, device=torch.device("cpu"))
+    assert sharding.inject is not None
     assert model.embedding(TOKEN_IDS).dtype == torch.float32
 
 
 def test_a_stage_keeps_the_names_and_only_its_own_parameters() -> None:
     model = Decoder(5, tied=True)
-    anatomy = anatomy_of(model)
-    cut = cut_stage(model, anatomy, start=3, end=5, device=torch.device("cpu"))
+    structure = anatomy_of(model)
+    sharding = cut_stage(model, structure, start=3, end=5, device=torch.device("cpu"))
     held = {name for name, _ in model.named_parameters()}
-    assert held == set(cut.names.values())
+    assert held == set(sharding.names.values())
     assert {name.split(".")[0] for name in held} == {"head", "norm", "layers"}
     assert {name.split(".")[1] for name in held if name.startswith("layers")} == {"3", "4"}
-    assert set(cut.names) == anatomy.used_by(3, 5)
+    assert set(sharding.names) == structure.used_by(3, 5)
 
 
 def test_stages_in_a_row_compute_what_the_whole_model_computes() -> None:
@@ -200,9 +200,9 @@ def test_stages_in_a_row_compute_what_the_whole_model_computes() -> None:
     for start, end in ((0, 1), (1, 3), (3, 4)):
         model = sequential()
         model.load_state_dict(expected.state_dict())
-        cut = cut_stage(model, anatomy_of(model), start=start, end=end, device=torch.device("cpu"))
-        if cut.inject is not None:
-            cut.inject.hold(output)
+        sharding = cut_stage(model, anatomy_of(model), start=start, end=end, device=torch.device("cpu"))
+        if sharding.inject is not None:
+            sharding.inject.hold(output)
         try:
             output = model(example)
         except StageEndError as stage_end:
@@ -213,8 +213,8 @@ def test_stages_in_a_row_compute_what_the_whole_model_computes() -> None:
 def test_blocks_that_share_parameters_across_stages_are_refused() -> None:
     model = Decoder(4)
     model.layers[3].up.weight = model.layers[0].up.weight
-    anatomy = anatomy_of(model)
-    cut_stage(model, anatomy, start=2, end=4, device=torch.device("cpu"))  # it holds its own copy: a tie
+    structure = anatomy_of(model)
+    cut_stage(model, structure, start=2, end=4, device=torch.device("cpu"))  # it holds its own copy: a tie
     assert model.layers[3].up.weight.requires_grad
 
     class Peeking(Decoder):
