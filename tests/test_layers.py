@@ -38,7 +38,7 @@ EXTERNAL = {
     "typer": ("cli/",),
     "rich": ("cli/", "launch/"),
 }
-ONE_WAY_INSIDE = ("runtime",)
+ONE_WAY_INSIDE = ("launch", "runtime")
 """Packages whose folders, and modules beside them, import one way among themselves."""
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "common", "misc"}
 MAX_MODULE_LINES = 400

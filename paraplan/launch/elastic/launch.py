@@ -1,4 +1,4 @@
-"""torch's elastic agent with our ranks in it: rendezvous, restarts and membership are torch's, processes are ours."""
+"""A job under torch's elastic agent: rendezvous, restarts and membership are torch's, processes are ours."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import functools
 import re
 import socket
 import uuid
-from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +16,32 @@ from torch.distributed.elastic.multiprocessing import start_processes as start_t
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
 
-from paraplan.launch.nodes.agent import NodeAgent, Round
+from paraplan.launch.elastic.agent import NodeAgent, Round
+from paraplan.launch.elastic.processes import AttemptSettings, JobRecord, RankProcesses
 from paraplan.launch.nodes.interfaces import address_towards, addresses_of
 from paraplan.launch.nodes.meeting import MeetingBackend, open_static_store, open_store
 from paraplan.launch.ranks import bootstrap
-from paraplan.launch.ranks.processes import AttemptSettings, JobRecord, RankProcesses
 from paraplan.launch.ranks.spawning import SpawnerHandle
-from paraplan.launch.request import min_max_nodes
+from paraplan.launch.request import LaunchRequest
+from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
 
-DEFAULT_MASTER_PORT = 29500
 
+def with_rendezvous(spec: LaunchSpec, nodes: NodeRange) -> LaunchSpec:
+    """Return `spec` with the rendezvous that torchrun chooses where none is asked for.
 
-def rendezvous_arguments(arguments: Namespace) -> Namespace:
-    """Return `arguments` with the rendezvous that torchrun chooses where none is asked for.
-
-    `--standalone`, and one node without an endpoint or a port, meet in a store of their own on a free port.
+    `--standalone`, and one node without an endpoint or a port, get a store of their own on a free port.
     """
-    chosen = Namespace(**vars(arguments))
-    unasked = chosen.rdzv_backend == "static" and not chosen.rdzv_endpoint and chosen.master_port is None
-    if chosen.standalone or (unasked and min_max_nodes(chosen.nnodes)[1] == 1):
-        chosen.rdzv_backend = "c10d"
-        chosen.rdzv_endpoint = "localhost:0"
-        chosen.rdzv_id = str(uuid.uuid4())
-        if not chosen.local_addr and not addresses_of(socket.gethostname()):
-            chosen.local_addr = "localhost"  # torch would look for this host by its name, for ever
-    elif chosen.rdzv_backend == "c10d" and not addresses_of(socket.gethostname()):
-        _name_by_address(chosen)
-    if chosen.master_port is None:
-        chosen.master_port = DEFAULT_MASTER_PORT
+    is_unasked = spec.rdzv_backend == "static" and not spec.rdzv_endpoint and spec.master_port is None
+    chosen = replace(spec, master_port=DEFAULT_MASTER_PORT if spec.master_port is None else spec.master_port)
+    has_address = bool(addresses_of(socket.gethostname()))
+    if spec.standalone or (is_unasked and nodes.max == 1):
+        # torch would look for this host by its name, for ever
+        local = spec.local_addr or (None if has_address else "localhost")
+        endpoint, run_id = "localhost:0", str(uuid.uuid4())
+        return replace(chosen, rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_id=run_id, local_addr=local)
+    if spec.rdzv_backend == "c10d" and not has_address:
+        return _named_by_address(chosen)
     return chosen
 
 
@@ -56,32 +53,33 @@ def streams_by_rank(value: str) -> dict[int, Std] | None:
     return {int(rank): Std(int(streams)) for rank, streams in pairs}
 
 
-def _name_by_address(chosen: Namespace) -> None:
-    """Give torch's rendezvous the addresses that it would look up by this host's name, which nobody knows."""
-    host = chosen.rdzv_endpoint.rpartition(":")[0] or chosen.rdzv_endpoint
+def _named_by_address(spec: LaunchSpec) -> LaunchSpec:
+    """Return `spec` with the addresses that torch's rendezvous would look up by this host's name, which is unknown."""
+    host = spec.rdzv_endpoint.rpartition(":")[0] or spec.rdzv_endpoint
     address = address_towards(host)
     if address is None:
-        return
-    chosen.local_addr = chosen.local_addr or address
-    if "is_host" not in chosen.rdzv_conf:
+        return spec
+    rdzv_conf = spec.rdzv_conf
+    if "is_host" not in rdzv_conf:
         is_host = str(address in addresses_of(host)).lower()
-        chosen.rdzv_conf = ",".join(filter(None, [chosen.rdzv_conf, f"is_host={is_host}"]))
+        rdzv_conf = ",".join(filter(None, [rdzv_conf, f"is_host={is_host}"]))
+    return replace(spec, local_addr=spec.local_addr or address, rdzv_conf=rdzv_conf)
 
 
-def make_config(arguments: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+def make_config(request: LaunchRequest, *, log_dir: str) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """Return torch's configuration of the job, and the program of a rank with its arguments.
 
     Raises what torch raises for arguments that it refuses: ValueError, AssertionError, RuntimeError, OSError.
     """
-    asked = rendezvous_arguments(arguments)
-    by_rank = {option: streams_by_rank(getattr(asked, option)) for option in ("redirects", "tee")}
-    for option, streams in by_rank.items():
-        if streams is not None:
-            setattr(asked, option, "0")
-    config, program, program_arguments = config_from_args(asked)
-    for option, streams in by_rank.items():
-        if streams is not None:
-            set_streams(config.logs_specs, option, streams)
+    asked = with_rendezvous(request.spec, request.nodes)
+    streams = {"redirects": streams_by_rank(asked.redirects), "tee": streams_by_rank(asked.tee)}
+    by_rank = {option: found for option, found in streams.items() if found is not None}
+    completed = replace(asked, nodes=request.nodes, nproc_per_node=request.nproc_per_node, log_dir=log_dir)
+    namespace = completed.to_namespace()
+    vars(namespace).update(dict.fromkeys(by_rank, "0"))
+    config, program, program_arguments = config_from_args(namespace)
+    for option, found in by_rank.items():
+        set_streams(config.logs_specs, option, found)
     return config, program, program_arguments
 
 
