@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paraplan.runtime.structure.blocks import find_blocks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import HIDDEN, TOKENS, Decoder, Layer, sequential
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.pipeline.stages import StageEndError, cut_stage
+from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.dataflow import Dataflow, Mark
 from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
 
