@@ -23,6 +23,7 @@ from paraplan.runtime.split.context_parallel import check_context, context_group
 from paraplan.runtime.split.tensor_parallel import (
     TensorSplit,
     apply_tensor_split,
+    check_compilable,
     find_tensor_split,
     tensor_group,
 )
@@ -110,7 +111,7 @@ def _assemble_whole(
         precision=parallel.precision,
         device=parallel.mesh.world.device,
         context=context_group(parallel.mesh) if parallel.plan.cp > 1 else None,
-        replicas=ReplicaGradients(group=parallel.mesh.replica_group),
+        replicas=ReplicaGradients(group=parallel.mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
         unsharded=[parameter for parameter in model.parameters() if parameter in unsharded],
     )
     return RankPart(
@@ -130,6 +131,8 @@ def _split_copy(split: TensorSplit, tp: int, meta_model: nn.Module) -> None:
 def _tensor_split(structure: ModelStructure, parallel: ParallelContext) -> TensorSplit:
     """Return how the layers of a model, which is whole, are split over `tp`; rank 0 says which are not, and why."""
     split = find_tensor_split(structure, mesh=parallel.mesh, sequence_parallel=parallel.plan.sequence_parallel)
+    if parallel.compiled:
+        check_compilable(split, tp=parallel.plan.tp)
     if split.whole and parallel.mesh.world.rank == 0:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in split.whole.items())
         _LOGGER.warning("tp=%d leaves these layers whole on every rank:%s", parallel.plan.tp, reasons)
