@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import CheckFailedError, ParaplanError, PlanError
-from paraplan.launch.elastic.processes import JobRecord
+from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.failures import RankFailure, first_failure, first_node_failure, read_failure
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
 from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
@@ -197,6 +197,8 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         num_nodes=request.nodes.max,
         calls=job.calls,
         stacks=job.stacks,
+        stopped=job.stopped,
+        ended=job.ended,
     )
     if first.record is not None and first.record.is_out_of_gpu_memory:
         context = replace(context, smaller_plan=_smaller_plan(request, job))

@@ -26,7 +26,7 @@ from torch.distributed.run import parse_min_max_nnodes
 from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.elastic.agent import RoundPreparation
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
-from paraplan.launch.elastic.processes import AttemptSettings, JobRecord
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preflight import cpus_of_ranks, gpus_of_ranks

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 import paraplan
 from paraplan.errors import PlanError
 from paraplan.launch.accelerate import accelerate_variables
-from paraplan.launch.elastic.processes import JobRecord
+from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
 from paraplan.launch.nodes.board import NodeBoard, NodeFacts, RemoteError, differences
 from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables

@@ -17,7 +17,8 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
 
 from paraplan.launch.elastic.agent import NodeAgent, Round
-from paraplan.launch.elastic.processes import AttemptSettings, JobRecord, RankProcesses
+from paraplan.launch.elastic.processes import RankProcesses
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.nodes.interfaces import address_towards, addresses_of
 from paraplan.launch.nodes.meeting import MeetingBackend, open_static_store, open_store
 from paraplan.launch.ranks import bootstrap
