@@ -14,7 +14,7 @@ import pytest
 from launching import PATIENCE_S, free_port
 
 from paraplan.errors import UsageError
-from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, is_own_address
+from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, find_listener, is_own_address
 from paraplan.launch.nodes.interfaces import addresses_of
 from paraplan.launch.nodes.meeting import MeetingError, open_store
 from paraplan.launch.nodes.native_calls import run_interruptibly
@@ -117,3 +117,19 @@ def test_a_call_gives_its_answer_or_its_error_and_is_told_of_when_it_lasts() -> 
     assert said == []
     with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
         run_interruptibly(lambda: threading.Event().wait(1), timeout_s=0.1)
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_the_process_that_listens_on_a_port_is_found(family: socket.AddressFamily, address: str) -> None:
+    with socket.socket(family) as server:
+        try:
+            server.bind((address, 0))
+        except OSError:
+            pytest.skip(f"this host has no {address}")
+        port = server.getsockname()[1]
+        assert find_listener(port) is None  # bound, but nobody listens yet
+        server.listen()
+        found = find_listener(port)
+        assert found is not None
+        assert found.endswith(f"(pid {os.getpid()})")
+    assert find_listener(port) is None

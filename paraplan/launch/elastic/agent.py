@@ -24,7 +24,6 @@ from paraplan.launch.faults.report import describe_failures, say, write_report
 from paraplan.launch.nodes.board import NodeBoard, NodeFacts, RemoteError, differences
 from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables
 from paraplan.launch.planning import PlannerRequest, make_plan
-from paraplan.launch.status import StatusTitle
 from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, participants
 
 _LOOK_INTERVAL_S = 1.0
@@ -51,13 +50,10 @@ class NodeAgent(ElasticAgent):
         self._is_restart_told = False
         self._board: NodeBoard | None = None
         self._looks_at = 0.0
-        self._status = StatusTitle()
 
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
         """Return how the ranks are, and start them again where a node was lost."""
         result = super().monitor_workers(group)
-        ranks, num_nodes = group.workers[0].world_size, group.group_world_size
-        self._status.show(f"{ranks} ranks" + (f" on {num_nodes} nodes" if num_nodes and num_nodes > 1 else ""))
         if result.state == WorkerState.HEALTHY and self._has_lost_nodes(group):
             others = "meet again without it" if self._may_go_on_without(group) else "wait for it"
             self._tell_restart(f"a node has not been heard of for a while; the others {others}")
@@ -104,11 +100,6 @@ class NodeAgent(ElasticAgent):
         """Whether the nodes that are left are as many as --nnodes asks for at least."""
         handler: Any = worker_group.spec.rdzv_handler
         return len(participants(handler) or ()) >= int(handler.settings.min_nodes)
-
-    def shut_down(self, *arguments: Any, **options: Any) -> None:
-        """End the ranks, and what shows their state."""
-        self._status.close()
-        super().shut_down(*arguments, **options)
 
     def wait_for_nodes(self) -> None:
         """Tell the other nodes that this one is done, and wait for them."""

@@ -13,9 +13,15 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.faults.ports import find_listener
 from paraplan.launch.faults.report import say
-from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, is_own_address, meaning_of
+from paraplan.launch.nodes.endpoint import (
+    Endpoint,
+    await_answer,
+    describe_silence,
+    find_listener,
+    is_own_address,
+    meaning_of,
+)
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange

@@ -46,10 +46,6 @@ class ElasticAgent(LocalElasticAgent):
         """Wait for the other nodes after the ranks of this one have ended well."""
         super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch's
 
-    def shut_down(self, *arguments: Any, **options: Any) -> None:
-        """End the ranks. torch 2.11 gives the signal, 2.13 also a time."""
-        super()._shutdown(*arguments, **options)
-
     @property
     def restarts_left(self) -> int:
         """How often the ranks of this node may fail still."""
@@ -69,9 +65,6 @@ class ElasticAgent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         self.wait_for_nodes()
-
-    def _shutdown(self, *arguments: Any, **options: Any) -> None:
-        self.shut_down(*arguments, **options)
 
 
 class ProcessContext(PContext):
