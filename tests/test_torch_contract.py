@@ -550,8 +550,8 @@ def test_the_agent_is_followed_step_by_step() -> None:
         def restart_workers(self, group: Any) -> None:
             called.append("restart")
 
-        def meet(self, group: Any) -> None:
-            called.append("meet")
+        def rendezvous(self, group: Any) -> None:
+            called.append("rendezvous")
 
         def start_workers(self, group: Any) -> dict[int, Any]:
             called.append("start")
@@ -564,5 +564,5 @@ def test_the_agent_is_followed_step_by_step() -> None:
     for step in ("_monitor_workers", "_restart_workers", "_rendezvous", "_start_workers"):
         getattr(agent, step)(group)
     agent._exit_barrier()
-    assert called == ["monitor", "restart", "meet", "start", "wait"]
+    assert called == ["monitor", "restart", "rendezvous", "start", "wait"]
     assert agent.restarts_left == 3

@@ -221,11 +221,11 @@ class RankProcesses(ProcessContext):
 
     def _lost_other_nodes(self) -> bool:
         """Whether another node has failed for good, and the ranks of this one have not noticed for a while."""
-        board, now = self._job.board, time.monotonic()
-        if board is None or board.num_nodes == 1 or now < self._looks_at:
+        store, now = self._job.store, time.monotonic()
+        if store is None or store.num_nodes == 1 or now < self._looks_at:
             return False
         self._looks_at = now + _BOARD_INTERVAL_S
-        if self._alone_since is None and board.has_failure_elsewhere():
+        if self._alone_since is None and store.has_failure_elsewhere():
             self._alone_since = now
         return self._alone_since is not None and now - self._alone_since > _ALONE_S
 

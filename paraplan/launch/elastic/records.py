@@ -10,7 +10,7 @@ from paraplan.launch.faults.calls import RankCalls
 from paraplan.launch.faults.failures import RankFailure
 from paraplan.launch.faults.hang import HangVerdict
 from paraplan.launch.faults.memory_kills import MemoryKills
-from paraplan.launch.nodes.board import NodeBoard
+from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
 
@@ -46,7 +46,7 @@ class AttemptSettings:
 class JobRecord:
     """What is known of a job while it runs; the attempts write it, the report reads it.
 
-    `plan` is the plan that the ranks have got, `board` where the nodes of this round write to each other,
+    `plan` is the plan that the ranks have got, `store` where the nodes of this round write to each other,
     `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
     timed out, those of them that were `stopped`, those that had `ended` well before, and the `calls` that ranks made
     last, where they are known.
@@ -58,7 +58,7 @@ class JobRecord:
     attempts: int = 0
     hang: HangVerdict | None = None
     plan: PlanFile | None = None
-    board: NodeBoard | None = None
+    store: NodeStore | None = None
     folder: RunFolder | None = None
     stacks: dict[int, Stack] = field(default_factory=dict)
     stopped: tuple[int, ...] = ()

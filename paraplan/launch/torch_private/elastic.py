@@ -33,7 +33,7 @@ class ElasticAgent(LocalElasticAgent):
         """Stop all ranks of this node, meet the other nodes again, and start them anew."""
         super()._restart_workers(group)
 
-    def meet(self, group: WorkerGroup) -> None:
+    def rendezvous(self, group: WorkerGroup) -> None:
         """Meet the other nodes. torch's dynamic rendezvous then has a store for the ranks."""
         super()._rendezvous(group)
 
@@ -58,7 +58,7 @@ class ElasticAgent(LocalElasticAgent):
         self.restart_workers(worker_group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self.meet(worker_group)
+        self.rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         return self.start_workers(worker_group)
