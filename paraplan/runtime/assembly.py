@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from paraplan.errors import PlanError, UnsupportedPlanError
+from paraplan.errors import PlanError
 from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
@@ -23,6 +23,7 @@ from paraplan.runtime.split.context_parallel import check_context, context_group
 from paraplan.runtime.split.tensor_parallel import (
     TensorSplit,
     apply_tensor_split,
+    check_compilable,
     find_tensor_split,
     tensor_group,
 )
@@ -71,15 +72,22 @@ def assemble_part(
     plan = parallel.plan
     again = recomputed_blocks(parallel.recompute, plan, () if stack is None else stack.names)
     shard_tables(model, plan, parallel.mesh)
-    if plan.pp == 1:
-        split = _layer_split(model, stack, parallel, example_inputs, split=split)
-        return _assemble_whole(model, stack, split, parallel, again)
-    # They import torch's compiler, which other plans do without.
-    from paraplan.runtime.pipeline.assembly import assemble_stages, find_stages
+    multiple = plan.cp * plan.tp if plan.cp > 1 else 1
+    structure = ModelStructure(model, stack, example_inputs, token_multiple=multiple)
+    if plan.pp > 1:
+        # They import torch's compiler, which other plans do without.
+        from paraplan.runtime.pipeline.assembly import assemble_stages, find_stages
 
-    stages = find_stages(model, _needed(stack, model, plan), plan, again, example_inputs)
-    split = _layer_split(model, stack, parallel, example_inputs, stages.structure, split=split)
-    return assemble_stages(model, stages, split, parallel, again)
+        stages = find_stages(structure, plan, again)
+    if plan.tp > 1 and split is None:
+        split = _tensor_split(structure, parallel)
+    if plan.cp > 1:
+        check_context(
+            structure, size=plan.cp, split_layers=None if split is None else partial(_split_copy, split, plan.tp)
+        )
+    if plan.pp > 1:
+        return assemble_stages(model, stages, split, parallel, again)
+    return _assemble_whole(model, stack, split, parallel, again)
 
 
 def _assemble_whole(
@@ -103,7 +111,7 @@ def _assemble_whole(
         precision=parallel.precision,
         device=parallel.mesh.world.device,
         context=context_group(parallel.mesh) if parallel.plan.cp > 1 else None,
-        replicas=ReplicaGradients(group=parallel.mesh.replica_group),
+        replicas=ReplicaGradients(group=parallel.mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
         unsharded=[parameter for parameter in model.parameters() if parameter in unsharded],
     )
     return RankPart(
@@ -116,53 +124,15 @@ def _assemble_whole(
     )
 
 
-def _needed(stack: BlockStack | None, model: nn.Module, plan: ParallelPlan) -> BlockStack:
-    if stack is None:
-        raise UnsupportedPlanError(
-            f"pp={plan.pp}, but {type(model).__name__} has no repeated blocks to cut between",
-            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use pp=1",
-        )
-    return stack
+def _split_copy(split: TensorSplit, tp: int, meta_model: nn.Module) -> None:
+    apply_tensor_split(meta_model, split, split.names, TensorGroup(size=tp, index=0, handle=None))
 
 
-def _layer_split(
-    model: nn.Module,
-    stack: BlockStack | None,
-    parallel: ParallelContext,
-    example_inputs: Any,
-    structure: ModelStructure | None = None,
-    *,
-    split: TensorSplit | None = None,
-) -> TensorSplit | None:
-    """Return how the layers of `model`, which is whole, are split over `tp`; see that it works on some tokens alone."""
-    plan = parallel.plan
-    if plan.tp > 1 and split is None:
-        split = _tensor_split(model, stack, parallel, example_inputs, structure)
-    if plan.cp > 1:
-        apply = None if split is None else partial(_split_copy, split)
-        check_context(model, size=plan.cp, example_inputs=example_inputs, tp=plan.tp, split_layers=apply)
-    return split
-
-
-def _split_copy(split: TensorSplit, meta_model: nn.Module, group: TensorGroup) -> None:
-    apply_tensor_split(meta_model, split, split.names, group)
-
-
-def _tensor_split(
-    model: nn.Module,
-    stack: BlockStack | None,
-    parallel: ParallelContext,
-    example_inputs: Any,
-    structure: ModelStructure | None = None,
-) -> TensorSplit:
-    split = find_tensor_split(
-        model,
-        stack,
-        mesh=parallel.mesh,
-        sequence_parallel=parallel.plan.sequence_parallel,
-        example_inputs=example_inputs,
-        structure=structure,
-    )
+def _tensor_split(structure: ModelStructure, parallel: ParallelContext) -> TensorSplit:
+    """Return how the layers of a model, which is whole, are split over `tp`; rank 0 says which are not, and why."""
+    split = find_tensor_split(structure, mesh=parallel.mesh, sequence_parallel=parallel.plan.sequence_parallel)
+    if parallel.compiled:
+        check_compilable(split, tp=parallel.plan.tp)
     if split.whole and parallel.mesh.world.rank == 0:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in split.whole.items())
         _LOGGER.warning("tp=%d leaves these layers whole on every rank:%s", parallel.plan.tp, reasons)

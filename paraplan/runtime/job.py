@@ -46,7 +46,7 @@ from paraplan.runtime.optimizers.several import (
 )
 from paraplan.runtime.optimizers.whole_tensors import WholeTensorSteps, check_optimizer, check_scheduler
 from paraplan.runtime.options import EngineOptions, TrainingOptions
-from paraplan.runtime.precision import LossScale
+from paraplan.runtime.precision import LossScale, ReduceType, check_reduce_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart
 from paraplan.runtime.recompute.policy import RecomputePolicy, check_operators
 from paraplan.runtime.shards.group import whole_tensor
@@ -133,6 +133,7 @@ class Job:
         gather_outputs: bool = False,
         find_unused: bool = False,
         recompute: RecomputePolicy | None = None,
+        reduce_dtype: ReduceType = "fp32",
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
 
@@ -158,6 +159,7 @@ class Job:
             gather_outputs=gather_outputs,
             find_unused=find_unused,
             recompute=recompute,
+            reduce_dtype=reduce_dtype,
         )
         return self.prepare_with(model, options)
 
@@ -226,6 +228,7 @@ class Job:
         """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
+        check_reduce_type(options.reduce_dtype, self.precision)
         if options.gather_outputs:
             check_gathers(plan)
         share_weights(model, self.world)
@@ -244,6 +247,8 @@ class Job:
             options.loss_fn,
             find_unused=options.find_unused,
             recompute=options.recompute,
+            compiled=backend is not None,
+            reduce_dtype=options.reduce_dtype,
         )
         part = assemble_part(model, stack, parallel, example_inputs=options.example_inputs)
         if options.weights is not None:

@@ -18,6 +18,7 @@ from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split import tensor_parallel
 from paraplan.runtime.split.tensor_parallel import tensor_group
 from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.model_structure import ModelStructure
 
 pytestmark = pytest.mark.ranks
 
@@ -91,10 +92,8 @@ def _split_directly() -> list[bool]:
     found = []
     for layer in (Noisy, Quiet):
         model = Transformer(layer)
-        stack = find_blocks(model)
-        split = tensor_parallel.find_tensor_split(
-            model, stack, mesh=job.mesh, sequence_parallel=False, example_inputs=example
-        )
+        structure = ModelStructure(model, find_blocks(model), example)
+        split = tensor_parallel.find_tensor_split(structure, mesh=job.mesh, sequence_parallel=False)
         found.append(next(iter(split.blocks.values())).use_local_output)
     return found
 

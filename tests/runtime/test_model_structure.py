@@ -12,38 +12,36 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.pipeline.stages import StageEndError, cut_stage
 from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.dataflow import Dataflow, Mark
-from paraplan.runtime.structure.model_structure import ModelStructure, find_structure
+from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
 
 TOKEN_IDS = torch.zeros(2, TOKENS, dtype=torch.long)
 
 
-def anatomy_of(model: nn.Module, example: object = TOKEN_IDS) -> ModelStructure:
-    stack = find_blocks(model)
-    assert stack is not None
-    return find_structure(model, stack, example)
+def chain_of(model: nn.Module, example: object = TOKEN_IDS) -> BlockChain:
+    return ModelStructure(model, find_blocks(model), example).chain
 
 
 def test_parameters_are_told_apart_by_where_they_are_used_not_by_their_place_in_the_model() -> None:
-    structure = anatomy_of(Decoder(2))
-    assert structure.before == {"embedding.weight", "positions"}
-    assert structure.after == {"head.weight", "norm.weight", "norm.bias"}
-    assert {name.split(".")[1] for name in structure.blocks[1]} == {"1"}
-    assert len(structure.blocks[1]) == 6
+    chain = chain_of(Decoder(2))
+    assert chain.before == {"embedding.weight", "positions"}
+    assert chain.after == {"head.weight", "norm.weight", "norm.bias"}
+    assert {name.split(".")[1] for name in chain.blocks[1]} == {"1"}
+    assert len(chain.blocks[1]) == 6
 
 
 def test_a_tied_head_is_used_before_and_after_under_one_name() -> None:
-    structure = anatomy_of(Decoder(2, tied=True))
-    assert structure.before & structure.after == {"head.weight"}
+    chain = chain_of(Decoder(2, tied=True))
+    assert chain.before & chain.after == {"head.weight"}
 
 
 def test_a_table_that_all_blocks_read_belongs_to_each_of_them() -> None:
-    structure = anatomy_of(Decoder(2, shared_scale=True))
-    assert all("scale.weight" in names for names in structure.blocks)
-    assert "scale.weight" not in structure.after
+    chain = chain_of(Decoder(2, shared_scale=True))
+    assert all("scale.weight" in names for names in chain.blocks)
+    assert "scale.weight" not in chain.after
 
 
 def test_hidden_shapes_follow_the_micro_batch() -> None:
-    shapes = anatomy_of(Decoder(3)).hidden_shapes(torch.zeros(4, 5, dtype=torch.long))
+    shapes = chain_of(Decoder(3)).hidden_shapes(torch.zeros(4, 5, dtype=torch.long))
     assert [hidden.shape for hidden in shapes] == [(4, 5, HIDDEN)] * 3
 
 
@@ -61,13 +59,13 @@ def test_a_model_names_its_own_example_inputs() -> None:
         def example_inputs(self, batch: int, tokens: int) -> torch.Tensor:
             return torch.zeros(batch, 3, tokens, tokens)
 
-    assert anatomy_of(Image(), None).blocks[0] == {"layers.0.weight", "layers.0.bias"}
+    assert chain_of(Image(), None).blocks[0] == {"layers.0.weight", "layers.0.bias"}
 
 
 def test_inputs_that_do_not_suit_the_model_are_named_with_a_way_out() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(UsageError, match=r"int64\[2, 8\].*example_inputs="):
-        anatomy_of(model, None)
+        chain_of(model, None)
 
 
 class Skipping(Decoder):
@@ -121,11 +119,11 @@ class Pairs(nn.Module):
 )
 def test_blocks_that_are_no_chain_are_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(UnsupportedPlanError, match=words):
-        anatomy_of(model)
+        chain_of(model)
 
 
 def test_a_second_output_that_nothing_uses_does_not_matter() -> None:
-    assert anatomy_of(Pairs(adds_second=False)).num_outputs == 2
+    assert chain_of(Pairs(adds_second=False)).num_outputs == 2
 
 
 def test_tensors_that_are_gone_are_not_taken_for_those_in_their_place() -> None:
@@ -137,7 +135,7 @@ def test_tensors_that_are_gone_are_not_taken_for_those_in_their_place() -> None:
             assert flow.sources(gone) == {Mark("output", 0, number)}
             del gone
             assert flow.sources(torch.empty(64, device="meta")) == frozenset()
-    assert len(anatomy_of(Pairs(adds_second=False, num_blocks=40)).blocks) == 40
+    assert len(chain_of(Pairs(adds_second=False, num_blocks=40)).blocks) == 40
 
 
 class ValueReader(Decoder):
@@ -151,8 +149,8 @@ class ValueReader(Decoder):
 
 def test_inputs_whose_values_are_looked_at_are_left_out_of_the_run_without_values() -> None:
     example = {"tokens": TOKEN_IDS, "mask": torch.ones(2, TOKENS)}
-    structure = anatomy_of(ValueReader(2), example)
-    assert structure.hidden_shapes(example)[1].shape == (2, TOKENS, HIDDEN)
+    chain = chain_of(ValueReader(2), example)
+    assert chain.hidden_shapes(example)[1].shape == (2, TOKENS, HIDDEN)
 
 
 class Reentrant(Layer):
@@ -162,7 +160,7 @@ class Reentrant(Layer):
 
 def test_recompute_that_hides_what_it_does_is_refused() -> None:
     with pytest.raises(UnsupportedPlanError, match="use_reentrant=True"):
-        anatomy_of(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Reentrant(), Reentrant()), torch.zeros(2, 3, HIDDEN))
+        chain_of(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Reentrant(), Reentrant()), torch.zeros(2, 3, HIDDEN))
 
 
 class Bf16Shapes(Layer):
@@ -175,22 +173,22 @@ class Bf16Shapes(Layer):
 def test_kernels_with_shapes_in_bf16_alone_leave_the_models_own_types() -> None:
     model = Decoder(2)
     model.layers = nn.ModuleList(Bf16Shapes() for _ in range(2))
-    structure = anatomy_of(model)
-    assert structure.hidden_shapes(TOKEN_IDS)[1].dtype == torch.float32
-    sharding = cut_stage(model, structure, start=1, end=2, device=torch.device("cpu"))
-    assert sharding.inject is not None
+    chain = chain_of(model)
+    assert chain.hidden_shapes(TOKEN_IDS)[1].dtype == torch.float32
+    stage = cut_stage(model, chain, start=1, end=2, device=torch.device("cpu"))
+    assert stage.inject is not None
     assert model.embedding(TOKEN_IDS).dtype == torch.float32
 
 
 def test_a_stage_keeps_the_names_and_only_its_own_parameters() -> None:
     model = Decoder(5, tied=True)
-    structure = anatomy_of(model)
-    sharding = cut_stage(model, structure, start=3, end=5, device=torch.device("cpu"))
+    chain = chain_of(model)
+    stage = cut_stage(model, chain, start=3, end=5, device=torch.device("cpu"))
     held = {name for name, _ in model.named_parameters()}
-    assert held == set(sharding.names.values())
+    assert held == set(stage.names.values())
     assert {name.split(".")[0] for name in held} == {"head", "norm", "layers"}
     assert {name.split(".")[1] for name in held if name.startswith("layers")} == {"3", "4"}
-    assert set(sharding.names) == structure.used_by(3, 5)
+    assert set(stage.names) == chain.used_by(3, 5)
 
 
 def test_stages_in_a_row_compute_what_the_whole_model_computes() -> None:
@@ -200,9 +198,9 @@ def test_stages_in_a_row_compute_what_the_whole_model_computes() -> None:
     for start, end in ((0, 1), (1, 3), (3, 4)):
         model = sequential()
         model.load_state_dict(expected.state_dict())
-        sharding = cut_stage(model, anatomy_of(model), start=start, end=end, device=torch.device("cpu"))
-        if sharding.inject is not None:
-            sharding.inject.hold(output)
+        stage = cut_stage(model, chain_of(model), start=start, end=end, device=torch.device("cpu"))
+        if stage.inject is not None:
+            stage.inject.hold(output)
         try:
             output = model(example)
         except StageEndError as stage_end:
@@ -213,8 +211,8 @@ def test_stages_in_a_row_compute_what_the_whole_model_computes() -> None:
 def test_blocks_that_share_parameters_across_stages_are_refused() -> None:
     model = Decoder(4)
     model.layers[3].up.weight = model.layers[0].up.weight
-    structure = anatomy_of(model)
-    cut_stage(model, structure, start=2, end=4, device=torch.device("cpu"))  # it holds its own copy: a tie
+    chain = chain_of(model)
+    cut_stage(model, chain, start=2, end=4, device=torch.device("cpu"))  # it holds its own copy: a tie
     assert model.layers[3].up.weight.requires_grad
 
     class Peeking(Decoder):
@@ -227,4 +225,4 @@ def test_blocks_that_share_parameters_across_stages_are_refused() -> None:
 
     peeking = Peeking(4)
     with pytest.raises(UnsupportedPlanError, match=r"layers\.0\.down\.bias, which lies in a block of another stage"):
-        cut_stage(peeking, anatomy_of(peeking), start=2, end=4, device=torch.device("cpu"))
+        cut_stage(peeking, chain_of(peeking), start=2, end=4, device=torch.device("cpu"))

@@ -16,7 +16,7 @@ from paraplan.runtime.split.layers import SequenceEnds
 from paraplan.runtime.split.search import BlockSplit
 from paraplan.runtime.split.tensor_parallel import TensorSplit
 from paraplan.runtime.structure.blocks import find_blocks
-from paraplan.runtime.structure.model_structure import BlockCall
+from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.torch_private import pytree
 
 
@@ -28,7 +28,7 @@ def split_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: boo
     if mesh.size("tp") == 1:
         return None
     return tensor_parallel.find_tensor_split(
-        model, find_blocks(model), mesh=mesh, sequence_parallel=sequence_parallel, check=_unchecked
+        ModelStructure(model, find_blocks(model)), mesh=mesh, sequence_parallel=sequence_parallel, check=_unchecked
     )
 
 

@@ -27,13 +27,7 @@ from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.context_parallel import context_group, keep_experts_apart
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
-from paraplan.runtime.structure.blocks import BlockStack
-from paraplan.runtime.structure.model_structure import (
-    ModelStructure,
-    example_of,
-    find_structure,
-    first_that_runs,
-)
+from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
 from paraplan.runtime.structure.weights import lasting_buffers
 
 
@@ -41,7 +35,7 @@ from paraplan.runtime.structure.weights import lasting_buffers
 class Stages:
     """The chain of a model's blocks, and the first and the last but one of each stage."""
 
-    structure: ModelStructure
+    chain: BlockChain
     bounds: tuple[tuple[int, int], ...]
 
 
@@ -76,35 +70,34 @@ class _Piece:
         return {name: held[own] for name, own in self.buffer_names.items() if own in held}
 
 
-def find_stages(
-    model: nn.Module, stack: BlockStack, plan: ParallelPlan, again: RecomputedBlocks, example_inputs: Any
-) -> Stages:
-    """Return where `model`, which is whole, is cut; `again` are the blocks that run again in the backward pass.
+def find_stages(structure: ModelStructure, plan: ParallelPlan, again: RecomputedBlocks) -> Stages:
+    """Return where a model, which is whole, is cut; `again` are the blocks that run again in the backward pass.
 
     Raises `UnsupportedPlanError` where it cannot be.
     """
-    structure = find_structure(model, stack, example_inputs)
-    bounds = stage_bounds(stage_blocks(plan, len(stack)))
-    check_stages(structure, bounds, num_ranks=plan.pp)
-    _check_repeatable(structure, plan, again)
+    structure.check_has_blocks(f"pp={plan.pp}", "to cut between")
+    chain = structure.chain
+    bounds = stage_bounds(stage_blocks(plan, len(structure.stack)))
+    check_stages(chain, bounds, num_ranks=plan.pp)
+    _check_repeatable(chain, plan, again)
     if again.recompute == "selective":
-        _check_attention(model, structure, example_inputs)
-    return Stages(structure, tuple(bounds))
+        _check_attention(structure)
+    return Stages(chain, tuple(bounds))
 
 
 def assemble_stages(
     model: nn.Module, whole: Stages, split: TensorSplit | None, parallel: ParallelContext, again: RecomputedBlocks
 ) -> RankPart:
     """Return this rank's stages of `model`, which is changed in place; `split` is that of its layers over `tp`."""
-    plan, mesh, structure, bounds = parallel.plan, parallel.mesh, whole.structure, whole.bounds
+    plan, mesh, chain, bounds = parallel.plan, parallel.mesh, whole.chain, whole.bounds
     if plan.cp > 1:
-        keep_experts_apart(structure.meta_model)
+        keep_experts_apart(chain.meta_model)
     indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
     # Stages of one rank share their parameters, and each has the modules around them for itself.
     held = {id(parameter): parameter for parameter in model.parameters()}
     models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
     pieces = [
-        _cut_piece(part, structure, bounds, index, split=split, parallel=parallel, keeps=again.keeps is not None)
+        _cut_piece(part, chain, bounds, index, split=split, parallel=parallel, keeps=again.keeps is not None)
         for part, index in zip(models, indices, strict=True)
     ]
     holders = Counter(parameter for piece in pieces for parameter in piece.parameters.values())
@@ -126,10 +119,10 @@ def assemble_stages(
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
         alone = tuple(one for one in piece.parameters.values() if one not in unsharded) if averaged else ()
         stages.append(LocalStage(index=piece.index, module=piece.module, called=called, averaged=alone))
-    return _rank_part(pieces, stages, structure=structure, bounds=bounds, parallel=parallel, unsharded=unsharded)
+    return _rank_part(pieces, stages, chain=chain, bounds=bounds, parallel=parallel, unsharded=unsharded)
 
 
-def _check_attention(model: nn.Module, structure: ModelStructure, example_inputs: Any) -> None:
+def _check_attention(structure: ModelStructure) -> None:
     """Raise where no block of the whole model has attention to run again; a stage may have none."""
 
     def attempt(tried: Any, _: object) -> bool:
@@ -138,22 +131,22 @@ def _check_attention(model: nn.Module, structure: ModelStructure, example_inputs
             call_model(structure.meta_model, tried)
         return seen.is_seen
 
-    if not first_that_runs(structure.meta_model, example_of(model, example_inputs), attempt):
+    if not structure.run(attempt):
         raise no_attention(structure.stack.modules(structure.meta_model)[0])
 
 
-def _check_repeatable(structure: ModelStructure, plan: ParallelPlan, again: RecomputedBlocks) -> None:
+def _check_repeatable(chain: BlockChain, plan: ParallelPlan, again: RecomputedBlocks) -> None:
     """Raise `UnsupportedPlanError` where blocks write what a second run of them, or ZeRO's hooks, would read."""
-    if structure.writes_hidden and (plan.zero_stage or again.recompute != "none"):
+    if chain.writes_hidden and (plan.zero_stage or again.recompute != "none"):
         raise UnsupportedPlanError(
             f"blocks write in place into the hidden state that they are given, which zero_stage={plan.zero_stage} with "
             f"recompute={again.recompute} does not allow",
             hint="write hidden = hidden + change in the block, or use zero_stage=0 and recompute=none",
         )
     # A block that runs again has its own buffers as they were, and those alone.
-    blocks = zip(structure.stack.names, structure.stack.modules(structure.meta_model), strict=True)
+    blocks = zip(chain.stack.names, chain.stack.modules(chain.meta_model), strict=True)
     own = {f"{name}.{buffer}" for name, block in blocks for buffer, _ in block.named_buffers()}
-    foreign = structure.uses.written_inside - own
+    foreign = chain.uses.written_inside - own
     if foreign and again.recompute == "full":
         raise UnsupportedPlanError(
             f"blocks write {min(foreign)}, which is not a buffer of theirs, and recompute=full would write it twice",
@@ -163,7 +156,7 @@ def _check_repeatable(structure: ModelStructure, plan: ParallelPlan, again: Reco
 
 def _cut_piece(
     model: nn.Module,
-    structure: ModelStructure,
+    chain: BlockChain,
     bounds: Sequence[tuple[int, int]],
     index: int,
     *,
@@ -173,11 +166,11 @@ def _cut_piece(
 ) -> _Piece:
     device = parallel.mesh.world.device
     start, end = bounds[index]
-    sharding: CutStage = cut_stage(model, structure, start=start, end=end, device=device)
+    sharding: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
     shardings: Mapping[str, Sharding] = {}
     if split is not None:
         group = tensor_group(parallel.mesh, keeps_products=keeps)
-        found = apply_tensor_split(model, split, structure.stack.names[start:end], group)
+        found = apply_tensor_split(model, split, chain.stack.names[start:end], group)
         in_model = {own: name for name, own in sharding.names.items()}
         shardings = {in_model[own]: place for own, place in found.items()}
     if parallel.plan.cp > 1:
@@ -194,7 +187,7 @@ def _cut_piece(
     return _Piece(
         index=index,
         module=module,
-        blocks=structure.stack.modules(model)[start:end],
+        blocks=chain.stack.modules(model)[start:end],
         names=sharding.names,
         buffer_names=sharding.buffers,
         shardings=shardings,
@@ -209,21 +202,21 @@ def _rank_part(
     pieces: Sequence[_Piece],
     stages: Sequence[LocalStage],
     *,
-    structure: ModelStructure,
+    chain: BlockChain,
     bounds: Sequence[tuple[int, int]],
     parallel: ParallelContext,
     unsharded: frozenset[nn.Parameter],
 ) -> RankPart:
     mesh = parallel.mesh
     parameters = {name: held for piece in pieces for name, held in piece.parameters.items()}
-    ties = find_ties(structure, bounds, num_ranks=parallel.plan.pp)
+    ties = find_ties(chain, bounds, num_ranks=parallel.plan.pp)
     execution = PipelineExecution(
         stages,
-        structure=structure,
+        chain=chain,
         bounds=bounds,
         parallel=parallel,
         ties=TiedGradients(ties, parameters, mesh),
-        replicas=ReplicaGradients(group=mesh.replica_group),
+        replicas=ReplicaGradients(group=mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
         unsharded=tuple(held for held in parameters.values() if held in unsharded),
         context=_context(parallel),
     )

@@ -29,7 +29,7 @@ from paraplan.runtime.rank_part import ParallelContext
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.split.context_parallel import split_tokens
 from paraplan.runtime.step.execution import evaluation_mode
-from paraplan.runtime.structure.model_structure import HiddenShape, ModelStructure
+from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
 from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
@@ -63,7 +63,7 @@ class PipelineExecution:
         self,
         stages: Sequence[LocalStage],
         *,
-        structure: ModelStructure,
+        chain: BlockChain,
         bounds: Sequence[tuple[int, int]],
         parallel: ParallelContext,
         ties: TiedGradients,
@@ -72,7 +72,7 @@ class PipelineExecution:
         context: TensorGroup | None = None,
     ) -> None:
         self._stages = stages
-        self._structure = structure
+        self._chain = chain
         self._bounds = bounds
         self.loss = parallel.loss
         self._parallel = parallel
@@ -161,10 +161,10 @@ class PipelineExecution:
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
         half = half_type(self._parallel.precision)
         try:
-            shapes = self._structure.hidden_shapes(inputs)
+            shapes = self._chain.hidden_shapes(inputs)
         except UsageError:  # a single sequence has no statistics: trials of it have batch norms in evaluation
-            with evaluation_mode(self._structure.meta_model):
-                shapes = self._structure.hidden_shapes(inputs)
+            with evaluation_mode(self._chain.meta_model):
+                shapes = self._chain.hidden_shapes(inputs)
         return [replace(one, dtype=half or one.dtype) for one in shapes]
 
 
@@ -201,14 +201,14 @@ class Tie:
     ranks: tuple[int, ...]
 
 
-def find_ties(structure: ModelStructure, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> list[Tie]:
+def find_ties(chain: BlockChain, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> list[Tie]:
     """Return the parameters that more than one rank of a pipeline uses, in order of their names.
 
     Of the stages with these `bounds`, rank i of `num_ranks` holds i, i + num_ranks and so on.
     """
     users: dict[str, set[int]] = {}
     for stage, (start, end) in enumerate(bounds):
-        for name in structure.used_by(start, end):
+        for name in chain.used_by(start, end):
             users.setdefault(name, set()).add(stage % num_ranks)
     return [Tie(name=name, ranks=tuple(sorted(ranks))) for name, ranks in sorted(users.items()) if len(ranks) > 1]
 

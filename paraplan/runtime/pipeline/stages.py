@@ -21,7 +21,7 @@ from paraplan.runtime.split.context_parallel import split_tokens
 from paraplan.runtime.step.loss import StepLoss, split_error
 from paraplan.runtime.structure.chain import HINT
 from paraplan.runtime.structure.dataflow import Registered, named_tensors
-from paraplan.runtime.structure.model_structure import HiddenShape, ModelStructure
+from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
 from paraplan.runtime.torch_private import is_view, pytree
 
 
@@ -51,10 +51,10 @@ class _StandIn(nn.Module):
 class IdentityBlock(_StandIn):
     """A block of another stage: returns its hidden state as it came, in the form of a block's output."""
 
-    def __init__(self, meta_model: nn.Module, structure: ModelStructure) -> None:
+    def __init__(self, meta_model: nn.Module, chain: BlockChain) -> None:
         super().__init__(meta_model)
-        self.__dict__["hidden_argument"] = structure.hidden_argument
-        self.__dict__["num_outputs"] = structure.num_outputs
+        self.__dict__["hidden_argument"] = chain.hidden_argument
+        self.__dict__["num_outputs"] = chain.num_outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden state."""
@@ -74,9 +74,9 @@ class IdentityBlock(_StandIn):
 class ReceiveBlock(IdentityBlock):
     """The block before a stage: returns what the stage received."""
 
-    def __init__(self, meta_model: nn.Module, structure: ModelStructure) -> None:
-        super().__init__(meta_model, structure)
-        self.__dict__["copies"] = structure.writes_hidden
+    def __init__(self, meta_model: nn.Module, chain: BlockChain) -> None:
+        super().__init__(meta_model, chain)
+        self.__dict__["copies"] = chain.writes_hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the received hidden state, whatever comes in; a copy where blocks write into it."""
@@ -102,15 +102,15 @@ class ZerosStub(_StandIn):
     So do its methods, its parts and their parameters.
     """
 
-    def __init__(self, meta_model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
+    def __init__(self, meta_model: nn.Module, chain: BlockChain, device: torch.device) -> None:
         super().__init__(meta_model)
-        self.__dict__["structure"] = structure
+        self.__dict__["chain"] = chain
         self.__dict__["zeros_device"] = device
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, nn.Module):
-            return ZerosStub(value, self.__dict__["structure"], self.__dict__["zeros_device"])
+            return ZerosStub(value, self.__dict__["chain"], self.__dict__["zeros_device"])
         if isinstance(value, torch.Tensor):
             return self._zeros(value)
         if isinstance(value, MethodType) and value.__self__ is self.__dict__["meta_model"]:
@@ -134,7 +134,7 @@ class ZerosStub(_StandIn):
             return leaf
         if isinstance(leaf, SplitTensor):  # this rank's tokens, under context parallelism
             return SplitTensor(self._zeros(leaf.local), leaf.sharding, leaf.group, leaf.source)
-        dtype = self.__dict__["structure"].own_dtype(leaf.dtype)
+        dtype = self.__dict__["chain"].own_dtype(leaf.dtype)
         return torch.zeros((), dtype=dtype, device=self.__dict__["zeros_device"]).expand(leaf.shape)
 
 
@@ -151,22 +151,21 @@ class CutStage:
     buffers: dict[str, str]
 
 
-def check_stages(structure: ModelStructure, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> None:
+def check_stages(chain: BlockChain, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> None:
     """Raise `UnsupportedPlanError` where any of the stages with these `bounds` would not compute what the model does.
 
     Every rank asks about all stages, so that all of them end with the same error. Of the stages rank i of `num_ranks`
     holds i, i + num_ranks and so on.
     """
-    problem = structure.uses.problem
+    problem = chain.uses.problem
     if problem is not None:
         raise UnsupportedPlanError(problem, hint=HINT)
     for start, end in bounds:
-        _check_stage(structure, start=start, end=end)
+        _check_stage(chain, start=start, end=end)
     holders = Counter(
         (name, stage % num_ranks)
         for stage, (start, end) in enumerate(bounds)
-        for name in (structure.used_by(start, end) | structure.uses.tensors.of(start, end))
-        & structure.uses.written_before
+        for name in (chain.used_by(start, end) | chain.uses.tensors.of(start, end)) & chain.uses.written_before
     )
     twice = sorted(name for (name, _), count in holders.items() if count > 1)
     if twice:
@@ -176,11 +175,11 @@ def check_stages(structure: ModelStructure, bounds: Sequence[tuple[int, int]], *
         )
 
 
-def _check_stage(structure: ModelStructure, *, start: int, end: int) -> None:
+def _check_stage(chain: BlockChain, *, start: int, end: int) -> None:
     """Raise `UnsupportedPlanError` where a stage uses a tensor that lies in blocks of other stages alone."""
-    elsewhere = tuple(f"{name}." for at, name in enumerate(structure.stack.names) if not start <= at < end)
-    paths = _paths(structure.meta_model)
-    for name in sorted(structure.used_by(start, end) | structure.uses.tensors.of(start, end)):
+    elsewhere = tuple(f"{name}." for at, name in enumerate(chain.stack.names) if not start <= at < end)
+    paths = _paths(chain.meta_model)
+    for name in sorted(chain.used_by(start, end) | chain.uses.tensors.of(start, end)):
         if all(path.startswith(elsewhere) for path in paths[name]):
             raise UnsupportedPlanError(
                 f"blocks {start} to {end - 1} use {name}, which lies in a block of another stage", hint=HINT
@@ -197,18 +196,18 @@ def _paths(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def cut_stage(model: nn.Module, structure: ModelStructure, *, start: int, end: int, device: torch.device) -> CutStage:
+def cut_stage(model: nn.Module, chain: BlockChain, *, start: int, end: int, device: torch.device) -> CutStage:
     """Leave in `model` what a stage with blocks `start`..`end` - 1 uses.
 
     Raises `UnsupportedPlanError` where the stage uses a parameter that lies inside a block of another stage.
     """
-    _check_stage(structure, start=start, end=end)
+    _check_stage(chain, start=start, end=end)
     whole = Registered.of(model)
-    needed = {id(whole.parameters[name]): name for name in sorted(structure.used_by(start, end))}
-    tensors = {id(whole.tensors[name]): name for name in sorted(structure.uses.tensors.of(start, end))}
-    written = {id(whole.parameters[name]) for name in structure.uses.written_before & whole.parameters.keys()}
-    inject = _replace_blocks(model, structure, start=start, end=end)
-    _replace_surroundings(model, structure, {*needed, *tensors}, device)
+    needed = {id(whole.parameters[name]): name for name in sorted(chain.used_by(start, end))}
+    tensors = {id(whole.tensors[name]): name for name in sorted(chain.uses.tensors.of(start, end))}
+    written = {id(whole.parameters[name]) for name in chain.uses.written_before & whole.parameters.keys()}
+    inject = _replace_blocks(model, chain, start=start, end=end)
+    _replace_surroundings(model, chain, {*needed, *tensors}, device)
     _drop_leftovers(model, set(needed), written, device)
     return CutStage(
         inject=inject,
@@ -217,24 +216,24 @@ def cut_stage(model: nn.Module, structure: ModelStructure, *, start: int, end: i
     )
 
 
-def _replace_blocks(model: nn.Module, structure: ModelStructure, *, start: int, end: int) -> ReceiveBlock | None:
+def _replace_blocks(model: nn.Module, chain: BlockChain, *, start: int, end: int) -> ReceiveBlock | None:
     inject = None
-    for index, name in enumerate(structure.stack.names):
+    for index, name in enumerate(chain.stack.names):
         if start <= index < end:
             continue
-        meta_model = structure.meta_model.get_submodule(name)
-        stand_in = IdentityBlock(meta_model, structure)
+        meta_model = chain.meta_model.get_submodule(name)
+        stand_in = IdentityBlock(meta_model, chain)
         if index == start - 1:
-            stand_in = inject = ReceiveBlock(meta_model, structure)
+            stand_in = inject = ReceiveBlock(meta_model, chain)
         elif index == end:
-            stand_in = SendBlock(meta_model, structure)
+            stand_in = SendBlock(meta_model, chain)
         model.set_submodule(name, stand_in)
     return inject
 
 
-def _replace_surroundings(model: nn.Module, structure: ModelStructure, needed: set[int], device: torch.device) -> None:
+def _replace_surroundings(model: nn.Module, chain: BlockChain, needed: set[int], device: torch.device) -> None:
     """Replace the modules outside the blocks that hold parameters, and nothing that the stage needs."""
-    blocks = tuple(f"{name}." for name in structure.stack.names)
+    blocks = tuple(f"{name}." for name in chain.stack.names)
     replaced: tuple[str, ...] = ()
     for name, module in list(model.named_modules(remove_duplicate=False)):
         holds_blocks = any(block.startswith(f"{name}.") or not name for block in blocks)
@@ -243,7 +242,7 @@ def _replace_surroundings(model: nn.Module, structure: ModelStructure, needed: s
         has_own = any(True for _ in module.parameters(recurse=False))
         held = [*module.parameters(), *(tensor for _, tensor in named_tensors(module))]
         if has_own and not any(id(tensor) in needed for tensor in held):
-            model.set_submodule(name, ZerosStub(structure.meta_model.get_submodule(name), structure, device))
+            model.set_submodule(name, ZerosStub(chain.meta_model.get_submodule(name), chain, device))
             replaced += (f"{name}.",)
 
 

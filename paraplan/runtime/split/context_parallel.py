@@ -7,6 +7,7 @@ tokens; what it computes token by token runs on a rank's own. In attention the r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.split.experts import expert_weights, of_own_tokens
 from paraplan.runtime.split.trial import custom_functions_refused
-from paraplan.runtime.structure.model_structure import example_of, first_that_runs, meta_copy
+from paraplan.runtime.structure.model_structure import ModelStructure
 from paraplan.runtime.torch_private import pytree
 
 _TOKENS = 1  # their dimension, in [batch, tokens]
@@ -70,26 +71,20 @@ def keep_experts_apart(model: nn.Module) -> None:
 
 
 def check_context(
-    model: nn.Module,
-    *,
-    size: int,
-    example_inputs: Any = None,
-    tp: int = 1,
-    split_layers: Callable[[nn.Module, TensorGroup], object] | None = None,
+    structure: ModelStructure, *, size: int, split_layers: Callable[[nn.Module], object] | None = None
 ) -> None:
-    """Raise `UnsupportedPlanError` where `model` brings tokens together outside of attention, run without its values.
+    """Raise `UnsupportedPlanError` where a model brings tokens together outside of attention, run without its values.
 
-    `split_layers` leaves in a copy of the model the parts of one of `tp` ranks.
+    `split_layers` leaves in a copy of the model what one rank of `tp` has of its layers: it is tried so too.
     """
-    inputs = example_of(model, example_inputs, multiple=size * tp)
-    _try_context(meta_copy(model), size=size, inputs=inputs)
+    _try_context(structure, copy.deepcopy(structure.meta_model), size=size)
     if split_layers is not None:
-        meta_model = meta_copy(model)
-        split_layers(meta_model, TensorGroup(size=tp, index=0, handle=None))
-        _try_context(meta_model, size=size, inputs=inputs)
+        meta_model = copy.deepcopy(structure.meta_model)
+        split_layers(meta_model)
+        _try_context(structure, meta_model, size=size)
 
 
-def _try_context(meta_model: nn.Module, *, size: int, inputs: Any) -> None:
+def _try_context(structure: ModelStructure, meta_model: nn.Module, *, size: int) -> None:
     group = TensorGroup(size=size, index=0, handle=None, is_trial=True)
     keep_experts_apart(meta_model)
 
@@ -98,11 +93,7 @@ def _try_context(meta_model: nn.Module, *, size: int, inputs: Any) -> None:
             call_model(meta_model, split_tokens(tried, group))
 
     try:
-        try:
-            first_that_runs(meta_model, inputs, attempt)
-        except UsageError:
-            # Grouped matmuls (experts) have shapes in bf16 only.
-            first_that_runs(meta_model.to(torch.bfloat16), inputs, attempt)
+        structure.run(attempt, meta_model)
     except SplitError as error:
         raise context_error(error, group) from None
 

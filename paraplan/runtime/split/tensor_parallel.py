@@ -41,16 +41,11 @@ from paraplan.runtime.split.layers import (
 )
 from paraplan.runtime.split.search import BlockSplit, find_split, own_plan, splits, style_of
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
-from paraplan.runtime.structure.blocks import BlockStack
 from paraplan.runtime.structure.chain import HINT
 from paraplan.runtime.structure.meta import give_random_values
 from paraplan.runtime.structure.model_structure import (
     BlockCall,
     ModelStructure,
-    block_calls,
-    example_of,
-    find_structure,
-    meta_copy,
 )
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -90,44 +85,18 @@ def tensor_group(mesh: Mesh, *, keeps_products: bool = False) -> TensorGroup:
 
 
 def find_tensor_split(
-    model: nn.Module,
-    stack: BlockStack | None,
-    *,
-    mesh: Mesh,
-    sequence_parallel: bool,
-    example_inputs: Any = None,
-    structure: ModelStructure | None = None,
-    check: CheckSplit | None = None,
+    structure: ModelStructure, *, mesh: Mesh, sequence_parallel: bool, check: CheckSplit | None = None
 ) -> TensorSplit:
-    """Return how the blocks of `model`, which is whole and keeps its values, are split; checked with real numbers.
+    """Return how the blocks of a model, which is whole and keeps its values, are split; checked with real numbers.
 
-    All ranks of a `tp` group call it together. `structure` saves a second look where it is known, `check` is another
-    way of checking than that in numbers. Raises `UnsupportedPlanError` where the model has no blocks or they cannot be
-    split, and says why.
+    All ranks of a `tp` group call it together. `check` is another way of checking than that in numbers. Raises
+    `UnsupportedPlanError` where the blocks cannot be split, and says why.
     """
     size = mesh.size("tp")
-    if stack is None:
-        raise UnsupportedPlanError(
-            f"tp={size}, but {type(model).__name__} has no repeated blocks to split",
-            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use tp=1",
-        )
-    if sequence_parallel and structure is None:
-        try:
-            structure = find_structure(model, stack, example_inputs)
-        except UnsupportedPlanError as error:
-            is_no_chain = error.hint == HINT  # which speaks of pipelines
-            raise UnsupportedPlanError(
-                f"sequence_parallel=True: {error.message}",
-                hint="use a plan without sequence parallelism" if is_no_chain else error.hint,
-            ) from None
-    if sequence_parallel and structure is not None and structure.uses.reads_between:
-        raise UnsupportedPlanError(
-            "sequence_parallel=True: code between the blocks reads hidden states, of which ranks have some tokens",
-            hint="use a plan without sequence parallelism",
-        )
-    meta_model = meta_copy(model) if structure is None else structure.meta_model
-    calls = block_calls(meta_model, stack, example_of(model, example_inputs))
-    where = 0 if structure is None else structure.hidden_argument
+    structure.check_has_blocks(f"tp={size}", "to split")
+    model, stack = structure.model, structure.stack
+    where = _hidden_argument(structure) if sequence_parallel else 0
+    calls, meta_model = structure.calls, structure.meta_model
     plan = own_plan(model)
     numbering = _numbering(stack.modules(meta_model))
     found: dict[Any, BlockSplit] = {}
@@ -142,8 +111,38 @@ def find_tensor_split(
             wanted = _Wanted(mesh, ends, kept, check or checked_in_numbers)
             found[kind] = _split_of(model.get_submodule(name), block, name, call, wanted)
         blocks[name] = found[kind]
-    vocabulary = find_vocabulary_split(model, meta_model, stack, size=size, example_inputs=example_inputs)
+    vocabulary = find_vocabulary_split(structure, size=size)
     return TensorSplit(blocks, vocabulary, sequence_parallel=sequence_parallel, hidden_argument=where)
+
+
+def check_compilable(split: TensorSplit, *, tp: int) -> None:
+    """Raise `UnsupportedPlanError` where torch.compile cannot follow the code of a block that is split."""
+    for name, block in split.blocks.items():
+        if not block.use_local_output:
+            raise UnsupportedPlanError(
+                f"compile_backend with tp={tp}: the code of block {name} needs the sizes of whole tensors, and runs on "
+                "split ones that torch.compile does not follow",
+                hint="write sizes of heads as -1 in view and split, as transformers' Llama does, or leave out "
+                "compile_backend",
+            )
+
+
+def _hidden_argument(structure: ModelStructure) -> int | str:
+    """Return where blocks take the hidden state; raise where sequence parallelism cannot split it between them."""
+    try:
+        chain = structure.chain
+    except UnsupportedPlanError as error:
+        is_no_chain = error.hint == HINT  # which speaks of pipelines
+        raise UnsupportedPlanError(
+            f"sequence_parallel=True: {error.message}",
+            hint="use a plan without sequence parallelism" if is_no_chain else error.hint,
+        ) from None
+    if chain.uses.reads_between:
+        raise UnsupportedPlanError(
+            "sequence_parallel=True: code between the blocks reads hidden states, of which ranks have some tokens",
+            hint="use a plan without sequence parallelism",
+        )
+    return chain.hidden_argument
 
 
 @dataclass(frozen=True)

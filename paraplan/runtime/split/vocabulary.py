@@ -31,8 +31,7 @@ from paraplan.runtime.split.layers import (
     enter_column,
     has_own_weight,
 )
-from paraplan.runtime.structure.blocks import BlockStack
-from paraplan.runtime.structure.model_structure import example_of, first_that_runs
+from paraplan.runtime.structure.model_structure import ModelStructure
 from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
 
 _TOLERANCE = 1e-6
@@ -48,19 +47,18 @@ class VocabularySplit:
     whole: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_vocabulary_split(
-    model: nn.Module, meta_model: nn.Module, stack: BlockStack, *, size: int, example_inputs: object = None
-) -> VocabularySplit:
-    """Return how the embedding and the head of `model` are split over `size` ranks; `meta_model` is it without values.
+def find_vocabulary_split(structure: ModelStructure, *, size: int) -> VocabularySplit:
+    """Return how the embedding and the head of a model are split over `size` ranks.
 
     A head is a linear layer outside of the blocks with as many outputs as an embedding there has rows. Both stay whole
     where what the model does with the logits needs all of them. Where `size` does not divide them the last rank has
     fewer rows; nothing is padded.
     """
+    meta_model = structure.meta_model
     outside = {
         name: module
         for name, module in meta_model.named_modules()
-        if not f"{name}.".startswith(tuple(f"{block}." for block in stack.names))
+        if not f"{name}.".startswith(tuple(f"{block}." for block in structure.stack.names))
     }
     embeddings = {name: module for name, module in outside.items() if isinstance(module, nn.Embedding)}
     heads = {name: module for name, module in outside.items() if isinstance(module, nn.Linear)}
@@ -75,9 +73,9 @@ def find_vocabulary_split(
         if Sharding(dim=0, segments=(vocabulary,), size=size).local_length(size - 1) < 1
         else _computed_reason(meta_model, [*chosen, *ends])
         or _shared_reason(meta_model, {*chosen, *ends})
-        or _read_reason(meta_model, [*chosen, *ends], example_inputs)
-        or next(filter(None, (_lookup_reason(model.get_submodule(name), size) for name in chosen)), None)
-        or _logits_reason(meta_model, ends, size, example_inputs)
+        or _read_reason(structure, [*chosen, *ends])
+        or next(filter(None, (_lookup_reason(structure.model.get_submodule(name), size) for name in chosen)), None)
+        or _logits_reason(structure, ends, size)
     )
     if reason is not None:
         return VocabularySplit(whole=dict.fromkeys([*chosen, *ends], reason))
@@ -178,8 +176,9 @@ class _ReadsElsewhere(TorchDispatchMode):
         self.num_inside -= 1
 
 
-def _read_reason(meta_model: nn.Module, chosen: list[str], example_inputs: object) -> str | None:
+def _read_reason(structure: ModelStructure, chosen: list[str]) -> str | None:
     """Return why parameters of the chosen layers cannot be split: other code computes with them too."""
+    meta_model = structure.meta_model
     layers = [meta_model.get_submodule(name) for name in chosen]
 
     def attempt(tried: object, _: object) -> bool:
@@ -192,7 +191,7 @@ def _read_reason(meta_model: nn.Module, chosen: list[str], example_inputs: objec
                 call_model(meta_model, tried)
         return mode.found
 
-    if first_that_runs(meta_model, example_of(meta_model, example_inputs), attempt):
+    if structure.run(attempt):
         return "the model computes with its weight outside of its forward pass"
     return None
 
@@ -219,16 +218,16 @@ def _lookup_reason(module: nn.Module, size: int) -> str | None:
     return None if error <= _TOLERANCE else "its lookup is more than one of rows"
 
 
-def _logits_reason(meta_model: nn.Module, heads: list[str], size: int, example_inputs: object) -> str | None:
+def _logits_reason(structure: ModelStructure, heads: list[str], size: int) -> str | None:
     """Return why the model itself needs whole logits, None where it computes with parts of them."""
 
     def attempt(tried: object, _: object) -> None:
         with torch.no_grad():
-            call_model(meta_model, tried)
+            call_model(structure.meta_model, tried)
 
-    with _trial_heads(meta_model, heads, TensorGroup(size=size, index=0, handle=None, gathers=False)):
+    with _trial_heads(structure.meta_model, heads, TensorGroup(size=size, index=0, handle=None, gathers=False)):
         try:
-            first_that_runs(meta_model, example_of(meta_model, example_inputs), attempt)
+            structure.run(attempt)
         except SplitError as error:
             return error.message
     return None

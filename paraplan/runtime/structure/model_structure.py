@@ -1,6 +1,6 @@
-"""How a model uses its parameters and buffers: before its blocks, in each block, and after them.
+"""What a model is made of, found once and used by every axis of a plan: its blocks, their chain, how each is called.
 
-The model is copied to torch's meta device, where tensors have shapes and no values, and run once. Following what every
+The model is copied to torch's meta device, where tensors have shapes and no values, and run there. Following what every
 tensor is computed from (`dataflow`) tells what each piece of it reads, and whether the blocks form a chain (`chain`):
 a pipeline can be cut only where one tensor alone passes from block to block.
 """
@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, TypeVar
 
@@ -52,7 +53,7 @@ class BlockCall:
 
 
 @dataclass(frozen=True)
-class ModelStructure:
+class BlockChain:
     """A model's blocks as a chain, with the names of the parameters and other tensors that each piece uses.
 
     `meta_model` is a copy of the model on the meta device; where it had to be made in bf16, `hidden_dtype` is what the
@@ -107,57 +108,127 @@ class ModelStructure:
         return self.hidden_dtype if self.hidden_dtype is not None and dtype == torch.bfloat16 else dtype
 
 
-def find_structure(model: nn.Module, stack: BlockStack, example_inputs: Any = None) -> ModelStructure:
-    """Return the structure of `model`, run on `example_inputs` as it runs in training.
+class ModelStructure:
+    """The structure of a whole model, found as far as it is asked for, each part of it once.
 
-    Without these the inputs are those of the model's own `example_inputs(batch, tokens)`, where it has that method,
-    else token ids. Raises `UsageError` where the model does not run on them, and `UnsupportedPlanError` where its
-    blocks do not form a chain.
+    `stack` are its blocks. It runs without values on `inputs`: `example_inputs`, or without these those of the model's
+    own `example_inputs(batch, tokens)`, where it has that method, else token ids; of so many tokens that
+    `token_multiple` divides them.
     """
-    inputs = example_of(model, example_inputs)
-    meta_model = meta_copy(model)
-    hidden_dtype = None
-    with torch.enable_grad():
+
+    def __init__(
+        self, model: nn.Module, stack: BlockStack | None, example_inputs: Any = None, *, token_multiple: int = 1
+    ) -> None:
+        self.model = model
+        self._stack = stack
+        self._example_inputs = example_inputs
+        self._token_multiple = token_multiple
+        self._own_dtype: torch.dtype | None = None
+
+    @property
+    def stack(self) -> BlockStack:
+        """The blocks of the model, which has some."""
+        assert self._stack is not None
+        return self._stack
+
+    def check_has_blocks(self, axis: str, purpose: str) -> None:
+        """Raise `UnsupportedPlanError` for a model without repeated blocks; `axis` of the plan needs them `purpose`."""
+        if self._stack is None:
+            raise UnsupportedPlanError(
+                f"{axis}, but {type(self.model).__name__} has no repeated blocks {purpose}",
+                hint=f"keep the blocks in an nn.ModuleList or nn.Sequential, or use {axis.partition('=')[0]}=1",
+            )
+
+    @cached_property
+    def inputs(self) -> Any:
+        """Inputs of the model on the meta device."""
+        return example_of(self.model, self._example_inputs, multiple=self._token_multiple)
+
+    @cached_property
+    def meta_model(self) -> nn.Module:
+        """A copy of the model without values; in bf16 where it runs in no other type."""
+        return meta_copy(self.model)
+
+    def run(self, attempt: Callable[[Any, Context], _Result], meta_model: nn.Module | None = None) -> _Result:
+        """Return `attempt` of the inputs, or of fewer, which runs `meta_model`, by default the structure's own.
+
+        Raises `UsageError` where that does not run on any of them.
+        """
+        module = self.meta_model if meta_model is None else meta_model
         try:
-            probe, uses = _followed(meta_model, stack, inputs)
+            return first_that_runs(module, self.inputs, attempt)
         except UsageError:
             # Grouped matmuls (experts) have shapes in bf16 only.
-            hidden_dtype = next((held.dtype for held in model.parameters() if held.is_floating_point()), None)
-            if hidden_dtype in (None, torch.bfloat16):
+            dtype = next((held.dtype for held in module.parameters() if held.is_floating_point()), None)
+            if dtype in (None, torch.bfloat16):
                 raise
-            meta_model = meta_model.to(torch.bfloat16)
-            probe, uses = _followed(meta_model, stack, inputs)
-    assert probe.hidden_argument is not None
-    assert probe.flow is not None
-    return ModelStructure(
-        meta_model=meta_model,
-        hidden_dtype=hidden_dtype,
-        stack=stack,
-        hidden_argument=probe.hidden_argument,
-        num_outputs=probe.num_outputs,
-        uses=uses,
-        writes_hidden=probe.flow.writes_hidden,
-    )
+            if module is self.meta_model:
+                self._own_dtype = dtype
+            return first_that_runs(module.to(torch.bfloat16), self.inputs, attempt)
 
+    @cached_property
+    def chain(self) -> BlockChain:
+        """The blocks as a chain, as they run in training. Raises `UnsupportedPlanError` where they do not form one."""
+        with torch.enable_grad(), _in_training(self.meta_model):
+            probe, uses = self.run(self._follow)
+        assert probe.hidden_argument is not None
+        assert probe.flow is not None
+        return BlockChain(
+            meta_model=self.meta_model,
+            hidden_dtype=self._own_dtype,
+            stack=self.stack,
+            hidden_argument=probe.hidden_argument,
+            num_outputs=probe.num_outputs,
+            uses=uses,
+            writes_hidden=probe.flow.writes_hidden,
+        )
 
-def _followed(meta_model: nn.Module, stack: BlockStack, inputs: Any) -> tuple[ChainProbe, ChainUses]:
-    """Run `meta_model` on `inputs` and return what its blocks did, and what its pieces use."""
+    @cached_property
+    def calls(self) -> list[BlockCall | None]:
+        """What each block is called with first; None for a block that is not called."""
+        return self.run(self._note_calls)
 
-    def attempt(tried: Any, _: Context) -> tuple[ChainProbe, ChainUses]:
-        flow = Dataflow(meta_model, len(stack))
+    def _follow(self, tried: Any, _: Context) -> tuple[ChainProbe, ChainUses]:
+        """Run the model on `tried` and return what its blocks did, and what its pieces use."""
+        stack = self.stack
+        flow = Dataflow(self.meta_model, len(stack))
         probe = ChainProbe(stack, flow)
-        with probe.attached(meta_model):
-            output = call_model(meta_model, tried)
+        with probe.attached(self.meta_model):
+            output = call_model(self.meta_model, tried)
             flow.look_for_reassigned()
         if len(probe.received) != len(stack):
             raise UnsupportedPlanError(
                 f"{len(probe.received)} of {len(stack)} blocks take part in a forward pass", hint=HINT
             )
         probe.check_pure(output)
-        return probe, find_uses(probe, meta_model, stack, output, is_complete=tried is inputs)
+        return probe, find_uses(probe, self.meta_model, stack, output, is_complete=tried is self.inputs)
 
-    with _in_training(meta_model):
-        return first_that_runs(meta_model, inputs, attempt)
+    def _note_calls(self, tried: Any, context: Context) -> list[BlockCall | None]:
+        calls: list[BlockCall | None] = [None] * len(self.stack)
+        graded: list[tuple[bool, ...]] = [()] * len(self.stack)
+
+        def note(index: int) -> Callable[..., None]:
+            def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if torch.is_grad_enabled():
+                    leaves = pytree.tree_leaves((args, kwargs))
+                    graded[index] = tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
+                    return
+                # A copy: a cache among the arguments is filled as the blocks run.
+                calls[index] = calls[index] or copy.deepcopy(BlockCall(args, kwargs, context))
+
+            return enter
+
+        with ExitStack() as undo:
+            for index, block in enumerate(self.stack.modules(self.meta_model)):
+                undo.callback(block.register_forward_pre_hook(note(index), with_kwargs=True).remove)
+            with torch.no_grad():
+                call_model(self.meta_model, tried)
+            with torch.enable_grad():
+                read = _outputs_read(self.meta_model, self.stack, tried)
+        return [
+            call and replace(call, graded=flags, read=numbers)
+            for call, flags, numbers in zip(calls, graded, read, strict=True)
+        ]
 
 
 @contextmanager
@@ -190,7 +261,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def example_of(model: nn.Module, example_inputs: Any, *, multiple: int = 1) -> Any:
-    """Return inputs for `model` on the meta device: `example_inputs`, or where that is None those of `find_structure`.
+    """Return inputs for `model` on the meta device: `example_inputs`, or where that is None those of `ModelStructure`.
 
     Sequences that are made here have a multiple of so many tokens.
     """
@@ -201,46 +272,6 @@ def example_of(model: nn.Module, example_inputs: Any, *, multiple: int = 1) -> A
     if own is not None:
         return _on_meta(own(_EXAMPLE_BATCH, tokens))
     return torch.zeros(_EXAMPLE_BATCH, tokens, dtype=torch.long, device="meta")
-
-
-def block_calls(meta_model: nn.Module, stack: BlockStack, inputs: Any) -> list[BlockCall | None]:
-    """Return what each block of `meta_model` is called with first when it runs on `inputs`, all on the meta device.
-
-    None stands for a block that is not called.
-    """
-
-    def attempt(tried: Any, context: Context) -> list[BlockCall | None]:
-        calls: list[BlockCall | None] = [None] * len(stack)
-        graded: list[tuple[bool, ...]] = [()] * len(stack)
-
-        def note(index: int) -> Callable[..., None]:
-            def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                if torch.is_grad_enabled():
-                    leaves = pytree.tree_leaves((args, kwargs))
-                    graded[index] = tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
-                    return
-                # A copy: a cache among the arguments is filled as the blocks run.
-                calls[index] = calls[index] or copy.deepcopy(BlockCall(args, kwargs, context))
-
-            return enter
-
-        with ExitStack() as undo:
-            for index, block in enumerate(stack.modules(meta_model)):
-                undo.callback(block.register_forward_pre_hook(note(index), with_kwargs=True).remove)
-            with torch.no_grad():
-                call_model(meta_model, tried)
-            with torch.enable_grad():
-                read = _outputs_read(meta_model, stack, tried)
-        return [
-            call and replace(call, graded=flags, read=numbers)
-            for call, flags, numbers in zip(calls, graded, read, strict=True)
-        ]
-
-    try:
-        return first_that_runs(meta_model, inputs, attempt)
-    except UsageError:
-        # Grouped matmuls (experts) have shapes in bf16 only.
-        return first_that_runs(meta_model.to(torch.bfloat16), inputs, attempt)
 
 
 def _outputs_read(meta_model: nn.Module, stack: BlockStack, inputs: Any) -> list[frozenset[int]]:
