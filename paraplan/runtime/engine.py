@@ -33,6 +33,7 @@ from paraplan.runtime.step.faults import LossWatch, is_out_of_memory, memory_err
 from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
 from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
+from paraplan.runtime.timeouts import explained_timeouts
 
 
 class Engine:
@@ -359,8 +360,7 @@ class Engine:
 
         if self._equipment.checking.agreement is not None:
             stack.enter_context(self._equipment.checking.agreement.explained(name))
-        if self._equipment.timeouts is not None:
-            stack.enter_context(self._equipment.timeouts.explained(name))
+        stack.enter_context(explained_timeouts(name))
         return stack
 
     def _forget_gradients(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -56,7 +55,7 @@ from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch, SpeedBaseline, peak_flops_per_s
 from paraplan.runtime.structure.blocks import compile_blocks
 from paraplan.runtime.structure.weights import count_parameters, share_weights
-from paraplan.runtime.timeouts import TimeoutWatch
+from paraplan.runtime.timeouts import explained_timeouts
 from paraplan.runtime.world import World
 
 
@@ -75,7 +74,6 @@ class Job:
     metrics: Path | None = None
     metrics_every: int = 1
     shows_progress: bool = False
-    _timeouts: TimeoutWatch | None = field(default=None, repr=False)
     _sync: list[RankSync] = field(default_factory=list, repr=False)
     _engines: list[Engine] = field(default_factory=list, repr=False)
     _agreements: list[Agreement] = field(default_factory=list, repr=False)
@@ -168,8 +166,7 @@ class Job:
     def prepare_with(self, model: nn.Module, options: TrainingOptions) -> Engine:
         """Return the engine that trains `model` by `options`; see `prepare`."""
         watch = self._watch(count_parameters(model))
-        explained = nullcontext() if self._timeouts is None else self._timeouts.explained(lambda: "job.prepare")
-        with self._agreement().on("job.prepare"), explained:
+        with self._agreement().on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
             part, reference = self._part_of(model, options)
             self._separate_random_numbers()
             given = options.optimizer(part.optimized())
@@ -201,7 +198,6 @@ class Job:
                     agreement=self._agreement(),
                 ),
                 sync=sync,
-                timeouts=self._timeouts,
                 watch=watch,
                 file=self.file,
             ),
@@ -336,8 +332,6 @@ class Job:
             sync.leave()
         self._engines.clear()
         self._sync.clear()
-        if self._timeouts is not None:
-            self._timeouts.stop()
         leave_group()
 
     def _abandon(self) -> None:
@@ -346,8 +340,6 @@ class Job:
             atexit.unregister(sync.leave)
         self._engines.clear()
         self._sync.clear()
-        if self._timeouts is not None:
-            self._timeouts.stop()
         leave_group()
 
     def _watch(self, num_parameters: int) -> RunWatch:

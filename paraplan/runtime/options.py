@@ -19,7 +19,6 @@ from paraplan.runtime.precision import LossScale, ReduceType
 from paraplan.runtime.recompute.policy import RecomputePolicy
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch
-from paraplan.runtime.timeouts import TimeoutWatch
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class EngineOptions:
     scheduler: LRScheduler | None = None
     loss_scale: LossScale | None = None
     sync: RankSync | None = None
-    timeouts: TimeoutWatch | None = None
     watch: RunWatch | None = None
     file: PlanFile | None = None
     checking: Checking = field(default_factory=Checking)
