@@ -15,7 +15,6 @@ from paraplan.cli.ci_plan import check_plan_file, refuse_beside_check
 from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, require_files, write_files
 from paraplan.cli.inputs import (
     calibrated,
-    check_precision,
     read_cluster,
     read_plan_file,
     read_trained_model,
@@ -183,7 +182,6 @@ def recommend(
     started = time.perf_counter()
     spec = read_trained_model(model, seq_len=seq_len, finds_length=find is FindName.longest_sequence)
     cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
-    check_precision(precision, cluster.gpu)
     chosen: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
     batch = require_batch(global_batch, cluster)
     training = read_training(spec, seq_len=seq_len, global_batch=batch, compiled=compiled, **chosen)
