@@ -55,9 +55,8 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.fake.collective_count import CollectiveCount
 from paraplan.runtime.fake.storage_tracking import StorageTracker
 from paraplan.runtime.mesh import build_mesh
-from paraplan.runtime.noise import silence_known_noise
-from paraplan.runtime.step.reports import Yardstick, peak_flops_per_s
-from paraplan.runtime.world import read_world
+from paraplan.runtime.step.reports import SpeedBaseline, peak_flops_per_s
+from paraplan.runtime.world import read_world, silence_known_noise
 
 SIDES: dict[str, Callable[[Case], Step]] = {
     "engine": engine_step,
@@ -309,8 +308,8 @@ def _mfu(case: Case, step_time_s: float) -> float | None:
     """Return the share of the GPU's peak that the model's FLOPs make up, None without a GPU that a profile knows."""
     count = sum(parameter.numel() for parameter in build(case.size).parameters())
     peak = peak_flops_per_s(device(), case.precision)
-    yardstick = Yardstick(num_ranks=1, peak_flops_per_s=peak, num_parameters=count)
-    return yardstick.mfu(step_time_s=step_time_s, tokens=case.share * case.size.tokens)
+    baseline = SpeedBaseline(num_ranks=1, peak_flops_per_s=peak, num_parameters=count)
+    return baseline.mfu(step_time_s=step_time_s, tokens=case.share * case.size.tokens)
 
 
 def line_of(result: Result) -> str:

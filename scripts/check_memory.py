@@ -35,7 +35,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
 from paraplan.runtime.fake.run import TracedMemory, first_rank_of_stage, trace_memory
-from paraplan.runtime.noise import silence_known_noise
+from paraplan.runtime.world import silence_known_noise
 from paraplan.units import format_bytes
 
 PEAK_TOLERANCE, PART_TOLERANCE, PART_FLOOR = 0.03, 0.05, 0.01

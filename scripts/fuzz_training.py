@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from paraplan import runtime
 from paraplan.errors import ParaplanError
+from paraplan.runtime.agreement import RankLeftError
+from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.peers import RankLeftError
-from paraplan.runtime.step.batches import call_model
 from paraplan.runtime.timeouts import CollectiveTimeoutError
 from paraplan.runtime.world import World
 

@@ -137,7 +137,7 @@ def train(case: Case, *, num_steps: int = NUM_STEPS, before_steps: Callable[[], 
     from paraplan.model.config_file import load_config
     from paraplan.model.transformers_model import library_factory
     from paraplan.runtime.fake.run import make_optimizer
-    from paraplan.runtime.token_loss import token_loss
+    from paraplan.runtime.small_model import token_loss
 
     config = load_config(find_config(case.model))
     build = library_factory(config, attention="eager" if case.attention == "eager" else "sdpa")

@@ -63,7 +63,7 @@ def _launch_fake(words: Sequence[str]) -> int:
 
 def _start_forked(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Be for a fake launch what starts its ranks: a fork in place of a new Python."""
-    from paraplan.runtime.fake import ranks
+    from paraplan.runtime.fake import script
 
     process = os.fork()
     if not process:
@@ -71,7 +71,7 @@ def _start_forked(words: Sequence[str], environment: Mapping[str, str]) -> subpr
         try:
             os.environ.clear()
             os.environ.update(environment)
-            status = ranks.main([*words])
+            status = script.main([*words])
         except BaseException:
             traceback.print_exc()
         finally:

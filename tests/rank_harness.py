@@ -26,7 +26,7 @@ _GRACE_S = 10.0  # for the other ranks to answer, once one has failed
 _IMPORTED_ONCE = ("paraplan.runtime", "paraplan.runtime.pipeline.assembly", "paraplan.runtime.split.rules")
 _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint", "pytest")
 _IMPORTED_ONCE += ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
-_IMPORTED_ONCE += ("paraplan.runtime.fake.ranks",)
+_IMPORTED_ONCE += ("paraplan.runtime.fake.script",)
 
 
 class RanksFailedError(AssertionError):

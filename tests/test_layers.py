@@ -38,6 +38,8 @@ EXTERNAL = {
     "typer": ("cli/",),
     "rich": ("cli/", "launch/"),
 }
+ONE_WAY_INSIDE = ("launch", "runtime")
+"""Packages whose folders, and modules beside them, import one way among themselves."""
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "common", "misc"}
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -88,6 +90,51 @@ def imports_out_of_place(path: Path) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {name} belongs to {places}"
 
 
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of names that reach each other along `arrows`."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for name in arrows.get(waiting.pop(), ()):
+                if name not in found:
+                    found.add(name)
+                    waiting.append(name)
+        return found
+
+    from_each = {name: reached(name) for name in arrows}
+    inside = sorted(name for name in arrows if name in from_each[name])
+    groups = {
+        tuple(sorted(other for other in inside if name in from_each[other] and other in from_each[name]))
+        for name in inside
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def circles_inside(package: str) -> list[list[str]]:
+    """Return the folders of `package`, and the modules beside them, that import each other."""
+    root = PACKAGE / package
+
+    def place(path: Path) -> str:
+        return path.relative_to(root).parts[0].removesuffix(".py")
+
+    arrows: dict[str, set[str]] = {}
+    for path in root.rglob("*.py"):
+        own = arrows.setdefault(place(path), set())
+        for name, node in imports(path):
+            dotted = name.split(".")
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            if dotted[:2] != ["paraplan", package]:
+                continue
+            if len(dotted) > 2:
+                own.add(dotted[2])
+            else:
+                own |= {one for one in names if (root / one).is_dir() or (root / f"{one}.py").exists()}
+        own.discard(place(path))
+    return circles(arrows)
+
+
 def long_or_vague_parts(path: Path) -> Iterator[str]:
     if path.stem in FORBIDDEN_NAMES:
         yield f"{path}: a module is named for what it holds"
@@ -132,6 +179,16 @@ def test_imports_point_down_the_floors() -> None:
 
 def test_heavy_libraries_are_imported_only_where_they_belong() -> None:
     assert_in_all_modules(imports_out_of_place)
+
+
+def test_folders_inside_a_package_import_one_way() -> None:
+    found = [f"{package}: {', '.join(circle)}" for package in ONE_WAY_INSIDE for circle in circles_inside(package)]
+    assert not found, "\n".join(found)
+
+
+def test_a_circle_of_folders_is_found() -> None:
+    arrows = {"step": {"data", "checks"}, "checks": {"engine"}, "engine": {"step", "data"}, "data": set()}
+    assert circles(arrows) == [["checks", "engine", "step"]]
 
 
 def test_modules_and_functions_stay_small_and_named_for_what_they_hold() -> None:

@@ -20,8 +20,8 @@ _STANDARD = {"os", "sys", "threading", "atexit", "runpy", "argparse"}
 
 ALLOWED = {
     ("runtime/fake/gpu.py", "_to_copy"): "the name of an operator in a table: one that is not there is never met",
-    ("runtime/recompute_policy.py", "_grouped_mm"): "as above",
-    ("runtime/split/function_names.py", "_version"): "as above",
+    ("runtime/recompute/policy.py", "_grouped_mm"): "as above",
+    ("runtime/split/rules.py", "_version"): "as above",
     ("runtime/split/trial.py", "_grouped_mm"): "as above",
     ("launch/ranks/bootstrap.py", "_world"): "runs as a script without this package, see paraplan.launch.torch_private",
     ("launch/ranks/bootstrap.py", "_dump_fr_trace_json"): "as above",

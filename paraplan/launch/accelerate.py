@@ -62,7 +62,6 @@ def _flag(value: bool) -> str:
 
 def drives_accelerate(request: LaunchRequest) -> bool:
     """Whether the plan goes into the variables of accelerate: not for a script that runs it by paraplan.runtime."""
-    arguments = request.arguments
     if request.plan is None and request.planner is None:
         return False
-    return bool(arguments.module) or not read_traits(Path(arguments.training_script)).uses_runtime
+    return bool(request.spec.module) or not read_traits(Path(request.spec.training_script)).uses_runtime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import os
@@ -13,16 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.faults.report import render_error, say, write_report
-from paraplan.launch.guess import guess_ranks_per_node
 from paraplan.launch.nodes.batch_systems import find_place, take_place
 from paraplan.launch.nodes.hosts import END_WITH_STDIN, end_with_stdin, launch_on_hosts
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawner import RankStart
-from paraplan.launch.request import check_script, forks_ranks
+from paraplan.launch.request import check_script, forks_ranks, likely_ranks_per_node
 from paraplan.launch.script import ScriptTraits, read_traits
+from paraplan.launch.spec import ArgumentError, LaunchSpec
 
 if TYPE_CHECKING:  # torch is imported by none of these names before its number of threads is known
     from paraplan.launch.ranks.spawning import SpawnerHandle
@@ -47,29 +45,29 @@ def launch_here(arguments: Sequence[str]) -> int:
 
 def _launch(arguments: Sequence[str]) -> int:
     gc.disable()  # next to all that the imports make stays: collections would look through it again and again
-    args = parse_arguments(list(arguments), os.environ)
+    spec = parse_arguments(list(arguments), os.environ)
     ends_with_stdin = os.environ.pop(END_WITH_STDIN, None) is not None
-    if args.fake is not None:
+    if spec.fake is not None:
         from paraplan.launch.fake.ranks import show_fake_launch  # imports pydantic, which other launches do without
 
-        return show_fake_launch(args)
-    if args.hostfile is not None and not ends_with_stdin and not args.dry_run:
-        return launch_on_hosts(Path(args.hostfile), words=arguments, port=args.master_port, environment=os.environ)
+        return show_fake_launch(spec)
+    if spec.hostfile is not None and not ends_with_stdin and not spec.dry_run:
+        return launch_on_hosts(Path(spec.hostfile), words=arguments, port=spec.master_port, environment=os.environ)
     place = find_place(os.environ)
-    line = take_place(args, place) if place is not None else None
-    if args.dry_run:
+    spec, line = take_place(spec, place) if place is not None else (spec, None)
+    if spec.dry_run:
         from paraplan.launch.preview import show_dry_run  # imports pydantic too
 
-        return show_dry_run(args)
-    _refuse_preview_options(args)
-    check_script(args, Path.cwd())  # what is wrong with the script can be said before torch is imported
-    traits = ScriptTraits() if args.module else read_traits(Path(args.training_script))
-    fork = forks_ranks(args) and not traits.early_variables
+        return show_dry_run(spec)
+    _refuse_preview_options(spec)
+    check_script(spec, Path.cwd())  # what is wrong with the script can be said before torch is imported
+    traits = ScriptTraits() if spec.module else read_traits(Path(spec.training_script))
+    fork = forks_ranks(spec) and not traits.early_variables
     with_torch = fork and not traits.is_self_contained
     spawner = None if with_torch else _fork()  # without torch in it: it, and what it forks, stay small
     if isinstance(spawner, RankStart):
         _run_rank(spawner)
-    is_chosen = _choose_import_threads(arguments)
+    is_chosen = _choose_import_threads(spec)
     imported_threads = os.environ.get(_THREADS_VARIABLE)
     try:
         from paraplan.launch.job import supervise  # imports torch
@@ -80,7 +78,7 @@ def _launch(arguments: Sequence[str]) -> int:
     if is_chosen:
         del os.environ[_THREADS_VARIABLE]
     if spawner is None:
-        spawner = _fork(preload_runtime=bool(traits.uses_runtime or args.plan))
+        spawner = _fork(preload_runtime=bool(traits.uses_runtime or spec.plan))
     if isinstance(spawner, RankStart):
         _run_rank(spawner)
     gc.enable()
@@ -89,16 +87,16 @@ def _launch(arguments: Sequence[str]) -> int:
     if ends_with_stdin:
         end_with_stdin()
     try:
-        return supervise(args, spawner, fork=fork, imported_threads=imported_threads)
+        return supervise(spec, spawner, fork=fork, imported_threads=imported_threads)
     finally:
         spawner.close()
 
 
-def _refuse_preview_options(args: argparse.Namespace) -> None:
+def _refuse_preview_options(spec: LaunchSpec) -> None:
     """Raise `ArgumentError` for options that a launch of real ranks would leave out in silence."""
-    if args.fake_rank is not None:
-        raise ArgumentError(f"--fake-rank {args.fake_rank} without --fake", hint="add --fake and the number of ranks")
-    for option, is_given in (("--json", args.json), ("--profile", args.profile and args.model is None)):
+    if spec.fake_rank is not None:
+        raise ArgumentError(f"--fake-rank {spec.fake_rank} without --fake", hint="add --fake and the number of ranks")
+    for option, is_given in (("--json", spec.json), ("--profile", spec.profile and spec.model is None)):
         if is_given:
             raise ArgumentError(
                 f"{option} changes nothing without --dry-run or --fake",
@@ -106,9 +104,9 @@ def _refuse_preview_options(args: argparse.Namespace) -> None:
             )
 
 
-def _choose_import_threads(arguments: Sequence[str]) -> bool:
+def _choose_import_threads(spec: LaunchSpec) -> bool:
     """Set OMP_NUM_THREADS for the import of torch as ranks will have it; return whether it was set here."""
-    ranks = guess_ranks_per_node(arguments, os.environ)
+    ranks = likely_ranks_per_node(spec)
     if _THREADS_VARIABLE in os.environ or ranks is None or ranks < 2:
         return False
     os.environ[_THREADS_VARIABLE] = str(threads_per_rank(num_cores=usable_cores(), ranks_per_node=ranks))

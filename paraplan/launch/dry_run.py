@@ -6,14 +6,14 @@ import json
 import os
 import shlex
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from paraplan.errors import CheckFailedError
 from paraplan.launch.accelerate import accelerate_variables
 from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
-from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, min_max_nodes
+from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest
+from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.support import unsupported_reason
 from paraplan.units import format_bytes
@@ -99,8 +99,7 @@ def plan_launch(
     `drives_accelerate` puts the plan into the variables of accelerate too. For an elastic launch
     (MIN:MAX nodes) it is the start with all nodes.
     """
-    arguments = request.arguments
-    num_nodes = min_max_nodes(arguments.nnodes)[1]
+    num_nodes = request.nodes.max
     grid = RankGrid.of_plan(request.plan) if request.plan else None
     gpus = _gpu_names(request, target)
     ranks = []
@@ -122,7 +121,7 @@ def plan_launch(
                     target=target,
                     drives_accelerate=drives_accelerate,
                 ),
-                command=_command(arguments),
+                command=_command(request.spec),
             )
         )
     problems = _problems(request, ranks_per_node=ranks_per_node, target=target)
@@ -137,22 +136,22 @@ def _environment(
     request: LaunchRequest, rank: int, *, ranks_per_node: int, target: LaunchTarget, drives_accelerate: bool
 ) -> dict[str, str]:
     """Return what the launcher adds to the environment of a rank, where it is known before the start."""
-    arguments = request.arguments
-    num_nodes = min_max_nodes(arguments.nnodes)[1]
+    spec, num_nodes = request.spec, request.nodes.max
     world_size = str(num_nodes * ranks_per_node)
-    is_static = arguments.rdzv_backend == "static" and (arguments.master_port is not None or num_nodes > 1)
+    default_port = CHOSEN_AT_START if target.hosts else DEFAULT_MASTER_PORT
+    is_static = spec.rdzv_backend == "static" and (spec.master_port is not None or num_nodes > 1 or bool(target.hosts))
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % ranks_per_node),
         "GROUP_RANK": str(rank // ranks_per_node),
         "ROLE_RANK": str(rank),
-        "ROLE_NAME": arguments.role,
+        "ROLE_NAME": spec.role,
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": str(ranks_per_node),
         "GROUP_WORLD_SIZE": str(num_nodes),
         "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": arguments.master_addr if is_static else CHOSEN_AT_START,
-        "MASTER_PORT": str(arguments.master_port or 29500) if is_static else CHOSEN_AT_START,
+        "MASTER_ADDR": spec.master_addr if is_static else CHOSEN_AT_START,
+        "MASTER_PORT": str(spec.master_port or default_port) if is_static else CHOSEN_AT_START,
     }
     if request.plan_path:
         environment[PLAN_VARIABLE] = request.plan_path
@@ -166,11 +165,11 @@ def _environment(
     return environment
 
 
-def _command(arguments: Namespace) -> list[str]:
-    words = [arguments.training_script, *arguments.training_script_args]
-    if arguments.no_python:
+def _command(spec: LaunchSpec) -> list[str]:
+    words = [spec.training_script, *spec.training_script_args]
+    if spec.no_python:
         return words
-    return [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if arguments.module else []), *words]
+    return [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if spec.module else []), *words]
 
 
 def _problems(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget) -> list[str]:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import time
-from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import CheckFailedError, ParaplanError, PlanError
-from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.elastic.processes import JobRecord
 from paraplan.launch.faults.failures import RankFailure, first_failure, first_node_failure, read_failure
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
 from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
@@ -37,11 +36,11 @@ from paraplan.launch.nodes.meeting import meeting_error, meeting_warnings
 from paraplan.launch.nodes.native_calls import silence_torch_log
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.preflight import Findings, Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
-from paraplan.launch.ranks.processes import JobRecord
 from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostError
-from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes, planned_layout
+from paraplan.launch.request import LaunchRequest, check_request, planned_layout
 from paraplan.launch.run import count_gpus, run_job
 from paraplan.launch.run_folder import RunFolder
+from paraplan.launch.spec import ArgumentError, LaunchSpec
 from paraplan.launch.torch_private.texts import SAID_IN_WORDS
 from paraplan.units import format_bytes
 
@@ -54,16 +53,16 @@ _OTHER_NODES_S = 15.0
 """How long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take."""
 
 
-def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_threads: str | None) -> int:
+def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_threads: str | None) -> int:
     """Run the job; return its exit status, with the reason of a failure on stderr.
 
     `fork` starts ranks with torch imported; `imported_threads` is the OMP_NUM_THREADS that it was imported with. Raises
     `ParaplanError` for what the user can mend before ranks start.
     """
-    request = check_request(args, num_gpus=count_gpus(), current_folder=Path.cwd())
+    request = check_request(spec, num_gpus=count_gpus(), current_folder=Path.cwd())
     for name, texts in SAID_IN_WORDS.items():
         logging.getLogger(name).addFilter(partial(_is_news, texts))
-    if not args.run_path:  # whose ranks come from this process
+    if not spec.run_path:  # whose ranks come from this process
         silence_torch_log()
     job = JobRecord()
     started = time.monotonic()
@@ -78,7 +77,7 @@ def supervise(args: Namespace, spawner: SpawnerHandle, *, fork: bool, imported_t
         status = 128 + signal.SIGINT
         raise
     finally:
-        if job.folder is not None and not job.folder.is_temporary and not request.arguments.no_logs:
+        if job.folder is not None and not job.folder.is_temporary and not request.spec.no_logs:
             elapsed_s = time.monotonic() - started
             job.folder.note_end(exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts)
             if status == 0 and job.attempts:
@@ -97,10 +96,10 @@ def _say_summary(job: JobRecord, elapsed_s: float) -> None:
 def _run(
     request: LaunchRequest, job: JobRecord, *, spawner: SpawnerHandle, fork: bool, imported_threads: str | None
 ) -> int:
-    keeps_logs = not request.arguments.no_logs
+    keeps_logs = not request.spec.no_logs
     try:
         node = None
-        if not request.arguments.skip_preflight:
+        if not request.spec.skip_preflight:
             node = read_node()
             _preflight(request, node)
         run_job(
@@ -122,13 +121,12 @@ def _run(
         say(f"{error}, and the ranks with it; often the system is out of memory")
         return 128 + signal.SIGKILL
     except (RendezvousError, DistError) as error:
-        raise meeting_error(
-            f"{type(error).__name__}: {error}", request.arguments, came=getattr(error, "__notes__", ())
-        ) from error
+        said, came = f"{type(error).__name__}: {error}", getattr(error, "__notes__", ())
+        raise meeting_error(said, request.spec, request.nodes, came=came) from error
     except (ValueError, AssertionError, OSError) as error:
         if job.attempts or isinstance(error, ParaplanError):
             raise
-        raise _refusal(str(error), request.arguments) from error
+        raise _refusal(str(error), request.spec) from error
     return 0
 
 
@@ -151,24 +149,24 @@ def _torchs_failures(error: ChildFailedError) -> list[RankFailure]:
     ]
 
 
-def _refusal(said: str, arguments: Namespace) -> ArgumentError:
+def _refusal(said: str, spec: LaunchSpec) -> ArgumentError:
     """Return what torch said against the arguments, before any rank was started."""
-    if f"'{arguments.rdzv_backend}' is not registered" in said:
-        unknown = f"there is no --rdzv-backend {arguments.rdzv_backend}"
+    if f"'{spec.rdzv_backend}' is not registered" in said:
+        unknown = f"there is no --rdzv-backend {spec.rdzv_backend}"
         return ArgumentError(unknown, hint="torch has static, c10d, etcd and etcd-v2")
     return ArgumentError(said.rstrip("."), hint="paraplan launch --help lists the options")
 
 
 def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
     """Say what may go wrong on this node; raise `CheckFailedError` for what will."""
-    ranks = determine_local_world_size(request.arguments.nproc_per_node)
+    ranks = determine_local_world_size(request.nproc_per_node)
     model = request.file.model if request.file is not None else None
     needs = Needs(
         num_ranks=ranks,
         peak_bytes=request.predicted_peak_bytes,
         num_parameters=model.num_parameters if model is not None else None,
     )
-    found = [check_disks(needs, folder=Path.cwd()), Findings(warnings=meeting_warnings(request.arguments))]
+    found = [check_disks(needs, folder=Path.cwd()), Findings(warnings=meeting_warnings(request.spec, request.nodes))]
     if node is not None:
         view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})
         is_available = torch.cuda.is_available()
@@ -196,7 +194,7 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         log_folder=shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None,
         memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
         predicted_peak_bytes=job.plan.estimate.peak_memory_bytes if job.plan and job.plan.estimate else None,
-        num_nodes=min_max_nodes(request.arguments.nnodes)[1],
+        num_nodes=request.nodes.max,
         calls=job.calls,
         stacks=job.stacks,
     )

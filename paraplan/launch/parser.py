@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.request import TRAINING_OPTIONS
+from paraplan.launch.spec import ArgumentError, LaunchSpec
 from paraplan.launch.torch_private.parser import torchs_parser
 
 OUR_OPTIONS = (
@@ -171,14 +171,14 @@ def _take_over(parser: LaunchParser, torchs: argparse.ArgumentParser) -> None:
             action.metavar = "VALUE"  # argparse repeats a long name for each spelling
 
 
-def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> argparse.Namespace:
-    """Return the parsed arguments (None: of this process).
+def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> LaunchSpec:
+    """Return what the command line `arguments` (None: of this process) asks for.
 
-    `nnodes`, `nproc_per_node` and `master_port` are None where neither the command line nor PET_ variables give them:
-    a torch before 2.13 has a port from the start, and does not know whether it was asked for.
+    Nodes, ranks per node and the port are None where neither the command line nor PET_ variables give them: a torch
+    before 2.13 has a port from the start, and does not know whether it was asked for.
     Raises `ArgumentError` for mistakes.
     """
     parser = build_parser()
     names = ("nnodes", "nproc_per_node", "master_port")
     defaults = {name: None for name in names if f"PET_{name.upper()}" not in environment}
-    return parser.parse_args(arguments, argparse.Namespace(**defaults))
+    return LaunchSpec.of_namespace(parser.parse_args(arguments, argparse.Namespace(**defaults)))

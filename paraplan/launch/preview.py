@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from paraplan.hardware.profile_files import cluster_from_profile, load_machine
 from paraplan.launch.accelerate import drives_accelerate
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.dry_run import CHOSEN_AT_START, LaunchTarget, plan_launch
-from paraplan.launch.nodes.hosts import read_host_file
+from paraplan.launch.nodes.hosts import Host, read_host_file
 from paraplan.launch.planning import make_plan
-from paraplan.launch.request import LaunchRequest, check_request, min_max_nodes
+from paraplan.launch.request import LaunchRequest, check_request
+from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
 from paraplan.plan.files import PlanFile
 
 
-def show_dry_run(args: Namespace) -> int:
+def show_dry_run(spec: LaunchSpec) -> int:
     """Print what would be started, on stdout; return the exit status. Raises `CheckFailedError` if it could not run."""
-    if args.profile is None:
+    if spec.profile is None:
         import torch
 
         from paraplan.launch.run import count_gpus
@@ -30,11 +30,13 @@ def show_dry_run(args: Namespace) -> int:
         memory = min((torch.cuda.get_device_properties(index).total_memory for index in range(num_gpus)), default=None)
         target = LaunchTarget(host=socket.gethostname(), num_gpus=num_gpus, gpu_memory_bytes=memory)
     else:
-        target = _profile_target(args.profile)
-    if args.hostfile is not None:
-        target = replace(target, hosts=_take_hosts(args))
-    request = _dry_request(args, target)
-    words = request.arguments.nproc_per_node
+        target = _profile_target(spec.profile)
+    if spec.hostfile is not None:
+        hosts = read_host_file(Path(spec.hostfile))
+        target = replace(target, hosts=tuple(host.name for host in hosts))
+        spec = _with_hosts(spec, hosts)
+    request = _dry_request(spec, target)
+    words = request.nproc_per_node
     if words in ("gpu", "auto") and target.num_gpus:
         ranks = target.num_gpus if request.gpus is None else len(request.gpus)
     elif words.isdigit():
@@ -45,43 +47,45 @@ def show_dry_run(args: Namespace) -> int:
         ranks = determine_local_world_size(words)
     request = _with_made_plan(request, ranks=ranks)
     plan = plan_launch(request, ranks_per_node=ranks, target=target, drives_accelerate=drives_accelerate(request))
-    sys.stdout.write(plan.to_json() + "\n" if args.json else plan.render())
+    sys.stdout.write(plan.to_json() + "\n" if spec.json else plan.render())
     plan.require_runnable()
     return 0
 
 
-def _take_hosts(args: Namespace) -> tuple[str, ...]:
-    """Write into `args` what the launchers on the hosts of its host file would get; return the names of the hosts."""
-    hosts = read_host_file(Path(args.hostfile))
+def _with_hosts(spec: LaunchSpec, hosts: Sequence[Host]) -> LaunchSpec:
+    """Return `spec` with what the launchers on the hosts of its host file would get."""
     slots = list(dict.fromkeys("unknown" if host.slots is None else str(host.slots) for host in hosts))
-    if args.nproc_per_node is None and len(slots) > 1:
+    if spec.nproc_per_node is None and len(slots) > 1:
         raise ArgumentError(
-            f"the slots of the hosts in {args.hostfile} differ ({', '.join(slots)}), and --dry-run shows nodes alike",
+            f"the slots of the hosts in {spec.hostfile} differ ({', '.join(slots)}), and --dry-run shows nodes alike",
             hint="give --nproc-per-node",
         )
-    args.nnodes = args.nnodes or str(len(hosts))
-    args.nproc_per_node = args.nproc_per_node or (str(hosts[0].slots) if hosts[0].slots else None)
-    args.master_addr, args.master_port = hosts[0].address, args.master_port or CHOSEN_AT_START
-    return tuple(host.name for host in hosts)
+    return replace(
+        spec,
+        nodes=spec.nodes or NodeRange(len(hosts), len(hosts)),
+        nproc_per_node=spec.nproc_per_node or (str(hosts[0].slots) if hosts[0].slots else None),
+        master_addr=hosts[0].address,
+    )
 
 
 def _with_made_plan(request: LaunchRequest, *, ranks: int) -> LaunchRequest:
     """Return the request with the plan that its planner makes, as the start of the job would."""
     if request.planner is None:
         return request
-    num_nodes = min_max_nodes(request.arguments.nnodes)[1]
+    num_nodes = request.nodes.max
     text = make_plan(request.planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
     return replace(request, file=PlanFile.from_json(text, source="plan"), plan_path=CHOSEN_AT_START)
 
 
-def _dry_request(args: Namespace, target: LaunchTarget) -> LaunchRequest:
-    if args.profile is None:
-        return check_request(args, num_gpus=target.num_gpus, current_folder=Path.cwd())
+def _dry_request(spec: LaunchSpec, target: LaunchTarget) -> LaunchRequest:
+    profile = spec.profile
+    if profile is None:
+        return check_request(spec, num_gpus=target.num_gpus, current_folder=Path.cwd())
     return check_request(
-        args,
+        spec,
         num_gpus=target.num_gpus,
         current_folder=Path.cwd(),
-        read_gpus=lambda: load_machine(args.profile).node.gpus,
+        read_gpus=lambda: load_machine(profile).node.gpus,
         environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # a profile's GPUs have no UUIDs, only their numbers
     )
 

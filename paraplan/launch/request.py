@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.machinery
 import os
 import re
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paraplan.errors import NoGpuError, PlanError, UnsupportedPlanError
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.planning import AUTO, CPU_PROFILE, PlannerRequest
+from paraplan.launch.spec import ONE_NODE, ArgumentError, LaunchSpec, NodeRange
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.hardware.topology import Gpu
@@ -36,13 +35,16 @@ _LOCAL_WORLD_WORDS = "a number above 0, auto, cpu, gpu or xpu"
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A checked launch: torchrun's arguments with nodes and ranks filled in, and the plan file where there is one.
+    """A checked launch: the spec as it was given, and what follows from it, the plan and the machine.
 
-    `gpus` are the devices asked for, as CUDA_VISIBLE_DEVICES names them; None for all. `planner` says what to make a
-    plan for once the nodes have met; None where there is a plan, or the script makes one.
+    `nodes` and `nproc_per_node` are the spec's, or else the plan's or the machine's. `gpus` are the devices asked for,
+    as CUDA_VISIBLE_DEVICES names them; None for all. `planner` says what to make a plan for
+    once the nodes have met; None where there is a plan, or the script makes one.
     """
 
-    arguments: argparse.Namespace
+    spec: LaunchSpec
+    nodes: NodeRange
+    nproc_per_node: str
     file: PlanFile | None = None
     plan_path: str | None = None
     gpus: tuple[str, ...] | None = None
@@ -67,42 +69,38 @@ def gpus_of_this_machine() -> Sequence[Gpu]:
 
 
 def check_request(
-    arguments: argparse.Namespace,
+    spec: LaunchSpec,
     *,
     num_gpus: int,
     current_folder: Path,
     read_gpus: Callable[[], Sequence[Gpu]] = gpus_of_this_machine,
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchRequest:
-    """Return the launch that `arguments` ask for.
+    """Return the launch that `spec` asks for.
 
     `num_gpus` is the number of GPUs of this node, for the default number of ranks.
     Raises `ArgumentError` and `PlanError`; nothing has been started then.
     """
-    completed = argparse.Namespace(**vars(arguments))
-    planner = planner_request(arguments, num_gpus=num_gpus)
-    plan_path = getattr(arguments, "plan", None)
-    if plan_path == AUTO:
-        plan_path = None
-    gpus = _chosen_gpus(getattr(arguments, "gpus", None), read_gpus=read_gpus, environment=environment)
+    planner = planner_request(spec, num_gpus=num_gpus)
+    plan_path = None if spec.plan == AUTO else spec.plan
+    gpus = _chosen_gpus(spec.gpus, read_gpus=read_gpus, environment=environment)
     num_gpus = num_gpus if gpus is None else len(gpus)
     file = read_plan_file(current_folder / plan_path) if plan_path else None
-    if completed.nproc_per_node is not None:
-        _check_local_world(completed.nproc_per_node, num_gpus=num_gpus)
-    if completed.nnodes is not None:
-        _check_nodes(completed.nnodes)
-    if completed.max_restarts < 0:
-        raise ArgumentError(f"--max-restarts {completed.max_restarts} is negative", hint="use 0 or more")
-    _check_hang_timeout(completed)
-    for option in ("redirects", "tee"):
-        _check_streams(option, getattr(completed, option))
-    check_script(completed, current_folder)
+    if spec.nproc_per_node is not None:
+        _check_local_world(spec.nproc_per_node, num_gpus=num_gpus)
+    if spec.max_restarts < 0:
+        raise ArgumentError(f"--max-restarts {spec.max_restarts} is negative", hint="use 0 or more")
+    _check_hang_timeout(spec)
+    _check_streams("redirects", spec.redirects)
+    _check_streams("tee", spec.tee)
+    check_script(spec, current_folder)
+    nodes, nproc_per_node = spec.nodes or ONE_NODE, spec.nproc_per_node or str(max(1, num_gpus))
     if file is not None and plan_path is not None:
-        _complete_from_plan(completed, file, num_gpus=num_gpus, plan_path=plan_path)
-    completed.nnodes = completed.nnodes or "1:1"
-    completed.nproc_per_node = completed.nproc_per_node or str(max(1, num_gpus))
+        nodes, nproc_per_node = _layout_of_plan(spec, file, num_gpus=num_gpus, plan_path=plan_path)
     return LaunchRequest(
-        arguments=completed,
+        spec=spec,
+        nodes=nodes,
+        nproc_per_node=nproc_per_node,
         file=file,
         gpus=gpus,
         planner=planner,
@@ -114,25 +112,26 @@ TRAINING_OPTIONS = ("--global-batch", "--seq-len", "--precision", "--optimizer",
 """Options that describe the training to the planner, as `paraplan recommend` has them."""
 
 
-def planner_request(arguments: argparse.Namespace, *, num_gpus: int) -> PlannerRequest | None:
+def planner_request(spec: LaunchSpec, *, num_gpus: int) -> PlannerRequest | None:
     """Return what to make a plan for, None without --model. Raises `ArgumentError` for what contradicts it."""
-    model, plan = getattr(arguments, "model", None), getattr(arguments, "plan", None)
-    values = {option: getattr(arguments, option[2:].replace("-", "_"), None) for option in TRAINING_OPTIONS}
-    given = {option: str(value) for option, value in values.items() if value is not None}
-    if model is None:
+    values = (spec.global_batch, spec.seq_len, spec.precision, spec.optimizer, spec.attention)
+    given = {option: str(value) for option, value in zip(TRAINING_OPTIONS, values, strict=True) if value is not None}
+    if spec.model is None:
         if given:
             raise ArgumentError(
                 f"{next(iter(given))} describes the training of a model, and there is no --model",
                 hint="name the model; options of the script come after the script",
             )
         return None
-    if plan not in (None, AUTO):
-        raise ArgumentError(f"--plan {plan} and --model {model} contradict each other", hint="give one of them")
+    if spec.plan not in (None, AUTO):
+        raise ArgumentError(
+            f"--plan {spec.plan} and --model {spec.model} contradict each other", hint="give one of them"
+        )
     if "--global-batch" not in given:
         raise ArgumentError("--model needs --global-batch, the sequences of one step over all GPUs", hint="give both")
-    profile = getattr(arguments, "profile", None) or (None if num_gpus else CPU_PROFILE)
+    profile = spec.profile or (None if num_gpus else CPU_PROFILE)
     words = tuple(word for pair in given.items() for word in pair)
-    return PlannerRequest(model=model, options=words, profile=profile)
+    return PlannerRequest(model=spec.model, options=words, profile=profile)
 
 
 def _chosen_gpus(
@@ -173,31 +172,17 @@ def read_plan_file(path: Path) -> PlanFile:
     return file
 
 
-def min_max_nodes(nnodes: str) -> tuple[int, int]:
-    """Return the bounds of `--nnodes N` or `MIN:MAX`. Raises `ArgumentError`."""
-    if not re.fullmatch(r"\d+(:\d+)?", nnodes):
-        raise ArgumentError(f"--nnodes {nnodes} is not a number of nodes", hint="use a number such as 2, or MIN:MAX")
-    low, _, high = nnodes.partition(":")
-    return int(low), int(high or low)
-
-
-def _check_nodes(nnodes: str) -> None:
-    low, high = min_max_nodes(nnodes)
-    if not 0 < low <= high:
-        raise ArgumentError(
-            f"--nnodes {nnodes} is no range of nodes", hint="use a number above 0, or MIN:MAX with 0 < MIN <= MAX"
-        )
-
-
-def _check_hang_timeout(arguments: argparse.Namespace) -> None:
-    timeout_s = getattr(arguments, "hang_timeout", None)
+def _check_hang_timeout(spec: LaunchSpec) -> None:
+    timeout_s = spec.hang_timeout
     if timeout_s is None:
         return
     if not timeout_s > 0:
-        raise ArgumentError(f"--hang-timeout {timeout_s:g} is no time to wait", hint="use a number of seconds above 0")
+        raise ArgumentError(
+            f"--hang-timeout {timeout_s:g} is not a time to wait", hint="use a number of seconds above 0"
+        )
     if sys.platform != "linux":
         raise ArgumentError("--hang-timeout watches ranks through /proc, which only Linux has", hint="leave it out")
-    if arguments.no_python or arguments.run_path:
+    if spec.no_python or spec.run_path:
         raise ArgumentError(
             "--hang-timeout looks at the Python stacks of ranks, which --no-python and --run-path do not give",
             hint="leave one of them out",
@@ -229,27 +214,27 @@ def _check_local_world(nproc_per_node: str, *, num_gpus: int) -> None:
         raise ArgumentError(f"--nproc-per-node {number} leaves no rank to start", hint=f"use {_LOCAL_WORLD_WORDS}")
 
 
-def forks_ranks(arguments: argparse.Namespace) -> bool:
-    """Return whether ranks may be forked under these arguments; else they get interpreters of their own."""
+def forks_ranks(spec: LaunchSpec) -> bool:
+    """Return whether ranks may be forked under this spec; else they get interpreters of their own."""
     return not (
-        arguments.start_method == "exec"
-        or arguments.no_python
-        or arguments.run_path
-        or arguments.numa_binding
+        spec.start_method == "exec"
+        or spec.no_python
+        or spec.run_path
+        or spec.numa_binding
         or "PYTHON_EXEC" in os.environ
     )
 
 
-def check_script(arguments: argparse.Namespace, current_folder: Path) -> None:
+def check_script(spec: LaunchSpec, current_folder: Path) -> None:
     """Raise `ArgumentError` where there is no such script, module or program."""
-    script = arguments.training_script
-    if arguments.module:
-        if arguments.no_python and not arguments.run_path:
+    script = spec.training_script
+    if spec.module:
+        if spec.no_python and not spec.run_path:
             raise ArgumentError("--no-python and --module contradict each other", hint="give one of them")
         if not _has_module(script.partition(".")[0], current_folder):
             raise ArgumentError(f"there is no module {script}", hint="install it, or run from the folder that holds it")
         return
-    if arguments.no_python and not arguments.run_path:
+    if spec.no_python and not spec.run_path:
         if shutil.which(script) is None and shutil.which(str(current_folder / script)) is None:
             raise ArgumentError(f"there is no program {script}", hint="give its path, and see that it is executable")
         return
@@ -276,16 +261,15 @@ def _similar_scripts(path: Path) -> str:
     return "check the path; options come before the script"
 
 
-def _complete_from_plan(arguments: argparse.Namespace, file: PlanFile, *, num_gpus: int, plan_path: str) -> None:
-    """Fill in nodes and ranks from the plan where they are not given; raise `PlanError` for another world size."""
+def _layout_of_plan(spec: LaunchSpec, file: PlanFile, *, num_gpus: int, plan_path: str) -> tuple[NodeRange, str]:
+    """Return nodes and ranks per node: the given ones, else the plan's. Raises `PlanError` for another world size."""
     world_size = file.plan.world_size
-    given_nodes = min_max_nodes(arguments.nnodes) if arguments.nnodes is not None else None
-    given_ranks = _given_ranks(arguments.nproc_per_node, num_gpus)
+    given_ranks = _given_ranks(spec.nproc_per_node, num_gpus)
     nodes, ranks = planned_layout(file)
-    if given_nodes is None and given_ranks == world_size:
+    if spec.nodes is None and given_ranks == world_size:
         nodes = 1
-    if given_nodes is not None:
-        nodes = given_nodes[1]
+    if spec.nodes is not None:
+        nodes = spec.nodes.max
     if given_ranks is not None:
         ranks = given_ranks
     elif world_size % nodes == 0:
@@ -296,8 +280,22 @@ def _complete_from_plan(arguments: argparse.Namespace, file: PlanFile, *, num_gp
             f"but {nodes} {'node' if nodes == 1 else 'nodes'} with {ranks} ranks each make {nodes * ranks}",
             hint=f"leave out --nproc-per-node and --nnodes, or let --plan auto make one for {nodes * ranks} ranks",
         )
-    arguments.nnodes = arguments.nnodes or str(nodes)
-    arguments.nproc_per_node = str(ranks)
+    return spec.nodes or NodeRange(nodes, nodes), str(ranks)
+
+
+def likely_ranks_per_node(spec: LaunchSpec) -> int | None:
+    """Return the ranks per node that `spec` or its plan names, None where only the machine can say.
+
+    torch's libraries fix their number of threads when they are imported, and that number follows from this one.
+    """
+    if spec.nproc_per_node is not None:
+        return int(spec.nproc_per_node) if spec.nproc_per_node.isdigit() else None
+    if spec.plan in (None, AUTO):
+        return None
+    try:
+        return planned_layout(read_plan_file(Path(str(spec.plan))))[1]
+    except PlanError:  # `check_request` reports it
+        return None
 
 
 def planned_layout(file: PlanFile) -> tuple[int, int]:

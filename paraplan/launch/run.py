@@ -24,17 +24,18 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
 from paraplan.launch.accelerate import drives_accelerate
+from paraplan.launch.elastic.agent import RoundPreparation
+from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
+from paraplan.launch.elastic.processes import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
-from paraplan.launch.nodes.agent import RoundPreparation
-from paraplan.launch.nodes.elastic import make_config, run_agent, with_bootstrap
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preflight import cpus_of_ranks, gpus_of_ranks
 from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
 from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
-from paraplan.launch.ranks.processes import AttemptSettings, JobRecord
 from paraplan.launch.ranks.spawning import SpawnerHandle, open_spawner
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
+from paraplan.launch.spec import LaunchSpec
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
     from paraplan.hardware.topology import NodeTopology
@@ -53,12 +54,16 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises torch's ChildFailedError when a rank fails, and `ArgumentError` (a ValueError) for unusable arguments.
     Ranks get interpreters of their own: a program that calls this may have threads, and such cannot be forked.
     """
-    run(parse_arguments(args, os.environ))
+    _run_spec(parse_arguments(args, os.environ))
 
 
 def run(args: Namespace) -> None:
-    """Launch as the parsed arguments `args` say, of our parser or of torchrun's."""
-    request = check_request(args, num_gpus=count_gpus(), current_folder=Path.cwd())
+    """Launch as `args` say, parsed by torchrun's parser."""
+    _run_spec(LaunchSpec.of_namespace(args))
+
+
+def _run_spec(spec: LaunchSpec) -> None:
+    request = check_request(spec, num_gpus=count_gpus(), current_folder=Path.cwd())
     spawner = open_spawner()
     try:
         run_job(request, spawner=spawner, job=JobRecord(), fork=False)
@@ -88,25 +93,24 @@ def run_job(
     asked for is removed at the end. `node` are this machine's GPUs where they are known.
     Raises torch's ChildFailedError, SignalException and rendezvous errors.
     """
-    arguments = Namespace(**vars(request.arguments))
+    spec = request.spec
     job.plan = request.file
-    folder = _give_log_folder(arguments, spawner, keeps_logs=keeps_logs)
+    folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
     job.folder = folder
     threads_given, visible_before = os.environ.get(_THREADS_VARIABLE), os.environ.get(_DEVICES_VARIABLE)
     try:
         if request.gpus is not None:
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, visible_before)
-        config, program, program_arguments = _configure(arguments, threads_given)
+        config, program, program_arguments = _configure(request, folder, threads_given)
         extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
-        grace_s = getattr(arguments, "shutdown_timeout", None)  # torch 2.11 has no such option
         settings = AttemptSettings(
-            grace_s=_DEFAULT_GRACE_S if grace_s is None else float(grace_s),
+            grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
             fork=fork,
             num_threads=_threads_to_set(imported_threads) if fork else None,
             extra_environment=extra_environment,
-            wrap_command=(lambda command: command) if arguments.no_python else with_bootstrap,
-            hang_timeout_s=getattr(arguments, "hang_timeout", None),
+            wrap_command=(lambda command: command) if spec.no_python else with_bootstrap,
+            hang_timeout_s=spec.hang_timeout,
             keeps_logs=keeps_logs,
             cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
             has_gpus=torch.cuda.is_available(),
@@ -116,7 +120,7 @@ def run_job(
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare)
         results = run_with(config, program, program_arguments) or {}
-        _say_whether_planned(extra_environment, has_bootstrap=not arguments.no_python)
+        _say_whether_planned(extra_environment, has_bootstrap=not spec.no_python)
         return results
     except ChildFailedError as error:
         if folder.is_temporary:  # a caller under @record would copy an error file that is gone
@@ -139,7 +143,7 @@ def _preparation(
     return RoundPreparation(
         job=job,
         planner=request.planner,
-        script=str(request.arguments.training_script),
+        script=request.spec.training_script,
         folder=folder.path,
         plan_variable=PLAN_VARIABLE,
         environment=environment,
@@ -159,9 +163,8 @@ def _note_start(
 
 def _cpus_of_ranks(request: LaunchRequest, node: NodeTopology | None, num_ranks: int) -> dict[int, tuple[int, ...]]:
     """Return the CPUs that a plan keeps each local rank on; none where the user has bound them or nothing is gained."""
-    arguments = request.arguments
     is_planned = request.plan is not None or request.planner is not None
-    if node is None or not is_planned or arguments.numa_binding or getattr(arguments, "no_cpu_binding", True):
+    if node is None or not is_planned or request.spec.numa_binding or request.spec.no_cpu_binding:
         return {}
     allowed = os.sched_getaffinity(0)
     if len(allowed) < (os.cpu_count() or 1):  # the user, or a batch system, has chosen CPUs
@@ -189,10 +192,10 @@ def _extra_environment(request: LaunchRequest, folder: RunFolder) -> dict[str, s
     extra = {PLAN_VARIABLE: request.plan_path} if request.plan_path else {}
     if request.plan is not None or request.planner is not None:
         extra[PLAN_READ_VARIABLE] = str(folder.path.absolute() / "plan-read")
-    if getattr(request.arguments, "metrics", None):
-        extra[METRICS_VARIABLE] = str(Path(request.arguments.metrics).absolute())
-    if getattr(request.arguments, "hang_timeout", None) is not None:
-        extra[WATCHED_VARIABLE] = str(request.arguments.hang_timeout)
+    if request.spec.metrics:
+        extra[METRICS_VARIABLE] = str(Path(request.spec.metrics).absolute())
+    if request.spec.hang_timeout is not None:
+        extra[WATCHED_VARIABLE] = str(request.spec.hang_timeout)
     return extra
 
 
@@ -209,11 +212,13 @@ def _restore(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def _configure(arguments: Namespace, threads_given: str | None) -> tuple[LaunchConfig, Any, list[str]]:
+def _configure(
+    request: LaunchRequest, folder: RunFolder, threads_given: str | None
+) -> tuple[LaunchConfig, Any, list[str]]:
     """Return torch's configuration; threads per rank are chosen before torch would choose 1 with a banner."""
     if threads_given is None:
         os.environ[_THREADS_VARIABLE] = "1"  # only while torch counts the ranks
-    config, program, program_arguments = make_config(arguments)
+    config, program, program_arguments = make_config(request, log_dir=str(folder.path))
     if threads_given is None and config.nproc_per_node > 1:
         num_cores = usable_cores()
         threads = threads_per_rank(num_cores=num_cores, ranks_per_node=config.nproc_per_node)
@@ -237,14 +242,13 @@ def _threads_to_set(imported_threads: str | None) -> int | None:
     return int(wanted) if wanted.isdigit() else None
 
 
-def _give_log_folder(arguments: Namespace, spawner: SpawnerHandle, *, keeps_logs: bool) -> RunFolder:
-    """Set `log_dir` where it is not given; return the folder of this run. Error files need one even without logs."""
-    folder = open_run_folder(arguments, keeps_logs=keeps_logs, current_folder=Path.cwd())
+def _open_log_folder(request: LaunchRequest, spawner: SpawnerHandle, *, keeps_logs: bool) -> RunFolder:
+    """Return the folder of this run. Error files need one even without logs."""
+    folder = open_run_folder(request.spec, request.nodes, keeps_logs=keeps_logs, current_folder=Path.cwd())
     if folder.is_temporary:
         spawner.own(str(folder.path))
-    elif not arguments.log_dir and not keeps_logs:
+    elif not request.spec.log_dir and not keeps_logs:
         say(f"logs in {folder.path}")
-    elif not arguments.log_dir and not folder.path.is_relative_to(Path.cwd()):
+    elif not request.spec.log_dir and not folder.path.is_relative_to(Path.cwd()):
         say(f"{Path.cwd()} takes no new folder; logs in {folder.path}")
-    arguments.log_dir = str(folder.path)
     return folder

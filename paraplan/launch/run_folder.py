@@ -11,14 +11,13 @@ import shlex
 import socket
 import tempfile
 import time
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import paraplan
-from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
 
 RUNS_FOLDER = "paraplan-runs"
 """Where runs are kept, in the current folder, without --log-dir."""
@@ -75,14 +74,14 @@ class RunFolder:
             return
 
 
-def open_run_folder(arguments: Namespace, *, keeps_logs: bool, current_folder: Path) -> RunFolder:
+def open_run_folder(spec: LaunchSpec, nodes: NodeRange, *, keeps_logs: bool, current_folder: Path) -> RunFolder:
     """Make the folder of a run: --log-dir, a new one in `paraplan-runs`, or a temporary one without `keeps_logs`.
 
     Where the current folder takes no files it is a temporary folder that stays. Raises `ArgumentError` for a --log-dir
     that cannot be made.
     """
-    if arguments.log_dir:
-        path = Path(arguments.log_dir)
+    if spec.log_dir:
+        path = Path(spec.log_dir)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -90,11 +89,11 @@ def open_run_folder(arguments: Namespace, *, keeps_logs: bool, current_folder: P
             raise ArgumentError(f"--log-dir {path} cannot be made: {reason}", hint="name another folder") from None
         return RunFolder(path)
     if not keeps_logs:
-        has_logs = arguments.redirects != "0" or arguments.tee != "0"
+        has_logs = spec.redirects != "0" or spec.tee != "0"
         return RunFolder(Path(tempfile.mkdtemp(prefix="paraplan_")), is_temporary=not has_logs)
     runs = current_folder / RUNS_FOLDER
-    stem = re.sub(r"[^\w.-]", "_", Path(arguments.training_script).stem)[:40] or "run"
-    host = f"-{socket.gethostname()}" if arguments.nnodes not in ("1", "1:1") else ""  # nodes may share the disk
+    stem = re.sub(r"[^\w.-]", "_", Path(spec.training_script).stem)[:40] or "run"
+    host = f"-{socket.gethostname()}" if nodes.max > 1 else ""  # nodes may share the disk
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}{host}-{os.getpid()}"
     try:
         with contextlib.suppress(FileExistsError):  # by an earlier launch, or by one that starts with this one

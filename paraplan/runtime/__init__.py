@@ -9,14 +9,14 @@ The same script runs in one process, under torchrun, and under `paraplan launch`
 `paraplan.plan.support` admits; the plan does not change the training.
 """
 
+from paraplan.runtime.data.packing import Packing
+from paraplan.runtime.data_parallel.sharded_table import ShardedEmbedding
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.job import Job
 from paraplan.runtime.job_start import init
 from paraplan.runtime.options import TrainingOptions
-from paraplan.runtime.packing import Packing
-from paraplan.runtime.recompute_policy import RecomputePolicy
-from paraplan.runtime.sharded_table import ShardedEmbedding
-from paraplan.runtime.weightless import without_weights
+from paraplan.runtime.recompute.policy import RecomputePolicy
+from paraplan.runtime.structure.meta import without_weights
 
 __all__ = [
     "Engine",

@@ -8,25 +8,28 @@ from typing import Any
 
 from torch import nn
 
-from paraplan.errors import PlanError, UnsupportedPlanError
+from paraplan.errors import PlanError
 from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.anatomy import Anatomy
-from paraplan.runtime.blocks import BlockStack, find_blocks
-from paraplan.runtime.data_parallel import gradient_sync, never_sharded, reductions_of
-from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
-from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.recompute_policy import RecomputedBlocks, recomputed_blocks
-from paraplan.runtime.setting import Setting
-from paraplan.runtime.sharded_table import shard_tables
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.sharded_table import shard_tables
+from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
+from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
+from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
+from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.split.context_parallel import check_context, context_group, keep_experts_apart
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, find_tensor_split, tensor_group
+from paraplan.runtime.split.tensor_parallel import (
+    TensorSplit,
+    apply_tensor_split,
+    find_tensor_split,
+    tensor_group,
+)
 from paraplan.runtime.step.execution import WholeModelExecution
-from paraplan.runtime.weights import check_materialised, count_parameters, lasting_buffers
-from paraplan.runtime.wrapping import recompute_and_shard
+from paraplan.runtime.structure.blocks import BlockStack, find_blocks
+from paraplan.runtime.structure.model_structure import ModelStructure
+from paraplan.runtime.structure.weights import check_materialised, count_parameters, lasting_buffers
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ def check_model(
 def assemble_part(
     model: nn.Module,
     stack: BlockStack | None,
-    setting: Setting,
+    parallel: ParallelContext,
     *,
     example_inputs: Any = None,
     split: TensorSplit | None = None,
@@ -65,100 +68,71 @@ def assemble_part(
 
     `split` is that of its layers over `tp` where it was found before.
     """
-    plan = setting.plan
-    again = recomputed_blocks(setting.recompute, plan, () if stack is None else stack.names)
-    shard_tables(model, plan, setting.mesh)
-    if plan.pp == 1:
-        split = _layer_split(model, stack, setting, example_inputs, split=split)
-        return _assemble_whole(model, stack, split, setting, again)
-    # They import torch's compiler, which other plans do without.
-    from paraplan.runtime.pipeline.assembly import assemble_stages, find_stages
+    plan = parallel.plan
+    again = recomputed_blocks(parallel.recompute, plan, () if stack is None else stack.names)
+    shard_tables(model, plan, parallel.mesh)
+    multiple = plan.cp * plan.tp if plan.cp > 1 else 1
+    structure = ModelStructure(model, stack, example_inputs, token_multiple=multiple)
+    if plan.pp > 1:
+        # They import torch's compiler, which other plans do without.
+        from paraplan.runtime.pipeline.assembly import assemble_stages, find_stages
 
-    stages = find_stages(model, _needed(stack, model, plan), plan, again, example_inputs)
-    split = _layer_split(model, stack, setting, example_inputs, stages.anatomy, split=split)
-    return assemble_stages(model, stages, split, setting, again)
+        stages = find_stages(structure, plan, again)
+    if plan.tp > 1 and split is None:
+        split = _tensor_split(structure, parallel)
+    if plan.cp > 1:
+        check_context(
+            structure, size=plan.cp, split_layers=None if split is None else partial(_split_copy, split, plan.tp)
+        )
+    if plan.pp > 1:
+        return assemble_stages(model, stages, split, parallel, again)
+    return _assemble_whole(model, stack, split, parallel, again)
 
 
 def _assemble_whole(
-    model: nn.Module, stack: BlockStack | None, split: TensorSplit | None, setting: Setting, again: RecomputedBlocks
+    model: nn.Module,
+    stack: BlockStack | None,
+    split: TensorSplit | None,
+    parallel: ParallelContext,
+    again: RecomputedBlocks,
 ) -> RankPart:
-    group = tensor_group(setting.mesh, keeps_products=again.keeps is not None)
-    cuts = {} if split is None else apply_tensor_split(model, split, split.names, group)
-    if setting.plan.cp > 1:
+    group = tensor_group(parallel.mesh, keeps_products=again.keeps is not None)
+    shardings = {} if split is None else apply_tensor_split(model, split, split.names, group)
+    if parallel.plan.cp > 1:
         keep_experts_apart(model)
     blocks = [] if stack is None else stack.modules(model)
-    apart = never_sharded(model, setting.plan)
-    called = recompute_and_shard(model, blocks, setting, again=again, apart=apart)
+    unsharded = never_sharded(model, parallel.plan)
+    called = recompute_and_shard(model, blocks, parallel, again=again, unsharded=unsharded)
     execution = WholeModelExecution(
         called,
-        sync=gradient_sync(called, zero_stage=setting.plan.zero_stage),
-        loss=setting.loss,
-        precision=setting.precision,
-        device=setting.mesh.world.device,
-        context=context_group(setting.mesh) if setting.plan.cp > 1 else None,
-        replicas=ReplicaGradients(group=setting.mesh.replica_group),
-        apart=[parameter for parameter in model.parameters() if parameter in apart],
+        sync=gradient_sync(called, zero_stage=parallel.plan.zero_stage),
+        loss=parallel.loss,
+        precision=parallel.precision,
+        device=parallel.mesh.world.device,
+        context=context_group(parallel.mesh) if parallel.plan.cp > 1 else None,
+        replicas=ReplicaGradients(group=parallel.mesh.replica_group),
+        unsharded=[parameter for parameter in model.parameters() if parameter in unsharded],
     )
     return RankPart(
         module=model,
         parameters=dict(model.named_parameters()),
         buffers=lasting_buffers(model),
         execution=execution,
-        cuts=cuts,
+        shardings=shardings,
         reductions=reductions_of(called),
     )
 
 
-def _needed(stack: BlockStack | None, model: nn.Module, plan: ParallelPlan) -> BlockStack:
-    if stack is None:
-        raise UnsupportedPlanError(
-            f"pp={plan.pp}, but {type(model).__name__} has no repeated blocks to cut between",
-            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use pp=1",
-        )
-    return stack
+def _split_copy(split: TensorSplit, tp: int, meta_model: nn.Module) -> None:
+    apply_tensor_split(meta_model, split, split.names, TensorGroup(size=tp, index=0, handle=None))
 
 
-def _layer_split(
-    model: nn.Module,
-    stack: BlockStack | None,
-    setting: Setting,
-    example_inputs: Any,
-    anatomy: Anatomy | None = None,
-    *,
-    split: TensorSplit | None = None,
-) -> TensorSplit | None:
-    """Return how the layers of `model`, which is whole, are split over `tp`; see that it works on some tokens alone."""
-    plan = setting.plan
-    if plan.tp > 1 and split is None:
-        split = _tensor_split(model, stack, setting, example_inputs, anatomy)
-    if plan.cp > 1:
-        apply = None if split is None else partial(_split_copy, split)
-        check_context(model, size=plan.cp, example_inputs=example_inputs, tp=plan.tp, split_layers=apply)
-    return split
-
-
-def _split_copy(split: TensorSplit, shadow: nn.Module, group: TensorGroup) -> None:
-    apply_tensor_split(shadow, split, split.names, group)
-
-
-def _tensor_split(
-    model: nn.Module,
-    stack: BlockStack | None,
-    setting: Setting,
-    example_inputs: Any,
-    anatomy: Anatomy | None = None,
-) -> TensorSplit:
-    split = find_tensor_split(
-        model,
-        stack,
-        mesh=setting.mesh,
-        sequence_parallel=setting.plan.sequence_parallel,
-        example_inputs=example_inputs,
-        anatomy=anatomy,
-    )
-    if split.whole and setting.mesh.world.rank == 0:
+def _tensor_split(structure: ModelStructure, parallel: ParallelContext) -> TensorSplit:
+    """Return how the layers of a model, which is whole, are split over `tp`; rank 0 says which are not, and why."""
+    split = find_tensor_split(structure, mesh=parallel.mesh, sequence_parallel=parallel.plan.sequence_parallel)
+    if split.whole and parallel.mesh.world.rank == 0:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in split.whole.items())
-        _LOGGER.warning("tp=%d leaves these layers whole on every rank:%s", setting.plan.tp, reasons)
+        _LOGGER.warning("tp=%d leaves these layers whole on every rank:%s", parallel.plan.tp, reasons)
     return split
 
 

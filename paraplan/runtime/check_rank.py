@@ -24,9 +24,8 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.model.shrink import Smaller
 from paraplan.plan.check import CheckRequest, Gap, Quantity, RankFinding
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.small_model import build_small, check_batch
-from paraplan.runtime.step.batches import call_model, counted_targets
-from paraplan.runtime.token_loss import token_loss
+from paraplan.runtime.data.batches import call_model, counted_targets
+from paraplan.runtime.small_model import build_small, check_batch, token_loss
 from paraplan.runtime.torch_private import pytree
 
 # Sums in fp32 in another order differ by some 1e-6 of the largest element; AdamW makes the most of small gradients.

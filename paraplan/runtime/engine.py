@@ -14,24 +14,23 @@ from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.averages import ParameterAverage, free_gathered
+from paraplan.runtime.agreement import Call, RankSync
+from paraplan.runtime.checkpoints.chunks import ShardLocation
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
-from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
-from paraplan.runtime.data_parallel import reads_shards
-from paraplan.runtime.equipment import Equipment
-from paraplan.runtime.export import export_weights
+from paraplan.runtime.checkpoints.weight_files import export_weights
+from paraplan.runtime.data.batches import StepShape
+from paraplan.runtime.data_parallel.wrapping import reads_shards
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.peers import Call, Peers
-from paraplan.runtime.predictions import Predictor, evaluation_mode
+from paraplan.runtime.micro_batching import MicroBatching
+from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
+from paraplan.runtime.options import EngineOptions
+from paraplan.runtime.precision import LossScale
+from paraplan.runtime.predictions import Predictor
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.split.pieces import Place
-from paraplan.runtime.step.clipping import scale_gradients
-from paraplan.runtime.step.division import StepShape
-from paraplan.runtime.step.gradients import GradientFinish
-from paraplan.runtime.step.loss_scale import LossScale
-from paraplan.runtime.step.loss_watch import LossWatch
-from paraplan.runtime.step.memory_fault import is_out_of_memory, memory_error
-from paraplan.runtime.step.micro_batching import MicroBatching
+from paraplan.runtime.shards.group import whole_tensor
+from paraplan.runtime.step.execution import evaluation_mode
+from paraplan.runtime.step.faults import LossWatch, is_out_of_memory, memory_error
+from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
 from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
 
@@ -54,23 +53,23 @@ class Engine:
         mesh: Mesh,
         plan: ParallelPlan,
         shape: StepShape,
-        equipment: Equipment,
+        engine_options: EngineOptions,
     ) -> None:
         self.optimizer = optimizer
-        self.scheduler = equipment.scheduler
+        self.scheduler = engine_options.scheduler
         self.grad_norm: torch.Tensor | None = None
         self._part = part
         self._mesh = mesh
         self._plan = plan
-        self._equipment = equipment
-        self._peers = equipment.peers or Peers(mesh.world)
+        self._equipment = engine_options
+        self._sync = engine_options.sync or RankSync(mesh.world)
         self._has_stepped = False
         self.metrics: dict[str, torch.Tensor] = {}
         self._losses = LossWatch(mesh.world)
         self._totals = TotalsOverRanks(mesh)
-        self._batches = MicroBatching(part, shape, equipment.checking, self._peers, plan=plan, mesh=mesh)
+        self._batches = MicroBatching(part, shape, engine_options.checking, self._sync, plan=plan, mesh=mesh)
         self._predictor = Predictor(part, plan, mesh, self._batches)
-        equipment.checking = replace(equipment.checking, reference=None)
+        engine_options.checking = replace(engine_options.checking, reference=None)
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
         self._average: ParameterAverage | None = None
@@ -84,7 +83,7 @@ class Engine:
     @property
     def num_steps(self) -> int:
         """Steps done, those of a loaded checkpoint included."""
-        return self._peers.num_steps
+        return self._sync.num_steps
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -112,7 +111,7 @@ class Engine:
         """
         held = self._part.parameters[name]
         tensor = held.detach() if tensor is None else tensor
-        return whole_tensor(tensor, self._part.cuts.get(name), self._mesh)
+        return whole_tensor(tensor, self._part.shardings.get(name), self._mesh)
 
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Do one optimizer step on this rank's share of a global batch; return the loss of the whole batch.
@@ -179,12 +178,12 @@ class Engine:
 
     def _update(self, factor: torch.Tensor | None) -> None:
         watch = self._equipment.watch
-        gradients = GradientFinish(
+        gradients = GradientClipping(
             self._mesh,
             max_norm=self._equipment.max_grad_norm,
             scale=self._equipment.loss_scale,
             repeated=self._part.repeated,
-            split=self._part.cuts.keys(),
+            split=self._part.shardings.keys(),
             has_values=self._equipment.checking.has_values,
         )
         self.grad_norm, is_finite = gradients.finish(self._gradients(), factor)
@@ -193,7 +192,7 @@ class Engine:
             if self.scheduler is not None:
                 self.scheduler.step()
         self._has_stepped = True
-        self._peers.num_steps += 1
+        self._sync.num_steps += 1
         if self._average is not None:
             self._average.update()
         if watch is not None and self._loss is not None and self._tokens is not None:
@@ -271,7 +270,7 @@ class Engine:
             self._batches.meet("load")
             free_gathered(self._part.module)
             self._writer.finish()
-            self._peers.num_steps = load_checkpoint(Path(folder), self._source())
+            self._sync.num_steps = load_checkpoint(Path(folder), self._source())
             self._batches.reload(Path(folder))
 
     def export(self, path: str | Path) -> None:
@@ -342,7 +341,9 @@ class Engine:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             loss_scale=self._equipment.loss_scale,
-            places={name: Place(cut=cut, index=index) for name, cut in self._part.cuts.items()},
+            places={
+                name: ShardLocation(sharding=sharding, index=index) for name, sharding in self._part.shardings.items()
+            },
             plan=self._plan,
             num_steps=self.num_steps,
             mesh=self._mesh,

@@ -19,43 +19,44 @@ from paraplan.errors import PlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.agreement import Agreement
+from paraplan.runtime.agreement import Agreement, RankSync
 from paraplan.runtime.assembly import assemble_part, check_model
 from paraplan.runtime.batch_norm import synchronize_batch_norms
-from paraplan.runtime.blocks import compile_blocks
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
-from paraplan.runtime.checkpoints.whole_tensors import whole_tensor
-from paraplan.runtime.data import ShardedBatches, SizedDataset, is_stream, shard_dataset
+from paraplan.runtime.checks.forward_state import BatchStatistics
+from paraplan.runtime.checks.references import Reference, Verify, reference_of
+from paraplan.runtime.data.batches import StepShape, TargetCount
+from paraplan.runtime.data.packing import Packing, check_keeps_apart
+from paraplan.runtime.data.sharding import (
+    ShardedBatches,
+    SizedDataset,
+    is_stream,
+    shard_dataset,
+)
+from paraplan.runtime.data.streams import SameStream, StreamBatches
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.offload import keep_on_host
-from paraplan.runtime.optimizers import WholeTensorSteps, check_optimizer, check_scheduler
-from paraplan.runtime.options import TrainingOptions
-from paraplan.runtime.packing import Packing, check_keeps_apart
-from paraplan.runtime.peers import Peers
-from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.recompute_policy import RecomputePolicy, check_operators
-from paraplan.runtime.setting import Setting
-from paraplan.runtime.several_optimizers import (
+from paraplan.runtime.micro_batching import Checking
+from paraplan.runtime.optimizers.offload import keep_on_host
+from paraplan.runtime.optimizers.several import (
     OptimizerFactory,
     SchedulerFactory,
     as_one_optimizer,
     as_one_scheduler,
     optimizers_in,
 )
-from paraplan.runtime.step.batches import TargetCount
-from paraplan.runtime.step.division import StepShape
-from paraplan.runtime.step.forward_state import BatchStatistics
+from paraplan.runtime.optimizers.whole_tensors import WholeTensorSteps, check_optimizer, check_scheduler
+from paraplan.runtime.options import EngineOptions, TrainingOptions
+from paraplan.runtime.precision import LossScale
+from paraplan.runtime.rank_part import ParallelContext, RankPart
+from paraplan.runtime.recompute.policy import RecomputePolicy, check_operators
+from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.global_batch import check_gathers
 from paraplan.runtime.step.loss import LossFunction
-from paraplan.runtime.step.loss_scale import LossScale
-from paraplan.runtime.step.micro_batching import Checking
-from paraplan.runtime.step.references import Reference, Verify, reference_of
-from paraplan.runtime.step.reports import RunWatch, Yardstick, peak_flops_per_s
-from paraplan.runtime.streams import SameStream, StreamBatches
+from paraplan.runtime.step.reports import RunWatch, SpeedBaseline, peak_flops_per_s
+from paraplan.runtime.structure.blocks import compile_blocks
+from paraplan.runtime.structure.weights import count_parameters, share_weights
 from paraplan.runtime.timeouts import TimeoutWatch
-from paraplan.runtime.weights import count_parameters, share_weights
 from paraplan.runtime.world import World
 
 
@@ -75,7 +76,7 @@ class Job:
     metrics_every: int = 1
     shows_progress: bool = False
     _timeouts: TimeoutWatch | None = field(default=None, repr=False)
-    _peers: list[Peers] = field(default_factory=list, repr=False)
+    _sync: list[RankSync] = field(default_factory=list, repr=False)
     _engines: list[Engine] = field(default_factory=list, repr=False)
     _agreements: list[Agreement] = field(default_factory=list, repr=False)
     _streams: Iterator[int] = field(default_factory=count, repr=False)
@@ -178,14 +179,14 @@ class Job:
             schedule = (
                 None if options.scheduler is None else as_one_scheduler(options.scheduler(given), check_scheduler)
             )
-        peers = Peers(self.world)
+        sync = RankSync(self.world)
         engine = Engine(
             part,
             made,
             mesh=self.mesh,
             plan=self.plan,
             shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
-            equipment=Equipment(
+            engine_options=EngineOptions(
                 max_grad_norm=options.max_grad_norm,
                 scheduler=schedule,
                 loss_scale=LossScale() if self.precision == "fp16" else None,
@@ -197,14 +198,14 @@ class Job:
                     reference=reference,
                     agreement=self._agreement(),
                 ),
-                peers=peers,
+                sync=sync,
                 timeouts=self._timeouts,
                 watch=watch,
                 file=self.file,
             ),
         )
-        self._peers.append(peers)
-        atexit.register(peers.leave)  # runs before the group is left
+        self._sync.append(sync)
+        atexit.register(sync.leave)  # runs before the group is left
         self._engines.append(engine)
         return engine
 
@@ -219,9 +220,9 @@ class Job:
             return
         steps = WholeTensorSteps(
             {parameter: name for name, parameter in part.parameters.items()},
-            part.cuts,
+            part.shardings,
             self.mesh,
-            lambda name, tensor: whole_tensor(tensor, part.cuts.get(name), self.mesh),
+            lambda name, tensor: whole_tensor(tensor, part.shardings.get(name), self.mesh),
         )
         steps.attach(optimizer)
 
@@ -240,7 +241,7 @@ class Job:
         check_operators(options.recompute, compiled=backend is not None)
         if backend is not None:
             compile_blocks(model, stack, backend, plan=plan)
-        setting = Setting.of(
+        parallel = ParallelContext.of(
             plan,
             self.mesh,
             self.precision,
@@ -248,7 +249,7 @@ class Job:
             find_unused=options.find_unused,
             recompute=options.recompute,
         )
-        part = assemble_part(model, stack, setting, example_inputs=options.example_inputs)
+        part = assemble_part(model, stack, parallel, example_inputs=options.example_inputs)
         if options.weights is not None:
             read_weights(Path(options.weights), part, self.mesh, names=names)
         return part, reference
@@ -326,20 +327,20 @@ class Job:
         """
         for engine in self._engines:
             engine.finish()
-        for peers in self._peers:
-            peers.leave()
+        for sync in self._sync:
+            sync.leave()
         self._engines.clear()
-        self._peers.clear()
+        self._sync.clear()
         if self._timeouts is not None:
             self._timeouts.stop()
         leave_group()
 
     def _abandon(self) -> None:
         """Leave after an error. Other ranks are not told that this one is done: it is not."""
-        for peers in self._peers:
-            atexit.unregister(peers.leave)
+        for sync in self._sync:
+            atexit.unregister(sync.leave)
         self._engines.clear()
-        self._peers.clear()
+        self._sync.clear()
         if self._timeouts is not None:
             self._timeouts.stop()
         leave_group()
@@ -348,7 +349,7 @@ class Job:
         """Return what follows the steps of an engine; only that of rank 0 writes."""
         return RunWatch(
             device=self.device,
-            yardstick=Yardstick(
+            baseline=SpeedBaseline(
                 num_ranks=self.world.size,
                 peak_flops_per_s=peak_flops_per_s(self.device, self.precision),
                 num_parameters=num_parameters,

@@ -21,9 +21,15 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.job import Job, is_compiled, leave_group
 from paraplan.runtime.mesh import build_mesh
-from paraplan.runtime.noise import silence_known_noise
 from paraplan.runtime.timeouts import TimeoutWatch
-from paraplan.runtime.world import DEFAULT_TIMEOUT_S, World, join_world, own_address, read_world
+from paraplan.runtime.world import (
+    DEFAULT_TIMEOUT_S,
+    World,
+    join_world,
+    own_address,
+    read_world,
+    silence_known_noise,
+)
 
 PLAN_VARIABLE = "PARAPLAN_PLAN"
 PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"

@@ -1,17 +1,25 @@
-"""How a model is trained beside the plan: the one list of what `job.prepare` takes."""
+"""What `prepare` takes beside the model, and what an engine works with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paraplan.runtime.recompute_policy import RecomputePolicy
-from paraplan.runtime.several_optimizers import OptimizerFactory, SchedulerFactory
-from paraplan.runtime.step.batches import TargetCount
-from paraplan.runtime.step.forward_state import BatchStatistics
+from torch.optim.lr_scheduler import LRScheduler
+
+from paraplan.plan.files import PlanFile
+from paraplan.runtime.agreement import RankSync
+from paraplan.runtime.checks.forward_state import BatchStatistics
+from paraplan.runtime.checks.references import Verify
+from paraplan.runtime.data.batches import TargetCount
+from paraplan.runtime.micro_batching import Checking
+from paraplan.runtime.optimizers.several import OptimizerFactory, SchedulerFactory
+from paraplan.runtime.precision import LossScale
+from paraplan.runtime.recompute.policy import RecomputePolicy
 from paraplan.runtime.step.loss import LossFunction
-from paraplan.runtime.step.references import Verify
+from paraplan.runtime.step.reports import RunWatch
+from paraplan.runtime.timeouts import TimeoutWatch
 
 
 @dataclass(frozen=True)
@@ -56,3 +64,17 @@ class TrainingOptions:
     """Whether some parameters take no part in some steps, under ZeRO or a pipeline; DDP needs no word of it."""
     recompute: RecomputePolicy | None = None
     """Which blocks are run again in the backward pass, and what they keep; it refines the plan's `recompute`."""
+
+
+@dataclass
+class EngineOptions:
+    """What an engine works with beside its part of the model and the optimizer. `loss_scale` is given in fp16."""
+
+    max_grad_norm: float | None = None
+    scheduler: LRScheduler | None = None
+    loss_scale: LossScale | None = None
+    sync: RankSync | None = None
+    timeouts: TimeoutWatch | None = None
+    watch: RunWatch | None = None
+    file: PlanFile | None = None
+    checking: Checking = field(default_factory=Checking)

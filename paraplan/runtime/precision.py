@@ -1,8 +1,9 @@
-"""Mixed precision: what runs in 16 bits, and what stays in 32."""
+"""Numbers of 16 bits: in which passes they are computed with, and fp16's loss scale."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,3 +33,28 @@ def shard_precision(precision: TrainingPrecision) -> MixedPrecisionPolicy:
     if dtype is not None:
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     return MixedPrecisionPolicy()
+
+
+INITIAL_SCALE = 2.0**16
+_GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0, 0.5, 2000
+
+
+@dataclass
+class LossScale:
+    """The scale, the steps since it last changed, and how many steps were left out. The same on every rank."""
+
+    scale: float = INITIAL_SCALE
+    steady_steps: int = 0
+    skipped_steps: int = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Take note of a step whose gradients have overflowed, anywhere in the model, or not."""
+        if overflowed:
+            self.scale *= _BACKOFF
+            self.steady_steps = 0
+            self.skipped_steps += 1
+            return
+        self.steady_steps += 1
+        if self.steady_steps == _GROWTH_INTERVAL:
+            self.scale *= _GROWTH
+            self.steady_steps = 0

@@ -1,4 +1,4 @@
-"""What one rank holds of a model."""
+"""What one rank holds of a model, and what that depends on besides the model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from paraplan.runtime.data_parallel import ReplicaReduction
-from paraplan.runtime.split.cut import Cut
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.data_parallel.wrapping import ReplicaReduction, apply_data_parallelism
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.recompute.blocks import recompute_blocks
+from paraplan.runtime.recompute.policy import RecomputedBlocks, RecomputePolicy
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.split.trial import without_custom_functions
 from paraplan.runtime.step.execution import Execution
+from paraplan.runtime.step.global_batch import GlobalBatch
+from paraplan.runtime.step.loss import LossFunction, StepLoss
 
 
 @dataclass(frozen=True)
@@ -18,8 +26,8 @@ class RankPart:
     """What one rank holds of the model: the module, its parameters and buffers by their names in the whole model.
 
     `buffers` are those that belong to the model's state. `repeated` names the parameters that an earlier pipeline stage
-    holds too, and counts in the norm of the gradient. `cuts` names those of which the ranks of a `tp` group hold parts.
-    `reductions` are those of DDP, which sums the gradients once every one of them is there.
+    holds too, and counts in the norm of the gradient. `shardings` names those of which the ranks of a `tp` group hold
+    parts. `reductions` are those of DDP, which sums the gradients once every one of them is there.
     """
 
     module: nn.Module
@@ -27,7 +35,7 @@ class RankPart:
     buffers: dict[str, torch.Tensor]
     execution: Execution
     repeated: frozenset[str] = frozenset()
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
     reductions: tuple[ReplicaReduction, ...] = ()
     model: nn.Module | None = None
 
@@ -41,3 +49,70 @@ class RankPart:
         if not any(parameter.requires_grad for parameter in held):
             held.append(nn.Parameter(torch.empty(0)))
         return held
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """A plan on a mesh, in a precision, with the loss that is trained.
+
+    `find_unused` says that parameters may take no part in some steps; `recompute` refines what the plan says of it.
+    """
+
+    plan: ParallelPlan
+    mesh: Mesh
+    precision: TrainingPrecision
+    loss: StepLoss
+    find_unused: bool = False
+    recompute: RecomputePolicy | None = None
+
+    @classmethod
+    def of(
+        cls,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        precision: TrainingPrecision,
+        loss_fn: LossFunction,
+        *,
+        find_unused: bool = False,
+        recompute: RecomputePolicy | None = None,
+    ) -> ParallelContext:
+        """Return the setting of a training by `loss_fn`, which sees split outputs under tp and cp."""
+        if plan.tp * plan.cp > 1:
+            loss_fn = without_custom_functions(loss_fn)
+        loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh))
+        return cls(plan=plan, mesh=mesh, precision=precision, loss=loss, find_unused=find_unused, recompute=recompute)
+
+
+def recompute_and_shard(
+    module: nn.Module,
+    blocks: list[nn.Module],
+    parallel: ParallelContext,
+    *,
+    again: RecomputedBlocks,
+    first: int = 0,
+    unsharded: frozenset[nn.Parameter] = frozenset(),
+    replicates: bool = True,
+) -> nn.Module:
+    """Return what is to be called in the place of `module`: the model or a stage of it, replicated or sharded.
+
+    `again` says which of its `blocks`, the first of which has number `first`, run again in the backward pass. The
+    parameters `unsharded` stay whole under ZeRO; without `replicates` there is no DDP.
+    """
+    plan = parallel.plan
+    recompute_blocks(
+        [block for number, block in enumerate(blocks, first) if number in again.numbers],
+        again.recompute,
+        in_halves=plan.pipeline_schedule == "zero_bubble",
+        are_all=plan.pp == 1,
+        keeps=again.keeps,
+    )
+    return apply_data_parallelism(
+        module,
+        blocks,
+        plan=parallel.plan,
+        mesh=parallel.mesh,
+        precision=parallel.precision,
+        unsharded=unsharded,
+        replicates=replicates,
+        find_unused=parallel.find_unused,
+    )

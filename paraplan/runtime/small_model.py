@@ -8,13 +8,14 @@ import json
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 
 from paraplan.errors import ModelError, UsageError
 from paraplan.model.factory import call_user_code, load_factory
 from paraplan.model.reader import find_config, is_factory
 from paraplan.model.shrink import Smaller, shrink_fields
-from paraplan.runtime.blocks import find_blocks
+from paraplan.runtime.structure.blocks import find_blocks
 
 _MOST_PARAMETERS = 200_000_000  # what several ranks train on a CPU in a minute
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -129,3 +130,14 @@ def check_batch(model: nn.Module, *, num_sequences: int, seq_length: int, seed: 
     if getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}, targets
     return {"input_ids": ids}, targets
+
+
+def token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of logits [batch, tokens, vocabulary], or the mean of outputs of another shape."""
+    logits = getattr(outputs, "logits", outputs)
+    if isinstance(logits, (tuple, list)):
+        logits = logits[0]
+    if logits.dim() == 3 and logits.shape[:2] == targets.shape:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    mean: torch.Tensor = logits.float().mean()
+    return mean

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from paraplan.errors import UsageError
+from paraplan.runtime.torch_private import NOISY_LOGGERS, VIEW_WARNING
 
 DEFAULT_TIMEOUT_S = 600.0
 BACKEND = "PARAPLAN_BACKEND"
@@ -184,3 +187,16 @@ def _device(local_rank: int, environment: Mapping[str, str]) -> torch.device:
             hint=f"start at most one rank for each GPU, or let them share one with {BACKEND}=gloo, to test a plan",
         )
     return torch.device("cuda", local_rank)
+
+
+def silence_known_noise() -> None:
+    """Silence, by exact message or logger, what torch says about uses that are right here.
+
+    - FSDP2 warns when a wrapped module returns a view (a model that ends in a linear layer on 3-D input does); the
+      gradients are right, and tests compare them with one process.
+    - The redistribution of doubly sharded tensors logs on every rank that it takes two steps.
+    - A pipeline schedule logs its whole table on every rank when one stage raises; the error itself says enough.
+    """
+    warnings.filterwarnings("ignore", message=VIEW_WARNING, category=UserWarning)
+    for name, level in NOISY_LOGGERS.items():
+        logging.getLogger(name).setLevel(level)

@@ -146,7 +146,7 @@ def test_tf32_is_no_false_alarm() -> None:
 
 @pytest.mark.cuda_only
 def test_a_loss_that_is_not_a_number_ends_the_training_two_steps_later() -> None:
-    from paraplan.runtime.step.loss_watch import DivergedError
+    from paraplan.runtime.step.faults import DivergedError
 
     job, engine = engine_of(ALONE)
     inputs, targets = (part.cuda() for part in batch_of(0))

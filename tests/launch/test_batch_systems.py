@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.nodes.batch_systems import NodePlace, expand_hosts, find_place, take_place
 from paraplan.launch.parser import parse_arguments
+from paraplan.launch.spec import ArgumentError, NodeRange
 
 SRUN = {
     "SLURM_STEP_NUM_NODES": "4",
@@ -73,15 +73,14 @@ def place(**changes: object) -> NodePlace:
     return NodePlace(**(values | changes))  # type: ignore[arg-type]
 
 
-def test_the_place_becomes_a_static_meeting_and_for_a_range_of_nodes_an_elastic_one() -> None:
-    arguments = parse_arguments(["train.py"], {})
-    assert take_place(arguments, place()) is not None
-    assert (arguments.nnodes, arguments.node_rank, arguments.master_addr) == ("2", 1, "gpu-a")
-    assert arguments.master_port == place().port
-    arguments = parse_arguments(["--nnodes", "1:2", "train.py"], {})
-    assert take_place(arguments, place()) is not None
-    assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("c10d", f"gpu-a:{place().port}")
-    assert arguments.rdzv_id == "j"
+def test_the_place_becomes_a_static_rendezvous_and_for_a_range_of_nodes_an_elastic_one() -> None:
+    spec, line = take_place(parse_arguments(["train.py"], {}), place())
+    assert line == f"srun: node 1 of 2, rendezvous at gpu-a:{place().port}"
+    assert (spec.nodes, spec.node_rank, spec.master_addr) == (NodeRange(2, 2), 1, "gpu-a")
+    assert spec.master_port == place().port
+    spec, _ = take_place(parse_arguments(["--nnodes", "1:2", "train.py"], {}), place())
+    assert (spec.rdzv_backend, spec.rdzv_endpoint) == ("c10d", f"gpu-a:{place().port}")
+    assert (spec.nodes, spec.rdzv_id) == (NodeRange(1, 2), "j")
 
 
 @pytest.mark.parametrize(
@@ -95,11 +94,9 @@ def test_the_place_becomes_a_static_meeting_and_for_a_range_of_nodes_an_elastic_
         ["--rdzv-backend", "c10d"],
     ],
 )
-def test_what_the_user_says_about_the_meeting_is_kept(words: list[str]) -> None:
-    arguments = parse_arguments([*words, "train.py"], {})
-    before = dict(vars(arguments))
-    assert take_place(arguments, place()) is None
-    assert vars(arguments) == before
+def test_what_the_user_says_about_the_rendezvous_is_kept(words: list[str]) -> None:
+    spec = parse_arguments([*words, "train.py"], {})
+    assert take_place(spec, place()) == (spec, None)
 
 
 @pytest.mark.parametrize(

@@ -1,36 +1,28 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 
 import pytest
 
 from paraplan.errors import CheckFailedError
 from paraplan.launch.dry_run import CHOSEN_AT_START, LaunchTarget, plan_launch
 from paraplan.launch.request import LaunchRequest
+from paraplan.launch.spec import LaunchSpec, NodeRange
 from paraplan.plan.files import PlanFile, PlannedEstimate
 from paraplan.plan.parallel import ParallelPlan
 
 PLAN = ParallelPlan(dp=2, pp=4, pipeline_schedule="1f1b", num_microbatches=4)
 
 
-def request(plan: ParallelPlan | None = PLAN, *, peak: int | None = None, **changes: object) -> LaunchRequest:
-    values: dict[str, object] = {
-        "nnodes": "1",
-        "rdzv_backend": "static",
-        "master_addr": "10.0.0.1",
-        "master_port": None,
-        "role": "default",
-        "no_python": False,
-        "module": False,
-        "training_script": "train.py",
-        "training_script_args": ["--x", "a b"],
-    }
+def request(
+    plan: ParallelPlan | None = PLAN, *, nodes: int = 1, peak: int | None = None, **changes: object
+) -> LaunchRequest:
+    values: dict[str, object] = {"training_script": "train.py", "training_script_args": ("--x", "a b")}
+    spec = LaunchSpec(master_addr="10.0.0.1", **(values | changes))  # type: ignore[arg-type]
     path = "/plan.json" if plan else None
-    arguments = Namespace(**(values | changes))
     estimate = None if peak is None else PlannedEstimate(step_time_s=1, tokens_per_s_per_gpu=1, peak_memory_bytes=peak)
     file = PlanFile(plan=plan, estimate=estimate) if plan else None
-    return LaunchRequest(arguments=arguments, file=file, plan_path=path)
+    return LaunchRequest(spec, NodeRange(nodes, nodes), "auto", file=file, plan_path=path)
 
 
 def target(num_gpus: int = 8, memory: int | None = 80 << 30) -> LaunchTarget:
@@ -55,7 +47,7 @@ def test_the_environment_is_what_the_launcher_adds() -> None:
 
 
 def test_two_nodes_have_ranks_one_after_the_other_and_the_given_meeting_point() -> None:
-    run = plan_launch(request(nnodes="2"), ranks_per_node=4, target=target(4))
+    run = plan_launch(request(nodes=2), ranks_per_node=4, target=target(4))
     assert [(rank.host, rank.local_rank) for rank in run.ranks[3:5]] == [("node 0", 3), ("node 1", 0)]
     assert run.ranks[4].environment["GROUP_RANK"] == "1"
     assert (run.ranks[4].environment["MASTER_ADDR"], run.ranks[4].environment["MASTER_PORT"]) == ("10.0.0.1", "29500")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import Std
 
-from paraplan.launch.nodes.elastic import make_config, rendezvous_arguments, streams_by_rank
+from paraplan.launch.elastic.launch import make_config, streams_by_rank, with_rendezvous
 from paraplan.launch.nodes.interfaces import (
     address_towards,
     addresses_of,
@@ -16,6 +16,8 @@ from paraplan.launch.nodes.interfaces import (
     is_loopback,
 )
 from paraplan.launch.parser import parse_arguments
+from paraplan.launch.request import LaunchRequest
+from paraplan.launch.spec import ONE_NODE, NodeRange
 
 
 @pytest.mark.parametrize("value", ["0", "3", "0:3,1:2"])
@@ -24,20 +26,18 @@ def test_what_torch_reads_of_streams_is_left_to_it(value: str) -> None:
 
 
 def test_local_ranks_of_two_digits_reach_torchs_logs(tmp_path: Path) -> None:
-    words = ["--nproc-per-node", "12", "--log-dir", str(tmp_path), "-r", "10:3,1:1", "-t", "11:2", "train.py"]
-    arguments = parse_arguments(words, {})
-    arguments.nnodes = "1:1"
-    config, _, _ = make_config(arguments)
+    words = ["-r", "10:3,1:1", "-t", "11:2", "train.py"]
+    request = LaunchRequest(parse_arguments(words, {}), nodes=ONE_NODE, nproc_per_node="12")
+    config, _, _ = make_config(request, log_dir=str(tmp_path))
+    assert config.nproc_per_node == 12
     assert vars(config.logs_specs)["_redirects"] == {10: Std.ALL, 1: Std.OUT}
     assert vars(config.logs_specs)["_tee"] == {11: Std.ERR}
 
 
 def test_one_node_without_a_meeting_point_meets_itself_on_a_free_port() -> None:
-    arguments = parse_arguments(["train.py"], {})
-    arguments.nnodes = "1:1"
-    assert rendezvous_arguments(arguments).rdzv_endpoint == "localhost:0"
-    arguments.nnodes = "2"
-    assert rendezvous_arguments(arguments).rdzv_backend == "static"
+    spec = parse_arguments(["train.py"], {})
+    assert with_rendezvous(spec, ONE_NODE).rdzv_endpoint == "localhost:0"
+    assert with_rendezvous(spec, NodeRange(2, 2)).rdzv_backend == "static"
 
 
 def test_loopback_is_no_way_to_other_nodes() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.nodes.hosts import END_WITH_STDIN, Host, host_command, launch_on_hosts, read_host_file
+from paraplan.launch.spec import ArgumentError
 
 WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8), max_size=4)
 

@@ -9,8 +9,8 @@ import pytest
 from launching import Launch, WriteScript
 from torch.distributed.run import get_args_parser
 
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.parser import OUR_OPTIONS, build_parser, parse_arguments
+from paraplan.launch.spec import ArgumentError
 
 
 def test_every_option_of_the_installed_torchrun_is_taken_with_all_its_spellings() -> None:
@@ -43,9 +43,9 @@ def test_defaults_and_pet_variables_are_torchruns(monkeypatch: pytest.MonkeyPatc
     for name, value in environment.items():
         monkeypatch.setenv(name, value)  # torchrun's own parser reads nothing else
     torchs = vars(get_args_parser().parse_args(["train.py"]))
-    ours = vars(parse_arguments(["train.py"], environment))
+    ours = vars(parse_arguments(["train.py"], environment).to_namespace())
     assert {name: ours[name] for name in torchs} == torchs | dict.fromkeys(("nnodes", "nproc_per_node", "master_port"))
-    assert not any(ours[name] for name in ours.keys() - torchs.keys())
+    assert not any(ours[name] for name in ours.keys() - torchs.keys() - {"torch_options"})
 
 
 def test_a_pet_variable_counts_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def _accepts(parser: argparse.ArgumentParser, spelling: str) -> str | None:
 
 def test_words_after_the_script_are_the_scripts() -> None:
     arguments = parse_arguments(["--tee", "3", "train.py", "--plan", "x", "--", "--tee", "-h"], {})
-    assert arguments.training_script_args == ["--plan", "x", "--", "--tee", "-h"]
+    assert arguments.training_script_args == ("--plan", "x", "--", "--tee", "-h")
     assert (arguments.plan, arguments.tee) == (None, "3")
 
 

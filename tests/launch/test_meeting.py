@@ -3,7 +3,6 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from launching import PATIENCE_S, Start, WriteScript, free_port, names_in, read_until
 
 from paraplan.launch.nodes.meeting import MeetingError, meeting_error, meeting_warnings, open_static_store
+from paraplan.launch.spec import LaunchSpec, NodeRange
 
 LONG = timedelta(seconds=120)
 
@@ -52,30 +52,33 @@ def test_a_rank_of_two_nodes_is_refused_with_the_one_that_came_first() -> None:
     assert f"--node-rank 1 is taken at 127.0.0.1:{port} by {socket.gethostname()}" in third.message
 
 
-def arguments(**changes: object) -> Namespace:
-    values = {"rdzv_endpoint": "127.0.0.1:29400", "master_addr": "", "master_port": None, "nnodes": "2:4"}
-    return Namespace(**(values | changes))
+def spec(endpoint: str = "127.0.0.1:29400") -> LaunchSpec:
+    return LaunchSpec(training_script="train.py", rdzv_endpoint=endpoint, rdzv_backend="c10d")
 
 
 @pytest.mark.parametrize(
-    ("said", "changes", "message"),
+    ("said", "endpoint", "message"),
     [
-        ("RendezvousClosedError: ", {}, "the job at 127.0.0.1:29400 has ended: another node"),
-        ("RendezvousTimeoutError: ", {}, "fewer than 2 nodes came to 127.0.0.1:29400 in time"),
-        ("The client socket has timed out while trying to connect", {}, "nothing answers at 127.0.0.1:29400"),
-        ("anything", {"rdzv_endpoint": "no-such-host.invalid:1"}, "no address of no-such-host.invalid is known"),
+        ("RendezvousClosedError: ", "127.0.0.1:29400", "the job at 127.0.0.1:29400 has ended: another node"),
+        ("RendezvousTimeoutError: ", "127.0.0.1:29400", "fewer than 2 nodes came to 127.0.0.1:29400 in time"),
+        (
+            "The client socket has timed out while trying to connect",
+            "127.0.0.1:29400",
+            "nothing answers at 127.0.0.1:29400",
+        ),
+        ("anything", "no-such-host.invalid:1", "no address of no-such-host.invalid is known"),
         (
             "a new text.\nframes",
-            {"rdzv_endpoint": "127.0.0.1:1"},
+            "127.0.0.1:1",
             "the nodes could not meet at 127.0.0.1:1: a new text",
         ),
-        ("EADDRINUSE port: 1", {}, "port 1 of this host is taken"),
+        ("EADDRINUSE port: 1", "127.0.0.1:29400", "port 1 of this host is taken"),
     ],
 )
 def test_what_torch_says_becomes_a_sentence_with_the_address_and_what_it_means(
-    said: str, changes: dict[str, object], message: str
+    said: str, endpoint: str, message: str
 ) -> None:
-    error = meeting_error(said, arguments(**changes))
+    error = meeting_error(said, spec(endpoint), NodeRange(2, 4))
     assert error.message.startswith(message)
     assert error.hint
 
@@ -83,7 +86,7 @@ def test_what_torch_says_becomes_a_sentence_with_the_address_and_what_it_means(
 def test_the_nodes_that_came_to_an_elastic_meeting_are_named() -> None:
     assert (
         "here are gpu-a, gpu-b"
-        in meeting_error("RendezvousTimeoutError: ", arguments(nnodes="3"), came=["gpu-a", "gpu-b"]).message
+        in meeting_error("RendezvousTimeoutError: ", spec(), NodeRange(3, 3), came=["gpu-a", "gpu-b"]).message
     )
 
 
@@ -100,8 +103,7 @@ def test_the_nodes_that_came_to_an_elastic_meeting_are_named() -> None:
 def test_a_meeting_point_that_nodes_cannot_reach_is_said_before_it_is_waited_for(
     endpoint: str, nnodes: str, warning: str
 ) -> None:
-    arguments = Namespace(rdzv_endpoint=endpoint, rdzv_backend="c10d", nnodes=nnodes)
-    warnings = meeting_warnings(arguments)
+    warnings = meeting_warnings(spec(endpoint), NodeRange.parse(nnodes))
     assert bool(warnings) is bool(warning)
     assert all(told.startswith(warning) for told in warnings)
 

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from paraplan.errors import NoGpuError, PlanError
 from paraplan.hardware.topology import Gpu
-from paraplan.launch.arguments import ArgumentError
-from paraplan.launch.guess import guess_ranks_per_node
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.planning import PlannerRequest
-from paraplan.launch.request import LaunchRequest, check_request
+from paraplan.launch.request import LaunchRequest, check_request, likely_ranks_per_node
+from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
 from paraplan.plan.files import ClusterReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
 
@@ -26,57 +24,47 @@ def write_plan(folder: Path, *, nodes: int | None = None, gpus_per_node: int = 0
 def check(tmp_path: Path):
     (tmp_path / "train.py").write_text("")
 
-    def run(*, num_gpus: int = 0, **changes: object) -> LaunchRequest:
-        values: dict[str, object] = {
-            "nnodes": None,
-            "nproc_per_node": None,
-            "plan": None,
-            "max_restarts": 0,
-            "redirects": "0",
-            "tee": "0",
-            "module": False,
-            "no_python": False,
-            "run_path": False,
-            "training_script": "train.py",
-        }
-        return check_request(Namespace(**(values | changes)), num_gpus=num_gpus, current_folder=tmp_path)
+    def run(*, num_gpus: int = 0, nnodes: str | None = None, **changes: object) -> LaunchRequest:
+        nodes = None if nnodes is None else NodeRange.parse(nnodes)
+        spec = LaunchSpec(**({"training_script": "train.py", "nodes": nodes} | changes))  # type: ignore[arg-type]
+        return check_request(spec, num_gpus=num_gpus, current_folder=tmp_path)
 
     return run
 
 
 @pytest.mark.parametrize(("num_gpus", "ranks"), [(0, "1"), (8, "8")])
 def test_without_a_plan_there_is_a_rank_for_each_gpu_and_one_on_a_cpu(check, num_gpus: int, ranks: str) -> None:
-    arguments = check(num_gpus=num_gpus).arguments
-    assert (arguments.nnodes, arguments.nproc_per_node) == ("1:1", ranks)
+    request = check(num_gpus=num_gpus)
+    assert (request.nodes, request.nproc_per_node) == (NodeRange(1, 1), ranks)
 
 
 def test_a_plan_sets_nodes_and_ranks_as_it_was_made(check, tmp_path: Path) -> None:
     request = check(plan=write_plan(tmp_path, nodes=2, gpus_per_node=4, dp=8))
-    assert (request.arguments.nnodes, request.arguments.nproc_per_node) == ("2", "4")
+    assert (request.nodes, request.nproc_per_node) == (NodeRange(2, 2), "4")
     assert request.plan_path == str(tmp_path / "plan.json")
     assert request.plan == ParallelPlan(dp=8)
 
 
 def test_a_plan_that_names_no_machines_runs_on_one_node(check, tmp_path: Path) -> None:
-    arguments = check(plan=write_plan(tmp_path, dp=3)).arguments
-    assert (arguments.nnodes, arguments.nproc_per_node) == ("1", "3")
+    request = check(plan=write_plan(tmp_path, dp=3))
+    assert (request.nodes, request.nproc_per_node) == (NodeRange(1, 1), "3")
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"nnodes": "4"}, ("4", "2")),
-        ({"nproc_per_node": "8"}, ("1", "8")),
-        ({"nproc_per_node": "4"}, ("2", "4")),
-        ({"nproc_per_node": "gpu"}, ("2", "4")),
-        ({"nnodes": "1", "nproc_per_node": "8"}, ("1", "8")),
+        ({"nnodes": "4"}, (4, "2")),
+        ({"nproc_per_node": "8"}, (1, "8")),
+        ({"nproc_per_node": "4"}, (2, "4")),
+        ({"nproc_per_node": "gpu"}, (2, "4")),
+        ({"nnodes": "1", "nproc_per_node": "8"}, (1, "8")),
     ],
 )
 def test_given_numbers_are_kept_and_the_plan_fills_in_the_other(
-    check, tmp_path: Path, given: dict[str, str], expected: tuple[str, str]
+    check, tmp_path: Path, given: dict[str, str], expected: tuple[int, str]
 ) -> None:
-    arguments = check(plan=write_plan(tmp_path, nodes=2, gpus_per_node=4, dp=8), num_gpus=4, **given).arguments
-    assert (arguments.nnodes, arguments.nproc_per_node) == expected
+    request = check(plan=write_plan(tmp_path, nodes=2, gpus_per_node=4, dp=8), num_gpus=4, **given)
+    assert (request.nodes.max, request.nproc_per_node) == expected
 
 
 @pytest.mark.parametrize(
@@ -138,7 +126,7 @@ def test_an_argument_that_cannot_be_used_is_refused_with_something_to_do(check, 
 
 
 def test_a_module_is_found_in_the_current_folder_and_in_the_library(check) -> None:
-    assert [check(training_script=name, module=True).arguments.module for name in ("train", "json.tool", "sys")]
+    assert [check(training_script=name, module=True).spec.module for name in ("train", "json.tool", "sys")]
 
 
 def test_a_missing_script_is_answered_with_the_scripts_that_are_there(check) -> None:
@@ -156,18 +144,20 @@ def test_a_missing_script_is_answered_with_the_scripts_that_are_there(check) -> 
         (["--nproc-per-node", "gpu", "train.py"], {}, None),
         (["train.py"], {}, None),
         (["--plan", "nowhere.json", "train.py"], {}, None),
-        (["--nproc-per-node"], {}, None),
+        (["--plan", "auto", "train.py", "--nproc-per-node", "4"], {}, None),
     ],
 )
-def test_ranks_are_guessed_from_the_words_of_the_command_line(
-    arguments: list[str], environment: dict[str, str], ranks: int | None
+def test_the_ranks_of_a_node_are_known_early_where_the_command_line_says_them(
+    arguments: list[str], environment: dict[str, str], ranks: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert guess_ranks_per_node(arguments, environment) == ranks
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert likely_ranks_per_node(parse_arguments(arguments, environment)) == ranks
 
 
-def test_ranks_are_guessed_from_the_plan(tmp_path: Path) -> None:
+def test_the_ranks_of_a_node_are_known_early_from_the_plan(tmp_path: Path) -> None:
     name = write_plan(tmp_path, nodes=2, gpus_per_node=4, dp=8)
-    assert guess_ranks_per_node(["--plan", str(tmp_path / name), "train.py"], {}) == 4
+    assert likely_ranks_per_node(parse_arguments(["--plan", str(tmp_path / name), "train.py"], {})) == 4
 
 
 EIGHT_GPUS = [Gpu(index=index, uuid=f"GPU-{index}abc") for index in range(8)]
@@ -184,7 +174,7 @@ def test_gpus_are_chosen_as_paraplan_topo_chooses_them(tmp_path: Path, words: st
         arguments, num_gpus=8, current_folder=tmp_path, read_gpus=lambda: EIGHT_GPUS, environment={}
     )
     assert request.gpus == expected
-    assert request.arguments.nproc_per_node == str(len(expected))
+    assert request.nproc_per_node == str(len(expected))
 
 
 def test_visible_devices_of_the_user_limit_the_choice(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 import threading
-from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,9 +29,9 @@ from launching import (
     wait_until_dead,
 )
 
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.faults.failures import last_lines
 from paraplan.launch.run_folder import RUNS_FOLDER, RunFolder, open_run_folder
+from paraplan.launch.spec import ONE_NODE, ArgumentError, LaunchSpec
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 
@@ -186,12 +185,12 @@ def test_a_second_ctrl_c_ends_ranks_that_would_have_had_more_time(
 
 
 def test_without_logs_or_where_nothing_can_be_written_the_folder_is_elsewhere(tmp_path: Path) -> None:
-    arguments = Namespace(log_dir=None, redirects="0", tee="0", training_script="train.py", nnodes="1:1")
-    folder = open_run_folder(arguments, keeps_logs=False, current_folder=tmp_path)
+    spec = LaunchSpec(training_script="train.py")
+    folder = open_run_folder(spec, ONE_NODE, keeps_logs=False, current_folder=tmp_path)
     assert folder.is_temporary
     folder.path.rmdir()
     assert list(tmp_path.iterdir()) == []
-    folder = open_run_folder(arguments, keeps_logs=True, current_folder=tmp_path / "no" / "such")
+    folder = open_run_folder(spec, ONE_NODE, keeps_logs=True, current_folder=tmp_path / "no" / "such")
     assert not folder.is_temporary
     folder.path.rmdir()
 
@@ -201,9 +200,9 @@ def test_launches_that_start_together_keep_their_runs_in_one_place(tmp_path: Pat
     start = threading.Barrier(len(names))
 
     def open_one(name: str) -> RunFolder:
-        arguments = Namespace(log_dir=None, training_script=name, nnodes="1:1", redirects="0", tee="0")
+        spec = LaunchSpec(training_script=name)
         start.wait(PATIENCE_S)
-        return open_run_folder(arguments, keeps_logs=True, current_folder=tmp_path)
+        return open_run_folder(spec, ONE_NODE, keeps_logs=True, current_folder=tmp_path)
 
     with ThreadPoolExecutor(len(names)) as pool:
         folders = list(pool.map(open_one, names))
@@ -212,9 +211,9 @@ def test_launches_that_start_together_keep_their_runs_in_one_place(tmp_path: Pat
 
 def test_a_log_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    arguments = Namespace(log_dir=str(tmp_path / "file" / "logs"))
+    spec = LaunchSpec(training_script="train.py", log_dir=str(tmp_path / "file" / "logs"))
     with pytest.raises(ArgumentError, match="file/logs cannot be made: Not a directory"):
-        open_run_folder(arguments, keeps_logs=True, current_folder=tmp_path)
+        open_run_folder(spec, ONE_NODE, keeps_logs=True, current_folder=tmp_path)
 
 
 def test_the_last_lines_of_a_log_are_what_stands_at_its_end(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from training_cases import GLOBAL_BATCH, MODELS, TOKENS, TokenPairs, loss_fn
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.data import shard_dataset
+from paraplan.runtime.data.sharding import shard_dataset
 from paraplan.runtime.engine import Engine
 
 DECAY, FIRST_STEPS, LAST_STEPS = 0.8, 3, 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paraplan.errors import UsageError
-from paraplan.runtime.step.batches import (
+from paraplan.runtime.data.batches import (
     Division,
     batch_size,
     call_model,

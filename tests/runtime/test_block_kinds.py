@@ -16,9 +16,9 @@ from training_cases import TOKENS, AttentionLayer, Transformer
 from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.anatomy import block_calls, example_of, meta_copy
-from paraplan.runtime.blocks import find_blocks
 from paraplan.runtime.split.tensor_parallel import _kind, _numbering, find_tensor_split
+from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.model_structure import ModelStructure
 
 TWO_PARTS = ParallelPlan(tp=2, micro_batch_size=12)
 
@@ -32,13 +32,10 @@ def kinds(change: Callable[[nn.Module, int], None], num_layers: int = 6) -> int:
     model = Transformer(num_layers=num_layers)
     for index, layer in enumerate(model.layers):
         change(layer, index)
-    stack = find_blocks(model)
-    assert stack is not None
-    shadow = meta_copy(model)
-    calls = block_calls(shadow, stack, example_of(model, torch.zeros(2, TOKENS, dtype=torch.long)))
-    blocks = stack.modules(shadow)
+    structure = ModelStructure(model, find_blocks(model), torch.zeros(2, TOKENS, dtype=torch.long))
+    blocks = structure.stack.modules(structure.meta_model)
     numbering = _numbering(blocks)
-    return len({_kind(block, call, {}, numbering) for block, call in zip(blocks, calls, strict=True) if call})
+    return len({_kind(block, call, {}, numbering) for block, call in zip(blocks, structure.calls, strict=True) if call})
 
 
 def scaled_by(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -116,13 +113,8 @@ def _splits() -> list[str]:
             for one in model.layers:
                 del one.qkv, one.out, one.attention_norm
         try:
-            split = find_tensor_split(
-                model,
-                find_blocks(model),
-                mesh=job.mesh,
-                sequence_parallel=False,
-                example_inputs=torch.zeros(2, TOKENS, dtype=torch.long),
-            )
+            structure = ModelStructure(model, find_blocks(model), torch.zeros(2, TOKENS, dtype=torch.long))
+            split = find_tensor_split(structure, mesh=job.mesh, sequence_parallel=False)
         except UnsupportedPlanError as refusal:
             found.append(str(refusal))
         else:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from training_cases import Decoder, Layer
 
-from paraplan.runtime.blocks import find_blocks
-from paraplan.runtime.recompute import recompute_in_backward
+from paraplan.runtime.recompute.blocks import recompute_in_backward
+from paraplan.runtime.structure.blocks import find_blocks
 
 
 class Outer(nn.Module):

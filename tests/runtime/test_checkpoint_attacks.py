@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 from paraplan import runtime
 from paraplan.runtime.checkpoints.safe_reader import INDEX_NAME
 from paraplan.runtime.checkpoints.saving import CheckpointError
+from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.export import export_weights
 
 WEIGHT = "model.0.weight"
 CANARY = "harmed"

@@ -21,7 +21,7 @@ from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checkpoints.safe_reader import INDEX_NAME
 from paraplan.runtime.checkpoints.saving import CheckpointError
-from paraplan.runtime.export import export_weights
+from paraplan.runtime.checkpoints.weight_files import export_weights
 
 TWO_RANKS = {
     "zero 3": ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6),

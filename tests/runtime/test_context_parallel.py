@@ -15,9 +15,9 @@ from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, Transformer,
 from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split.context_parallel import context_group
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split.tensor_parallel import tensor_group
 
 pytestmark = pytest.mark.ranks
@@ -214,8 +214,8 @@ def _heads_dropped_out() -> tuple[torch.Tensor, torch.Tensor]:
     mesh = runtime.init(ParallelPlan(cp=2, tp=2, micro_batch_size=1)).mesh
     torch.manual_seed(0)
     local = torch.ones(1, 2, 16, 4)
-    by_heads = SplitTensor(local, Cut(dim=1, segments=(4,), size=2), tensor_group(mesh), "the heads")
-    query = SplitTensor(by_heads, Cut(dim=2, segments=(32,), size=2), context_group(mesh), CONTEXT)
+    by_heads = SplitTensor(local, Sharding(dim=1, segments=(4,), size=2), tensor_group(mesh), "the heads")
+    query = SplitTensor(by_heads, Sharding(dim=2, segments=(32,), size=2), context_group(mesh), CONTEXT)
     attended = F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
     assert attended.shape == (1, 4, 32, 4)
     return attended.local.local[0], torch.rand(1)

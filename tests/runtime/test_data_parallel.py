@@ -13,9 +13,14 @@ from training_cases import GLOBAL_BATCH, train
 from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.blocks import compile_blocks, find_blocks
-from paraplan.runtime.data_parallel import NoSync, apply_data_parallelism, gradient_sync, share_among_devices
+from paraplan.runtime.data_parallel.wrapping import (
+    NoSync,
+    apply_data_parallelism,
+    gradient_sync,
+    share_among_devices,
+)
 from paraplan.runtime.job_start import check_devices
+from paraplan.runtime.structure.blocks import compile_blocks, find_blocks
 
 TWO_GPUS = ParallelPlan(devices_per_process=2, micro_batch_size=GLOBAL_BATCH)
 

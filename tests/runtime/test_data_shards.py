@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from paraplan.errors import UsageError
-from paraplan.runtime.data import ShardedBatches, ShareSampler, shard_dataset
+from paraplan.runtime.data.sharding import ShardedBatches, ShareSampler, shard_dataset
 
 CPU = torch.device("cpu")
 

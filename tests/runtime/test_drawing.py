@@ -13,11 +13,12 @@ from training_cases import HIDDEN, TOKENS, Transformer
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.blocks import find_blocks
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split import tensor_parallel
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split.tensor_parallel import tensor_group
+from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.model_structure import ModelStructure
 
 pytestmark = pytest.mark.ranks
 
@@ -51,7 +52,7 @@ def _drawn(source: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Ten
     found = {}
     for name, draw in DRAWS.items():
         torch.manual_seed(3)
-        split = SplitTensor(torch.ones(32, 24), Cut(dim=0, segments=(64,), size=2), group, source)
+        split = SplitTensor(torch.ones(32, 24), Sharding(dim=0, segments=(64,), size=2), group, source)
         parts = [draw(split) for _ in range(2)]
         assert all(isinstance(part, SplitTensor) for part in parts), name
         found[name] = (parts[0].local, parts[1].local, draw(torch.ones(32, 24)))
@@ -91,11 +92,9 @@ def _split_directly() -> list[bool]:
     found = []
     for layer in (Noisy, Quiet):
         model = Transformer(layer)
-        stack = find_blocks(model)
-        split = tensor_parallel.find_tensor_split(
-            model, stack, mesh=job.mesh, sequence_parallel=False, example_inputs=example
-        )
-        found.append(next(iter(split.blocks.values())).is_direct)
+        structure = ModelStructure(model, find_blocks(model), example)
+        split = tensor_parallel.find_tensor_split(structure, mesh=job.mesh, sequence_parallel=False)
+        found.append(next(iter(split.blocks.values())).use_local_output)
     return found
 
 

@@ -23,7 +23,7 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.step.memory_fault import RankMemoryError
+from paraplan.runtime.step.faults import RankMemoryError
 
 BATCH = 12
 

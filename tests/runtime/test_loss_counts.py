@@ -9,7 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from paraplan.runtime.step.loss_counts import LossFollower, Mean, Sum, Term, Unknown
+from paraplan.runtime.step.loss_counts import (
+    LossFollower,
+    Mean,
+    Sum,
+    Term,
+    Unknown,
+)
 
 
 def terms() -> dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], type[Any] | None, float | None]]:

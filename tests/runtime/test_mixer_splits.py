@@ -71,8 +71,10 @@ def off(plan: ParallelPlan, model: nn.Module) -> tuple[float, str, set[str]]:
             difference = (engine.whole(name, held.grad) - expected[name]).abs().max()
             errors[name] = (difference / max(expected[name].abs().max(), 1e-3 * largest)).item()
     where = max(errors, key=lambda name: errors[name])
-    cut = {name for name, held in engine.parameters.items() if name in expected and held.shape != expected[name].shape}
-    return errors[where], where, cut
+    split = {
+        name for name, held in engine.parameters.items() if name in expected and held.shape != expected[name].shape
+    }
+    return errors[where], where, split
 
 
 def _of_family(family: str, plan: ParallelPlan) -> tuple[float, str, set[str]]:
@@ -86,19 +88,19 @@ def _of_family(family: str, plan: ParallelPlan) -> tuple[float, str, set[str]]:
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
 def test_state_space_models_are_split_by_channels(ranks: RankHarness, family: str, sequence_parallel: bool) -> None:
     plan = ParallelPlan(tp=2, sequence_parallel=sequence_parallel, micro_batch_size=BATCH)
-    for error, where, cut in ranks.run(_of_family, family, plan, size=2):
+    for error, where, split in ranks.run(_of_family, family, plan, size=2):
         assert error < 1e-5, where
         layers = ("in", "x", "dt", "out") if family == "mamba" else ("in", "out")
-        assert {f"backbone.layers.1.mixer.{name}_proj.weight" for name in layers} <= cut
+        assert {f"backbone.layers.1.mixer.{name}_proj.weight" for name in layers} <= split
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"cp": 2}], ids=str)
 def test_blocks_share_keys_that_are_split(ranks: RankHarness, degrees: dict[str, int]) -> None:
     plan = ParallelPlan(**degrees, micro_batch_size=BATCH)
-    for error, where, cut in ranks.run(_of_family, "gemma3n_text", plan, size=2):
+    for error, where, split in ranks.run(_of_family, "gemma3n_text", plan, size=2):
         assert error < 1e-5, where
-        assert plan.tp == 1 or {f"model.layers.{index}.self_attn.q_proj.weight" for index in range(4)} <= cut
+        assert plan.tp == 1 or {f"model.layers.{index}.self_attn.q_proj.weight" for index in range(4)} <= split
 
 
 class Filtered(nn.Module):
@@ -132,10 +134,10 @@ def _filtered(plan: ParallelPlan) -> tuple[float, str, set[str]]:
 
 @pytest.mark.ranks
 def test_grouped_convolutions_and_scans_keep_to_the_channels_of_a_rank(ranks: RankHarness) -> None:
-    for error, where, cut in ranks.run(_filtered, ParallelPlan(tp=2, micro_batch_size=BATCH), size=2):
+    for error, where, split in ranks.run(_filtered, ParallelPlan(tp=2, micro_batch_size=BATCH), size=2):
         assert error < 1e-5, where
         names = {"into.weight", "into.bias", "out.weight", "gate.weight", "gate.bias"}
-        assert {f"layers.0.{name}" for name in names} == {name for name in cut if name.startswith("layers.0.")}
+        assert {f"layers.0.{name}" for name in names} == {name for name in split if name.startswith("layers.0.")}
 
 
 def _refused(family: str, more: dict[str, Any], plan: ParallelPlan) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paraplan.runtime.offload import keep_on_host
+from paraplan.runtime.optimizers.offload import keep_on_host
 
 
 def trained(*, is_offloaded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -17,7 +17,12 @@ from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.optimizers import Scope, check_optimizer, check_scheduler, scope_of
+from paraplan.runtime.optimizers.whole_tensors import (
+    Scope,
+    check_optimizer,
+    check_scheduler,
+    scope_of,
+)
 
 BATCH = 8
 Parameters = list[nn.Parameter]

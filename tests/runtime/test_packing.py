@@ -21,8 +21,8 @@ from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime import Packing
-from paraplan.runtime.data import shard_dataset
-from paraplan.runtime.packing import packed
+from paraplan.runtime.data.packing import packed
+from paraplan.runtime.data.sharding import shard_dataset
 
 CPU, LENGTH, ROWS = torch.device("cpu"), 16, 8
 Trained = tuple[list[float], float, dict[str, torch.Tensor]]

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from paraplan.runtime.pipeline.recompute_in_halves import keep_inputs_alone
-from paraplan.runtime.recompute import recompute_blocks
+from paraplan.runtime.recompute.blocks import recompute_blocks
+from paraplan.runtime.recompute.split_backward import checkpoint_for_split_backward
 
 
 class Block(nn.Module):
@@ -75,7 +75,7 @@ def test_a_whole_backward_pass_under_autocast_is_that_of_what_was_kept() -> None
         layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8))
         given = torch.randn(4, 8, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            output = keep_inputs_alone(layers, given) if again else layers(given)
+            output = checkpoint_for_split_backward(layers, given) if again else layers(given)
         assert output.dtype == torch.bfloat16
         output.float().square().sum().backward()
         return [held.grad for held in (given, *layers.parameters()) if held.grad is not None]

@@ -21,8 +21,8 @@ from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime import RecomputePolicy
-from paraplan.runtime.recompute import recompute_blocks
-from paraplan.runtime.recompute_policy import recomputed_blocks
+from paraplan.runtime.recompute.blocks import recompute_blocks
+from paraplan.runtime.recompute.policy import recomputed_blocks
 
 BATCH = 12
 NAMES = [f"layers.{number}" for number in range(6)]

@@ -16,7 +16,7 @@ from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checkpoints.saving import CheckpointError
-from paraplan.runtime.data import shard_dataset
+from paraplan.runtime.data.sharding import shard_dataset
 from paraplan.runtime.engine import Engine
 
 FIRST_STEPS, LAST_STEPS, MAX_NORM = 2, 2, 0.5

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.size_rules import reshaped_cut
-from paraplan.runtime.split.split_tensor import SplitError, SplitTensor
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import SplitError, SplitTensor
+from paraplan.runtime.split.size_rules import reshaped_sharding
 
 TP = 2
 
@@ -21,21 +21,21 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(float(prod(shape))).reshape(shape)
 
 
-def parts_of(whole: torch.Tensor, cut: Cut) -> list[SplitTensor]:
+def parts_of(whole: torch.Tensor, sharding: Sharding) -> list[SplitTensor]:
     return [
-        SplitTensor(cut.part(whole, index), cut, TensorGroup(size=TP, index=index, handle=None), "layer")
+        SplitTensor(sharding.part(whole, index), sharding, TensorGroup(size=TP, index=index, handle=None), "layer")
         for index in range(TP)
     ]
 
 
 @st.composite
-def shapes_with_cut(draw: st.DrawFn) -> tuple[tuple[int, ...], Cut]:
+def shapes_with_sharding(draw: st.DrawFn) -> tuple[tuple[int, ...], Sharding]:
     segments = draw(st.lists(st.sampled_from([2, 4, 6, 8, 12]), min_size=1, max_size=3))
     if draw(st.booleans()):
         segments = [segments[0]] * len(segments)
     outer = draw(st.lists(st.integers(1, 3), max_size=2))
     inner = draw(st.lists(st.integers(1, 3), max_size=2))
-    return (*outer, sum(segments), *inner), Cut(dim=len(outer), segments=tuple(segments), size=TP)
+    return (*outer, sum(segments), *inner), Sharding(dim=len(outer), segments=tuple(segments), size=TP)
 
 
 def factored(draw: st.DrawFn, total: int) -> list[int]:
@@ -47,24 +47,24 @@ def factored(draw: st.DrawFn, total: int) -> list[int]:
     return [*sizes, total]
 
 
-@given(shapes_with_cut(), st.data())
-def test_a_part_reshaped_is_the_part_of_the_whole_reshaped(described: tuple[tuple[int, ...], Cut], data) -> None:
-    shape, cut = described
+@given(shapes_with_sharding(), st.data())
+def test_a_part_reshaped_is_the_part_of_the_whole_reshaped(described: tuple[tuple[int, ...], Sharding], data) -> None:
+    shape, sharding = described
     after = tuple(factored(data.draw, prod(shape)))
-    new_cut = reshaped_cut(cut, shape, after)
-    if new_cut is None:
+    new_sharding = reshaped_sharding(sharding, shape, after)
+    if new_sharding is None:
         return
     whole = numbered(shape)
     for index in range(TP):
-        part = cut.part(whole, index).reshape(new_cut.local_shape(after))
-        assert torch.equal(part, new_cut.part(whole.reshape(after), index))
+        part = sharding.part(whole, index).reshape(new_sharding.local_shape(after))
+        assert torch.equal(part, new_sharding.part(whole.reshape(after), index))
 
 
-@given(shapes_with_cut())
-def test_joined_parts_are_the_whole(described: tuple[tuple[int, ...], Cut]) -> None:
-    shape, cut = described
+@given(shapes_with_sharding())
+def test_joined_parts_are_the_whole(described: tuple[tuple[int, ...], Sharding]) -> None:
+    shape, sharding = described
     whole = numbered(shape)
-    assert torch.equal(cut.join([cut.part(whole, index) for index in range(TP)]), whole)
+    assert torch.equal(sharding.join([sharding.part(whole, index) for index in range(TP)]), whole)
 
 
 CODES = [
@@ -87,31 +87,31 @@ CODES = [
 def test_code_for_the_whole_gives_every_rank_its_part(segments: tuple[int, ...], code) -> None:
     whole = numbered((2, 3, 24))
     expected = code(whole)
-    for split in parts_of(whole, Cut(dim=2, segments=segments, size=TP)):
+    for split in parts_of(whole, Sharding(dim=2, segments=segments, size=TP)):
         result = code(split)
         assert result.shape == expected.shape
-        assert torch.equal(result.local, result.cut.part(expected, split.group.index))
+        assert torch.equal(result.local, result.sharding.part(expected, split.group.index))
 
 
 @pytest.mark.parametrize(("segments", "code"), CODES)
 def test_calls_made_before_give_the_same_with_other_values_and_sizes(segments: tuple[int, ...], code) -> None:
-    cut = Cut(dim=2, segments=segments, size=TP)
+    sharding = Sharding(dim=2, segments=segments, size=TP)
     group = TensorGroup(size=TP, index=1, handle=None)
     for whole in (numbered((2, 3, 24)), 7 - numbered((2, 3, 24)), 5 * numbered((2, 3, 24)).sqrt()):
-        result = code(SplitTensor(cut.part(whole, 1), cut, group, "layer"))
+        result = code(SplitTensor(sharding.part(whole, 1), sharding, group, "layer"))
         expected = code(whole)
         assert result.shape == expected.shape
         assert (result.ndim, result.source, result.group) == (expected.ndim, "layer", group)
-        assert torch.equal(result.local, result.cut.part(expected, 1))
+        assert torch.equal(result.local, result.sharding.part(expected, 1))
     assert group.calls
 
 
 def test_a_remembered_call_follows_sizes_cuts_and_gradients() -> None:
-    group, cut = TensorGroup(size=TP, index=0, handle=None), Cut(dim=1, segments=(4,), size=TP)
+    group, sharding = TensorGroup(size=TP, index=0, handle=None), Sharding(dim=1, segments=(4,), size=TP)
     scale = torch.ones(4, requires_grad=True)
     for rows in (2, 2, 3, 2):
         part = numbered((rows, 2))
-        split = SplitTensor(part, cut, group, "layer")
+        split = SplitTensor(part, sharding, group, "layer")
         scaled = split * scale
         assert scaled.shape == (rows, 4)
         assert scaled.local.requires_grad
@@ -121,13 +121,13 @@ def test_a_remembered_call_follows_sizes_cuts_and_gradients() -> None:
         assert torch.equal(split.local, numbered((rows, 2)) + 1)
         assert split.float() is split
     with pytest.raises(SplitError):
-        SplitTensor(numbered((2, 2)), cut, group, "layer").softmax(1)
-    assert SplitTensor(numbered((2, 2)), cut.at(0), group, "layer").softmax(1).cut.dim == 0
+        SplitTensor(numbered((2, 2)), sharding, group, "layer").softmax(1)
+    assert SplitTensor(numbered((2, 2)), sharding.at(0), group, "layer").softmax(1).sharding.dim == 0
 
 
 def test_remembered_calls_draw_new_random_numbers() -> None:
     group = TensorGroup(size=TP, index=0, handle=None)
-    split = SplitTensor(torch.ones(8, 32), Cut(dim=1, segments=(64,), size=TP), group, "layer")
+    split = SplitTensor(torch.ones(8, 32), Sharding(dim=1, segments=(64,), size=TP), group, "layer")
     drawn = [torch.nn.functional.dropout(split, 0.5).local for _ in range(3)]
     assert not torch.equal(drawn[1], drawn[2])
     assert torch.equal(torch.nn.functional.dropout(split, 0.0).local, torch.ones(8, 32))
@@ -147,6 +147,6 @@ def test_remembered_calls_draw_new_random_numbers() -> None:
     ],
 )
 def test_code_that_would_mix_the_parts_is_an_error(code, words: str) -> None:
-    split = parts_of(numbered((2, 3, 24)), Cut(dim=2, segments=(24,), size=TP))[0]
+    split = parts_of(numbered((2, 3, 24)), Sharding(dim=2, segments=(24,), size=TP))[0]
     with pytest.raises(SplitError, match=words):
         code(split)

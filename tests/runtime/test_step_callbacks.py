@@ -15,8 +15,7 @@ from training_cases import loss_fn as cross_entropy
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.step.reports import RunWatch, StepReport, Yardstick
-from paraplan.runtime.step.step_clock import HostClock
+from paraplan.runtime.step.reports import HostClock, RunWatch, SpeedBaseline, StepReport
 
 PIPELINE = ParallelPlan(dp=2, pp=2, pipeline_schedule="1f1b", micro_batch_size=3, num_microbatches=2)
 
@@ -78,7 +77,7 @@ class UnreadClock(HostClock):
 
 def test_a_step_that_is_not_reported_is_not_waited_for(tmp_path: Path) -> None:
     watch = RunWatch(
-        device=torch.device("cuda"), yardstick=Yardstick(num_ranks=1), metrics=tmp_path / "lines", metrics_every=4
+        device=torch.device("cuda"), baseline=SpeedBaseline(num_ranks=1), metrics=tmp_path / "lines", metrics_every=4
     )
     watch.clock = UnreadClock()
     watch.callbacks.append((5, lambda report: None))

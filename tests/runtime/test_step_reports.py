@@ -10,17 +10,23 @@ import torch
 
 from paraplan.errors import UsageError
 from paraplan.plan.files import PlannedEstimate
-from paraplan.runtime.step.reports import RunWatch, StepReport, Yardstick, bar_text, count_tokens
+from paraplan.runtime.step.reports import (
+    RunWatch,
+    SpeedBaseline,
+    StepReport,
+    bar_text,
+    count_tokens,
+)
 
 CPU = torch.device("cpu")
 
 
 def test_mfu_is_the_models_flops_over_the_peak_of_all_devices() -> None:
     estimate = PlannedEstimate(model_flops_per_step=4e12)
-    assert Yardstick(num_ranks=2, peak_flops_per_s=1e12, estimate=estimate).mfu(step_time_s=4.0, tokens=1) == 0.5
-    by_parameters = Yardstick(num_ranks=1, peak_flops_per_s=6e12, num_parameters=10**9)
+    assert SpeedBaseline(num_ranks=2, peak_flops_per_s=1e12, estimate=estimate).mfu(step_time_s=4.0, tokens=1) == 0.5
+    by_parameters = SpeedBaseline(num_ranks=1, peak_flops_per_s=6e12, num_parameters=10**9)
     assert by_parameters.mfu(step_time_s=1.0, tokens=100) == pytest.approx(0.1)
-    assert Yardstick(num_ranks=1, num_parameters=10**9).mfu(step_time_s=1.0, tokens=100) is None
+    assert SpeedBaseline(num_ranks=1, num_parameters=10**9).mfu(step_time_s=1.0, tokens=100) is None
 
 
 def test_tokens_are_ids_and_other_inputs_count_as_sequences() -> None:
@@ -48,7 +54,9 @@ def test_the_bar_shows_the_share_of_the_steps() -> None:
 def test_the_last_step_is_drawn_and_the_line_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = io.StringIO()
     estimate = PlannedEstimate(step_time_s=1e-9, peak_memory_bytes=2**20)
-    watch = RunWatch(device=CPU, yardstick=Yardstick(num_ranks=1, estimate=estimate), terminal=terminal, total_steps=3)
+    watch = RunWatch(
+        device=CPU, baseline=SpeedBaseline(num_ranks=1, estimate=estimate), terminal=terminal, total_steps=3
+    )
     for step in (1, 2, 3):
         watch.begin()
         watch.end(step=step, loss=torch.tensor(1.0), grad_norm=None, learning_rate=0.1, tokens=8)
@@ -64,7 +72,7 @@ def test_the_last_step_is_drawn_and_the_line_is_ended(capsys: pytest.CaptureFixt
 
 
 def test_metrics_that_cannot_be_written_are_a_users_error(tmp_path: Path) -> None:
-    watch = RunWatch(device=CPU, yardstick=Yardstick(num_ranks=1), metrics=tmp_path)
+    watch = RunWatch(device=CPU, baseline=SpeedBaseline(num_ranks=1), metrics=tmp_path)
     watch.begin()
     with pytest.raises(UsageError, match="cannot write metrics"):
         watch.end(step=1, loss=torch.tensor(1.0), grad_norm=None, learning_rate=0.1, tokens=8)

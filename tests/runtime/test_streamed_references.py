@@ -15,7 +15,7 @@ from torch import nn
 from training_cases import Layer
 
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.step import references
+from paraplan.runtime.checks import references
 
 PLANS = {
     "tp2": ParallelPlan(tp=2, micro_batch_size=4),

@@ -19,8 +19,8 @@ from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, TokenPairs, Transfo
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.data import ShardedBatches, shard_dataset
-from paraplan.runtime.streams import StreamBatches
+from paraplan.runtime.data.sharding import ShardedBatches, shard_dataset
+from paraplan.runtime.data.streams import StreamBatches
 
 CPU = torch.device("cpu")
 

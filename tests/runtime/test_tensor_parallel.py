@@ -15,12 +15,12 @@ from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, TokenPairs, 
 from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.checks.references import Verify
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.split.layers import LayerRole, split_linear
-from paraplan.runtime.split.split_tensor import SplitTensor
 from paraplan.runtime.split.tensor_parallel import tensor_group
-from paraplan.runtime.step.references import Verify
 
 TWO_PARTS = ParallelPlan(tp=2, micro_batch_size=12)
 TOKENS_SPLIT = TWO_PARTS.replace(sequence_parallel=True)
@@ -171,7 +171,7 @@ def test_the_copies_that_a_split_is_checked_with_leave_no_values(ranks: RankHarn
 def _dropped_out() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     job = runtime.init(TWO_PARTS)
     torch.manual_seed(3)
-    split = SplitTensor(torch.ones(64), Cut(dim=0, segments=(128,), size=2), tensor_group(job.mesh), "layer")
+    split = SplitTensor(torch.ones(64), Sharding(dim=0, segments=(128,), size=2), tensor_group(job.mesh), "layer")
     state = torch.get_rng_state()
     first = F.dropout(split, 0.5).local
     torch.set_rng_state(state)
@@ -234,7 +234,7 @@ def test_the_output_of_a_split_layer_with_a_bias_has_16_bits_under_autocast(kind
     layer = make(8, 4)
     role = LayerRole(kind, (8,) if kind == "column" else (4,))
     alone = TensorGroup(size=2, index=0, handle=None)
-    split_linear(layer, role, alone, name="up", sequence_parallel=False, is_direct=True)
+    split_linear(layer, role, alone, name="up", sequence_parallel=False, use_local_output=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = layer(torch.ones(2, 3, 4 if kind == "column" else 2))
     assert output.shape == (2, 3, 4 if kind == "column" else 8)

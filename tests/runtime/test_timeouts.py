@@ -17,7 +17,13 @@ from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, Decoder, loss_fn
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.pipeline.execution import PipelineExecution
-from paraplan.runtime.timeouts import CollectiveTimeoutError, Position, default_timeout, timeout_error, waited_s
+from paraplan.runtime.timeouts import (
+    CollectiveTimeoutError,
+    Position,
+    default_timeout,
+    timeout_error,
+    waited_s,
+)
 
 PATIENCE_S = 240.0
 WAIT_S = 20  # for a message that does not come; long enough to make the group that waits so

@@ -1,7 +1,7 @@
 """`paraplan launch --fake N train.py`: the real script as ranks of a world that is not there, one of each role.
 
 Each rank runs in a process of its own without GPUs, other ranks or values, forked from one that has imported torch
-(`paraplan.runtime.fake.ranks`), and is compared with the estimate of the plan's model.
+(`paraplan.runtime.fake.script`), and is compared with the estimate of the plan's model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,13 +21,13 @@ import paraplan
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profile_files import cluster_from_profile
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.fake.estimate import StageEstimate, estimate_stages
 from paraplan.launch.fake.report import FakeLaunchReport, render_report
 from paraplan.launch.faults.report import say
 from paraplan.launch.planning import AUTO, make_plan
 from paraplan.launch.ranks.cores import usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, check_script, planner_request, read_plan_file
+from paraplan.launch.spec import ArgumentError, LaunchSpec
 from paraplan.plan.fake import MOST_FAKE_RANKS, FakeRankReport
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -37,16 +36,6 @@ from paraplan.plan.support import check_supported
 
 _MOST_STAGES = 4
 _GPUS_OF_NODE, _GPU_BYTES = 8, 80 * 2**30  # what torch.cuda says where no profile does
-_CONTRADICTING = {
-    "nnodes": "--nnodes",
-    "nproc_per_node": "--nproc-per-node",
-    "hostfile": "--hostfile",
-    "gpus": "--gpus",
-    "dry_run": "--dry-run",
-    "no_python": "--no-python",
-    "run_path": "--run-path",
-}
-
 
 StartRanks = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
@@ -58,9 +47,9 @@ class FakeRankError(ParaplanError):
 
 
 def start_python(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run `paraplan.runtime.fake.ranks` with `words` in a Python of its own, to its end."""
+    """Run `paraplan.runtime.fake.script` with `words` in a Python of its own, to its end."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "paraplan.runtime.fake.ranks", *words],
+        [sys.executable, "-P", "-m", "paraplan.runtime.fake.script", *words],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -70,37 +59,37 @@ def start_python(words: Sequence[str], environment: Mapping[str, str]) -> subpro
     )
 
 
-def show_fake_launch(args: Namespace, *, start: StartRanks = start_python) -> int:
-    """Run the ranks that `args` name without GPUs and print what they found; return the exit status.
+def show_fake_launch(spec: LaunchSpec, *, start: StartRanks = start_python) -> int:
+    """Run the ranks that `spec` name without GPUs and print what they found; return the exit status.
 
     That is 1 where a rank needs more than the memory of the profile's GPU. Raises `ArgumentError`, `PlanError` and
     `FakeRankError`.
     """
-    _check(args)
-    cluster = None if args.profile is None else cluster_from_profile(args.profile)
+    num_ranks = _checked_size(spec)
+    cluster = None if spec.profile is None else cluster_from_profile(spec.profile)
     with _orderly_end(), tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
-        path = _plan_path(args, Path(folder))
-        file = None if path is None else _checked_plan(path, args)
-        plan = file.plan if file is not None else ParallelPlan(dp=args.fake)
-        ranks = _ranks(args, plan)
+        path = _plan_path(spec, Path(folder), num_ranks)
+        file = None if path is None else _checked_plan(path, spec, num_ranks)
+        plan = file.plan if file is not None else ParallelPlan(dp=num_ranks)
+        ranks = _ranks(spec, plan)
         planned = "" if file is None else f": {plan.describe()}"
-        say(f"running {_counted(ranks)} of {args.fake} without a GPU{planned}")
+        say(f"running {_counted(ranks)} of {num_ranks} without a GPU{planned}")
         plan_path = None if path is None else str(path.resolve())
-        estimates = _Later(lambda: _estimates(file, plan_path, args.profile))
+        estimates = _Later(lambda: _estimates(file, plan_path, spec.profile))
         estimates.start(pool)
-        reports = _run(args, ranks, plan_path, Path(folder), cluster, start)
+        reports = _run(spec, ranks, plan_path, Path(folder), cluster, start)
         stages, reason = estimates.result()
         if file is not None and any(one.plan != plan for one in reports):
             stages, reason = (), "the script does without paraplan.runtime, so the plan is not what it runs"
     report = FakeLaunchReport(
-        script=args.training_script,
+        script=spec.training_script,
         ranks=tuple(reports),
         estimates=tuple(stages[one.pipeline_stage] for one in reports) if stages else (),
         no_estimate=reason,
         gpu_memory_bytes=None if cluster is None else cluster.gpu_memory_bytes,
-        profile=args.profile,
+        profile=spec.profile,
     )
-    sys.stdout.write(report.to_json() + "\n" if args.json else render_report(report))
+    sys.stdout.write(report.to_json() + "\n" if spec.json else render_report(report))
     return 0 if report.fits is not False else 1
 
 
@@ -132,62 +121,73 @@ class _Later:
         return self._future.result()
 
 
-def _check(args: Namespace) -> None:
-    """Raise `ArgumentError` for a command line that cannot be followed."""
-    if not 1 <= args.fake <= MOST_FAKE_RANKS:
-        raise ArgumentError(f"--fake {args.fake} is outside 1..{MOST_FAKE_RANKS} ranks", hint="give the world's size")
-    given = [words for name, words in _CONTRADICTING.items() if getattr(args, name, None)]
+def _checked_size(spec: LaunchSpec) -> int:
+    """Return the size of the world. Raises `ArgumentError` for a command line that cannot be followed."""
+    num_ranks = spec.fake or 0
+    if not 1 <= num_ranks <= MOST_FAKE_RANKS:
+        raise ArgumentError(f"--fake {num_ranks} is outside 1..{MOST_FAKE_RANKS} ranks", hint="give the world's size")
+    contradicting = {
+        "--nnodes": spec.nodes,
+        "--nproc-per-node": spec.nproc_per_node,
+        "--hostfile": spec.hostfile,
+        "--gpus": spec.gpus,
+        "--dry-run": spec.dry_run,
+        "--no-python": spec.no_python,
+        "--run-path": spec.run_path,
+    }
+    given = [option for option, value in contradicting.items() if value]
     if given:
         raise ArgumentError(
-            f"--fake {args.fake} and {given[0]} contradict each other: no rank is started",
+            f"--fake {num_ranks} and {given[0]} contradict each other: no rank is started",
             hint="leave one of them out",
         )
-    if args.fake_rank is not None and not 0 <= args.fake_rank < args.fake:
-        raise ArgumentError(f"--fake-rank {args.fake_rank} is outside a world of {args.fake} ranks", hint="from 0 on")
-    check_script(args, Path.cwd())
-    if args.plan == AUTO and args.model is None:
+    if spec.fake_rank is not None and not 0 <= spec.fake_rank < num_ranks:
+        raise ArgumentError(f"--fake-rank {spec.fake_rank} is outside a world of {num_ranks} ranks", hint="from 0 on")
+    check_script(spec, Path.cwd())
+    if spec.plan == AUTO and spec.model is None:
         raise ArgumentError(
             "--fake --plan auto needs --model, to make a plan for", hint="name the model, or a plan file"
         )
+    return num_ranks
 
 
-def _plan_path(args: Namespace, folder: Path) -> Path | None:
+def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int) -> Path | None:
     """Return the plan file that is asked for, None for none; with --model it is made in `folder`."""
-    planner = planner_request(args, num_gpus=0)
+    planner = planner_request(spec, num_gpus=0)
     if planner is None:
-        return None if args.plan is None else Path.cwd() / args.plan
+        return None if spec.plan is None else Path.cwd() / spec.plan
     assert planner.profile is not None  # the one asked for, or that of CPUs
     cluster = cluster_from_profile(planner.profile)
-    per_node = args.fake if cluster.gpu.vendor == "cpu" else min(args.fake, cluster.gpus_per_node)
-    if args.fake % per_node:
+    per_node = num_ranks if cluster.gpu.vendor == "cpu" else min(num_ranks, cluster.gpus_per_node)
+    if num_ranks % per_node:
         raise ArgumentError(
-            f"--fake {args.fake} is no multiple of the {per_node} GPUs of a {planner.profile}",
-            hint=f"use --fake {args.fake // per_node * per_node}",
+            f"--fake {num_ranks} is no multiple of the {per_node} GPUs of a {planner.profile}",
+            hint=f"use --fake {num_ranks // per_node * per_node}",
         )
     path = folder / "plan.json"
-    text = make_plan(planner, num_nodes=args.fake // per_node, ranks_per_node=per_node, environment=dict(os.environ))
+    text = make_plan(planner, num_nodes=num_ranks // per_node, ranks_per_node=per_node, environment=dict(os.environ))
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def _checked_plan(path: Path, args: Namespace) -> PlanFile:
+def _checked_plan(path: Path, spec: LaunchSpec, num_ranks: int) -> PlanFile:
     """Return the plan file at `path`. Raises `PlanError` for a plan that cannot be run so."""
     file = read_plan_file(path)
-    name = args.plan if args.model is None else f"made for {args.model}"
-    if file.plan.world_size != args.fake:
+    name = spec.plan if spec.model is None else f"made for {spec.model}"
+    if file.plan.world_size != num_ranks:
         raise PlanError(
             f"the plan {name}, '{file.plan.describe()}', is for {file.plan.world_size} ranks, "
-            f"and --fake says {args.fake}",
-            hint=f"use --fake {file.plan.world_size}, or make a plan for {args.fake}",
+            f"and --fake says {num_ranks}",
+            hint=f"use --fake {file.plan.world_size}, or make a plan for {num_ranks}",
         )
     check_supported(file.plan, precision=file.training.precision if file.training is not None else "fp32")
     return file
 
 
-def _ranks(args: Namespace, plan: ParallelPlan) -> list[int]:
+def _ranks(spec: LaunchSpec, plan: ParallelPlan) -> list[int]:
     """Return the ranks to run: the one asked for, or the first of each pipeline stage that differs from the others."""
-    if args.fake_rank is not None:
-        return [args.fake_rank]
+    if spec.fake_rank is not None:
+        return [spec.fake_rank]
     stages = range(plan.pp) if plan.pp <= _MOST_STAGES else (0, 1, plan.pp - 1)
     grid = RankGrid.of_plan(plan)
     return [grid.rank(pp=stage) for stage in stages]
@@ -198,7 +198,7 @@ def _counted(ranks: Sequence[int]) -> str:
 
 
 def _run(
-    args: Namespace,
+    spec: LaunchSpec,
     ranks: Sequence[int],
     plan_path: str | None,
     folder: Path,
@@ -206,16 +206,17 @@ def _run(
     start: StartRanks,
 ) -> list[FakeRankReport]:
     """Run the script as each of `ranks`, as many at once as there are cores; return their reports, left in `folder`."""
+    assert spec.fake is not None
     numbers = ",".join(map(str, ranks))
     words = [
         str(folder),
         str(max(1, usable_cores())),
         numbers,
-        str(min(args.fake, _GPUS_OF_NODE if cluster is None else cluster.gpus_per_node)),
+        str(min(spec.fake, _GPUS_OF_NODE if cluster is None else cluster.gpus_per_node)),
         str(_GPU_BYTES if cluster is None else cluster.gpu_memory_bytes),
     ]
-    words += [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
-    environment = _environment(os.environ, size=args.fake, plan_path=plan_path)
+    words += [*(["-m"] if spec.module else []), spec.training_script, *spec.training_script_args]
+    environment = _environment(os.environ, size=spec.fake, plan_path=plan_path)
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # torch makes it on import
     done = start(words, environment)
     return [_report(rank, folder, done) for rank in ranks]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paraplan.launch.arguments import ArgumentError
+from paraplan.launch.spec import ONE_NODE, ArgumentError, LaunchSpec, NodeRange
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """The range of ports that jobs choose from: below those that Linux gives to connections (32768 and up)."""
@@ -126,23 +125,23 @@ def _expand_word(word: str) -> list[str]:
     return [name + rest for name in names for rest in _expand_word(word[match.end() :])]
 
 
-def take_place(arguments: argparse.Namespace, place: NodePlace) -> str | None:
-    """Write a batch system's nodes, rank and meeting point into `arguments`, unless these say where nodes meet.
+def take_place(spec: LaunchSpec, place: NodePlace) -> tuple[LaunchSpec, str | None]:
+    """Return `spec` with a batch system's nodes, rank and rendezvous, and a line about them.
 
-    Returns the line that says so, None where nothing was written. Raises `ArgumentError` for more than one launcher on
-    a node, and where no address is known.
+    `spec` as it is, and None, where it says itself where nodes meet. Raises `ArgumentError` for more than one launcher
+    on a node, and where no address is known.
     """
     says_where = (
-        arguments.standalone
-        or arguments.rdzv_endpoint
-        or arguments.master_port is not None
-        or arguments.rdzv_backend != "static"
-        or arguments.master_addr != _DEFAULT_ADDRESS
-        or arguments.node_rank != 0
-        or arguments.nnodes in ("1", "1:1")
+        spec.standalone
+        or spec.rdzv_endpoint
+        or spec.master_port is not None
+        or spec.rdzv_backend != "static"
+        or spec.master_addr != _DEFAULT_ADDRESS
+        or spec.node_rank != 0
+        or spec.nodes == ONE_NODE
     )
     if says_where:
-        return None
+        return spec, None
     if place.num_tasks != place.num_nodes:
         raise ArgumentError(
             f"{place.system} started {place.num_tasks} launchers on {place.num_nodes} nodes; each starts all ranks of "
@@ -154,12 +153,13 @@ def take_place(arguments: argparse.Namespace, place: NodePlace) -> str | None:
             f"{place.system} does not say which of the {place.num_nodes} nodes is the first",
             hint="set MASTER_ADDR to the address of the node with rank 0",
         )
-    low, _, high = (arguments.nnodes or str(place.num_nodes)).partition(":")
-    arguments.nnodes = arguments.nnodes or str(place.num_nodes)
-    if high and high != low:
-        arguments.rdzv_backend, arguments.rdzv_endpoint = "c10d", f"{place.address}:{place.port}"
-        arguments.rdzv_id = place.job
+    nodes = spec.nodes or NodeRange(place.num_nodes, place.num_nodes)
+    if nodes.min != nodes.max:
+        endpoint = f"{place.address}:{place.port}"
+        chosen = replace(spec, nodes=nodes, rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_id=place.job)
     else:
-        arguments.master_addr, arguments.master_port = place.address, place.port
-        arguments.node_rank = place.node_rank
-    return f"{place.system}: node {place.node_rank} of {place.num_nodes}, meeting at {place.address}:{place.port}"
+        chosen = replace(
+            spec, nodes=nodes, master_addr=place.address, master_port=place.port, node_rank=place.node_rank
+        )
+    where = f"node {place.node_rank} of {place.num_nodes}, rendezvous at {place.address}:{place.port}"
+    return chosen, f"{place.system}: {where}"

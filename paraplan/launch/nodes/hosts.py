@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paraplan.launch.arguments import ArgumentError
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.batch_systems import FIRST_PORT, NUM_PORTS
+from paraplan.launch.spec import ArgumentError
 
 END_WITH_STDIN = "PARAPLAN_END_WITH_STDIN"
 """Set for a launcher that another one has started on its node: it ends when its standard input does."""

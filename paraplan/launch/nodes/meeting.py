@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import time
-from argparse import Namespace
 from collections.abc import Sequence, Set
 from datetime import timedelta
 from functools import partial
@@ -19,7 +18,7 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, is_own_address, meaning_of
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
-from paraplan.launch.request import min_max_nodes
+from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.elastic import StoreBackend
 from paraplan.launch.torch_private.texts import CLOSED_RENDEZVOUS, LATE_RENDEZVOUS, NOBODY_THERE, PORT_TAKEN
 
@@ -179,10 +178,10 @@ def _nodes_in_words(ranks: Sequence[int]) -> str:
     return f"{'node' if len(ranks) == 1 else 'nodes'} {', '.join(map(str, ranks))}"
 
 
-def meeting_warnings(arguments: Namespace) -> tuple[str, ...]:
+def meeting_warnings(spec: LaunchSpec, nodes: NodeRange) -> tuple[str, ...]:
     """Return what may keep nodes from meeting, of one that is to meet others."""
-    host = _endpoint_host(_endpoint(arguments))
-    if min_max_nodes(arguments.nnodes)[1] == 1 or arguments.rdzv_backend not in ("static", "c10d") or not host:
+    host = _endpoint_host(_endpoint(spec))
+    if nodes.max == 1 or spec.rdzv_backend not in ("static", "c10d") or not host:
         return ()
     addresses = addresses_of(host)
     if any(map(is_loopback, addresses)):
@@ -193,15 +192,15 @@ def meeting_warnings(arguments: Namespace) -> tuple[str, ...]:
     return (f"no address of {host}, where the nodes are to meet, is known on this node; it is asked for again",)
 
 
-def _endpoint(arguments: Namespace) -> str:
-    return arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port or 29500}"
+def _endpoint(spec: LaunchSpec) -> str:
+    return spec.rdzv_endpoint or f"{spec.master_addr}:{spec.master_port or DEFAULT_MASTER_PORT}"
 
 
 def _endpoint_host(endpoint: str) -> str:
     return (endpoint.rpartition(":")[0] or endpoint).strip("[]")
 
 
-def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) -> MeetingError:
+def meeting_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequence[str] = ()) -> MeetingError:
     """Return what torch `said` about a failed meeting as one sentence with something to do.
 
     `came` are the nodes that have come to an elastic meeting, as far as it is known.
@@ -213,7 +212,7 @@ def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) 
             f"port {port[1]} of this host is taken" + (f" by {listener}" if listener else ""),
             hint="give another --master-port or --rdzv-endpoint; without them one node takes a free port by itself",
         )
-    endpoint = _endpoint(arguments)
+    endpoint = _endpoint(spec)
     host = _endpoint_host(endpoint)
     addresses = addresses_of(host)
     if not addresses:
@@ -226,10 +225,9 @@ def meeting_error(said: str, arguments: Namespace, *, came: Sequence[str] = ()) 
     if any(words in said for words in NOBODY_THERE):
         return MeetingError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
     if came or LATE_RENDEZVOUS in said:
-        least = min_max_nodes(arguments.nnodes)[0]
         seen = f"; here {'is' if len(came) == 1 else 'are'} {', '.join(came)}" if came else ""
         return MeetingError(
-            f"fewer than {least} nodes came to {endpoint}{means} in time{seen}",
+            f"fewer than {nodes.min} nodes came to {endpoint}{means} in time{seen}",
             hint=_loopback_hint(host) or f"{_HINT}; --rdzv-conf join_timeout=SECONDS waits longer",
         )
     return MeetingError(

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
 from paraplan.errors import ParaplanError
-from paraplan.runtime.checkpoints.index_parser import IndexSyntaxError
-from paraplan.runtime.checkpoints.safe_index import read_index
+from paraplan.runtime.checkpoints.safe_index import IndexSyntaxError, read_index
 from paraplan.runtime.torch_private import StorageInfo
 
 INDEX_NAME = ".metadata"

@@ -31,13 +31,18 @@ from paraplan.runtime.checkpoints.entries import (
     OPTIONS,
     PROGRESS,
     CheckpointSource,
+    Options,
+    Progress,
+    check_kinds,
     copied,
     empty_bytes,
     empty_states,
     entries_to_write,
+    read_options,
+    read_progress,
     take_options,
+    taking,
 )
-from paraplan.runtime.checkpoints.random_state import RANDOM, random_entries, reseed, restore_random
 from paraplan.runtime.checkpoints.safe_reader import (
     INDEX_NAME,
     CheckpointError,
@@ -46,8 +51,8 @@ from paraplan.runtime.checkpoints.safe_reader import (
     reason_of,
     without_the_note_on_single_processes,
 )
-from paraplan.runtime.checkpoints.texts import Options, Progress, check_kinds, read_options, read_progress, taking
-from paraplan.runtime.weights import lasting_buffers
+from paraplan.runtime.structure.weights import lasting_buffers
+from paraplan.runtime.world import World
 
 __all__ = ["CheckpointError", "CheckpointSource", "CheckpointWriter", "find_whole", "load_checkpoint"]
 
@@ -295,3 +300,31 @@ def _beside(folder: Path, ending: str) -> Path:
 def _wait_for_all() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+RANDOM = "random.cpu."
+_MIXER = 1_000_003  # a prime: seeds of neighbouring steps must not meet those of neighbouring ranks
+
+
+def random_entries(world: World) -> dict[str, torch.Tensor]:
+    """Return the states of torch's generators of this rank, by the names of their entries."""
+    states = {f"{RANDOM}{world.rank}": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states[f"random.device.{world.rank}"] = torch.cuda.get_rng_state(world.device)
+    return states
+
+
+def restore_random(entries: dict[str, Any], world: World) -> None:
+    """Set torch's generators of this rank to what `random_entries` returned."""
+    torch.set_rng_state(entries[f"{RANDOM}{world.rank}"])
+    device_state = entries.get(f"random.device.{world.rank}")
+    if device_state is not None:
+        torch.cuda.set_rng_state(device_state, world.device)
+
+
+def reseed(*, seed: int, num_steps: int, place: int) -> None:
+    """Start torch's generators anew after `num_steps` steps of a training that began with `seed`.
+
+    `place` tells apart the ranks that draw different numbers.
+    """
+    torch.manual_seed((seed + _MIXER * num_steps + place) % 2**63)

@@ -1,20 +1,25 @@
-"""Weights read from safetensors files straight into the parts and shards of a rank."""
+"""Weights in safetensors files: read into the parts of ranks, and exported from a checkpoint."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ModelError, UsageError
+from paraplan.runtime.checkpoints.chunks import ShardLocation, chunks_of
+from paraplan.runtime.checkpoints.entries import MODEL
+from paraplan.runtime.checkpoints.safe_reader import CheckpointError, SafeReader, read_entries
+from paraplan.runtime.checkpoints.saving import find_whole
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.split.pieces import Place, boxes_of
 from paraplan.runtime.torch_private import local_shape_and_offset
 
 _HINT = "give job.prepare the weights of this model"
@@ -69,7 +74,9 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
     `names` are all names of each parameter. Raises `ModelError` for a parameter that is not there or has another shape.
     Buffers that are not there stay as they are.
     """
-    places = {name: Place(cut=cut, index=mesh.coordinate("tp")) for name, cut in part.cuts.items()}
+    places = {
+        name: ShardLocation(sharding=sharding, index=mesh.coordinate("tp")) for name, sharding in part.shardings.items()
+    }
     files = WeightFiles(source)
     for name, parameter in part.parameters.items():
         known = next((alias for alias in names.get(name, [name]) if alias in files), None)
@@ -77,8 +84,8 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
             raise ModelError(f"{source} holds no {name}", hint=_HINT)
         tensor = parameter.detach()
         if name in places:
-            whole = places[name].cut.whole_shape(tensor.shape)
-            for box in boxes_of(tensor, places[name]):
+            whole = places[name].sharding.whole_shape(tensor.shape)
+            for box in chunks_of(tensor, places[name]):
                 files.read_box(known, box.offsets, box.values, whole)
             continue
         offsets: Any = (0,) * tensor.ndim
@@ -89,3 +96,40 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
     for name, buffer in part.buffers.items():
         if name in files:
             files.read_box(name, (0,) * buffer.ndim, buffer, tuple(buffer.shape))
+
+
+def export_weights(folder: str | Path, path: str | Path, *, dtype: torch.dtype | None = None) -> int:
+    """Write parameters and buffers of the checkpoint in `folder` to the safetensors file `path`; return how many.
+
+    One process calls it, with or without a job; it needs the memory of the whole model. A tied parameter is written
+    once, under the first of its names. `dtype` converts what is floating point. The file is there when it is whole.
+    Raises `CheckpointError` for a folder without a checkpoint that is whole, and `UsageError` where safetensors is not
+    installed.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise UsageError("safetensors is not installed", hint="pip install safetensors")
+    from safetensors.torch import save_file
+
+    whole = find_whole(Path(folder))
+    index = SafeReader(whole).read_metadata()
+    weights = {
+        name.removeprefix(MODEL): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
+        if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
+    }
+    if not weights:
+        raise CheckpointError(f"{folder} holds no weights", hint="name a folder that engine.save wrote")
+    read_entries(whole, {f"{MODEL}{name}": value for name, value in weights.items()}, index=index, alone=True)
+    if dtype is not None:
+        weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise UsageError(f"cannot write {target}: there is no such folder", hint="make it, or choose another")
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        save_file(weights, beside, metadata={"format": "pt"})
+        beside.replace(target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UsageError(f"cannot write {target}: {error}", hint="choose a folder that exists and is yours") from None
+    return len(weights)

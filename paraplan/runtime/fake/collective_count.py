@@ -17,7 +17,7 @@ from paraplan.plan.parallel import Axis
 from paraplan.runtime.fake.storage_tracking import DEVICE_OF
 from paraplan.runtime.fake.torch_private import FUNCTIONAL_COLLECTIVES, group_named, is_boxed_group
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.split.split_tensor import SplitTensor
+from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, pytree
 
 # torch's names of operators in words (torch/csrc/distributed/c10d/Ops.cpp, and its functional collectives).

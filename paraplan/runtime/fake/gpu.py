@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from paraplan.runtime.fake.storage_tracking import DEVICE_OF, Phase, StorageTracker, StorageUse
+from paraplan.runtime.fake.storage_tracking import (
+    DEVICE_OF,
+    Phase,
+    StorageTracker,
+    StorageUse,
+)
 from paraplan.runtime.fake.torch_private import (
     COPY_TO,
     READ_VALUE,
@@ -28,7 +33,13 @@ from paraplan.runtime.fake.torch_private import (
     replaced,
     shape_mode,
 )
-from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, dtensor_like, pytree, storage_key
+from paraplan.runtime.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    dtensor_like,
+    pytree,
+    storage_key,
+)
 
 Place = Literal["device", "host"]
 

@@ -9,9 +9,14 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from torch.distributed.tensor import DTensor
 
 from paraplan.model.trace import CHECKS, AsOnGpu
+from paraplan.runtime.shards.split_tensor import SplitTensor, split_operands
 from paraplan.runtime.split.rules import run_on_parts
-from paraplan.runtime.split.split_tensor import SplitTensor, split_operands
-from paraplan.runtime.torch_private import GROUPED_MM, FakeTensor, TorchDispatchMode, pytree
+from paraplan.runtime.torch_private import (
+    GROUPED_MM,
+    FakeTensor,
+    TorchDispatchMode,
+    pytree,
+)
 
 # Functions that autocast runs in fp32 on CUDA and in whatever type comes on the CPU (ATen/autocast_mode.h, the lists
 # AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE, in torch 2.13); those without a use in transformers are left out.

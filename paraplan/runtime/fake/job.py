@@ -17,29 +17,23 @@ from torch import nn
 
 from paraplan.errors import UsageError
 from paraplan.runtime.assembly import assemble_part, check_model
+from paraplan.runtime.data.batches import StepDivider, StepShape, batch_size
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.fake.gpu import FakeGpu
 from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
 from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise
 from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
 from paraplan.runtime.fake.split import split_without_values
 from paraplan.runtime.job import Job
-from paraplan.runtime.offload import keep_on_host
-from paraplan.runtime.optimizers import check_scheduler
-from paraplan.runtime.options import TrainingOptions
-from paraplan.runtime.setting import Setting
-from paraplan.runtime.several_optimizers import (
-    as_one_optimizer,
-    as_one_scheduler,
-    optimizers_in,
-)
-from paraplan.runtime.step.batches import batch_size
-from paraplan.runtime.step.division import StepDivider, StepShape
-from paraplan.runtime.step.loss_scale import LossScale
-from paraplan.runtime.step.micro_batching import Checking
+from paraplan.runtime.micro_batching import Checking
+from paraplan.runtime.optimizers.offload import keep_on_host
+from paraplan.runtime.optimizers.several import as_one_optimizer, as_one_scheduler, optimizers_in
+from paraplan.runtime.optimizers.whole_tensors import check_scheduler
+from paraplan.runtime.options import EngineOptions, TrainingOptions
+from paraplan.runtime.precision import LossScale
+from paraplan.runtime.rank_part import ParallelContext
+from paraplan.runtime.structure.weights import count_parameters
 from paraplan.runtime.torch_private import pytree
-from paraplan.runtime.weights import count_parameters
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class FakeJob(Job):
         left_out = [] if options.compile_backend is None else [f"compiling with {options.compile_backend}"]
         left_out += [] if options.weights is None else [f"the weights in {options.weights}"]
         num_parameters = count_parameters(model)
-        setting = Setting.of(
+        parallel = ParallelContext.of(
             self.plan,
             self.mesh,
             self.precision,
@@ -75,7 +69,7 @@ class FakeJob(Job):
         with rank.running():
             for block in [] if stack is None else stack.modules(model):
                 keep_operators(block)
-            part = assemble_part(model, stack, setting, example_inputs=options.example_inputs, split=split)
+            part = assemble_part(model, stack, parallel, example_inputs=options.example_inputs, split=split)
             given = options.optimizer(part.optimized())
             made = as_one_optimizer(given)
             schedule = (
@@ -87,7 +81,7 @@ class FakeJob(Job):
                 mesh=self.mesh,
                 plan=self.plan,
                 shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
-                equipment=Equipment(
+                engine_options=EngineOptions(
                     max_grad_norm=options.max_grad_norm,
                     scheduler=schedule,
                     loss_scale=LossScale() if self.precision == "fp16" else None,

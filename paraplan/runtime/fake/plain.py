@@ -34,12 +34,17 @@ from paraplan.plan.fake import FakeRankReport
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.fake.collective_count import CollectiveCount
-from paraplan.runtime.fake.cuda import cuda_of
+from paraplan.runtime.fake.cuda import cuda_of, objects_of_one_rank
 from paraplan.runtime.fake.gpu import FakeGpu, PlacedTracker
 from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
 from paraplan.runtime.fake.job import FakeJob
-from paraplan.runtime.fake.objects import objects_of_one_rank
-from paraplan.runtime.fake.rank import FakeRunEnd, choose_as_on_gpu, parts_of, uses_of_optimizer, write_report
+from paraplan.runtime.fake.rank import (
+    FakeRunEnd,
+    choose_as_on_gpu,
+    parts_of,
+    uses_of_optimizer,
+    write_report,
+)
 from paraplan.runtime.fake.run import NUM_STEPS, storage_of
 from paraplan.runtime.fake.storage_tracking import StorageUse
 from paraplan.runtime.fake.torch_private import (
@@ -58,8 +63,8 @@ from paraplan.runtime.fake.torch_private import (
     replaced,
 )
 from paraplan.runtime.fake.world import transformers_as_if_with_values
+from paraplan.runtime.structure.meta import without_weights
 from paraplan.runtime.torch_private import FakeTensor, pytree
-from paraplan.runtime.weightless import without_weights
 from paraplan.runtime.world import World
 
 _PRECISIONS: dict[torch.dtype | None, TrainingPrecision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -19,12 +19,12 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.fake.collective_count import CollectiveCount
 from paraplan.runtime.fake.gpu import FakeGpu, Place, PlacedTracker
 from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
-from paraplan.runtime.fake.run import attention_again_on_gpu, storage_of
+from paraplan.runtime.fake.run import storage_of
 from paraplan.runtime.fake.share import StepShare, forward_passes_of_left
 from paraplan.runtime.fake.storage_tracking import Peak, StorageTracker, StorageUse
 from paraplan.runtime.fake.world import Valueless
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.offload import HostSteps
+from paraplan.runtime.optimizers.offload import HostSteps
 
 
 class FakeRunEnd(SystemExit):
@@ -47,7 +47,6 @@ class FakeRank:
         self._tracker = StorageTracker(self._uses) if gpu is None else gpu.tracker.anew(self._uses)
         self.patches.enter_context(self._valueless.patches())
         self.patches.enter_context(self._tracker.following_resizes())
-        self.patches.enter_context(attention_again_on_gpu())
 
     @contextmanager
     def on_host(self) -> Iterator[None]:

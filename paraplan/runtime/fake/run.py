@@ -6,8 +6,8 @@ choose differently from the CPU (attention kernels, autocast's lists, foreach op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
@@ -22,27 +22,34 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.training import OptimizerName, TrainingSpec
 from paraplan.records import Record
-from paraplan.runtime import recompute
 from paraplan.runtime.assembly import assemble_part
-from paraplan.runtime.blocks import find_blocks
+from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.equipment import Equipment
 from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
 from paraplan.runtime.fake.split import split_without_values
-from paraplan.runtime.fake.storage_tracking import Peak, Phase, StorageTracker, StorageUse
-from paraplan.runtime.fake.torch_private import has_function_modes, local_tensor, own_buffers, own_parameters
+from paraplan.runtime.fake.storage_tracking import (
+    Peak,
+    Phase,
+    StorageTracker,
+    StorageUse,
+)
+from paraplan.runtime.fake.torch_private import (
+    has_function_modes,
+    local_tensor,
+    own_buffers,
+    own_parameters,
+)
 from paraplan.runtime.fake.world import fake_world, without_values
 from paraplan.runtime.mesh import build_mesh
-from paraplan.runtime.noise import silence_known_noise
-from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.setting import Setting
+from paraplan.runtime.micro_batching import Checking
+from paraplan.runtime.options import EngineOptions
+from paraplan.runtime.rank_part import ParallelContext, RankPart
+from paraplan.runtime.small_model import token_loss
 from paraplan.runtime.split.tensor_parallel import TensorSplit
-from paraplan.runtime.step.division import StepShape
 from paraplan.runtime.step.loss import LossFunction
-from paraplan.runtime.step.micro_batching import Checking
-from paraplan.runtime.token_loss import token_loss
+from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.torch_private import storage_key
-from paraplan.runtime.world import World
+from paraplan.runtime.world import World, silence_known_noise
 
 NUM_STEPS = 2
 LEARNING_RATE = 1e-3
@@ -117,10 +124,9 @@ def trace_peak(
         stack.enter_context(without_values())
         stack.enter_context(GroupedProducts())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         materialise(model, world.device)
-        setting = Setting.of(plan, mesh, training.precision, loss_fn or token_loss)
-        tracked = _TrackedRank(model, setting, training, world, split)
+        parallel = ParallelContext.of(plan, mesh, training.precision, loss_fn or token_loss)
+        tracked = _TrackedRank(model, parallel, training, world, split)
         stack.enter_context(tracked.tracker.following_resizes())
-        stack.enter_context(attention_again_on_gpu())
         stack.enter_context(GpuOperators())
         try:
             peak = tracked.run(inputs)
@@ -144,11 +150,16 @@ class _TrackedRank:
     """One rank's engine with its optimizer, every storage of which is followed."""
 
     def __init__(
-        self, model: nn.Module, setting: Setting, training: TrainingSpec, world: World, split: TensorSplit | None
+        self,
+        model: nn.Module,
+        parallel: ParallelContext,
+        training: TrainingSpec,
+        world: World,
+        split: TensorSplit | None,
     ) -> None:
         self.tracker = StorageTracker(self._uses)
         self._model = model
-        self._setting = setting
+        self._parallel = parallel
         self._training = training
         self._world = world
         self._split = split
@@ -157,12 +168,12 @@ class _TrackedRank:
 
     def run(self, inputs: Any) -> Peak:
         """Prepare the engine, run the steps, and return the peak."""
-        plan, tracker = self._setting.plan, self.tracker
+        plan, tracker = self._parallel.plan, self.tracker
         with tracker:
             stack = find_blocks(self._model)
             for block in [] if stack is None else stack.modules(self._model):
                 keep_operators(block)
-            self._part = assemble_part(self._model, stack, self._setting, split=self._split)
+            self._part = assemble_part(self._model, stack, self._parallel, split=self._split)
             del self._model
             for tensor in [*self._part.parameters.values(), *self._part.module.buffers()]:
                 tracker.watch(tensor)
@@ -171,10 +182,10 @@ class _TrackedRank:
             self._engine = Engine(
                 self._part,
                 optimizer,
-                mesh=self._setting.mesh,
+                mesh=self._parallel.mesh,
                 plan=plan,
                 shape=StepShape.of_plan(plan, is_fixed=True),
-                equipment=Equipment(checking=Checking(has_values=False)),
+                engine_options=EngineOptions(checking=Checking(has_values=False)),
             )
             tracker.enter("forward")
             tracker.forget_peak()  # models are built and cut in host memory
@@ -211,31 +222,6 @@ def keep_operators(block: nn.Module) -> None:
     A method, which a copy of the block has as its own.
     """
     block.forward = MethodType(_forward_on_gpu, block)
-
-
-@contextmanager
-def attention_again_on_gpu() -> Iterator[None]:
-    """Let an attention core that is run again in the backward pass use a GPU's operators there too."""
-    module: Any = recompute
-    plain = {name: getattr(module, name) for name in ("checkpoint", "keep_inputs_alone")}
-
-    def on_gpu(again: Callable[..., Any]) -> Callable[..., Any]:
-        def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-            def inner(*given: Any) -> Any:
-                with nullcontext() if has_function_modes() else GpuOperators():
-                    return function(*given)
-
-            return again(inner, *args, **kwargs)
-
-        return run
-
-    for name, again in plain.items():
-        setattr(module, name, on_gpu(again))
-    try:
-        yield
-    finally:
-        for name, again in plain.items():
-            setattr(module, name, again)
 
 
 def _forward_on_gpu(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -6,13 +6,18 @@ built without values: their parameters take no memory.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import runpy
+import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -22,8 +27,7 @@ from paraplan.plan.fake import FAKE_VARIABLE
 from paraplan.runtime.fake.plain import PlainScript
 from paraplan.runtime.fake.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from paraplan.runtime.fake.world import fake_world
-from paraplan.runtime.noise import silence_known_noise
-from paraplan.runtime.world import World
+from paraplan.runtime.world import World, silence_known_noise
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def _explained(target: str, error: Exception) -> UsageError | None:
     return None
 
 
-def main(words: list[str], gpus: NodeGpus) -> int:
+def run_rank(words: list[str], gpus: NodeGpus) -> int:
     """Run the script that `words` name on one of `gpus`; return the exit status."""
     silence_known_noise()
     rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -112,3 +116,85 @@ def main(words: list[str], gpus: NodeGpus) -> int:
         sys.stderr.write(f"error: {error.message}\n{hint}")
         return error.exit_status
     return 0
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def run_ranks(ranks: Sequence[int], words: list[str], *, gpus: NodeGpus, folder: Path, at_once: int) -> None:
+    """Run the script that `words` name as each of `ranks`, `at_once` of them beside each other."""
+    gc.collect()
+    gc.freeze()  # a collection in a rank would touch, and so copy, every page that the fork shares
+    running: dict[int, int] = {}
+    waiting = list(ranks)
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            rank = waiting.pop(0)
+            process = os.fork()
+            if not process:
+                _be_rank(rank, words, gpus, folder)
+            running[process] = rank
+        process, status = os.wait()
+        rank = running.pop(process)
+        (folder / f"{rank}.status").write_text(str(os.waitstatus_to_exitcode(status)), encoding="ascii")
+
+
+def _be_rank(rank: int, words: list[str], gpus: NodeGpus, folder: Path) -> NoReturn:
+    """Run the script in this process, which is a fork, and end it."""
+    status = 1
+    try:
+        _end_with_parent()
+        said = os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(said, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.environ.update(_names_of_rank(rank, gpus.count) | {FAKE_VARIABLE: str(folder / f"{rank}.json")})
+        status = run_rank(words, gpus)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            status = end.code or 0
+        else:
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:  # what Python would do at the end of a process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status & 0xFF)
+
+
+def _end_with_parent() -> None:
+    """Have this process end with the one that would wait for it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _names_of_rank(rank: int, per_node: int) -> dict[str, str]:
+    """Return what torchrun puts in the environment of a rank."""
+    numbers = {
+        "RANK": rank,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": int(os.environ["WORLD_SIZE"]),
+        "LOCAL_RANK": rank % per_node,
+        "LOCAL_WORLD_SIZE": per_node,
+        "GROUP_RANK": rank // per_node,
+        "GROUP_WORLD_SIZE": -(-int(os.environ["WORLD_SIZE"]) // per_node),
+    }
+    return {name: str(value) for name, value in numbers.items()} | {"TORCHELASTIC_RUN_ID": "none"}
+
+
+def main(words: list[str]) -> int:
+    """Run the ranks that `words` name; return 0: how each ended is in the folder."""
+    _end_with_parent()
+    folder, at_once, ranks, num_gpus, memory, *script = words
+    run_ranks(
+        [int(rank) for rank in ranks.split(",")],
+        script,
+        gpus=NodeGpus(int(num_gpus), int(memory)),
+        folder=Path(folder),
+        at_once=int(at_once),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.runtime.anatomy import BlockCall
-from paraplan.runtime.blocks import find_blocks
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.split import tensor_parallel
 from paraplan.runtime.split.check import shares_with_blocks
 from paraplan.runtime.split.layers import SequenceEnds
 from paraplan.runtime.split.search import BlockSplit
 from paraplan.runtime.split.tensor_parallel import TensorSplit
+from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.torch_private import pytree
 
 
@@ -28,7 +28,7 @@ def split_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: boo
     if mesh.size("tp") == 1:
         return None
     return tensor_parallel.find_tensor_split(
-        model, find_blocks(model), mesh=mesh, sequence_parallel=sequence_parallel, check=_unchecked
+        ModelStructure(model, find_blocks(model)), mesh=mesh, sequence_parallel=sequence_parallel, check=_unchecked
     )
 
 
@@ -37,7 +37,7 @@ def _unchecked(
 ) -> BlockSplit:
     if ends is not None or split.draws or shares_with_blocks(call):
         return split
-    part, direct = copy.deepcopy(block), replace(split, is_direct=True)
+    part, direct = copy.deepcopy(block), replace(split, use_local_output=True)
     tensor_parallel.split_block(part, direct, tensor_parallel.tensor_group(mesh), None)
     args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
     try:

@@ -14,9 +14,20 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from paraplan.runtime.fake.torch_private import COPY_TO, SHAPES_FILE, SHARDING_FOLDER, in_backward, replaced
-from paraplan.runtime.split.split_tensor import SplitTensor
-from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, pytree, storage_key
+from paraplan.runtime.fake.torch_private import (
+    COPY_TO,
+    SHAPES_FILE,
+    SHARDING_FOLDER,
+    in_backward,
+    replaced,
+)
+from paraplan.runtime.shards.split_tensor import SplitTensor
+from paraplan.runtime.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    pytree,
+    storage_key,
+)
 
 StorageUse = Literal["parameter", "gradient", "optimizer_state", "activation", "workspace"]
 Phase = Literal["building", "setup", "forward", "backward", "optimizer"]

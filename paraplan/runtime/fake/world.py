@@ -19,8 +19,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from paraplan.runtime.fake.torch_private import FakeStore, FakeTensorMode, SteadyReducer, replaced
-from paraplan.runtime.torch_private import PIPELINING_FOLDER, FakeTensor, pytree, unset_fake_temporarily
+from paraplan.runtime.fake.torch_private import (
+    FakeStore,
+    FakeTensorMode,
+    SteadyReducer,
+    replaced,
+)
+from paraplan.runtime.torch_private import (
+    PIPELINING_FOLDER,
+    FakeTensor,
+    pytree,
+    unset_fake_temporarily,
+)
 from paraplan.runtime.world import World
 
 
@@ -103,7 +113,7 @@ def transformers_as_if_with_values() -> Iterator[None]:
 
 # Who reads a number that any value serves: the pipeline's vote, and the seed of a rank's own random numbers.
 _READS = (torch.Tensor.item, torch.Tensor.__int__)
-_READERS = (PIPELINING_FOLDER, "runtime/split/rank_randomness")
+_READERS = (PIPELINING_FOLDER, "runtime/split/randomness")
 
 
 class _SmallNumbers(TorchFunctionMode):

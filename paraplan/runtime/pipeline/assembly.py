@@ -14,33 +14,28 @@ from torch import nn
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stage_blocks, stage_bounds
-from paraplan.runtime.anatomy import Anatomy, examine, example_of, first_that_runs
-from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.data_parallel import never_sharded, reductions_of
-from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution
-from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
+from paraplan.runtime.data.batches import call_model
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
+from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
 from paraplan.runtime.pipeline.schedules import MULTI
-from paraplan.runtime.pipeline.stage_module import StageModule
-from paraplan.runtime.pipeline.stage_split import CutStage, check_stages, cut_stage
-from paraplan.runtime.pipeline.ties import TiedGradients, find_ties
-from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.recompute import AttentionSeen, no_attention
-from paraplan.runtime.recompute_policy import RecomputedBlocks
-from paraplan.runtime.setting import Setting
+from paraplan.runtime.pipeline.stages import CutStage, StageModule, check_stages, cut_stage
+from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
+from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
+from paraplan.runtime.recompute.policy import RecomputedBlocks
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.context_parallel import context_group, keep_experts_apart
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
-from paraplan.runtime.step.batches import call_model
-from paraplan.runtime.weights import lasting_buffers
-from paraplan.runtime.wrapping import recompute_and_shard
+from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
+from paraplan.runtime.structure.weights import lasting_buffers
 
 
 @dataclass(frozen=True)
 class Stages:
     """The chain of a model's blocks, and the first and the last but one of each stage."""
 
-    anatomy: Anatomy
+    chain: BlockChain
     bounds: tuple[tuple[int, int], ...]
 
 
@@ -57,7 +52,7 @@ class _Piece:
     blocks: list[nn.Module]
     names: Mapping[str, str]
     buffer_names: Mapping[str, str]
-    cuts: Mapping[str, Cut]
+    shardings: Mapping[str, Sharding]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -75,78 +70,83 @@ class _Piece:
         return {name: held[own] for name, own in self.buffer_names.items() if own in held}
 
 
-def find_stages(
-    model: nn.Module, stack: BlockStack, plan: ParallelPlan, again: RecomputedBlocks, example_inputs: Any
-) -> Stages:
-    """Return where `model`, which is whole, is cut; `again` are the blocks that run again in the backward pass.
+def find_stages(structure: ModelStructure, plan: ParallelPlan, again: RecomputedBlocks) -> Stages:
+    """Return where a model, which is whole, is cut; `again` are the blocks that run again in the backward pass.
 
     Raises `UnsupportedPlanError` where it cannot be.
     """
-    anatomy = examine(model, stack, example_inputs)
-    bounds = stage_bounds(stage_blocks(plan, len(stack)))
-    check_stages(anatomy, bounds, num_ranks=plan.pp)
-    _check_repeatable(anatomy, plan, again)
+    structure.check_has_blocks(f"pp={plan.pp}", "to cut between")
+    chain = structure.chain
+    bounds = stage_bounds(stage_blocks(plan, len(structure.stack)))
+    check_stages(chain, bounds, num_ranks=plan.pp)
+    _check_repeatable(chain, plan, again)
     if again.recompute == "selective":
-        _check_attention(model, anatomy, example_inputs)
-    return Stages(anatomy, tuple(bounds))
+        _check_attention(structure)
+    return Stages(chain, tuple(bounds))
 
 
 def assemble_stages(
-    model: nn.Module, whole: Stages, split: TensorSplit | None, setting: Setting, again: RecomputedBlocks
+    model: nn.Module, whole: Stages, split: TensorSplit | None, parallel: ParallelContext, again: RecomputedBlocks
 ) -> RankPart:
     """Return this rank's stages of `model`, which is changed in place; `split` is that of its layers over `tp`."""
-    plan, mesh, anatomy, bounds = setting.plan, setting.mesh, whole.anatomy, whole.bounds
+    plan, mesh, chain, bounds = parallel.plan, parallel.mesh, whole.chain, whole.bounds
     if plan.cp > 1:
-        keep_experts_apart(anatomy.shadow)
+        keep_experts_apart(chain.meta_model)
     indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
     # Stages of one rank share their parameters, and each has the modules around them for itself.
     held = {id(parameter): parameter for parameter in model.parameters()}
     models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
     pieces = [
-        _cut_piece(part, anatomy, bounds, index, split=split, setting=setting, keeps=again.keeps is not None)
+        _cut_piece(part, chain, bounds, index, split=split, parallel=parallel, keeps=again.keeps is not None)
         for part, index in zip(models, indices, strict=True)
     ]
     holders = Counter(parameter for piece in pieces for parameter in piece.parameters.values())
     shared = (parameter for parameter, count in holders.items() if count > 1)
-    apart = frozenset(shared).union(*(never_sharded(piece.module, plan) for piece in pieces))
+    unsharded = frozenset(shared).union(*(never_sharded(piece.module, plan) for piece in pieces))
     by_schedule = plan.pipeline_schedule in MULTI
     stages = []
     for piece in pieces:
         first = bounds[piece.index][0]
         called = recompute_and_shard(
-            piece.module, piece.blocks, setting, again=again, first=first, apart=apart, replicates=not by_schedule
+            piece.module,
+            piece.blocks,
+            parallel,
+            again=again,
+            first=first,
+            unsharded=unsharded,
+            replicates=not by_schedule,
         )
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
-        alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()
+        alone = tuple(one for one in piece.parameters.values() if one not in unsharded) if averaged else ()
         stages.append(LocalStage(index=piece.index, module=piece.module, called=called, averaged=alone))
-    return _rank_part(pieces, stages, anatomy=anatomy, bounds=bounds, setting=setting, apart=apart)
+    return _rank_part(pieces, stages, chain=chain, bounds=bounds, parallel=parallel, unsharded=unsharded)
 
 
-def _check_attention(model: nn.Module, anatomy: Anatomy, example_inputs: Any) -> None:
+def _check_attention(structure: ModelStructure) -> None:
     """Raise where no block of the whole model has attention to run again; a stage may have none."""
 
     def attempt(tried: Any, _: object) -> bool:
         seen = AttentionSeen()
         with seen, torch.no_grad():
-            call_model(anatomy.shadow, tried)
+            call_model(structure.meta_model, tried)
         return seen.is_seen
 
-    if not first_that_runs(anatomy.shadow, example_of(model, example_inputs), attempt):
-        raise no_attention(anatomy.stack.modules(anatomy.shadow)[0])
+    if not structure.run(attempt):
+        raise no_attention(structure.stack.modules(structure.meta_model)[0])
 
 
-def _check_repeatable(anatomy: Anatomy, plan: ParallelPlan, again: RecomputedBlocks) -> None:
+def _check_repeatable(chain: BlockChain, plan: ParallelPlan, again: RecomputedBlocks) -> None:
     """Raise `UnsupportedPlanError` where blocks write what a second run of them, or ZeRO's hooks, would read."""
-    if anatomy.writes_hidden and (plan.zero_stage or again.recompute != "none"):
+    if chain.writes_hidden and (plan.zero_stage or again.recompute != "none"):
         raise UnsupportedPlanError(
             f"blocks write in place into the hidden state that they are given, which zero_stage={plan.zero_stage} with "
             f"recompute={again.recompute} does not allow",
             hint="write hidden = hidden + change in the block, or use zero_stage=0 and recompute=none",
         )
     # A block that runs again has its own buffers as they were, and those alone.
-    blocks = zip(anatomy.stack.names, anatomy.stack.modules(anatomy.shadow), strict=True)
+    blocks = zip(chain.stack.names, chain.stack.modules(chain.meta_model), strict=True)
     own = {f"{name}.{buffer}" for name, block in blocks for buffer, _ in block.named_buffers()}
-    foreign = anatomy.uses.written_inside - own
+    foreign = chain.uses.written_inside - own
     if foreign and again.recompute == "full":
         raise UnsupportedPlanError(
             f"blocks write {min(foreign)}, which is not a buffer of theirs, and recompute=full would write it twice",
@@ -156,69 +156,69 @@ def _check_repeatable(anatomy: Anatomy, plan: ParallelPlan, again: RecomputedBlo
 
 def _cut_piece(
     model: nn.Module,
-    anatomy: Anatomy,
+    chain: BlockChain,
     bounds: Sequence[tuple[int, int]],
     index: int,
     *,
     split: TensorSplit | None,
-    setting: Setting,
+    parallel: ParallelContext,
     keeps: bool,
 ) -> _Piece:
-    device = setting.mesh.world.device
+    device = parallel.mesh.world.device
     start, end = bounds[index]
-    cut: CutStage = cut_stage(model, anatomy, start=start, end=end, device=device)
-    cuts: Mapping[str, Cut] = {}
+    sharding: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
+    shardings: Mapping[str, Sharding] = {}
     if split is not None:
-        group = tensor_group(setting.mesh, keeps_products=keeps)
-        found = apply_tensor_split(model, split, anatomy.stack.names[start:end], group)
-        in_model = {own: name for name, own in cut.names.items()}
-        cuts = {in_model[own]: place for own, place in found.items()}
-    if setting.plan.cp > 1:
+        group = tensor_group(parallel.mesh, keeps_products=keeps)
+        found = apply_tensor_split(model, split, chain.stack.names[start:end], group)
+        in_model = {own: name for name, own in sharding.names.items()}
+        shardings = {in_model[own]: place for own, place in found.items()}
+    if parallel.plan.cp > 1:
         keep_experts_apart(model)
     module = StageModule(
         model,
-        cut.inject,
+        sharding.inject,
         is_last=index == len(bounds) - 1,
-        loss=setting.loss,
-        precision=setting.precision,
+        loss=parallel.loss,
+        precision=parallel.precision,
         device=device,
-        context=_context(setting),
+        context=_context(parallel),
     )
     return _Piece(
         index=index,
         module=module,
-        blocks=anatomy.stack.modules(model)[start:end],
-        names=cut.names,
-        buffer_names=cut.buffers,
-        cuts=cuts,
+        blocks=chain.stack.modules(model)[start:end],
+        names=sharding.names,
+        buffer_names=sharding.buffers,
+        shardings=shardings,
     )
 
 
-def _context(setting: Setting) -> TensorGroup | None:
-    return context_group(setting.mesh) if setting.plan.cp > 1 else None
+def _context(parallel: ParallelContext) -> TensorGroup | None:
+    return context_group(parallel.mesh) if parallel.plan.cp > 1 else None
 
 
 def _rank_part(
     pieces: Sequence[_Piece],
     stages: Sequence[LocalStage],
     *,
-    anatomy: Anatomy,
+    chain: BlockChain,
     bounds: Sequence[tuple[int, int]],
-    setting: Setting,
-    apart: frozenset[nn.Parameter],
+    parallel: ParallelContext,
+    unsharded: frozenset[nn.Parameter],
 ) -> RankPart:
-    mesh = setting.mesh
+    mesh = parallel.mesh
     parameters = {name: held for piece in pieces for name, held in piece.parameters.items()}
-    ties = find_ties(anatomy, bounds, num_ranks=setting.plan.pp)
+    ties = find_ties(chain, bounds, num_ranks=parallel.plan.pp)
     execution = PipelineExecution(
         stages,
-        anatomy=anatomy,
+        chain=chain,
         bounds=bounds,
-        setting=setting,
+        parallel=parallel,
         ties=TiedGradients(ties, parameters, mesh),
         replicas=ReplicaGradients(group=mesh.replica_group),
-        apart=tuple(held for held in parameters.values() if held in apart),
-        context=_context(setting),
+        unsharded=tuple(held for held in parameters.values() if held in unsharded),
+        context=_context(parallel),
     )
     repeated = {tie.name for tie in ties if tie.ranks[0] != mesh.coordinate("pp")}
     modules = [piece.module for piece in pieces]
@@ -230,7 +230,7 @@ def _rank_part(
         buffers={name: value for piece in pieces for name, value in piece.buffers.items()},
         execution=execution,
         repeated=frozenset(repeated & parameters.keys()),
-        cuts={name: cut for piece in pieces for name, cut in piece.cuts.items()},
+        shardings={name: sharding for piece in pieces for name, sharding in piece.shardings.items()},
         reductions=reductions_of(*(stage.called for stage in stages)),
     )
 

@@ -8,22 +8,28 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ParaplanError, UsageError
-from paraplan.runtime.anatomy import Anatomy, HiddenShape
-from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
-from paraplan.runtime.pipeline.schedules import MULTI, ReplicatedStage, Schedule, build_schedule
-from paraplan.runtime.pipeline.stage_module import StageModule
-from paraplan.runtime.pipeline.ties import TiedGradients
+from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, has_some
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.pipeline.schedules import (
+    MULTI,
+    ReplicatedStage,
+    Schedule,
+    build_schedule,
+)
+from paraplan.runtime.pipeline.stages import StageModule
 from paraplan.runtime.precision import half_type
-from paraplan.runtime.predictions import evaluation_mode
-from paraplan.runtime.setting import Setting
+from paraplan.runtime.rank_part import ParallelContext
+from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.split.context_parallel import split_tokens
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.step.batches import MicroBatch
+from paraplan.runtime.step.execution import evaluation_mode
+from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
 from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
@@ -49,31 +55,31 @@ class PipelineExecution:
     """Micro-batches through the stages of a pipeline, one or more of them on each rank.
 
     Sizes of the hidden states follow from the shapes of a micro-batch, and a schedule is kept for each: buffers of
-    another size would end the process inside gloo. `apart` are the parameters that several stages of this rank share;
-    `context` is the `cp` group, whose ranks pass on the hidden states of their tokens.
+    another size would end the process inside gloo. `unsharded` are the parameters that several stages of this rank
+    share; `context` is the `cp` group, whose ranks pass on the hidden states of their tokens.
     """
 
     def __init__(
         self,
         stages: Sequence[LocalStage],
         *,
-        anatomy: Anatomy,
+        chain: BlockChain,
         bounds: Sequence[tuple[int, int]],
-        setting: Setting,
+        parallel: ParallelContext,
         ties: TiedGradients,
         replicas: ReplicaGradients,
-        apart: Sequence[nn.Parameter] = (),
+        unsharded: Sequence[nn.Parameter] = (),
         context: TensorGroup | None = None,
     ) -> None:
         self._stages = stages
-        self._anatomy = anatomy
+        self._chain = chain
         self._bounds = bounds
-        self.loss = setting.loss
-        self._setting = setting
-        self._mesh = setting.mesh
+        self.loss = parallel.loss
+        self._parallel = parallel
+        self._mesh = parallel.mesh
         self._ties = ties
         self._replicas = replicas
-        self._apart = apart
+        self._unsharded = unsharded
         self._context = context
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
         self._hidden: OrderedDict[Any, list[HiddenShape]] = OrderedDict()
@@ -83,7 +89,7 @@ class PipelineExecution:
         self._run(micro_batches, trains=True)
         for stage in self._stages:
             _lay_out_gradients(stage.module)
-        self._replicas.start(self._apart)
+        self._replicas.start(self._unsharded)
         self._replicas.finish()
         self._ties.sum_gradients()
 
@@ -124,7 +130,7 @@ class PipelineExecution:
         return _kept(self._runs, key, lambda: self._build(hidden, num_microbatches=len(micro_batches), trains=trains))
 
     def _build(self, hidden: list[HiddenShape], *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[_Ends]]:
-        name = self._setting.plan.pipeline_schedule
+        name = self._parallel.plan.pipeline_schedule
         assert name is not None
         stages: list[PipelineStage] = []
         ends: list[_Ends] = []
@@ -153,12 +159,12 @@ class PipelineExecution:
         if self._context is not None:  # without other ranks: shapes alone are followed
             inputs = split_tokens(inputs, TensorGroup(size=self._context.size, index=0, handle=None))
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
-        half = half_type(self._setting.precision)
+        half = half_type(self._parallel.precision)
         try:
-            shapes = self._anatomy.hidden_shapes(inputs)
+            shapes = self._chain.hidden_shapes(inputs)
         except UsageError:  # a single sequence has no statistics: trials of it have batch norms in evaluation
-            with evaluation_mode(self._anatomy.shadow):
-                shapes = self._anatomy.hidden_shapes(inputs)
+            with evaluation_mode(self._chain.meta_model):
+                shapes = self._chain.hidden_shapes(inputs)
         return [replace(one, dtype=half or one.dtype) for one in shapes]
 
 
@@ -185,3 +191,68 @@ def _lay_out_gradients(module: nn.Module) -> None:
 
 def _example(hidden: HiddenShape, trains: bool) -> torch.Tensor:
     return torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=trains)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter of the whole model with the ranks of a pipeline whose stages use it, two or more."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def find_ties(chain: BlockChain, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> list[Tie]:
+    """Return the parameters that more than one rank of a pipeline uses, in order of their names.
+
+    Of the stages with these `bounds`, rank i of `num_ranks` holds i, i + num_ranks and so on.
+    """
+    users: dict[str, set[int]] = {}
+    for stage, (start, end) in enumerate(bounds):
+        for name in chain.used_by(start, end):
+            users.setdefault(name, set()).add(stage % num_ranks)
+    return [Tie(name=name, ranks=tuple(sorted(ranks))) for name, ranks in sorted(users.items()) if len(ranks) > 1]
+
+
+class TiedGradients:
+    """Sums the gradients of tied parameters over the ranks that hold them, so that their copies stay equal.
+
+    `parameters` are this rank's, by the name of the tie. Every rank makes the groups of every tie, in one order. Those
+    that are not trained stay without a gradient: an optimizer would decay them.
+    """
+
+    def __init__(self, ties: Sequence[Tie], parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
+        self._held: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        groups = {ranks: _rank_group(ranks, mesh) for ranks in sorted({tie.ranks for tie in ties})}
+        for tie in ties:
+            group = groups[tie.ranks]
+            if group is not None and parameters[tie.name].requires_grad:
+                self._held.append((parameters[tie.name], group))
+
+    def sum_gradients(self) -> None:
+        """Add up the gradients of every tied parameter of this rank over its holders.
+
+        A missing one counts as 0; one that no holder has stays away, as in one process.
+        """
+        for parameter, group in self._held:
+            missing = parameter.grad is None
+            holders = torch.tensor(float(not missing), device=_local(parameter).device)
+            dist.all_reduce(holders, group=group)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(_local(gradient), group=group)
+            if missing and has_some(holders):
+                parameter.grad = gradient
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _rank_group(places: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the group of the ranks at these places of this rank's own pipeline; None if it is none of them."""
+    mine = None
+    for pipeline in mesh.grid.groups("pp"):
+        ranks = [pipeline[place] for place in places]
+        group = dist.new_group(ranks)
+        if mesh.world.rank in ranks:
+            mine = group
+    return mine

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from paraplan.plan.parallel import ScheduleName
-from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.torch_private import stage_backward_weight
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti

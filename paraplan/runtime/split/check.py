@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import enum
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from operator import attrgetter
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,12 +20,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.anatomy import BlockCall
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.drawing import DROPOUTS
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.outputs import numbered_outputs
-from paraplan.runtime.split.split_tensor import SplitError
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import SplitError
+from paraplan.runtime.split.randomness import DROPOUTS
+from paraplan.runtime.structure.model_structure import BlockCall
+from paraplan.runtime.structure.outputs import numbered_outputs
 from paraplan.runtime.torch_private import pytree
 
 _SEED = 0
@@ -101,7 +104,7 @@ def shares_with_blocks(call: BlockCall) -> bool:
 def check_split(
     whole: nn.Module,
     part: nn.Module,
-    cuts: dict[str, Cut],
+    shardings: dict[str, Sharding],
     call: BlockCall,
     *,
     group: TensorGroup,
@@ -110,9 +113,9 @@ def check_split(
 ) -> None:
     """Raise `UnsupportedPlanError` on every rank where `part` does not compute what `whole` does.
 
-    Both are on this rank's device in the type of `setting`; `part` holds this rank's share of the parameters in `cuts`.
-    They run on random numbers in the shapes of `call`, the same on every rank; only gradients that training needs are
-    compared.
+    Both are on this rank's device in the type of `setting`; `part` holds this rank's share of the parameters in
+    `shardings`. They run on random numbers in the shapes of `call`, the same on every rank; only gradients that
+    training needs are compared.
     """
     for training in setting.modes:
         expected, mask = _expected(whole.train(training), call, setting.dtype)
@@ -123,7 +126,7 @@ def check_split(
             raise UnsupportedPlanError(
                 f"the split of {name} over tp={group.size} does not run: {reason}", hint="use tp=1 for this model"
             ) from error
-        errors = _errors(expected, found, cuts, group)
+        errors = _errors(expected, found, shardings, group)
         where = max(errors, key=lambda key: errors[key])
         if errors[where] > setting.tolerance:
             raise UnsupportedPlanError(
@@ -136,7 +139,7 @@ def check_split(
 def summed_gradients(
     whole: nn.Module,
     part: nn.Module,
-    cuts: dict[str, Cut],
+    shardings: dict[str, Sharding],
     call: BlockCall,
     *,
     group: TensorGroup,
@@ -155,9 +158,9 @@ def summed_gradients(
                 found = _gradients(part.train(training), call, mask=mask, dtype=setting.dtype)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return None  # sizes that the code names do not fit the parts
-        errors = _errors(expected, found, cuts, group)
+        errors = _errors(expected, found, shardings, group)
         unequal = [key for key, error in errors.items() if error > setting.tolerance]
-        parameters = dict(part.named_parameters()).keys() - cuts.keys()
+        parameters = dict(part.named_parameters()).keys() - shardings.keys()
         if any(key not in parameters or key not in found for key in unequal):
             return None
         sums = {key: group.sum(found[key]) for key in unequal}
@@ -209,7 +212,10 @@ def _expected(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> tuple[di
 
 
 def _errors(
-    expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], cuts: dict[str, Cut], group: TensorGroup
+    expected: dict[str, torch.Tensor],
+    found: dict[str, torch.Tensor],
+    shardings: dict[str, Sharding],
+    group: TensorGroup,
 ) -> dict[str, float]:
     """Return the largest relative error of each tensor over all ranks, infinite where one is missing."""
     if not expected:
@@ -218,7 +224,7 @@ def _errors(
     errors = []
     for key, value in expected.items():
         reference = max(float(value.abs().max()), 1e-3 * scale, 1e-30)
-        mine = cuts[key].part(value, group.index) if key in cuts else value
+        mine = shardings[key].part(value, group.index) if key in shardings else value
         fits = key in found and found[key].shape == mine.shape
         error = float((found[key] - mine).abs().max()) / reference if fits else math.inf
         errors.append(math.inf if math.isnan(error) else error)
@@ -287,3 +293,45 @@ def _written_buffers(block: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                 if now is not None and (now.shape != before.shape or not torch.equal(now, before)):
                     written[label] = now.detach().float().clone()
                 setattr(module, name, buffer.copy_(before))
+
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum, type)
+_DEPTH = 4
+
+
+def described(value: Any, depth: int = _DEPTH) -> Any:
+    """Return what an attribute comes to, hashable: plain values, containers, functions with what they enclose.
+
+    Of other objects (a configuration that all blocks share, caches) the type alone counts.
+    """
+    if isinstance(value, _PLAIN):
+        return (type(value).__name__, value)
+    if depth:
+        if isinstance(value, FunctionType):
+            enclosed = tuple(_content(cell, depth) for cell in value.__closure__ or ())
+            return ("function", value.__code__, described(value.__defaults__, depth - 1), enclosed)
+        if isinstance(value, MethodType):
+            return ("method", value.__func__.__code__, type(value.__self__).__qualname__)
+        if isinstance(value, partial):
+            return ("partial", *(described(one, depth - 1) for one in (value.func, value.args, value.keywords)))
+        if isinstance(value, Mapping):
+            return ("mapping", *((str(key), described(one, depth - 1)) for key, one in value.items()))
+        if isinstance(value, (list, tuple)):
+            return ("sequence", *(described(one, depth - 1) for one in value))
+        if isinstance(value, (set, frozenset)):
+            return ("set", *sorted(repr(described(one, depth - 1)) for one in value))
+        if is_dataclass(value) and not isinstance(value, type):
+            own = ((one.name, described(getattr(value, one.name, None), depth - 1)) for one in fields(value))
+            return (type(value).__qualname__, *own)
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype)
+    if callable(value) and type(value).__name__ in ("builtin_function_or_method", "ufunc"):
+        return ("builtin", getattr(value, "__qualname__", ""))
+    return type(value).__qualname__
+
+
+def _content(cell: Any, depth: int) -> Any:
+    try:
+        return described(cell.cell_contents, depth - 1)
+    except ValueError:  # a cell that nothing has filled
+        return None

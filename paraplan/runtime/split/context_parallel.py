@@ -7,6 +7,7 @@ tokens; what it computes token by token runs on a rank's own. In attention the r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.anatomy import example_of, first_that_runs, meta_copy
+from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.split.cut import Cut
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitError, SplitTensor
 from paraplan.runtime.split.experts import expert_weights, of_own_tokens
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor
-from paraplan.runtime.split.trial import functions_refused
-from paraplan.runtime.step.batches import call_model
+from paraplan.runtime.split.trial import custom_functions_refused
+from paraplan.runtime.structure.model_structure import ModelStructure
 from paraplan.runtime.torch_private import pytree
 
 _TOKENS = 1  # their dimension, in [batch, tokens]
@@ -58,8 +59,8 @@ def _split(value: Any, group: TensorGroup) -> Any:
             f"{found} do not divide along their tokens over cp={group.size} ranks",
             hint="use a sequence length that cp divides, or a plan without cp",
         )
-    cut = Cut(dim=_TOKENS, segments=(tokens,), size=group.size)
-    return SplitTensor(cut.part(value, group.index).contiguous(), cut, group, CONTEXT)
+    sharding = Sharding(dim=_TOKENS, segments=(tokens,), size=group.size)
+    return SplitTensor(sharding.part(value, group.index).contiguous(), sharding, group, CONTEXT)
 
 
 def keep_experts_apart(model: nn.Module) -> None:
@@ -70,39 +71,29 @@ def keep_experts_apart(model: nn.Module) -> None:
 
 
 def check_context(
-    model: nn.Module,
-    *,
-    size: int,
-    example_inputs: Any = None,
-    tp: int = 1,
-    split_layers: Callable[[nn.Module, TensorGroup], object] | None = None,
+    structure: ModelStructure, *, size: int, split_layers: Callable[[nn.Module], object] | None = None
 ) -> None:
-    """Raise `UnsupportedPlanError` where `model` brings tokens together outside of attention, run without its values.
+    """Raise `UnsupportedPlanError` where a model brings tokens together outside of attention, run without its values.
 
-    `split_layers` leaves in a copy of the model the parts of one of `tp` ranks.
+    `split_layers` leaves in a copy of the model what one rank of `tp` has of its layers: it is tried so too.
     """
-    inputs = example_of(model, example_inputs, multiple=size * tp)
-    _try_context(meta_copy(model), size=size, inputs=inputs)
+    _try_context(structure, copy.deepcopy(structure.meta_model), size=size)
     if split_layers is not None:
-        shadow = meta_copy(model)
-        split_layers(shadow, TensorGroup(size=tp, index=0, handle=None))
-        _try_context(shadow, size=size, inputs=inputs)
+        meta_model = copy.deepcopy(structure.meta_model)
+        split_layers(meta_model)
+        _try_context(structure, meta_model, size=size)
 
 
-def _try_context(shadow: nn.Module, *, size: int, inputs: Any) -> None:
+def _try_context(structure: ModelStructure, meta_model: nn.Module, *, size: int) -> None:
     group = TensorGroup(size=size, index=0, handle=None, is_trial=True)
-    keep_experts_apart(shadow)
+    keep_experts_apart(meta_model)
 
     def attempt(tried: Any, _: object) -> None:
-        with torch.no_grad(), functions_refused():
-            call_model(shadow, split_tokens(tried, group))
+        with torch.no_grad(), custom_functions_refused():
+            call_model(meta_model, split_tokens(tried, group))
 
     try:
-        try:
-            first_that_runs(shadow, inputs, attempt)
-        except UsageError:
-            # Grouped matmuls (experts) have shapes in bf16 only.
-            first_that_runs(shadow.to(torch.bfloat16), inputs, attempt)
+        structure.run(attempt, meta_model)
     except SplitError as error:
         raise context_error(error, group) from None
 
@@ -157,7 +148,7 @@ class _Marks:
         """Return `tree` with its tensors split as they were."""
         leaves, structure = pytree.tree_flatten(tree)
         put = [
-            leaf if mark is None else SplitTensor(leaf, mark.cut, mark.group, mark.source)
+            leaf if mark is None else SplitTensor(leaf, mark.sharding, mark.group, mark.source)
             for leaf, mark in zip(leaves, self._split, strict=True)
         ]
         self._split = []

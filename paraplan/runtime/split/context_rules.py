@@ -1,8 +1,10 @@
-"""What attention and losses do under context parallelism, where each rank of `cp` has some tokens of a sequence."""
+"""Rules of functions that see the tokens of other ranks of `cp`: attention, convolutions, products, positions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +13,18 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.context_heads import divides_heads, key_copies
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup, sum_over_ranks
-from paraplan.runtime.split.rank_randomness import own_random_numbers
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor, as_operand, is_of_sequence
+from paraplan.runtime.shards.group import TensorGroup, all_gather, gather_from_region, reduce_from_region
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import (
+    CONTEXT,
+    SplitError,
+    SplitTensor,
+    as_operand,
+    is_of_sequence,
+)
+from paraplan.runtime.split.randomness import own_random_numbers
+from paraplan.runtime.split.size_rules import SIZE_RULES
+from paraplan.runtime.torch_private import pytree
 
 _HEADS = 1  # their dimension, in [batch, heads, tokens, size]
 
@@ -29,8 +39,11 @@ def split_attention(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     query, key, value = (given.pop(name) for name in names[:3])
     if not all(is_of_sequence(one) for one in (query, key, value)):
         return _with_own_keys(query, key, value, given)
-    group, cut = query.group, query.cut
-    if any(one.cut.dim != one.ndim - 2 or one.ndim != 4 or len(one.cut.segments) > 1 for one in (query, key, value)):
+    group, sharding = query.group, query.sharding
+    if any(
+        one.sharding.dim != one.ndim - 2 or one.ndim != 4 or len(one.sharding.segments) > 1
+        for one in (query, key, value)
+    ):
         raise SplitError("attention over tokens that are not in the last dimension but one", source=CONTEXT)
     heads = _split_heads(query, key, value)
     own = [one.local.local if heads is not None else one.local for one in (query, key, value)]
@@ -45,13 +58,13 @@ def split_attention(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         attended = F.scaled_dot_product_attention(query, key, value, **given)
     attended = _exchange(attended, 2, _HEADS, group)
     if heads is not None:
-        attended = SplitTensor(attended, heads.cut, heads.group, heads.source)
-    return SplitTensor(attended, cut, group, CONTEXT)
+        attended = SplitTensor(attended, heads.sharding, heads.group, heads.source)
+    return SplitTensor(attended, sharding, group, CONTEXT)
 
 
 def _with_own_keys(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
     """Return attention of some heads of queries to keys that every rank of tp has whole; None where these are split."""
-    if not isinstance(query, SplitTensor) or is_of_sequence(query) or query.cut.dim != query.ndim - 3:
+    if not isinstance(query, SplitTensor) or is_of_sequence(query) or query.sharding.dim != query.ndim - 3:
         return None
     if isinstance(key, SplitTensor) or isinstance(value, SplitTensor):
         return None
@@ -61,9 +74,9 @@ def _with_own_keys(query: Any, key: Any, value: Any, options: dict[str, Any]) ->
     own = []
     for one in (key, value):
         # Fewer heads than ranks: a rank reads those of its queries.
-        whole = as_operand(one if heads % query.cut.size == 0 else one.repeat_interleave(groups, dim=-3), query)
-        cut = Cut(dim=whole.ndim - 3, segments=(whole.shape[-3],), size=query.cut.size)
-        own.append(SplitTensor(cut.part(whole, query.group.index), cut, query.group, query.source))
+        whole = as_operand(one if heads % query.sharding.size == 0 else one.repeat_interleave(groups, dim=-3), query)
+        sharding = Sharding(dim=whole.ndim - 3, segments=(whole.shape[-3],), size=query.sharding.size)
+        own.append(SplitTensor(sharding.part(whole, query.group.index), sharding, query.group, query.source))
     return F.scaled_dot_product_attention(query, own[0], own[1], **options)
 
 
@@ -73,7 +86,7 @@ def _split_heads(*operands: SplitTensor) -> SplitTensor | None:
     split = [one for one in inner if isinstance(one, SplitTensor)]
     if not split:
         return None
-    if len(split) < len(inner) or any(one.cut.dim != _HEADS or one.cut.repeats > 1 for one in split):
+    if len(split) < len(inner) or any(one.sharding.dim != _HEADS or one.sharding.repeats > 1 for one in split):
         raise SplitError("attention over what the ranks of tp have not split by heads", source=CONTEXT)
     return split[0]
 
@@ -100,8 +113,8 @@ def _own_mask(mask: Any, heads: SplitTensor | None, num_heads: int, group: Tenso
     if isinstance(mask, SplitTensor):  # by heads, by the ranks of tp
         mask = mask.local
     elif heads is not None and mask.shape[_HEADS] == num_heads:
-        mask = heads.cut.part(mask, heads.group.index)
-    return Cut(dim=_HEADS, segments=(mask.shape[_HEADS],), size=group.size).part(mask, group.index)
+        mask = heads.sharding.part(mask, heads.group.index)
+    return Sharding(dim=_HEADS, segments=(mask.shape[_HEADS],), size=group.size).part(mask, group.index)
 
 
 def split_loss(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -109,7 +122,7 @@ def split_loss(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
     if len(args) > 1 or kwargs.keys() - {"dtype"} or args[0].source != CONTEXT:
         return None
     tensor: SplitTensor = args[0]
-    total = sum_over_ranks(tensor.local.sum(), tensor.group)
+    total = reduce_from_region(tensor.local.sum(), tensor.group)
     return total / tensor.numel() if name == "mean" else total
 
 
@@ -117,16 +130,18 @@ def split_row_losses(
     logits: SplitTensor, target: torch.Tensor, weight: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor:
     """Return the cross-entropy of logits of which this rank has those of some tokens."""
-    rows = logits.cut.at(logits.cut.dim - (logits.cut.dim > 1))  # the dimension of the classes is no more
+    rows = logits.sharding.at(
+        logits.sharding.dim - (logits.sharding.dim > 1)
+    )  # the dimension of the classes is no more
     has_shares = target.is_floating_point()  # of every class, in the shape of the logits
-    local = (logits.cut if has_shares else rows).part(target, logits.group.index)
+    local = (logits.sharding if has_shares else rows).part(target, logits.group.index)
     reduction, ignored = options.pop("reduction"), options["ignore_index"]
     losses = F.cross_entropy(
         logits.local, local, weight=weight, reduction="none" if reduction == "none" else "sum", **options
     )
     if reduction == "none":
         return SplitTensor(losses, rows, logits.group, CONTEXT)
-    total = sum_over_ranks(losses, logits.group)
+    total = reduce_from_region(losses, logits.group)
     if reduction == "sum":
         return total
     if has_shares:
@@ -160,3 +175,135 @@ def _exchanged(local: torch.Tensor, scatter: int, gather: int, group: TensorGrou
     if group.handle is not None:
         dist.all_to_all_single(received, parts, group=group.handle)
     return torch.cat(received.unbind(0), dim=gather)
+
+
+def split_index(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return `tensor[index]`: of all tokens where numbers are looked up by tensors, or some tokens are taken out."""
+    tensor, index = args
+    if not _is_of_numbers(tensor):
+        return SIZE_RULES["__getitem__"](name, args, kwargs)
+    entries = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(entry, torch.Tensor) for entry in entries):
+        try:
+            return SIZE_RULES["__getitem__"](name, args, kwargs)
+        except SplitError:
+            pass
+    return _whole(tensor)[_whole(index)]
+
+
+def split_difference(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the differences between neighbouring numbers, of all tokens; None for other tensors."""
+    if not _is_of_numbers(args[0] if args else kwargs["input"]):
+        return None
+    return torch.diff(*_whole(args), **_whole(kwargs))
+
+
+def _is_of_numbers(value: Any) -> bool:
+    if not isinstance(value, SplitTensor) or value.source != CONTEXT or isinstance(value.local, SplitTensor):
+        return False
+    return not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
+
+
+def _whole(tree: Any) -> Any:
+    def whole(leaf: Any) -> Any:
+        return gather_from_region(leaf.local, leaf.sharding, leaf.group) if isinstance(leaf, SplitTensor) else leaf
+
+    return pytree.tree_map(whole, tree)
+
+
+def split_product(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the rows of a matrix product for this rank's tokens; None where the factors do not bring tokens together.
+
+    Attention that is written out multiplies queries by keys, and their weights by values, of all tokens: these are
+    gathered, and every rank has the rows of its own queries (as Llama 3 does it, Grattafiori et al. 2024, section
+    3.3.2). Heads need not divide.
+    """
+    left, right = args if len(args) == 2 else (None, None)
+    if not (isinstance(left, SplitTensor) and isinstance(right, SplitTensor)) or kwargs:
+        return None
+    if left.source != CONTEXT or right.source != CONTEXT or min(left.ndim, right.ndim) < 2:
+        return None
+    if left.sharding.dim != left.ndim - 2 or right.sharding.dim < right.ndim - 2:
+        return None
+    rows = torch.matmul(left.local, gather_tokens(right))
+    return SplitTensor(rows, left.sharding.at(rows.ndim - 2), left.group, CONTEXT)
+
+
+def split_einsum(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an einsum of factors that are split along one letter, which the result has; None where they are not.
+
+    Of two factors with some tokens each, along different letters, the tokens of the second are gathered.
+    """
+    equation, *factors = args
+    factors = list(factors[0]) if len(factors) == 1 and isinstance(factors[0], (list, tuple)) else factors
+    if kwargs or not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return None
+    given, result = equation.replace(" ", "").split("->")
+    terms = given.split(",")
+    by_tokens = any(is_of_sequence(factor) for factor in factors)
+    is_split = [isinstance(factor, SplitTensor) and is_of_sequence(factor) == by_tokens for factor in factors]
+    first = factors[is_split.index(True)]
+    letter = terms[is_split.index(True)][first.sharding.dim]
+    if letter not in result:
+        return None
+    parts = []
+    for term, factor, split in zip(terms, factors, is_split, strict=True):
+        place = term.find(letter)
+        if not split:
+            whole = as_operand(factor, first)
+            parts.append(whole if place < 0 else first.sharding.at(place).part(whole, first.group.index))
+        elif factor.sharding == first.sharding.at(place):
+            parts.append(factor.local)
+        elif by_tokens and all(is_split) and len(factors) == 2:
+            parts.append(gather_tokens(factor))
+        else:
+            return None
+    sharding = first.sharding.at(result.index(letter))
+    return SplitTensor(torch.einsum(equation, *parts), sharding, first.group, first.source)
+
+
+def gather_tokens(split: SplitTensor) -> torch.Tensor:
+    """Return the tokens of all ranks of `cp`, for each to go its own way with; heads stay split as they are."""
+    inner = split.local
+    if not isinstance(inner, SplitTensor):
+        return all_gather(inner, split.sharding, split.group)
+    gathered: torch.Tensor = SplitTensor(
+        all_gather(inner.local, split.sharding, split.group), inner.sharding, inner.group, inner.source
+    )
+    return gathered
+
+
+_PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "conv1d": torch.conv1d,
+    "conv2d": torch.conv2d,
+    "conv3d": torch.conv3d,
+}
+
+
+def split_convolution(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the convolution of this rank's channels by their own filters; None where other dimensions are split.
+
+    The weights are whole on every rank: their gradients are summed.
+    """
+    given: dict[str, Any] = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
+    split, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
+    num_groups = given.pop("groups", 1)
+    if not isinstance(split, SplitTensor) or isinstance(weight, SplitTensor) or isinstance(bias, SplitTensor):
+        return None
+    if split.sharding.dim != split.ndim - weight.ndim + 1:  # [batch, channels, ...] or [channels, ...]
+        return None
+    inputs, outputs = weight.shape[1], weight.shape[0] // num_groups  # channels of a group of filters
+    share = inputs * split.sharding.size
+    if num_groups == 1 or any(segment % share for segment in split.sharding.segments):
+        raise SplitError(f"{name} brings channels together", source=split.source, is_mixed=True)
+    sharding = replace(
+        split.sharding, segments=tuple(segment // inputs * outputs for segment in split.sharding.segments)
+    )
+    own = [None if one is None else _own_filters(one, sharding, split) for one in (weight, bias)]
+    local = _FUNCTIONS[name](split.local, *own, groups=num_groups // sharding.size, **given)
+    return SplitTensor(local, sharding, split.group, split.source)
+
+
+def _own_filters(whole: torch.Tensor, sharding: Sharding, split: SplitTensor) -> torch.Tensor:
+    return sharding.at(0).part(as_operand(whole, split), split.group.index)

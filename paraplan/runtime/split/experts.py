@@ -15,10 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup, copy_to_ranks, gather_to_ranks, sum_and_scatter, sum_over_ranks
-from paraplan.runtime.split.layers import LayerRole
-from paraplan.runtime.split.split_tensor import (
+from paraplan.runtime.shards.group import (
+    TensorGroup,
+    all_gather,
+    copy_to_region,
+    reduce_from_region,
+    reduce_scatter,
+)
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import (
     SEQUENCE,
     SplitError,
     SplitTensor,
@@ -26,6 +31,7 @@ from paraplan.runtime.split.split_tensor import (
     on_own_tokens,
     split_operands,
 )
+from paraplan.runtime.split.layers import LayerRole
 from paraplan.runtime.torch_private import pytree
 
 
@@ -77,32 +83,32 @@ def expert_weights(module: nn.Module) -> ExpertWeights | None:
     )
 
 
-def expert_cuts(module: nn.Module, role: LayerRole, size: int) -> dict[str, Cut]:
+def expert_shardings(module: nn.Module, role: LayerRole, size: int) -> dict[str, Sharding]:
     """Return how the parameters of experts in `role` are cut, by their names in the module; whole ones are left out."""
     weights = _weights(module)
-    cuts = {name: Cut(dim=weights.enter_dim, segments=role.segments, size=size) for name in weights.enter}
-    biases = {f"{name}_bias": Cut(dim=1, segments=role.segments, size=size) for name in weights.enter}
-    cuts |= {name: cut for name, cut in biases.items() if getattr(module, name, None) is not None}
-    return cuts | {weights.leave: Cut(dim=weights.leave_dim, segments=(weights.inner,), size=size)}
+    shardings = {name: Sharding(dim=weights.enter_dim, segments=role.segments, size=size) for name in weights.enter}
+    biases = {f"{name}_bias": Sharding(dim=1, segments=role.segments, size=size) for name in weights.enter}
+    shardings |= {name: sharding for name, sharding in biases.items() if getattr(module, name, None) is not None}
+    return shardings | {weights.leave: Sharding(dim=weights.leave_dim, segments=(weights.inner,), size=size)}
 
 
-def split_experts(module: nn.Module, role: LayerRole, group: TensorGroup, name: str) -> dict[str, Cut]:
+def split_experts(module: nn.Module, role: LayerRole, group: TensorGroup, name: str) -> dict[str, Sharding]:
     """Leave this rank's inner units in the experts and make them work on these; return the cuts of their parameters."""
-    cuts = expert_cuts(module, role, group.size)
-    for parameter_name, cut in cuts.items():
+    shardings = expert_shardings(module, role, group.size)
+    for parameter_name, sharding in shardings.items():
         whole = module.get_parameter(parameter_name)
-        part = cut.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
+        part = sharding.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
         setattr(module, parameter_name, nn.Parameter(part, requires_grad=whole.requires_grad))
     inner = module.forward
 
     def work(*args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs, tokens = enter_experts(args, kwargs, group, name)
-        with _shared_by_ranks(module, cuts, group):
+        with _shared_by_ranks(module, shardings, group):
             partial = inner(*args, **kwargs)
         return leave_experts(partial, tokens, group)
 
     module.forward = of_own_tokens(work)
-    return cuts
+    return shardings
 
 
 def of_own_tokens(work: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -136,10 +142,10 @@ def enter_experts(
     def enter(leaf: Any) -> Any:
         if isinstance(leaf, SplitTensor):
             if leaf.is_floating_point():
-                return gather_to_ranks(leaf.local, leaf.cut, group)
-            return group.gather(leaf.local, leaf.cut)
+                return all_gather(leaf.local, leaf.sharding, group)
+            return group.gather(leaf.local, leaf.sharding)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-            return copy_to_ranks(leaf, group)
+            return copy_to_region(leaf, group)
         return leaf
 
     entered_args, entered_kwargs = pytree.tree_map(enter, (args, kwargs))
@@ -149,19 +155,19 @@ def enter_experts(
 def leave_experts(partial: torch.Tensor, tokens: SplitTensor | None, group: TensorGroup) -> torch.Tensor:
     """Return the sum of what the ranks computed: whole, or this rank's tokens where those of `tokens` are split."""
     if tokens is None:
-        return sum_over_ranks(partial, group)
-    if partial.ndim <= tokens.cut.dim or partial.shape[tokens.cut.dim] != tokens.cut.length:
+        return reduce_from_region(partial, group)
+    if partial.ndim <= tokens.sharding.dim or partial.shape[tokens.sharding.dim] != tokens.sharding.length:
         raise SplitError("experts return their tokens in another shape", source=SEQUENCE)
-    mine: torch.Tensor = SplitTensor(sum_and_scatter(partial, tokens.cut, group), tokens.cut, group, SEQUENCE)
+    mine: torch.Tensor = SplitTensor(reduce_scatter(partial, tokens.sharding, group), tokens.sharding, group, SEQUENCE)
     return mine
 
 
 @contextmanager
-def _shared_by_ranks(module: nn.Module, cuts: dict[str, Cut], group: TensorGroup) -> Iterator[None]:
+def _shared_by_ranks(module: nn.Module, shardings: dict[str, Sharding], group: TensorGroup) -> Iterator[None]:
     """Have the whole parameters of experts count once: gradients summed over the ranks, an added bias shared."""
     bias = f"{_weights(module).leave}_bias"
-    whole = {name: value for name, value in module.named_parameters(recurse=False) if name not in cuts}
-    shared = {name: copy_to_ranks(value, group) for name, value in whole.items()}
+    whole = {name: value for name, value in module.named_parameters(recurse=False) if name not in shardings}
+    shared = {name: copy_to_region(value, group) for name, value in whole.items()}
     if bias in shared:
         shared[bias] = shared[bias] / group.size
     # An attribute of the instance stands before the parameter of its name, which stays where it is.

@@ -19,19 +19,25 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.chain import put_argument
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import (
+from paraplan.runtime.shards.group import (
     TensorGroup,
-    copy_to_ranks,
-    gather_to_ranks,
-    join_parts,
-    sum_and_scatter,
-    sum_over_ranks,
-    take_part,
+    all_gather,
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter,
+    scatter_to_region,
 )
-from paraplan.runtime.split.outputs import map_outputs
-from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor, is_of_sequence, on_own_tokens
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import (
+    SEQUENCE,
+    SplitError,
+    SplitTensor,
+    is_of_sequence,
+    on_own_tokens,
+)
+from paraplan.runtime.structure.chain import put_argument
+from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
 
 _TOKENS = 1  # their dimension, in [batch, tokens, hidden]
@@ -99,16 +105,16 @@ def weight_of(module: nn.Module) -> nn.Parameter:
     return cast("nn.Parameter", module.weight)
 
 
-def parameter_cuts(module: nn.Module, role: LayerRole, size: int) -> dict[str, Cut]:
+def parameter_shardings(module: nn.Module, role: LayerRole, size: int) -> dict[str, Sharding]:
     """Return how the parameters of a linear layer in `role` are cut, by their names in it; whole ones are left out."""
     if role.kind == "gathered":
         return {}
     outputs_first = not _is_transposed(module)
     dim = int(outputs_first == (role.kind == "row"))
-    cuts = {"weight": Cut(dim=dim, segments=role.segments, size=size)}
+    shardings = {"weight": Sharding(dim=dim, segments=role.segments, size=size)}
     if role.kind in ("column", "read") and getattr(module, "bias", None) is not None:
-        cuts["bias"] = Cut(dim=0, segments=role.segments, size=size)
-    return cuts
+        shardings["bias"] = Sharding(dim=0, segments=role.segments, size=size)
+    return shardings
 
 
 def split_linear(
@@ -118,38 +124,42 @@ def split_linear(
     *,
     name: str,
     sequence_parallel: bool,
-    is_direct: bool = False,
-) -> dict[str, Cut]:
+    use_local_output: bool = False,
+) -> dict[str, Sharding]:
     """Leave this rank's part in a linear layer and make it work on it; return the cuts of its parameters.
 
-    Where `is_direct`, plain tensors come out of column layers and go into row layers.
+    Where `use_local_output`, plain tensors come out of column layers and go into row layers.
     """
-    cuts = parameter_cuts(module, role, group.size)
-    for parameter_name, cut in cuts.items():
+    shardings = parameter_shardings(module, role, group.size)
+    for parameter_name, sharding in shardings.items():
         whole = module.get_parameter(parameter_name)
-        part = cut.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
+        part = sharding.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
         setattr(module, parameter_name, nn.Parameter(part, requires_grad=whole.requires_grad))
     if role.kind == "gathered":
         module.forward = gathered_forward(module)
     elif role.kind == "column":
-        module.forward = column_forward(module, role, group, name, is_direct=is_direct)
+        module.forward = column_forward(module, role, group, name, use_local_output=use_local_output)
     elif role.kind == "row":
         scatters = sequence_parallel and not role.keeps_tokens
-        module.forward = row_forward(module, group, name, sequence_parallel=scatters, is_direct=is_direct)
-    return cuts
+        module.forward = row_forward(module, group, name, sequence_parallel=scatters, use_local_output=use_local_output)
+    return shardings
 
 
 @contextmanager
 def shown_split(
-    module: nn.Module, parts: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], group: TensorGroup, name: str
+    module: nn.Module,
+    parts: Mapping[str, torch.Tensor],
+    shardings: Mapping[str, Sharding],
+    group: TensorGroup,
+    name: str,
 ) -> Iterator[None]:
     """Let code see `parts` of the parameters of the layer `name` as split tensors in this context."""
     # An attribute of the instance stands before the parameter of its name, which stays where it is.
-    module.__dict__.update({one: SplitTensor(parts[one], cut, group, name) for one, cut in cuts.items()})
+    module.__dict__.update({one: SplitTensor(parts[one], sharding, group, name) for one, sharding in shardings.items()})
     try:
         yield
     finally:
-        for one in cuts:
+        for one in shardings:
             module.__dict__.pop(one, None)
 
 
@@ -162,7 +172,7 @@ def sum_gradients_in_backward(module: nn.Module, names: Sequence[str], group: Te
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # An attribute of the instance stands before the parameter of its name, which stays where it is.
-        module.__dict__.update({name: copy_to_ranks(module.get_parameter(name), group) for name in names})
+        module.__dict__.update({name: copy_to_region(module.get_parameter(name), group) for name in names})
         try:
             return inner(*args, **kwargs)
         finally:
@@ -189,7 +199,7 @@ def join_tokens(given: Any) -> Any:
         return given
     if given.source != SEQUENCE:
         raise SplitError("a whole layer reads a split tensor", source=given.source, is_mixed=True)
-    return join_parts(given.local, given.cut, given.group)
+    return gather_from_region(given.local, given.sharding, given.group)
 
 
 def _with_all_tokens(given: Any) -> Any:
@@ -197,17 +207,17 @@ def _with_all_tokens(given: Any) -> Any:
 
 
 def column_forward(
-    module: nn.Module, role: LayerRole, group: TensorGroup, name: str, *, is_direct: bool
+    module: nn.Module, role: LayerRole, group: TensorGroup, name: str, *, use_local_output: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward pass of a column layer that holds its part."""
 
     @cache
-    def cut_of(num_dimensions: int) -> Cut:
-        return Cut(dim=num_dimensions - 1, segments=role.segments, size=group.size)
+    def sharding_of(num_dimensions: int) -> Sharding:
+        return Sharding(dim=num_dimensions - 1, segments=role.segments, size=group.size)
 
     def column(given: torch.Tensor) -> torch.Tensor:
         local = _apply(module, enter_column(given, group, alone=role.reads_alone), module.bias)
-        return local if is_direct else SplitTensor(local, cut_of(local.ndim), group, name)
+        return local if use_local_output else SplitTensor(local, sharding_of(local.ndim), group, name)
 
     return lambda given: on_own_tokens(given, column)
 
@@ -217,23 +227,23 @@ def enter_column(given: torch.Tensor, group: TensorGroup, *, alone: bool = False
     if isinstance(given, SplitTensor):
         if given.source != SEQUENCE:
             raise SplitError("a column layer reads a split tensor", source=given.source, is_mixed=True)
-        local, cut = given.local, given.cut
-        group.token_cuts[tuple(given.shape[:-1])] = cut
-        return _entered(given, lambda: gather_to_ranks(local, cut, group), group, alone=alone)
-    return _entered(given, lambda: copy_to_ranks(given, group, for_products=True), group, alone=alone)
+        local, sharding = given.local, given.sharding
+        group.token_shardings[tuple(given.shape[:-1])] = sharding
+        return _entered(given, lambda: all_gather(local, sharding, group), group, alone=alone)
+    return _entered(given, lambda: copy_to_region(given, group, for_products=True), group, alone=alone)
 
 
 def _entered(given: torch.Tensor, make: Callable[[], torch.Tensor], group: TensorGroup, *, alone: bool) -> torch.Tensor:
-    return make() if alone else group.enter_once(given, make)
+    return make() if alone else group.cached_copy(given, make)
 
 
 def row_forward(
-    module: nn.Module, group: TensorGroup, name: str, *, sequence_parallel: bool, is_direct: bool
+    module: nn.Module, group: TensorGroup, name: str, *, sequence_parallel: bool, use_local_output: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward pass of a row layer that holds its part."""
 
     def row(given: torch.Tensor) -> torch.Tensor:
-        if is_direct:
+        if use_local_output:
             return leave_row(_apply(module, given, None), module.bias, group, sequence_parallel=False)
         check_row_input(given, name)
         assert isinstance(given, SplitTensor)
@@ -244,7 +254,7 @@ def row_forward(
 
 def check_row_input(given: torch.Tensor, name: str) -> None:
     """Raise `SplitError` where the input of a row layer is not split along its last dimension."""
-    if not isinstance(given, SplitTensor) or given.cut.dim != given.local.ndim - 1 or given.cut.repeats > 1:
+    if not isinstance(given, SplitTensor) or given.sharding.dim != given.local.ndim - 1 or given.sharding.repeats > 1:
         source = given.source if isinstance(given, SplitTensor) else name
         raise SplitError(f"{name} reads a tensor that is not split along its last dimension", source=source)
 
@@ -254,17 +264,17 @@ def leave_row(partial: torch.Tensor, bias: Any, group: TensorGroup, *, sequence_
     if bias is not None and bias.dtype is not partial.dtype:
         bias = bias.to(partial.dtype)  # which autocast leaves in fp32
     if not sequence_parallel:
-        total = sum_over_ranks(partial, group, is_product=True)
+        total = reduce_from_region(partial, group, is_product=True)
         return total if bias is None else total + bias
     # Code that has flattened batch and tokens reads column layers in that shape too.
-    cut = group.token_cuts.get(tuple(partial.shape[:-1]))
-    if cut is None and partial.ndim != 3:
+    sharding = group.token_shardings.get(tuple(partial.shape[:-1]))
+    if sharding is None and partial.ndim != 3:
         raise SplitError(
             f"sequence parallelism needs hidden states [batch, tokens, hidden], found {partial.ndim} dimensions",
             source=SEQUENCE,
         )
-    cut = cut or _token_cut(partial.shape[_TOKENS], group)
-    mine: torch.Tensor = SplitTensor(sum_and_scatter(partial, cut, group), cut, group, SEQUENCE)
+    sharding = sharding or _token_sharding(partial.shape[_TOKENS], group)
+    mine: torch.Tensor = SplitTensor(reduce_scatter(partial, sharding, group), sharding, group, SEQUENCE)
     return mine if bias is None else mine + bias
 
 
@@ -278,8 +288,8 @@ def _apply(module: nn.Module, given: torch.Tensor, bias: Any) -> torch.Tensor:
     return torch.addmm(bias, given.flatten(0, -2), weight).view(*given.shape[:-1], -1)
 
 
-def _token_cut(tokens: int, group: TensorGroup) -> Cut:
-    return Cut(dim=_TOKENS, segments=(tokens,), size=group.size)
+def _token_sharding(tokens: int, group: TensorGroup) -> Sharding:
+    return Sharding(dim=_TOKENS, segments=(tokens,), size=group.size)
 
 
 def run_block(
@@ -338,14 +348,14 @@ def _enter_sequence(hidden: torch.Tensor, group: TensorGroup, ends: SequenceEnds
             hint="use a sequence length that tp divides, or a plan without sequence parallelism",
         )
     if ends.is_first:
-        cut = _token_cut(tokens, group)
-        return SplitTensor(take_part(hidden, cut, group), cut, group, SEQUENCE)
-    return SplitTensor(hidden, _token_cut(tokens * group.size, group), group, SEQUENCE)
+        sharding = _token_sharding(tokens, group)
+        return SplitTensor(scatter_to_region(hidden, sharding, group), sharding, group, SEQUENCE)
+    return SplitTensor(hidden, _token_sharding(tokens * group.size, group), group, SEQUENCE)
 
 
 def _leave_sequence(hidden: torch.Tensor, group: TensorGroup, ends: SequenceEnds) -> torch.Tensor:
     if not isinstance(hidden, SplitTensor) or hidden.source != SEQUENCE:
         raise SplitError("a block returns whole tokens", source=SEQUENCE)
-    if hidden.cut.dim != _TOKENS or hidden.cut.repeats > 1:
+    if hidden.sharding.dim != _TOKENS or hidden.sharding.repeats > 1:
         raise SplitError("a block returns its hidden state in another shape", source=SEQUENCE)
-    return join_parts(hidden.local, hidden.cut, group) if ends.is_last else hidden.local
+    return gather_from_region(hidden.local, hidden.sharding, group) if ends.is_last else hidden.local

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitSpec, SplitTensor
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitSpec, SplitTensor
 
 RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"})
 """Functions whose answer is a reshaped part, whatever sizes they were given for the whole."""

@@ -14,31 +14,9 @@ from typing import Any
 
 import torch
 
-from paraplan.runtime.split.context_numbers import split_difference, split_index
-from paraplan.runtime.split.context_rules import split_attention, split_loss
-from paraplan.runtime.split.convolution_rules import split_convolution
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.drawing import (
-    DRAW_BY_ARGUMENTS,
-    draws_in_call,
-    is_seen_to_draw,
-    make_room,
-    without_values,
-)
-from paraplan.runtime.split.function_names import (
-    ALONG,
-    ELEMENTWISE,
-    IN_PLACE,
-    LAST_DIMENSIONS,
-    OF_THE_PART,
-    OF_THE_WHOLE,
-)
-from paraplan.runtime.split.group import TensorGroup, join_parts
-from paraplan.runtime.split.product_rules import split_einsum, split_product
-from paraplan.runtime.split.rank_randomness import own_random_numbers
-from paraplan.runtime.split.replay import RESHAPES, Call, Outcome, described
-from paraplan.runtime.split.size_rules import SIZE_RULES, Rule
-from paraplan.runtime.split.split_tensor import (
+from paraplan.runtime.shards.group import TensorGroup, gather_from_region
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import (
     CONTEXT,
     SEQUENCE,
     VOCABULARY,
@@ -47,6 +25,30 @@ from paraplan.runtime.split.split_tensor import (
     as_operand,
     split_operands,
 )
+from paraplan.runtime.split.context_rules import (
+    split_attention,
+    split_convolution,
+    split_difference,
+    split_einsum,
+    split_index,
+    split_loss,
+    split_product,
+)
+from paraplan.runtime.split.randomness import (
+    DRAW_BY_ARGUMENTS,
+    draws_in_call,
+    is_seen_to_draw,
+    make_room,
+    own_random_numbers,
+    without_values,
+)
+from paraplan.runtime.split.replay import (
+    RESHAPES,
+    Call,
+    Outcome,
+    described,
+)
+from paraplan.runtime.split.size_rules import SIZE_RULES, Rule
 from paraplan.runtime.split.trial import check_by_token
 from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
 from paraplan.runtime.torch_private import pytree
@@ -101,7 +103,7 @@ def _say_once(name: str, group: TensorGroup, reason: str) -> None:
 
 def _whole(tree: Any) -> Any:
     def whole(leaf: Any) -> Any:
-        return join_parts(leaf.local, leaf.cut, leaf.group) if isinstance(leaf, SplitTensor) else leaf
+        return gather_from_region(leaf.local, leaf.sharding, leaf.group) if isinstance(leaf, SplitTensor) else leaf
 
     return pytree.tree_map(whole, tree)
 
@@ -166,7 +168,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             ) from error
     keeps = name in ELEMENTWISE and isinstance(result, torch.Tensor) and result.shape == first.local.shape
     if keeps:
-        found = first if result is first.local else SplitTensor(result, first.cut, first.group, first.source)
+        found = first if result is first.local else SplitTensor(result, first.sharding, first.group, first.source)
     else:
         found = _wrap(name, result, _whole_shapes(name, func, args, kwargs, first.group), first)
     if call is not None:
@@ -227,12 +229,12 @@ def _local(tree: Any, first: SplitTensor, *, aligned: bool) -> Any:
 
 def _narrowed(plain: torch.Tensor, split: SplitTensor) -> torch.Tensor:
     """Return the part of a whole operand that broadcasts against this rank's part of `split`."""
-    dim = split.cut.dim - split.ndim + plain.ndim
+    dim = split.sharding.dim - split.ndim + plain.ndim
     if dim < 0 or plain.shape[dim] == 1:
         return plain
-    if plain.shape[dim] != split.cut.length:
+    if plain.shape[dim] != split.sharding.length:
         return plain
-    return split.cut.at(dim).part(plain, split.group.index)
+    return split.sharding.at(dim).part(plain, split.group.index)
 
 
 def _check_written(name: str, split: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -249,16 +251,20 @@ def _check_alike(name: str, operands: list[SplitTensor]) -> None:
     """Raise where operands are split along different dimensions, or the same one in other segments."""
     first = operands[0]
     for other in operands[1:]:
-        same_place = other.cut.dim - other.ndim == first.cut.dim - first.ndim or other.cut.dim == first.cut.dim
-        same_length = other.cut.length == first.cut.length
+        same_place = (
+            other.sharding.dim - other.ndim == first.sharding.dim - first.ndim
+            or other.sharding.dim == first.sharding.dim
+        )
+        same_length = other.sharding.length == first.sharding.length
         if not same_place or (
-            same_length and (other.cut.segments, other.cut.repeats) != (first.cut.segments, first.cut.repeats)
+            same_length
+            and (other.sharding.segments, other.sharding.repeats) != (first.sharding.segments, first.sharding.repeats)
         ):
             layer = first if other.source == SEQUENCE else other
             raise SplitError(
                 f"{name} meets the output of {first.source} (shape {tuple(first.shape)}, split along dimension "
-                f"{first.cut.dim}) and that of {other.source} (shape {tuple(other.shape)}, split along dimension "
-                f"{other.cut.dim})",
+                f"{first.sharding.dim}) and that of {other.source} (shape {tuple(other.shape)}, split along dimension "
+                f"{other.sharding.dim})",
                 source=layer.source,
                 is_mixed=SEQUENCE in (first.source, other.source) and layer.source != SEQUENCE,
                 meets_tokens=SEQUENCE in (first.source, other.source),
@@ -274,7 +280,7 @@ def _check_dimension(name: str, split: SplitTensor, args: tuple[Any, ...], kwarg
     elif name in ALONG:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         along = (dim % split.ndim,) if isinstance(dim, int) else ()
-    if split.cut.dim in along:
+    if split.sharding.dim in along:
         raise SplitError(
             f"{name} works along the output of {split.source}, which would be split",
             source=split.source,
@@ -315,23 +321,66 @@ def _wrap_one(name: str, local: torch.Tensor, whole: tuple[int, ...], first: Spl
     dim = differing[0] if differing else 0
     if not differing:
         fits = False
-    elif not first.cut.divides:
-        fits = (whole[dim], local.shape[dim]) == (first.cut.length, first.local.shape[first.cut.dim])
+    elif not first.sharding.divides:
+        fits = (whole[dim], local.shape[dim]) == (first.sharding.length, first.local.shape[first.sharding.dim])
     else:
-        fits = whole[dim] == local.shape[dim] * first.cut.size
+        fits = whole[dim] == local.shape[dim] * first.sharding.size
     if len(differing) > 1 or not fits:
         raise SplitError(
             f"{name} brings together what the ranks hold of the output of {first.source}",
             source=first.source,
             is_mixed=True,
         )
-    cut = first.cut.at(dim)
-    if whole[dim] != first.cut.length:
+    sharding = first.sharding.at(dim)
+    if whole[dim] != first.sharding.length:
         # Grouped queries: more heads than the first operand has; both are cut in the plainest way.
-        if len(first.cut.segments) > 1 or first.cut.repeats > 1:
+        if len(first.sharding.segments) > 1 or first.sharding.repeats > 1:
             raise SplitError(f"{name} changes the length of the split dimension", source=first.source)
-        cut = Cut(dim=dim, segments=(whole[dim],), size=first.cut.size)
-    return SplitTensor(local, cut, first.group, first.source)
+        sharding = Sharding(dim=dim, segments=(whole[dim],), size=first.sharding.size)
+    return SplitTensor(local, sharding, first.group, first.source)
 
 
 SplitTensor.run_on_parts = staticmethod(run_on_parts)
+
+
+ELEMENTWISE = frozenset(
+    {
+        *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "rsub", "radd", "rmul", "neg"),
+        *("true_divide", "divide", "multiply", "subtract", "pow", "square", "sqrt", "rsqrt", "exp", "log", "abs"),
+        *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__"),
+        *("__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__", "__neg__", "sin", "cos", "erf"),
+        *("tanh", "sigmoid", "relu", "relu_", "silu", "gelu", "mish", "softplus", "elu", "leaky_relu", "hardtanh"),
+        *("relu6", "logsigmoid", "threshold", "maximum", "minimum", "lerp", "where", "masked_fill", "masked_fill_"),
+        *("copy_", "addcmul", "addcdiv", "clamp", "clamp_min", "clamp_max", "nan_to_num"),
+        *("dropout", "alpha_dropout", "feature_alpha_dropout", "to", "float", "half", "double", "bfloat16", "type"),
+        *("type_as", "contiguous", "clone", "detach", "logical_not", "logical_and", "logical_or", "eq", "ne", "lt"),
+        *("le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__"),
+    }
+)
+"""The result has the shape and the split of the (only) split operand, and other operands broadcast against it."""
+
+LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm"})
+"""They work along the last dimensions, whose sizes they name."""
+
+ALONG = frozenset({"softmax", "log_softmax", "cumsum", "cumprod", "normalize", "sort", "argsort", "flip", "softmin"})
+"""They keep shapes, and work along a dimension."""
+
+IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+"""They write into their first operand, beside those whose names end in `_`."""
+
+OF_THE_WHOLE = frozenset(
+    {
+        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "dtype", "device", "layout"),
+        *("is_floating_point", "is_complex", "is_cuda", "is_meta", "is_cpu", "is_sparse", "is_nested", "is_quantized"),
+        *("is_mps", "is_xpu", "element_size", "itemsize", "get_device", "names"),
+    }
+)
+"""They answer for the whole tensor."""
+
+OF_THE_PART = frozenset(
+    {
+        *("requires_grad", "grad_fn", "is_leaf", "retains_grad", "stride", "is_contiguous", "storage_offset"),
+        *("register_hook", "new_zeros", "new_ones", "new_full", "new_tensor", "_version", "is_inference"),
+    }
+)
+"""They answer for the part, or make tensors that are whole."""

@@ -9,6 +9,7 @@ layers to split in its place.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +21,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.anatomy import BlockCall
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import SEQUENCE, SplitError, SplitTensor
 from paraplan.runtime.split.adapters import Adapters
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.drawing import OtherDrawsNoted
-from paraplan.runtime.split.experts import ExpertWeights, enter_experts, expert_weights, leave_experts
-from paraplan.runtime.split.group import TensorGroup
+from paraplan.runtime.split.experts import (
+    ExpertWeights,
+    enter_experts,
+    expert_weights,
+    leave_experts,
+)
 from paraplan.runtime.split.layers import (
     LayerRole,
     SequenceEnds,
@@ -35,13 +40,14 @@ from paraplan.runtime.split.layers import (
     join_tokens,
     leave_row,
     linear_sizes,
-    parameter_cuts,
+    parameter_shardings,
     run_block,
     shown_split,
     weight_of,
 )
-from paraplan.runtime.split.outputs import numbered_outputs
-from paraplan.runtime.split.split_tensor import SEQUENCE, SplitError, SplitTensor
+from paraplan.runtime.split.randomness import OtherDrawsNoted
+from paraplan.runtime.structure.model_structure import BlockCall
+from paraplan.runtime.structure.outputs import numbered_outputs
 
 _MOST_TRIES = 64
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "linear"})
@@ -51,15 +57,15 @@ _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "linear"})
 class BlockSplit:
     """The layers of a block that are split, by their names in it, and why others are left whole.
 
-    `draws`: random numbers are drawn for split tensors. `is_direct`: the block's code runs on plain parts, without
-    `SplitTensor` around them; then the gradients of the parameters in `summed` are sums over the ranks. `read` are the
-    tensors of the output that other code reads beside the first, by their numbers.
+    `draws`: random numbers are drawn for split tensors. `use_local_output`: the block's code runs on plain parts,
+    without `SplitTensor` around them; then the gradients of the parameters in `summed` are sums over the ranks. `read`
+    are the tensors of the output that other code reads beside the first, by their numbers.
     """
 
     roles: dict[str, LayerRole]
     whole: dict[str, str]
     draws: bool = False
-    is_direct: bool = False
+    use_local_output: bool = False
     summed: tuple[str, ...] = ()
     read: frozenset[int] = frozenset()
 
@@ -82,7 +88,7 @@ class _Trial:
 
 
 def find_split(
-    shadow: nn.Module,
+    meta_model: nn.Module,
     call: BlockCall,
     *,
     size: int,
@@ -92,7 +98,7 @@ def find_split(
     interleaved: bool = False,
     adapters: Adapters | None = None,
 ) -> BlockSplit:
-    """Return how `shadow`, a block on the meta device, can be split over `size` ranks.
+    """Return how `meta_model`, a block on the meta device, can be split over `size` ranks.
 
     `call` is what it is called with. `ends` is given for sequence parallelism. `kept_whole` names layers
     that must not be split, with the reason; `interleaved` says how experts hold gate and up. `adapters` are pairs of
@@ -106,15 +112,15 @@ def find_split(
         group = TensorGroup(size=size, index=0, handle=None)
         try:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
-            tried = _tried(shadow, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
-            with torch.no_grad(), tried, call.context(), OtherDrawsNoted(group), _ProductsNoted(shadow) as products:
-                output = run_block(shadow.forward, args, kwargs, group=group, ends=ends, read=call.read)
+            tried = _tried(meta_model, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
+            with torch.no_grad(), tried, call.context(), OtherDrawsNoted(group), _ProductsNoted(meta_model) as products:
+                output = run_block(meta_model.forward, args, kwargs, group=group, ends=ends, read=call.read)
             _check_output(output)
         except SplitError as error:
             if trial.read:  # without these it ran
                 trial.read -= {error.source} & trial.read or trial.read
             else:
-                _learn(trial, error, shadow, name, size)
+                _learn(trial, error, meta_model, name, size)
             continue
         if trial.read is None:
             trial.read = products.weights - trial.roles.keys() - trial.whole.keys()
@@ -123,21 +129,21 @@ def find_split(
         if all(role.kind == "gathered" for role in trial.roles.values()):
             reasons = "; ".join(f"{layer}: {reason}" for layer, reason in trial.whole.items()) or "none is linear"
             raise UnsupportedPlanError(
-                f"tp={size}, but no layer of {name} ({type(shadow).__name__}) can be split: {reasons}",
+                f"tp={size}, but no layer of {name} ({type(meta_model).__name__}) can be split: {reasons}",
                 hint="use tp=1 for this model",
             )
         return BlockSplit(roles=trial.roles, whole=trial.whole, draws=group.draws, read=call.read)
     raise UnsupportedPlanError(
-        f"tp={size}: no split of {name} ({type(shadow).__name__}) was found", hint="use tp=1 for this model"
+        f"tp={size}: no split of {name} ({type(meta_model).__name__}) was found", hint="use tp=1 for this model"
     )
 
 
 class _ProductsNoted(TorchFunctionMode):
     """Notes in `weights` the linear layers of a block by whose weights code multiplies itself in this context."""
 
-    def __init__(self, shadow: nn.Module) -> None:
+    def __init__(self, meta_model: nn.Module) -> None:
         super().__init__()
-        self._names = {id(weight_of(module)): name for name, module in shadow.named_modules() if is_linear(module)}
+        self._names = {id(weight_of(module)): name for name, module in meta_model.named_modules() if is_linear(module)}
         self.weights: set[str] = set()
 
     def __torch_function__(
@@ -154,19 +160,19 @@ def _check_output(output: Any) -> None:
         raise SplitError("the block returns it", source=first.source, is_mixed=True)
 
 
-def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size: int) -> None:
+def _learn(trial: _Trial, error: SplitError, meta_model: nn.Module, name: str, size: int) -> None:
     """Change `trial` so that `error` does not come again, or raise what a user can understand."""
     source = error.source
     if source == SEQUENCE:
         raise UnsupportedPlanError(
-            f"sequence_parallel=True: {name} ({type(shadow).__name__}) does not work on some of its tokens alone: "
+            f"sequence_parallel=True: {name} ({type(meta_model).__name__}) does not work on some of its tokens alone: "
             f"{error.message}",
             hint="use a plan without sequence parallelism",
         ) from None
     trial.first_words.setdefault(source, error.message)
     segments = error.segments
     if segments is not None:
-        outputs = linear_sizes(shadow.get_submodule(source))[1]
+        outputs = linear_sizes(meta_model.get_submodule(source))[1]
         if len(segments) == 1 and segments[0] < 0:
             count = -segments[0]
             segments = (outputs // count,) * count if outputs % count == 0 else None
@@ -182,7 +188,7 @@ def _learn(trial: _Trial, error: SplitError, shadow: nn.Module, name: str, size:
         trial.whole[source] = error.message
         return
     raise UnsupportedPlanError(
-        f"{name} ({type(shadow).__name__}) cannot be split: {trial.first_words[source]}",
+        f"{name} ({type(meta_model).__name__}) cannot be split: {trial.first_words[source]}",
         hint=f"use a tp that divides them, not {size}, or tp=1",
     ) from None
 
@@ -213,11 +219,11 @@ def _rows(trial: _Trial) -> list[str]:
 
 @contextmanager
 def _tried(
-    shadow: nn.Module, trial: _Trial, group: TensorGroup, *, sequence_parallel: bool, interleaved: bool
+    meta_model: nn.Module, trial: _Trial, group: TensorGroup, *, sequence_parallel: bool, interleaved: bool
 ) -> Iterator[None]:
-    """Let the layers of `shadow` take the role that their input asks for, in this context."""
+    """Let the layers of `meta_model` take the role that their input asks for, in this context."""
     with ExitStack() as undo:
-        for name, module in shadow.named_modules():
+        for name, module in meta_model.named_modules():
             weights = expert_weights(module) if name else None
             if weights is not None:
                 undo.callback(module.__dict__.pop, "forward", None)
@@ -226,9 +232,11 @@ def _tried(
             if name in (trial.read or ()):
                 role = LayerRole(kind="read", segments=linear_sizes(module)[1:])
                 _check_divides(name, role.segments, group)
-                cuts = parameter_cuts(module, role, group.size)
-                parts = {one: cut.part(module.get_parameter(one), group.index) for one, cut in cuts.items()}
-                undo.enter_context(shown_split(module, parts, cuts, group, name))
+                shardings = parameter_shardings(module, role, group.size)
+                parts = {
+                    one: sharding.part(module.get_parameter(one), group.index) for one, sharding in shardings.items()
+                }
+                undo.enter_context(shown_split(module, parts, shardings, group, name))
                 trial.roles[name] = role
             elif name and is_linear(module):
                 undo.callback(module.__dict__.pop, "forward", None)
@@ -258,7 +266,7 @@ def _trying(
 
     def forward(given: torch.Tensor) -> torch.Tensor:
         split = given if isinstance(given, SplitTensor) and given.source != SEQUENCE else None
-        reads_part = split is not None and split.cut.dim == split.local.ndim - 1
+        reads_part = split is not None and split.sharding.dim == split.local.ndim - 1
         follows_row = down in trial.roles and trial.roles[down].kind == "row"
         if follows_row or (adapters.is_down(name) and not reads_part):
             own: torch.Tensor = type(module).forward(module, given)  # on whatever tokens this rank has
@@ -268,8 +276,8 @@ def _trying(
         if split is not None and reads_part:
             check_row_input(given, name)
             keeps_tokens = sequence_parallel and name in trial.keeping
-            _take_role(trial, name, LayerRole(kind="row", segments=split.cut.segments, keeps_tokens=keeps_tokens))
-            assert sum(split.cut.segments) == inputs
+            _take_role(trial, name, LayerRole(kind="row", segments=split.sharding.segments, keeps_tokens=keeps_tokens))
+            assert sum(split.sharding.segments) == inputs
             scatters = sequence_parallel and not keeps_tokens
             return leave_row(product(split.local, outputs), module.bias, group, sequence_parallel=scatters)
         is_whole = name in trial.whole or base in trial.whole
@@ -280,11 +288,11 @@ def _trying(
             result: torch.Tensor = type(module).forward(module, given)
             return result
         segments = trial.segments.get(base, (outputs,))
-        cut = Cut(dim=given.ndim - 1, segments=segments, size=group.size)
+        sharding = Sharding(dim=given.ndim - 1, segments=segments, size=group.size)
         _check_divides(base, segments, group)
         _take_role(trial, name, LayerRole(kind="column", segments=segments, reads_alone=base != name))
         local = product(enter_column(given, group, alone=base != name), outputs // group.size)
-        return SplitTensor(local, cut, group, base)
+        return SplitTensor(local, sharding, group, base)
 
     return forward
 
@@ -310,3 +318,40 @@ def _trying_experts(
 def _take_role(trial: _Trial, name: str, role: LayerRole) -> None:
     if trial.roles.setdefault(name, role) != role:
         raise SplitError(f"{name} is used in two ways", source=name, is_mixed=True)
+
+
+_SPLIT_STYLES = (
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "local_colwise",
+    "local_rowwise",
+    "moe_tp_experts",
+)
+
+
+def own_plan(model: nn.Module) -> dict[str, str] | None:
+    """Return the styles that a transformers config names for layers, by patterns of their names; None without any."""
+    config: Any = getattr(model, "config", None)
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not isinstance(plan, dict) or not plan:
+        return None
+    return {str(pattern): str(style) for pattern, style in plan.items()}
+
+
+def style_of(plan: dict[str, str], name: str) -> str | None:
+    """Return the style that `plan` names for the layer `name` of a model, None where it names none.
+
+    Patterns begin at the base model, inside of what may be a model with a head; `*` stands for a number.
+    """
+    for pattern, style in plan.items():
+        expression = re.escape(pattern).replace(r"\*", r"\d+")
+        if re.search(rf"(^|\.){expression}$", name):
+            return style
+    return None
+
+
+def splits(style: str | None) -> bool:
+    """Whether a layer of this style is split."""
+    return style is not None and style.startswith(_SPLIT_STYLES)

@@ -13,35 +13,44 @@ from typing import Any
 
 import torch
 
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError, SplitTensor, as_operand, is_of_sequence
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import (
+    CONTEXT,
+    SplitError,
+    SplitTensor,
+    as_operand,
+    is_of_sequence,
+)
 
 Rule = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def reshaped_cut(cut: Cut, before: Sequence[int], after: Sequence[int]) -> Cut | None:
-    """Return how a tensor of shape `before` with `cut` is cut in shape `after`; None where ranks hold no even parts.
+def reshaped_sharding(sharding: Sharding, before: Sequence[int], after: Sequence[int]) -> Sharding | None:
+    """Return how a tensor of shape `before` with `sharding` is cut in shape `after`; None where parts are not even.
 
     In memory order the split dimension is a run of segments, repeated; a dimension of the new shape may take its place
     if the sizes before it count repeats, and those behind it divide every segment's part.
     """
-    group = _matching_group(before, after, cut.dim)
+    group = _matching_group(before, after, sharding.dim)
     if group is None:
         return None
     (start, end), (new_start, new_end) = group
-    repeats = prod(before[start : cut.dim]) * cut.repeats
-    inner = prod(before[cut.dim + 1 : end])
-    lengths = [segment * inner for segment in cut.segments]
+    repeats = prod(before[start : sharding.dim]) * sharding.repeats
+    inner = prod(before[sharding.dim + 1 : end])
+    lengths = [segment * inner for segment in sharding.segments]
     for dim in range(new_start, new_end):
         count, rest = prod(after[new_start:dim]), prod(after[dim + 1 : new_end])
         segments = _one_of(lengths, repeats, count)
         if segments is None:
             continue
-        is_as_before = rest == 1 and segments == ([*cut.segments], cut.repeats)  # an uneven one stays as it is
-        if not is_as_before and any(length % (rest * cut.size) for length in segments[0]):
+        is_as_before = rest == 1 and segments == (
+            [*sharding.segments],
+            sharding.repeats,
+        )  # an uneven one stays as it is
+        if not is_as_before and any(length % (rest * sharding.size) for length in segments[0]):
             continue
-        return Cut(
-            dim=dim, segments=tuple(length // rest for length in segments[0]), size=cut.size, repeats=segments[1]
+        return Sharding(
+            dim=dim, segments=tuple(length // rest for length in segments[0]), size=sharding.size, repeats=segments[1]
         )
     return None
 
@@ -100,22 +109,26 @@ def _as_shape(name: str, tensor: SplitTensor, sizes: list[int]) -> SplitTensor:
         sizes[sizes.index(-1)] = prod(before) // known
     if prod(before) != prod(sizes):
         raise SplitError(f"{name} of {before} to {tuple(sizes)}", source=tensor.source)
-    cut = reshaped_cut(tensor.cut, before, sizes)
-    if cut is None:
+    sharding = reshaped_sharding(tensor.sharding, before, sizes)
+    if sharding is None:
         raise _uneven(name, tensor, before, sizes)
-    parts = cut.local_shape(tuple(sizes)) if cut.divides else (*sizes[: cut.dim], -1, *sizes[cut.dim + 1 :])
+    parts = (
+        sharding.local_shape(tuple(sizes))
+        if sharding.divides
+        else (*sizes[: sharding.dim], -1, *sizes[sharding.dim + 1 :])
+    )
     local = tensor.local.reshape(parts)
-    return SplitTensor(local, cut, tensor.group, tensor.source)
+    return SplitTensor(local, sharding, tensor.group, tensor.source)
 
 
 def _uneven(name: str, tensor: SplitTensor, before: Sequence[int], after: Sequence[int]) -> SplitError:
     """Return the error for a shape without a dimension to split, with the segments that its first size suggests."""
-    group = _matching_group(before, after, tensor.cut.dim)
+    group = _matching_group(before, after, tensor.sharding.dim)
     segments, numbers = None, [size for size in after if size > 1]
     if group is not None:
         numbers = [size for size in after[group[1][0] : group[1][1]] if size > 1]
-        if len(numbers) > 2 and tensor.cut.length % numbers[0] == 0 and tensor.cut.repeats == 1:
-            segments = (tensor.cut.length // numbers[0],) * numbers[0]
+        if len(numbers) > 2 and tensor.sharding.length % numbers[0] == 0 and tensor.sharding.repeats == 1:
+            segments = (tensor.sharding.length // numbers[0],) * numbers[0]
     of_heads = f"{numbers[0]} heads" if len(numbers) == 2 else f"sizes {numbers}"
     return SplitError(
         f"{_ranks(tensor)} does not divide the {of_heads} that the output of {tensor.source} is viewed as",
@@ -125,7 +138,7 @@ def _uneven(name: str, tensor: SplitTensor, before: Sequence[int], after: Sequen
 
 
 def _ranks(tensor: SplitTensor) -> str:
-    return f"{'cp' if tensor.source == CONTEXT else 'tp'}={tensor.cut.size}"
+    return f"{'cp' if tensor.source == CONTEXT else 'tp'}={tensor.sharding.size}"
 
 
 def _flatten(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,22 +171,22 @@ def _like(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _expand(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     sizes = list(args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:])
-    place = len(sizes) - tensor.local.ndim + tensor.cut.dim
-    if sizes[place] not in (-1, tensor.cut.length):
+    place = len(sizes) - tensor.local.ndim + tensor.sharding.dim
+    if sizes[place] not in (-1, tensor.sharding.length):
         raise SplitError(f"{name} stretches the split dimension", source=tensor.source)
     sizes[place] = -1
-    return SplitTensor(tensor.local.expand(*sizes), tensor.cut.at(place), tensor.group, tensor.source)
+    return SplitTensor(tensor.local.expand(*sizes), tensor.sharding.at(place), tensor.group, tensor.source)
 
 
 def _split(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     default = -1 if name == "unsafe_chunk" else 0
     dim = kwargs.get("dim", args[2] if len(args) > 2 else default) % tensor.local.ndim
-    if dim != tensor.cut.dim:
+    if dim != tensor.sharding.dim:
         return None
     named = ("chunks",) if "chunk" in name else ("split_size_or_sections", "split_size", "sections")
     asked = args[1] if len(args) > 1 else next(kwargs[key] for key in named if key in kwargs)
-    length = tensor.cut.length
+    length = tensor.sharding.length
     if isinstance(asked, int):
         step = -(-length // asked) if "chunk" in name else asked
         asked = [min(step, length - start) for start in range(0, length, step)]
@@ -186,11 +199,11 @@ def _split(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _slice(tensor: SplitTensor, start: int, stop: int) -> SplitTensor:
     """Return `tensor[start:stop]` along its split dimension, which must begin and end between segments."""
-    cut = tensor.cut
-    if (start, stop) == (0, cut.length):
+    sharding = tensor.sharding
+    if (start, stop) == (0, sharding.length):
         return tensor
     bounds = [0]
-    for segment in cut.segments * cut.repeats:
+    for segment in sharding.segments * sharding.repeats:
         bounds.append(bounds[-1] + segment)
     if start not in bounds or stop not in bounds:
         wanted = sorted({*bounds, start, stop})
@@ -198,22 +211,24 @@ def _slice(tensor: SplitTensor, start: int, stop: int) -> SplitTensor:
         raise SplitError(
             f"{_ranks(tensor)} does not divide the pieces {start}:{stop} of the output of {tensor.source}",
             source=tensor.source,
-            segments=lengths if cut.repeats == 1 else None,
+            segments=lengths if sharding.repeats == 1 else None,
         )
-    segments = (cut.segments * cut.repeats)[bounds.index(start) : bounds.index(stop)]
-    local = tensor.local.narrow(cut.dim, start // cut.size, (stop - start) // cut.size)
-    return SplitTensor(local, Cut(dim=cut.dim, segments=segments, size=cut.size), tensor.group, tensor.source)
+    segments = (sharding.segments * sharding.repeats)[bounds.index(start) : bounds.index(stop)]
+    local = tensor.local.narrow(sharding.dim, start // sharding.size, (stop - start) // sharding.size)
+    return SplitTensor(
+        local, Sharding(dim=sharding.dim, segments=segments, size=sharding.size), tensor.group, tensor.source
+    )
 
 
 def _narrow(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, start, length = args
-    return _slice(tensor, start, start + length) if dim % tensor.local.ndim == tensor.cut.dim else None
+    return _slice(tensor, start, start + length) if dim % tensor.local.ndim == tensor.sharding.dim else None
 
 
 def _unbind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % tensor.local.ndim
-    if dim == tensor.cut.dim:
+    if dim == tensor.sharding.dim:
         raise _taken_apart(tensor)
     return None
 
@@ -221,9 +236,9 @@ def _unbind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _taken_apart(tensor: SplitTensor) -> SplitError:
     """Return the error for a split dimension whose entries are taken one by one: they are segments of the source."""
     return SplitError(
-        f"the {tensor.cut.length} parts of the output of {tensor.source} are taken apart",
+        f"the {tensor.sharding.length} parts of the output of {tensor.source} are taken apart",
         source=tensor.source,
-        segments=(-tensor.cut.length,),  # resolved by the search: so many segments of the source's own length
+        segments=(-tensor.sharding.length,),  # resolved by the search: so many segments of the source's own length
     )
 
 
@@ -241,13 +256,13 @@ def _getitem(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim = -1
     for place, entry in enumerate(entries):
         dim += entry is not None
-        if dim == tensor.cut.dim and entry is not None:
+        if dim == tensor.sharding.dim and entry is not None:
             if not isinstance(entry, slice):
                 raise _taken_apart(tensor)
-            start, stop, step = entry.indices(tensor.cut.length)
+            start, stop, step = entry.indices(tensor.sharding.length)
             if step != 1:
                 raise SplitError("a stride along the split dimension", source=tensor.source, is_mixed=True)
-            if (start, stop) != (0, tensor.cut.length):
+            if (start, stop) != (0, tensor.sharding.length):
                 entries[place] = slice(None)
                 return _slice(tensor, start, stop)[tuple(entries)]
             entries[place] = slice(None)
@@ -264,7 +279,7 @@ def _cat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kept = [(tensor, split) for tensor, split in zip(tensors, is_split, strict=True) if split or tensor.numel()]
     if len(kept) == 1 and name != "stack":
         return first  # what caches do that begin with an empty tensor
-    if dim % first.local.ndim == first.cut.dim and name != "stack":
+    if dim % first.local.ndim == first.sharding.dim and name != "stack":
         raise SplitError(f"{name} along the split dimension", source=first.source, is_mixed=True)
     if all(split for _, split in kept):
         return None
@@ -274,11 +289,11 @@ def _cat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _as_part(name: str, whole: torch.Tensor, like: SplitTensor) -> torch.Tensor:
     """Return what every rank has whole as a tensor split like another."""
-    dim = like.cut.dim
-    if whole.ndim != like.ndim or whole.shape[dim] != like.cut.length:
+    dim = like.sharding.dim
+    if whole.ndim != like.ndim or whole.shape[dim] != like.sharding.length:
         raise SplitError(f"{name} of split and whole tensors", source=like.source, is_mixed=True)
-    own = like.cut.part(as_operand(whole, like), like.group.index)
-    part: torch.Tensor = SplitTensor(own, like.cut, like.group, like.source)
+    own = like.sharding.part(as_operand(whole, like), like.group.index)
+    part: torch.Tensor = SplitTensor(own, like.sharding, like.group, like.source)
     return part
 
 
@@ -288,10 +303,12 @@ def _repeat_interleave(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
     if dim is None or not isinstance(repeats, int):
         raise SplitError(f"{name} of a whole split tensor", source=tensor.source, is_mixed=True)
-    if dim % tensor.local.ndim != tensor.cut.dim:
+    if dim % tensor.local.ndim != tensor.sharding.dim:
         return None
-    cut = tensor.cut
-    longer = Cut(cut.dim, tuple(segment * repeats for segment in cut.segments), cut.size, cut.repeats)
+    sharding = tensor.sharding
+    longer = Sharding(
+        sharding.dim, tuple(segment * repeats for segment in sharding.segments), sharding.size, sharding.repeats
+    )
     return SplitTensor(tensor.local.repeat_interleave(repeats, dim=dim), longer, tensor.group, tensor.source)
 
 
@@ -305,24 +322,24 @@ def _sizes(given: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
 
 def _repeat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes = args[0], _sizes(args[1:], dict(kwargs))
-    place = len(sizes) - tensor.local.ndim + tensor.cut.dim
+    place = len(sizes) - tensor.local.ndim + tensor.sharding.dim
     if sizes[place] == 1:
         return None
-    if not tensor.cut.divides:
+    if not tensor.sharding.divides:
         raise SplitError(f"{name} along the split dimension", source=tensor.source, is_mixed=True)
-    cut = replace(tensor.cut, dim=place, repeats=tensor.cut.repeats * sizes[place])
-    return SplitTensor(tensor.local.repeat(*sizes), cut, tensor.group, tensor.source)
+    sharding = replace(tensor.sharding, dim=place, repeats=tensor.sharding.repeats * sizes[place])
+    return SplitTensor(tensor.local.repeat(*sizes), sharding, tensor.group, tensor.source)
 
 
 def _new_empty(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return room for a tensor that is split like another: what is written there is of this rank's part."""
     kwargs = dict(kwargs)
     tensor, sizes = args[0], _sizes(args[1:], kwargs)
-    dim = tensor.cut.dim
-    if len(sizes) != tensor.local.ndim or sizes[dim] != tensor.cut.length:
+    dim = tensor.sharding.dim
+    if len(sizes) != tensor.local.ndim or sizes[dim] != tensor.sharding.length:
         return tensor.local.new_empty(sizes, **kwargs)
     sizes[dim] = tensor.local.shape[dim]
-    return SplitTensor(tensor.local.new_empty(sizes, **kwargs), tensor.cut, tensor.group, tensor.source)
+    return SplitTensor(tensor.local.new_empty(sizes, **kwargs), tensor.sharding, tensor.group, tensor.source)
 
 
 SIZE_RULES: dict[str, Rule] = {

@@ -17,22 +17,19 @@ from typing import Any
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.anatomy import Anatomy, BlockCall, block_calls, examine, example_of, meta_copy
-from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.chain import HINT
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.adapters import Adapters, find_adapters
 from paraplan.runtime.split.check import (
     check_split,
     comparable_runs,
+    described,
     setting_of,
     shares_with_blocks,
     summed_gradients,
 )
-from paraplan.runtime.split.cut import Cut
 from paraplan.runtime.split.experts import expert_weights, split_experts
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.kinds import described
 from paraplan.runtime.split.layers import (
     SequenceEnds,
     has_own_weight,
@@ -42,10 +39,14 @@ from paraplan.runtime.split.layers import (
     split_linear,
     sum_gradients_in_backward,
 )
-from paraplan.runtime.split.model_plan import own_plan, splits, style_of
-from paraplan.runtime.split.search import BlockSplit, find_split
+from paraplan.runtime.split.search import BlockSplit, find_split, own_plan, splits, style_of
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
-from paraplan.runtime.weightless import give_random_values
+from paraplan.runtime.structure.chain import HINT
+from paraplan.runtime.structure.meta import give_random_values
+from paraplan.runtime.structure.model_structure import (
+    BlockCall,
+    ModelStructure,
+)
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -84,60 +85,52 @@ def tensor_group(mesh: Mesh, *, keeps_products: bool = False) -> TensorGroup:
 
 
 def find_tensor_split(
-    model: nn.Module,
-    stack: BlockStack | None,
-    *,
-    mesh: Mesh,
-    sequence_parallel: bool,
-    example_inputs: Any = None,
-    anatomy: Anatomy | None = None,
-    check: CheckSplit | None = None,
+    structure: ModelStructure, *, mesh: Mesh, sequence_parallel: bool, check: CheckSplit | None = None
 ) -> TensorSplit:
-    """Return how the blocks of `model`, which is whole and keeps its values, are split; checked with real numbers.
+    """Return how the blocks of a model, which is whole and keeps its values, are split; checked with real numbers.
 
-    All ranks of a `tp` group call it together. `anatomy` saves a second look where it is known, `check` is another way
-    of checking than that in numbers. Raises `UnsupportedPlanError` where the model has no blocks or they cannot be
-    split, and says why.
+    All ranks of a `tp` group call it together. `check` is another way of checking than that in numbers. Raises
+    `UnsupportedPlanError` where the blocks cannot be split, and says why.
     """
     size = mesh.size("tp")
-    if stack is None:
-        raise UnsupportedPlanError(
-            f"tp={size}, but {type(model).__name__} has no repeated blocks to split",
-            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use tp=1",
-        )
-    if sequence_parallel and anatomy is None:
-        try:
-            anatomy = examine(model, stack, example_inputs)
-        except UnsupportedPlanError as error:
-            is_no_chain = error.hint == HINT  # which speaks of pipelines
-            raise UnsupportedPlanError(
-                f"sequence_parallel=True: {error.message}",
-                hint="use a plan without sequence parallelism" if is_no_chain else error.hint,
-            ) from None
-    if sequence_parallel and anatomy is not None and anatomy.uses.reads_between:
-        raise UnsupportedPlanError(
-            "sequence_parallel=True: code between the blocks reads hidden states, of which ranks have some tokens",
-            hint="use a plan without sequence parallelism",
-        )
-    shadow = meta_copy(model) if anatomy is None else anatomy.shadow
-    calls = block_calls(shadow, stack, example_of(model, example_inputs))
-    where = 0 if anatomy is None else anatomy.hidden_argument
+    structure.check_has_blocks(f"tp={size}", "to split")
+    model, stack = structure.model, structure.stack
+    where = _hidden_argument(structure) if sequence_parallel else 0
+    calls, meta_model = structure.calls, structure.meta_model
     plan = own_plan(model)
-    numbering = _numbering(stack.modules(shadow))
+    numbering = _numbering(stack.modules(meta_model))
     found: dict[Any, BlockSplit] = {}
     blocks: dict[str, BlockSplit] = {}
-    for name, block, call in zip(stack.names, stack.modules(shadow), calls, strict=True):
+    for name, block, call in zip(stack.names, stack.modules(meta_model), calls, strict=True):
         if call is None:
             raise UnsupportedPlanError(f"block {name} is not called in a forward pass", hint="use tp=1 for this model")
-        kept = _kept_whole(shadow, block, name, plan)
+        kept = _kept_whole(meta_model, block, name, plan)
         kind = _kind(block, call, kept, numbering)
         if kind not in found:
             ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
             wanted = _Wanted(mesh, ends, kept, check or checked_in_numbers)
             found[kind] = _split_of(model.get_submodule(name), block, name, call, wanted)
         blocks[name] = found[kind]
-    vocabulary = find_vocabulary_split(model, shadow, stack, size=size, example_inputs=example_inputs)
+    vocabulary = find_vocabulary_split(structure, size=size)
     return TensorSplit(blocks, vocabulary, sequence_parallel=sequence_parallel, hidden_argument=where)
+
+
+def _hidden_argument(structure: ModelStructure) -> int | str:
+    """Return where blocks take the hidden state; raise where sequence parallelism cannot split it between them."""
+    try:
+        chain = structure.chain
+    except UnsupportedPlanError as error:
+        is_no_chain = error.hint == HINT  # which speaks of pipelines
+        raise UnsupportedPlanError(
+            f"sequence_parallel=True: {error.message}",
+            hint="use a plan without sequence parallelism" if is_no_chain else error.hint,
+        ) from None
+    if chain.uses.reads_between:
+        raise UnsupportedPlanError(
+            "sequence_parallel=True: code between the blocks reads hidden states, of which ranks have some tokens",
+            hint="use a plan without sequence parallelism",
+        )
+    return chain.hidden_argument
 
 
 @dataclass(frozen=True)
@@ -152,38 +145,38 @@ class _Wanted:
 
 def _split_of(
     block: nn.Module,
-    shadow: nn.Module,
+    meta_model: nn.Module,
     name: str,
     call: BlockCall,
     wanted: _Wanted,
 ) -> BlockSplit:
     """Return how a block is split, checked: its adapters with the layers beside them, or as any other layers."""
-    adapters = find_adapters(shadow)
+    adapters = find_adapters(meta_model)
     if adapters.bases:
         try:
-            return _split_with(adapters, block, shadow, name, call, wanted)
+            return _split_with(adapters, block, meta_model, name, call, wanted)
         except UnsupportedPlanError as error:
             first = error
         try:
-            return _split_with(None, block, shadow, name, call, wanted)
+            return _split_with(None, block, meta_model, name, call, wanted)
         except UnsupportedPlanError:
             raise first from None
-    return _split_with(None, block, shadow, name, call, wanted)
+    return _split_with(None, block, meta_model, name, call, wanted)
 
 
 def _split_with(
     adapters: Adapters | None,
     block: nn.Module,
-    shadow: nn.Module,
+    meta_model: nn.Module,
     name: str,
     call: BlockCall,
     wanted: _Wanted,
 ) -> BlockSplit:
     """Return how a block is split, checked: its experts with gate before up, interleaved, or else left whole."""
-    experts = [layer for layer, module in shadow.named_modules() if layer and expert_weights(module) is not None]
+    experts = [layer for layer, module in meta_model.named_modules() if layer and expert_weights(module) is not None]
     mesh, ends, kept = wanted.mesh, wanted.ends, dict(wanted.kept)
     tried = [layer for layer in experts if layer not in kept]
-    find = partial(find_split, shadow, call, size=mesh.size("tp"), name=name, ends=ends, adapters=adapters)
+    find = partial(find_split, meta_model, call, size=mesh.size("tp"), name=name, ends=ends, adapters=adapters)
     for interleaved in (False, True) if tried else ():
         split = find(interleaved=interleaved, kept_whole=kept)
         try:
@@ -191,16 +184,16 @@ def _split_with(
         except UnsupportedPlanError as error:
             reason = error.message
     kept = kept | dict.fromkeys(tried, reason) if tried else kept
-    kept |= _stacked_weights_elsewhere(shadow)
+    kept |= _stacked_weights_elsewhere(meta_model)
     split = find(kept_whole=kept)
     return wanted.check(block, name, call, split, mesh, ends)
 
 
-def _stacked_weights_elsewhere(shadow: nn.Module) -> dict[str, str]:
+def _stacked_weights_elsewhere(meta_model: nn.Module) -> dict[str, str]:
     """Return the stacked weights of a block that are in no module of experts, with the reason that they stay whole."""
     return {
         f"{layer}.{name}".lstrip("."): "its weights are stacked, and in no module that holds the two of experts alone"
-        for layer, module in shadow.named_modules()
+        for layer, module in meta_model.named_modules()
         for name, weight in module.named_parameters(recurse=False)
         if weight.ndim == 3 and not isinstance(module, _CONVOLUTIONS) and (not layer or expert_weights(module) is None)
     }
@@ -208,12 +201,12 @@ def _stacked_weights_elsewhere(shadow: nn.Module) -> dict[str, str]:
 
 def apply_tensor_split(
     model: nn.Module, split: TensorSplit, names: Sequence[str], group: TensorGroup
-) -> dict[str, Cut]:
+) -> dict[str, Sharding]:
     """Leave this rank's parts in the ends and the blocks `names` of `model`, or of a stage of it that holds these.
 
     Returns the cuts of parameters by their names in `model`.
     """
-    cuts = apply_vocabulary_split(model, split.vocabulary, group)
+    shardings = apply_vocabulary_split(model, split.vocabulary, group)
     done: set[int] = set()
     for place, name in enumerate(names):
         block = model.get_submodule(name)
@@ -224,25 +217,29 @@ def apply_tensor_split(
         if split.sequence_parallel:
             ends = SequenceEnds(split.hidden_argument, is_first=place == 0, is_last=place == len(names) - 1)
         found = split_block(block, split.blocks[name], group, ends)
-        cuts |= {f"{name}.{parameter}": cut for parameter, cut in found.items()}
-    return cuts
+        shardings |= {f"{name}.{parameter}": sharding for parameter, sharding in found.items()}
+    return shardings
 
 
-def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: SequenceEnds | None) -> dict[str, Cut]:
+def split_block(
+    block: nn.Module, split: BlockSplit, group: TensorGroup, ends: SequenceEnds | None
+) -> dict[str, Sharding]:
     """Leave this rank's parts in `block` and make it work on them; return the cuts of its parameters by their names."""
-    cuts: dict[str, Cut] = {}
-    shown: dict[str, dict[str, Cut]] = {}
+    shardings: dict[str, Sharding] = {}
+    shown: dict[str, dict[str, Sharding]] = {}
     for layer, role in split.roles.items():
         module = block.get_submodule(layer)
         if role.kind == "experts":
-            cuts |= {f"{layer}.{name}": cut for name, cut in split_experts(module, role, group, layer).items()}
+            shardings |= {
+                f"{layer}.{name}": sharding for name, sharding in split_experts(module, role, group, layer).items()
+            }
             continue
         found = split_linear(
-            module, role, group, name=layer, sequence_parallel=ends is not None, is_direct=split.is_direct
+            module, role, group, name=layer, sequence_parallel=ends is not None, use_local_output=split.use_local_output
         )
-        if role.kind == "read" and not split.is_direct:
+        if role.kind == "read" and not split.use_local_output:
             shown[layer] = found
-        cuts |= {f"{layer}.{parameter}": cut for parameter, cut in found.items()}
+        shardings |= {f"{layer}.{parameter}": sharding for parameter, sharding in found.items()}
     summed: dict[str, list[str]] = {}
     for name in split.summed:
         layer, _, parameter = name.rpartition(".")
@@ -250,7 +247,7 @@ def split_block(block: nn.Module, split: BlockSplit, group: TensorGroup, ends: S
     for layer, parameters in summed.items():
         sum_gradients_in_backward(block.get_submodule(layer), parameters, group)
     block.forward = _block_forward(block, group, ends, split.read, shown)
-    return cuts
+    return shardings
 
 
 def _block_forward(
@@ -258,24 +255,24 @@ def _block_forward(
     group: TensorGroup,
     ends: SequenceEnds | None,
     read: frozenset[int],
-    shown: dict[str, dict[str, Cut]],
+    shown: dict[str, dict[str, Sharding]],
 ) -> Callable[..., Any]:
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as undo:
-            for layer, cuts in shown.items():
+            for layer, shardings in shown.items():
                 module = block.get_submodule(layer)
-                undo.enter_context(shown_split(module, dict(module.named_parameters()), cuts, group, layer))
+                undo.enter_context(shown_split(module, dict(module.named_parameters()), shardings, group, layer))
             return run_block(inner, args, kwargs, group=group, ends=ends, read=read)
 
     return forward
 
 
-def _kept_whole(shadow: nn.Module, block: nn.Module, name: str, plan: dict[str, str] | None) -> dict[str, str]:
+def _kept_whole(meta_model: nn.Module, block: nn.Module, name: str, plan: dict[str, str] | None) -> dict[str, str]:
     """Return the layers of a block that are not to be split, with the reason."""
     uses: dict[int, int] = {}
-    for _, parameter in shadow.named_parameters(remove_duplicate=False):
+    for _, parameter in meta_model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     experts = {layer for layer, module in block.named_modules() if layer and expert_weights(module) is not None}
     layers = {layer: module for layer, module in block.named_modules() if layer in experts or is_linear(module)}
@@ -354,15 +351,15 @@ def checked_in_numbers(
             setting = setting_of(whole, call)
             if ends is None and not split.draws and not shares_with_blocks(call):
                 # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
-                direct = replace(split, is_direct=True)
+                direct = replace(split, use_local_output=True)
                 copies.append(copy.deepcopy(whole))
-                cuts = split_block(copies[-1], direct, group, None)
-                summed = summed_gradients(whole, copies[-1], cuts, call, group=group, setting=setting)
+                shardings = split_block(copies[-1], direct, group, None)
+                summed = summed_gradients(whole, copies[-1], shardings, call, group=group, setting=setting)
                 if summed is not None:
                     split = replace(direct, summed=summed)
             copies.append(_copied(whole, name))
-            cuts = split_block(copies[-1], split, group, ends)
-            check_split(whole, copies[-1], cuts, call, group=group, name=name, setting=setting)
+            shardings = split_block(copies[-1], split, group, ends)
+            check_split(whole, copies[-1], shardings, call, group=group, name=name, setting=setting)
         return split
     finally:
         # Their forward passes refer to them: the values are let go here, not when Python next looks for such circles.

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.split_tensor import (
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import (
     CONTEXT,
     VOCABULARY,
     SplitError,
@@ -46,7 +46,7 @@ def check_by_token(name: str, func: Callable[..., Any], args: tuple[Any, ...], k
 
         def results(index: int | None) -> list[torch.Tensor]:
             given = [
-                number if index is None or not isinstance(leaf, SplitTensor) else leaf.cut.part(number, index)
+                number if index is None or not isinstance(leaf, SplitTensor) else leaf.sharding.part(number, index)
                 for leaf, number in zip(leaves, numbers, strict=True)
             ]
             own_args, own_kwargs = pytree.tree_unflatten([_copied(value) for value in given], structure)
@@ -59,7 +59,7 @@ def check_by_token(name: str, func: Callable[..., Any], args: tuple[Any, ...], k
         except (RuntimeError, TypeError, ValueError, IndexError):
             return
         for whole, *own in zip(expected, *parts, strict=True):
-            if not _is_cut(whole, own, operands[0].cut):
+            if not _is_sharded(whole, own, operands[0].sharding):
                 raise SplitError(f"{name} looks at several tokens at once", source=CONTEXT)
 
 
@@ -67,7 +67,7 @@ _CALLS_WATCHED = 64
 
 
 @contextmanager
-def functions_refused() -> Iterator[None]:
+def custom_functions_refused() -> Iterator[None]:
     """Have an autograd.Function that is handed some tokens, or logits of some classes, raise an error.
 
     It runs on the parts, and autograd does not see that. Raises `SplitError`, for logits `UnsupportedPlanError`.
@@ -84,7 +84,7 @@ def functions_refused() -> Iterator[None]:
         yield
 
 
-def seen_through(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def without_custom_functions(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return `loss_fn`, refused where it hands an autograd.Function outputs that are split.
 
     Its first calls are watched, for which torch is changed: those of the checks and of the first steps.
@@ -96,7 +96,7 @@ def seen_through(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
         if watched == _CALLS_WATCHED:
             return loss_fn(outputs, targets)
         watched += 1
-        with functions_refused():
+        with custom_functions_refused():
             return loss_fn(outputs, targets)
 
     return loss
@@ -118,14 +118,14 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _is_cut(whole: torch.Tensor, parts: list[torch.Tensor], cut: Cut) -> bool:
-    """Whether `parts` are those of `whole` by `cut` in some dimension; other shapes are left to who compares shapes."""
+def _is_sharded(whole: torch.Tensor, parts: list[torch.Tensor], sharding: Sharding) -> bool:
+    """Whether `parts` are those of `whole` by `sharding` in some dimension; other shapes are compared elsewhere."""
     if whole.ndim != parts[0].ndim:
         return True
     differing = [dim for dim, (all_, own) in enumerate(zip(whole.shape, parts[0].shape, strict=True)) if all_ != own]
-    if len(differing) != 1 or whole.shape[differing[0]] != cut.length:
+    if len(differing) != 1 or whole.shape[differing[0]] != sharding.length:
         return True
-    expected = [cut.at(differing[0]).part(whole, index) for index in range(cut.size)]
+    expected = [sharding.at(differing[0]).part(whole, index) for index in range(sharding.size)]
     return all(
         part.shape == own.shape
         and torch.allclose(_wide(own), _wide(part), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)

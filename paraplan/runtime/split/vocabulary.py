@@ -16,13 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.runtime.anatomy import example_of, first_that_runs
-from paraplan.runtime.blocks import BlockStack
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup, sum_over_ranks
-from paraplan.runtime.split.layers import LayerRole, column_forward, enter_column, has_own_weight
-from paraplan.runtime.split.split_tensor import VOCABULARY, SplitError, SplitTensor, on_own_tokens
-from paraplan.runtime.step.batches import call_model
+from paraplan.runtime.data.batches import call_model
+from paraplan.runtime.shards.group import TensorGroup, reduce_from_region
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import (
+    VOCABULARY,
+    SplitError,
+    SplitTensor,
+    on_own_tokens,
+)
+from paraplan.runtime.split.layers import (
+    LayerRole,
+    column_forward,
+    enter_column,
+    has_own_weight,
+)
+from paraplan.runtime.structure.model_structure import ModelStructure
 from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
 
 _TOLERANCE = 1e-6
@@ -38,19 +47,18 @@ class VocabularySplit:
     whole: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_vocabulary_split(
-    model: nn.Module, shadow: nn.Module, stack: BlockStack, *, size: int, example_inputs: object = None
-) -> VocabularySplit:
-    """Return how the embedding and the head of `model` are split over `size` ranks; `shadow` is it without values.
+def find_vocabulary_split(structure: ModelStructure, *, size: int) -> VocabularySplit:
+    """Return how the embedding and the head of a model are split over `size` ranks.
 
     A head is a linear layer outside of the blocks with as many outputs as an embedding there has rows. Both stay whole
     where what the model does with the logits needs all of them. Where `size` does not divide them the last rank has
     fewer rows; nothing is padded.
     """
+    meta_model = structure.meta_model
     outside = {
         name: module
-        for name, module in shadow.named_modules()
-        if not f"{name}.".startswith(tuple(f"{block}." for block in stack.names))
+        for name, module in meta_model.named_modules()
+        if not f"{name}.".startswith(tuple(f"{block}." for block in structure.stack.names))
     }
     embeddings = {name: module for name, module in outside.items() if isinstance(module, nn.Embedding)}
     heads = {name: module for name, module in outside.items() if isinstance(module, nn.Linear)}
@@ -62,29 +70,29 @@ def find_vocabulary_split(
         return VocabularySplit()
     reason = (
         f"tp={size} leaves ranks without a part of a vocabulary of {vocabulary}"
-        if Cut(dim=0, segments=(vocabulary,), size=size).local_length(size - 1) < 1
-        else _computed_reason(shadow, [*chosen, *ends])
-        or _shared_reason(shadow, {*chosen, *ends})
-        or _read_reason(shadow, [*chosen, *ends], example_inputs)
-        or next(filter(None, (_lookup_reason(model.get_submodule(name), size) for name in chosen)), None)
-        or _logits_reason(shadow, ends, size, example_inputs)
+        if Sharding(dim=0, segments=(vocabulary,), size=size).local_length(size - 1) < 1
+        else _computed_reason(meta_model, [*chosen, *ends])
+        or _shared_reason(meta_model, {*chosen, *ends})
+        or _read_reason(structure, [*chosen, *ends])
+        or next(filter(None, (_lookup_reason(structure.model.get_submodule(name), size) for name in chosen)), None)
+        or _logits_reason(structure, ends, size)
     )
     if reason is not None:
         return VocabularySplit(whole=dict.fromkeys([*chosen, *ends], reason))
     return VocabularySplit(size=vocabulary, embeddings=tuple(chosen), heads=tuple(ends))
 
 
-def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: TensorGroup) -> dict[str, Cut]:
+def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: TensorGroup) -> dict[str, Sharding]:
     """Leave this rank's rows in the embeddings and heads that `model`, or a stage of it, holds; return their cuts."""
     held = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    cut = Cut(dim=0, segments=(split.size,), size=group.size)
+    sharding = Sharding(dim=0, segments=(split.size,), size=group.size)
     parts: dict[int, nn.Parameter] = {}
     for name in (*split.embeddings, *split.heads):
         module = held.get(name)
         if isinstance(module, (nn.Embedding, nn.Linear)):
             for whole in module.parameters(recurse=False):
                 if id(whole) not in parts:
-                    part = cut.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
+                    part = sharding.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
                     parts[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
     for module in held.values():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -93,21 +101,21 @@ def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: Tens
     for name in split.embeddings:
         module = held.get(name)
         if isinstance(module, nn.Embedding):
-            _look_up_own(module, group, cut)
+            _look_up_own(module, group, sharding)
     for name in split.heads:
         module = held.get(name)
         if isinstance(module, nn.Linear):
             role = LayerRole(kind="column", segments=(split.size,))
-            forward = column_forward(module, role, group, VOCABULARY, is_direct=False)
+            forward = column_forward(module, role, group, VOCABULARY, use_local_output=False)
             module.forward = forward  # type: ignore[method-assign,assignment]
     own = {id(part) for part in parts.values()}
-    return {name: cut for name, parameter in model.named_parameters() if id(parameter) in own}
+    return {name: sharding for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
-def _look_up_own(module: nn.Embedding, group: TensorGroup, cut: Cut) -> None:
+def _look_up_own(module: nn.Embedding, group: TensorGroup, sharding: Sharding) -> None:
     """Make `module`, which holds this rank's rows, look up those and sum what all ranks found."""
     inner: Callable[[torch.Tensor], torch.Tensor] = module.forward
-    start, _, count = cut.pieces(group.index)[0]
+    start, _, count = sharding.pieces(group.index)[0]
     if module.padding_idx is not None:  # its gradient is 0
         is_own = start <= module.padding_idx < start + count
         module.padding_idx = module.padding_idx - start if is_own else None
@@ -116,7 +124,7 @@ def _look_up_own(module: nn.Embedding, group: TensorGroup, cut: Cut) -> None:
         own = tokens - start
         is_other = (own < 0) | (own >= count)
         found = inner(own.masked_fill(is_other, 0)).masked_fill(is_other[..., None], 0.0)
-        return sum_over_ranks(found, group)
+        return reduce_from_region(found, group)
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         return on_own_tokens(tokens, look_up)
@@ -124,15 +132,15 @@ def _look_up_own(module: nn.Embedding, group: TensorGroup, cut: Cut) -> None:
     module.forward = forward  # type: ignore[method-assign,assignment]
 
 
-def _computed_reason(shadow: nn.Module, chosen: list[str]) -> str | None:
-    computed = [name for name in chosen if not has_own_weight(shadow.get_submodule(name))]
+def _computed_reason(meta_model: nn.Module, chosen: list[str]) -> str | None:
+    computed = [name for name in chosen if not has_own_weight(meta_model.get_submodule(name))]
     return f"the weight of {computed[0]} is computed from other parameters" if computed else None
 
 
-def _shared_reason(shadow: nn.Module, chosen: set[str]) -> str | None:
+def _shared_reason(meta_model: nn.Module, chosen: set[str]) -> str | None:
     """Return why a parameter of the chosen layers cannot be split: a layer that is not chosen computes with it."""
-    split = {id(parameter) for name in chosen for parameter in shadow.get_submodule(name).parameters()}
-    for name, module in shadow.named_modules(remove_duplicate=False):
+    split = {id(parameter) for name in chosen for parameter in meta_model.get_submodule(name).parameters()}
+    for name, module in meta_model.named_modules(remove_duplicate=False):
         is_leaf = not any(True for _ in module.children())
         shares = any(id(parameter) in split for parameter in module.parameters(recurse=False))
         if shares and is_leaf and name not in chosen:
@@ -168,9 +176,10 @@ class _ReadsElsewhere(TorchDispatchMode):
         self.num_inside -= 1
 
 
-def _read_reason(shadow: nn.Module, chosen: list[str], example_inputs: object) -> str | None:
+def _read_reason(structure: ModelStructure, chosen: list[str]) -> str | None:
     """Return why parameters of the chosen layers cannot be split: other code computes with them too."""
-    layers = [shadow.get_submodule(name) for name in chosen]
+    meta_model = structure.meta_model
+    layers = [meta_model.get_submodule(name) for name in chosen]
 
     def attempt(tried: object, _: object) -> bool:
         mode = _ReadsElsewhere([parameter for layer in layers for parameter in layer.parameters()])
@@ -179,10 +188,10 @@ def _read_reason(shadow: nn.Module, chosen: list[str], example_inputs: object) -
                 undo.callback(layer.register_forward_pre_hook(mode.enter, prepend=True).remove)
                 undo.callback(layer.register_forward_hook(mode.leave, always_call=True).remove)
             with torch.no_grad(), mode:
-                call_model(shadow, tried)
+                call_model(meta_model, tried)
         return mode.found
 
-    if first_that_runs(shadow, example_of(shadow, example_inputs), attempt):
+    if structure.run(attempt):
         return "the model computes with its weight outside of its forward pass"
     return None
 
@@ -200,45 +209,45 @@ def _lookup_reason(module: nn.Module, size: int) -> str | None:
     with torch.no_grad():
         for index in range(size):
             part, group = copy.deepcopy(module), TensorGroup(size=size, index=index, handle=None)
-            cut = Cut(dim=0, segments=(module.num_embeddings,), size=size)
-            part.weight = nn.Parameter(cut.part(module.weight, index).contiguous())
-            _look_up_own(part, group, cut)
+            sharding = Sharding(dim=0, segments=(module.num_embeddings,), size=size)
+            part.weight = nn.Parameter(sharding.part(module.weight, index).contiguous())
+            _look_up_own(part, group, sharding)
             found = found + part(tokens)
         expected = module(tokens)
     error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
     return None if error <= _TOLERANCE else "its lookup is more than one of rows"
 
 
-def _logits_reason(shadow: nn.Module, heads: list[str], size: int, example_inputs: object) -> str | None:
+def _logits_reason(structure: ModelStructure, heads: list[str], size: int) -> str | None:
     """Return why the model itself needs whole logits, None where it computes with parts of them."""
 
     def attempt(tried: object, _: object) -> None:
         with torch.no_grad():
-            call_model(shadow, tried)
+            call_model(structure.meta_model, tried)
 
-    with _trial_heads(shadow, heads, TensorGroup(size=size, index=0, handle=None, gathers=False)):
+    with _trial_heads(structure.meta_model, heads, TensorGroup(size=size, index=0, handle=None, gathers=False)):
         try:
-            first_that_runs(shadow, example_of(shadow, example_inputs), attempt)
+            structure.run(attempt)
         except SplitError as error:
             return error.message
     return None
 
 
 @contextmanager
-def _trial_heads(shadow: nn.Module, heads: list[str], group: TensorGroup) -> Iterator[None]:
-    """Let the heads of `shadow` return split logits without values, in this context."""
+def _trial_heads(meta_model: nn.Module, heads: list[str], group: TensorGroup) -> Iterator[None]:
+    """Let the heads of `meta_model` return split logits without values, in this context."""
 
     def trial(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(given: torch.Tensor) -> torch.Tensor:
-            cut = Cut(given.ndim - 1, (module.out_features,), group.size)
-            local = enter_column(given, group).new_empty((*given.shape[:-1], cut.local_length(group.index)))
-            return SplitTensor(local, cut, group, VOCABULARY)
+            sharding = Sharding(given.ndim - 1, (module.out_features,), group.size)
+            local = enter_column(given, group).new_empty((*given.shape[:-1], sharding.local_length(group.index)))
+            return SplitTensor(local, sharding, group, VOCABULARY)
 
         return forward
 
     with ExitStack() as undo:
         for name in heads:
-            module = shadow.get_submodule(name)
+            module = meta_model.get_submodule(name)
             assert isinstance(module, nn.Linear)
             undo.callback(module.__dict__.pop, "forward", None)
             module.forward = trial(module)  # type: ignore[method-assign,assignment]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split.context_rules import split_row_losses
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitTensor
 
 _NAMES = (
     *("input", "target", "weight", "size_average", "ignore_index"),
@@ -43,8 +43,8 @@ def split_cross_entropy(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         options = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
         return split_row_losses(logits, target, given["weight"], options)
     classes = 1 if logits.local.ndim > 1 else 0
-    is_plain = len(logits.cut.segments) == 1 and logits.cut.repeats == 1
-    if logits.cut.dim != classes or not is_plain or target.is_floating_point():
+    is_plain = len(logits.sharding.segments) == 1 and logits.sharding.repeats == 1
+    if logits.sharding.dim != classes or not is_plain or target.is_floating_point():
         return None
     if any(given[name] is not None for name in ("weight", "size_average", "reduce")):
         return None
@@ -55,7 +55,7 @@ def split_cross_entropy(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         given["ignore_index"],
         given["label_smoothing"],
         logits.group,
-        logits.cut,
+        logits.sharding,
     )
     return _reduced(losses, target, ignored=given["ignore_index"], reduction=given["reduction"])
 
@@ -78,9 +78,9 @@ class _RowLosses(torch.autograd.Function):
         ignored: int,
         smoothing: float,
         group: TensorGroup,
-        cut: Cut,
+        sharding: Sharding,
     ) -> torch.Tensor:
-        first, _, num_classes = cut.pieces(group.index)[0]
+        first, _, num_classes = sharding.pieces(group.index)[0]
         local = target - first
         is_mine = (local >= 0) & (local < num_classes)
         local = local.clamp(0, num_classes - 1)
@@ -90,13 +90,13 @@ class _RowLosses(torch.autograd.Function):
         copied = logits.clone() if logits.dtype is torch.float32 else logits.float()
         shifted = copied.sub_(largest[:, None])
         of_target = shifted.gather(1, local[:, None]).squeeze(1) * is_mine
-        means = [shifted.sum(dim=-1) / cut.length] if smoothing else []
+        means = [shifted.sum(dim=-1) / sharding.length] if smoothing else []
         exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(dim=-1), of_target, *means])
         total, of_target, *means = group.sum(sums, in_place=True).unbind(0)
         counts = target != ignored
         ctx.save_for_backward(exponentials.div_(total[:, None]), local, is_mine, counts)
-        ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, cut.length, logits.dtype
+        ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, sharding.length, logits.dtype
         losses = total.log() - (1 - smoothing) * of_target
         if smoothing:
             losses -= smoothing * means[0]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.data_parallel import GradientSync
-from paraplan.runtime.pipeline.replica_gradients import ReplicaGradients
+from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.wrapping import GradientSync
 from paraplan.runtime.precision import compute_context
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.split.context_parallel import split_tokens
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.split_tensor import SplitError
-from paraplan.runtime.step.batches import MicroBatch
 from paraplan.runtime.step.loss import StepLoss, split_error
 
 
@@ -36,8 +37,8 @@ class Execution(Protocol):
 class WholeModelExecution:
     """One micro-batch after another through the whole model: one process, DDP, ZeRO.
 
-    `context` is the `cp` group, where each rank has some of the tokens. `apart` are parameters that stay whole under
-    ZeRO, whose gradients `replicas` averages.
+    `context` is the `cp` group, where each rank has some of the tokens. `unsharded` are parameters that stay whole
+    under ZeRO, whose gradients `replicas` averages.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class WholeModelExecution:
         device: torch.device,
         replicas: ReplicaGradients,
         context: TensorGroup | None = None,
-        apart: Sequence[nn.Parameter] = (),
+        unsharded: Sequence[nn.Parameter] = (),
     ) -> None:
         self.loss = loss
         self._module = module
         self._replicas = replicas
-        self._apart = apart
+        self._unsharded = unsharded
         self._context = context
         self._sync = sync
         self._precision = precision
@@ -67,7 +68,7 @@ class WholeModelExecution:
         for index, micro_batch in enumerate(micro_batches):
             with self._sync.micro_batch(is_last=index == len(micro_batches) - 1):
                 self._loss_of(micro_batch).backward()  # type: ignore[no-untyped-call]
-        self._replicas.start(self._apart)
+        self._replicas.start(self._unsharded)
         self._replicas.finish()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -86,3 +87,15 @@ class WholeModelExecution:
                 return self.loss.run(self._module, inputs, micro_batch)
         except SplitError as error:
             raise split_error(error, self._context) from error
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Have `module` and its parts in evaluation mode in this context, and in their own modes behind it."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was_training in modes.items():
+            part.training = was_training

@@ -8,12 +8,12 @@ import torch
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.data.batches import is_of_batch
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.split.cut import Cut
-from paraplan.runtime.split.group import TensorGroup, gather_to_ranks
-from paraplan.runtime.split.outputs import map_outputs
-from paraplan.runtime.split.split_tensor import SplitTensor
-from paraplan.runtime.step.batches import is_of_batch
+from paraplan.runtime.shards.group import TensorGroup, all_gather
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import SplitTensor
+from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
 
 
@@ -65,7 +65,7 @@ class GlobalBatch:
         return outputs, targets
 
     def _join(self, tensor: torch.Tensor) -> torch.Tensor:
-        cut = Cut(dim=0, segments=(tensor.shape[0] * self._group.size,), size=self._group.size)
+        sharding = Sharding(dim=0, segments=(tensor.shape[0] * self._group.size,), size=self._group.size)
         if tensor.dtype == torch.bool:
-            return gather_to_ranks(tensor.view(torch.uint8), cut, self._group).view(torch.bool)
-        return gather_to_ranks(tensor, cut, self._group)
+            return all_gather(tensor.view(torch.uint8), sharding, self._group).view(torch.bool)
+        return all_gather(tensor, sharding, self._group)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.step.clipping import clip_factor, global_norm, scale_gradients
-from paraplan.runtime.step.loss_scale import LossScale
+from paraplan.runtime.precision import LossScale
+from paraplan.runtime.torch_private import multiply_all
 
 
 @dataclass(frozen=True)
-class GradientFinish:
+class GradientClipping:
     """Multiplies, unscales and clips the gradients of one rank. They are read once for their norm and written once.
 
     `repeated` names those that an earlier pipeline stage counts in the norm, `split` those that ranks of `tp` hold
@@ -57,3 +59,56 @@ class GradientFinish:
         if by is not None:
             scale_gradients(gradients.values(), by)
         return norm, True
+
+
+def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Collection[str] = ()) -> torch.Tensor:
+    """Return the 2-norm of the gradient of the whole model, the same on every rank, as a scalar tensor.
+
+    `gradients` are this rank's by the names of their parameters: shards over `dp` (DTensors) are summed over `dp`,
+    those of parameters in `split` over `tp`, and all over the stages of the pipeline. A gradient that several stages
+    hold must be given by one of them only.
+    """
+    device = mesh.world.device
+
+    def square_of(*, is_split: bool, is_sharded: bool) -> torch.Tensor:
+        chosen = [
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            for name, gradient in gradients.items()
+            if (name in split) == is_split and isinstance(gradient, DTensor) == is_sharded
+        ]
+        return _squared_norm(chosen, device)
+
+    def summed(square: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        return square
+
+    # Both squares travel together: over dp and cp those of shards, and over tp those of parts.
+    has_shards = any(isinstance(gradient, DTensor) for gradient in gradients.values())  # alike on the ranks of a group
+    sharded = summed(
+        torch.stack([square_of(is_split=part, is_sharded=True) for part in (False, True)]),
+        mesh.shard_group if has_shards else None,
+    )
+    whole, part = sharded + torch.stack([square_of(is_split=part, is_sharded=False) for part in (False, True)])
+    return summed(whole + summed(part.clone(), mesh.group("tp")), mesh.group("pp")).sqrt()
+
+
+def clip_factor(norm: torch.Tensor, *, max_norm: float) -> torch.Tensor:
+    """Return what brings a gradient of `norm` to at most `max_norm`, as torch.nn.utils.clip_grad_norm_ computes it."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def scale_gradients(gradients: Iterable[torch.Tensor], by: torch.Tensor | float) -> None:
+    """Multiply gradients by a number, in place, all in one call for each of their devices and types."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        groups.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), alike in groups.items():
+        multiply_all(alike, by.to(device) if isinstance(by, torch.Tensor) else by)
+
+
+def _squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.nn.utils.get_total_norm(tensors).to(device, torch.float32).square()

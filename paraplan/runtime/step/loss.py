@@ -17,12 +17,18 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.runtime.data.batches import MicroBatch, call_model
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitError
 from paraplan.runtime.split.context_parallel import context_error
-from paraplan.runtime.split.group import TensorGroup
-from paraplan.runtime.split.split_tensor import CONTEXT, SplitError
-from paraplan.runtime.step.batches import MicroBatch, call_model
 from paraplan.runtime.step.global_batch import GlobalBatch
-from paraplan.runtime.step.loss_counts import LossFollower, Mean, Number, Sum, Term
+from paraplan.runtime.step.loss_counts import (
+    LossFollower,
+    Mean,
+    Number,
+    Sum,
+    Term,
+)
 
 LossFunction = Callable[[Any, Any], Any]
 LossKind = Literal["whole", "gathered", "sum", "sequences", "targets", "counted", "probe"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 from pydantic import Field
@@ -19,7 +19,6 @@ from paraplan.hardware.profile_files import find_gpu
 from paraplan.plan.files import PlannedEstimate
 from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record
-from paraplan.runtime.step.step_clock import StepClock, clock_of
 from paraplan.runtime.torch_private import pytree
 from paraplan.units import format_bytes, format_count, format_seconds
 
@@ -52,7 +51,7 @@ StepCallback = Callable[[StepReport], object]
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class SpeedBaseline:
     """What speeds are set against. `peak_flops_per_s` is that of one device; `num_parameters` of the whole model."""
 
     num_ranks: int
@@ -106,7 +105,7 @@ class RunWatch:
     """
 
     device: torch.device
-    yardstick: Yardstick
+    baseline: SpeedBaseline
     metrics: Path | None = None
     metrics_every: int = 1
     callbacks: list[tuple[int, StepCallback]] = field(default_factory=list)
@@ -157,7 +156,7 @@ class RunWatch:
             learning_rate=learning_rate,
             step_time_s=step_time_s,
             tokens_per_s=tokens / step_time_s,
-            mfu=self.yardstick.mfu(step_time_s=step_time_s, tokens=tokens),
+            mfu=self.baseline.mfu(step_time_s=step_time_s, tokens=tokens),
             peak_memory_bytes=peak_memory_bytes(self.device),
             metrics={name: value.item() for name, value in (metrics or {}).items()},
         )
@@ -180,7 +179,7 @@ class RunWatch:
 
     def comparison(self) -> str | None:
         """Return step time and memory, measured against predicted; None without a prediction or without a step."""
-        estimate = self.yardstick.estimate
+        estimate = self.baseline.estimate
         measured = [] if self.clock is None or estimate is None else self.clock.times_s()
         times = measured[_WARM_STEPS:] or measured
         if estimate is None or not times:
@@ -243,3 +242,81 @@ def _append(path: Path, report: StepReport) -> None:
         raise UsageError(
             f"cannot write metrics to {path}: {error.strerror}", hint="choose a folder that exists and is yours"
         ) from None
+
+
+class StepClock(Protocol):
+    """Times steps one after another."""
+
+    def begin(self) -> None:
+        """Take note of the start of a step."""
+        ...
+
+    def end(self) -> None:
+        """Take note of the end of a step."""
+        ...
+
+    def times_s(self) -> list[float]:
+        """Return the times of all steps so far, in seconds; waits for the last one."""
+        ...
+
+
+def clock_of(device: torch.device) -> StepClock:
+    """Return a clock for steps on `device`."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+class HostClock:
+    """The clock of the process, where a step is done when its call returns."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._times_s: list[float] = []
+
+    def begin(self) -> None:
+        """Take note of the start of a step."""
+        self._started_s = time.perf_counter()
+
+    def end(self) -> None:
+        """Take note of the end of a step."""
+        self._times_s.append(time.perf_counter() - self._started_s)
+
+    def times_s(self) -> list[float]:
+        """Return the times of all steps so far, in seconds."""
+        return list(self._times_s)
+
+
+class DeviceClock:
+    """Events on the current stream of the GPU, between which it works on a step or waits for the host."""
+
+    def __init__(self) -> None:
+        self._started: torch.cuda.Event | None = None
+        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._times_s: list[float] = []
+
+    def begin(self) -> None:
+        """Take note of the start of a step."""
+        self._started = _event()
+
+    def end(self) -> None:
+        """Take note of the end of a step."""
+        if self._started is not None:
+            self._open.append((self._started, _event()))
+        while self._open and self._open[0][1].query():  # type: ignore[no-untyped-call]
+            self._read()
+
+    def times_s(self) -> list[float]:
+        """Return the times of all steps so far, in seconds; waits for the last one."""
+        while self._open:
+            self._open[0][1].synchronize()
+            self._read()
+        return list(self._times_s)
+
+    def _read(self) -> None:
+        started, ended = self._open.pop(0)
+        self._times_s.append(started.elapsed_time(ended) / 1e3)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -1,0 +1,240 @@
+"""torch's agent of one node with a word before each start of its ranks: the nodes have met, and compare notes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+import paraplan
+from paraplan.errors import PlanError
+from paraplan.launch.accelerate import accelerate_variables
+from paraplan.launch.elastic.processes import JobRecord
+from paraplan.launch.faults.report import describe_failures, say, write_report
+from paraplan.launch.nodes.board import NodeBoard, NodeFacts, RemoteError, differences
+from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables
+from paraplan.launch.planning import PlannerRequest, make_plan
+from paraplan.launch.status import StatusTitle
+from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, participants
+
+_LOOK_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """The nodes that have met for one start of the ranks, and this node's place among them."""
+
+    board: NodeBoard
+    world_size: int
+    ranks_per_node: int
+    master_addr: str
+
+
+class NodeAgent(ElasticAgent):
+    """torch's local agent that calls `before_start` once its nodes have met, and before their ranks start."""
+
+    def __init__(self, *arguments: Any, before_start: Callable[[Round], None], job: JobRecord, **options: Any) -> None:
+        """Take torch's arguments, `before_start`, and the record of the job."""
+        super().__init__(*arguments, **options)
+        self._before_start = before_start
+        self._job = job
+        self._is_restart_told = False
+        self._board: NodeBoard | None = None
+        self._looks_at = 0.0
+        self._status = StatusTitle()
+
+    def monitor_workers(self, group: WorkerGroup) -> RunResult:
+        """Return how the ranks are, and start them again where a node was lost."""
+        result = super().monitor_workers(group)
+        ranks, num_nodes = group.workers[0].world_size, group.group_world_size
+        self._status.show(f"{ranks} ranks" + (f" on {num_nodes} nodes" if num_nodes and num_nodes > 1 else ""))
+        if result.state == WorkerState.HEALTHY and self._has_lost_nodes(group):
+            others = "meet again without it" if self._may_go_on_without(group) else "wait for it"
+            self._tell_restart(f"a node has not been heard of for a while; the others {others}")
+            self.restart_workers(group)  # as torch does for a node that is new: it counts as no failure
+        elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self.restarts_left > 0:
+            self._tell_failure()
+        return result
+
+    def _tell_failure(self) -> None:
+        """Say what failed, before torch starts the ranks anew."""
+        if self._job.hang is not None:
+            write_report(self._job.hang.render())
+        group = self.get_worker_group()
+        left, allowed = self.restarts_left - 1, group.spec.max_restarts
+        what = describe_failures(self._job.failures, num_nodes=group.group_world_size or 1)
+        self._tell_restart(f"{what}; all ranks start again ({left} of {allowed} restarts left)")
+
+    def _tell_restart(self, reason: str) -> None:
+        self._is_restart_told = True
+        say(reason)
+
+    def restart_workers(self, group: WorkerGroup) -> None:
+        """Start all ranks again, and say why."""
+        if not self._is_restart_told:  # torch does so for no other reason
+            say("another node has come; all meet again with it")
+        self._is_restart_told = False
+        super().restart_workers(group)
+
+    def _has_lost_nodes(self, worker_group: WorkerGroup) -> bool:
+        """Whether a node of an elastic job has stopped to give signs of life, and has not ended its work before.
+
+        torch drops such a node from the state of its rendezvous, and goes on waiting for ranks that are gone.
+        """
+        nodes = participants(worker_group.spec.rdzv_handler)
+        now = time.monotonic()
+        if nodes is None or self._board is None or now < self._looks_at:
+            return False
+        self._looks_at = now + _LOOK_INTERVAL_S
+        is_lost = len(nodes) < self._board.num_nodes
+        return is_lost and not self._board.is_anyone_done()
+
+    @staticmethod
+    def _may_go_on_without(worker_group: WorkerGroup) -> bool:
+        """Whether the nodes that are left are as many as --nnodes asks for at least."""
+        handler: Any = worker_group.spec.rdzv_handler
+        return len(participants(handler) or ()) >= int(handler.settings.min_nodes)
+
+    def shut_down(self, *arguments: Any, **options: Any) -> None:
+        """End the ranks, and what shows their state."""
+        self._status.close()
+        super().shut_down(*arguments, **options)
+
+    def wait_for_nodes(self) -> None:
+        """Tell the other nodes that this one is done, and wait for them."""
+        if self._board is not None:
+            self._board.note_done()
+        super().wait_for_nodes()
+
+    def meet(self, group: WorkerGroup) -> None:
+        """Meet the other nodes; an error says which have come."""
+        # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
+        # waits in vain to be told, and one that stays looks for a store on a node that may be gone.
+        handler = group.spec.rdzv_handler
+        forget_store_of_ranks(handler)
+        try:
+            super().meet(group)
+        except RendezvousError as error:
+            for address in participants(handler) or ():
+                error.add_note(address)  # for the report
+            raise
+
+    def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks, after what is done before each start."""
+        group_rank, num_nodes = group.group_rank, group.group_world_size
+        assert group.store is not None
+        assert group_rank is not None
+        assert num_nodes is not None
+        board = NodeBoard(
+            group.store,
+            node=group_rank,
+            num_nodes=num_nodes,
+        )
+        self._board = board if num_nodes > 1 else None
+        self._before_start(
+            Round(
+                board=board,
+                world_size=group.workers[0].world_size,
+                ranks_per_node=group.spec.local_world_size,
+                master_addr=str(group.master_addr),
+            )
+        )
+        return super().start_workers(group)
+
+
+@dataclass
+class RoundPreparation:
+    """What is done before each start of the ranks: differences of the nodes are said, and a plan is made if asked for.
+
+    `drives_accelerate` puts the plan into the variables of accelerate too. `folder` gets the plans.
+    The plan is written into `job` and, for the ranks, into `environment`.
+    """
+
+    job: JobRecord
+    planner: PlannerRequest | None
+    script: str
+    folder: Path
+    plan_variable: str
+    environment: dict[str, str]
+    drives_accelerate: bool = False
+    num_rounds: int = 0
+    _text: str = ""
+    _accelerate: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, meeting: Round) -> None:
+        """Prepare one start. Raises `PlanError` where no plan can be made for the nodes that have met."""
+        try:
+            self._prepare(meeting)
+        except RemoteError as error:
+            failure = PlanError(error.message, hint=error.hint)
+            failure.exit_status = error.exit_status
+            raise failure from None
+
+    def _prepare(self, meeting: Round) -> None:
+        self.job.board = meeting.board
+        if meeting.board.num_nodes > 1:
+            facts = meeting.board.exchange_facts(node_facts(self.script, first_node=meeting.master_addr))
+            for sentence in differences(facts) if meeting.board.node == 0 else []:
+                say(f"the nodes differ: {sentence}")
+            # the first node may know itself by a loopback address, but not the others
+            hosts = [meeting.master_addr, *(fact.address for fact in facts if fact.address)]
+            host = next((host for host in hosts if interface_towards(host) is not None), meeting.master_addr)
+            chosen = interface_variables(host, os.environ, has_gpus=torch.cuda.is_available())
+            is_new = not chosen.items() <= self.environment.items()
+            self.environment.update(chosen)
+            if is_new:
+                say(f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: the way to {host}")
+        self.num_rounds += 1
+        if self.planner is not None:
+            self._plan(meeting, self.planner)
+        if self.job.plan is not None and self.drives_accelerate:
+            for name in self._accelerate:
+                self.environment.pop(name, None)
+            self._accelerate = accelerate_variables(self.job.plan, os.environ)
+            self.environment.update(self._accelerate)
+
+    def _plan(self, meeting: Round, planner: PlannerRequest) -> None:
+        from paraplan.plan.files import PlanFile  # pydantic: a tenth of a second for launches without a plan
+
+        before = self.job.plan
+        fits = before is not None and before.plan.world_size == meeting.world_size
+
+        def make() -> str:
+            if fits:  # a new node may still wait for it
+                return self._text
+            num_nodes = meeting.board.num_nodes
+            ranks = meeting.ranks_per_node
+            return make_plan(planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
+
+        text = meeting.board.share_text(f"plan/{meeting.world_size}", make)
+        self._text = text
+        if fits:
+            return
+        path = self.folder / ("plan.json" if before is None else f"plan-{self.num_rounds}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        self.job.plan = PlanFile.from_json(text, source=str(path))
+        self.environment[self.plan_variable] = str(path)
+        if meeting.board.node == 0:
+            ranks = "1 rank that is" if meeting.world_size == 1 else f"{meeting.world_size} ranks that are"
+            again = "" if before is None else f", made again for the {ranks} left or new"
+            say(f"plan: {self.job.plan.plan.describe()}{again}")
+
+
+def node_facts(script: str, *, first_node: str) -> NodeFacts:
+    """Return the facts of this node; the digest of a script that is no file is its name."""
+    known = {"torch": str(torch.__version__), "paraplan": paraplan.__version__, "python": platform.python_version()}
+    path = Path(script)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script
+    address = address_towards(first_node) or ""
+    return NodeFacts(host=socket.gethostname(), script=digest, address=address, **known)

@@ -1,0 +1,170 @@
+"""A job under torch's elastic agent: rendezvous, restarts and membership are torch's, processes are ours."""
+
+from __future__ import annotations
+
+import functools
+import re
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import PContext, SignalException, Std
+from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+from torch.distributed.run import config_from_args
+
+from paraplan.launch.elastic.agent import NodeAgent, Round
+from paraplan.launch.elastic.processes import AttemptSettings, JobRecord, RankProcesses
+from paraplan.launch.nodes.interfaces import address_towards, addresses_of
+from paraplan.launch.nodes.meeting import MeetingBackend, open_static_store, open_store
+from paraplan.launch.ranks import bootstrap
+from paraplan.launch.ranks.spawning import SpawnerHandle
+from paraplan.launch.request import LaunchRequest
+from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
+from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
+
+
+def with_rendezvous(spec: LaunchSpec, nodes: NodeRange) -> LaunchSpec:
+    """Return `spec` with the rendezvous that torchrun chooses where none is asked for.
+
+    `--standalone`, and one node without an endpoint or a port, get a store of their own on a free port.
+    """
+    is_unasked = spec.rdzv_backend == "static" and not spec.rdzv_endpoint and spec.master_port is None
+    chosen = replace(spec, master_port=DEFAULT_MASTER_PORT if spec.master_port is None else spec.master_port)
+    has_address = bool(addresses_of(socket.gethostname()))
+    if spec.standalone or (is_unasked and nodes.max == 1):
+        # torch would look for this host by its name, for ever
+        local = spec.local_addr or (None if has_address else "localhost")
+        endpoint, run_id = "localhost:0", str(uuid.uuid4())
+        return replace(chosen, rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_id=run_id, local_addr=local)
+    if spec.rdzv_backend == "c10d" and not has_address:
+        return _named_by_address(chosen)
+    return chosen
+
+
+def streams_by_rank(value: str) -> dict[int, Std] | None:
+    """Return what `10:3,11:1` says for local ranks of two digits, which torch does not read; None for what it reads."""
+    if not re.search(r"\d\d:", value):
+        return None
+    pairs = [part.split(":") for part in value.split(",")]
+    return {int(rank): Std(int(streams)) for rank, streams in pairs}
+
+
+def _named_by_address(spec: LaunchSpec) -> LaunchSpec:
+    """Return `spec` with the addresses that torch's rendezvous would look up by this host's name, which is unknown."""
+    host = spec.rdzv_endpoint.rpartition(":")[0] or spec.rdzv_endpoint
+    address = address_towards(host)
+    if address is None:
+        return spec
+    rdzv_conf = spec.rdzv_conf
+    if "is_host" not in rdzv_conf:
+        is_host = str(address in addresses_of(host)).lower()
+        rdzv_conf = ",".join(filter(None, [rdzv_conf, f"is_host={is_host}"]))
+    return replace(spec, local_addr=spec.local_addr or address, rdzv_conf=rdzv_conf)
+
+
+def make_config(request: LaunchRequest, *, log_dir: str) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """Return torch's configuration of the job, and the program of a rank with its arguments.
+
+    Raises what torch raises for arguments that it refuses: ValueError, AssertionError, RuntimeError, OSError.
+    """
+    asked = with_rendezvous(request.spec, request.nodes)
+    streams = {"redirects": streams_by_rank(asked.redirects), "tee": streams_by_rank(asked.tee)}
+    by_rank = {option: found for option, found in streams.items() if found is not None}
+    completed = replace(asked, nodes=request.nodes, nproc_per_node=request.nproc_per_node, log_dir=log_dir)
+    namespace = completed.to_namespace()
+    vars(namespace).update(dict.fromkeys(by_rank, "0"))
+    config, program, program_arguments = config_from_args(namespace)
+    for option, found in by_rank.items():
+        set_streams(config.logs_specs, option, found)
+    return config, program, program_arguments
+
+
+def run_agent(
+    config: LaunchConfig,
+    program: Callable[..., Any] | str,
+    program_arguments: list[str],
+    *,
+    spawner: SpawnerHandle,
+    settings: AttemptSettings,
+    job: JobRecord,
+    before_start: Callable[[Round], None],
+) -> dict[int, Any]:
+    """Run the job on this node under torch's elastic agent, until all ranks have ended.
+
+    `before_start` is called with the nodes that have met, before their ranks start. Raises torch's ChildFailedError for
+    a failed rank, its SignalException for a signal, and its rendezvous errors.
+    """
+    start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
+    agent = functools.partial(NodeAgent, before_start=before_start, job=job)
+    node_rank = int(config.rdzv_configs.get("rank", 0))
+    store = functools.partial(open_static_store, node_rank=node_rank)
+    with made_of(
+        open_store=open_store,
+        open_static_store=store,
+        backend=MeetingBackend,
+        start_processes=start,
+        agent=None if has_own_agent() else agent,
+    ):
+        return launch_agent(config, program, program_arguments)
+
+
+def _start_ranks(
+    name: str,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[str, ...]],
+    envs: dict[int, dict[str, str]],
+    logs_specs: Any,
+    log_line_prefixes: dict[int, str] | None = None,
+    start_method: str = "spawn",
+    numa_options: Any = None,
+    *,
+    spawner: SpawnerHandle,
+    settings: AttemptSettings,
+    job: JobRecord,
+    **torch_options: Any,
+) -> PContext:
+    """Start the ranks of one attempt; the signature is that of torch's `start_processes`."""
+    if not isinstance(entrypoint, str):  # --run-path: functions go through torch.multiprocessing
+        for env in envs.values():
+            env.update(settings.extra_environment)
+        return start_torchs_processes(
+            name=name,
+            entrypoint=entrypoint,
+            args=args,
+            envs=envs,
+            logs_specs=logs_specs,
+            log_line_prefixes=log_line_prefixes,
+            start_method=start_method,
+            numa_options=numa_options,
+            **torch_options,
+        )
+    commands = {rank: (entrypoint, *map(str, arguments)) for rank, arguments in args.items()}
+    if numa_options is not None:
+        commands = {rank: bound_to_numa(command, rank, numa_options) for rank, command in commands.items()}
+    processes = RankProcesses(
+        name,
+        commands=commands,
+        envs=envs,
+        logs_specs=logs_specs,
+        spawner=spawner,
+        settings=settings,
+        job=job,
+        torch_options={"log_line_prefixes": log_line_prefixes, **torch_options},
+    )
+    try:
+        processes.start()
+    except BaseException as error:
+        # A signal that comes meanwhile reaches the ranks as it does later on: as itself.
+        processes.close(error.sigval if isinstance(error, SignalException) else None)
+        raise
+    return processes
+
+
+def with_bootstrap(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return an interpreter's command with our bootstrap before the script: `python -u bootstrap.py train.py ...`."""
+    index = command.index("-u") + 1 if "-u" in command else 1
+    return (*command[:index], str(Path(bootstrap.__file__)), *command[index:])

@@ -1,0 +1,125 @@
+"""What the user gives to `paraplan launch`: one frozen record, which the parser makes and nobody changes."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from paraplan.errors import UsageError
+
+DEFAULT_MASTER_PORT = 29500
+"""The port of a static rendezvous that names none, as torchrun has it."""
+
+
+class ArgumentError(UsageError, ValueError):
+    """An argument that cannot be used. A ValueError too: callers of torchrun's API expect one."""
+
+
+@dataclass(frozen=True)
+class NodeRange:
+    """The number of nodes of a job: `min` to `max`, which differ in an elastic job only."""
+
+    min: int
+    max: int
+
+    @classmethod
+    def parse(cls, text: str) -> NodeRange:
+        """Read `N` or `MIN:MAX`. Raises `ArgumentError` for anything else."""
+        if not re.fullmatch(r"\d+(:\d+)?", text):
+            raise ArgumentError(f"--nnodes {text} is not a number of nodes", hint="use a number such as 2, or MIN:MAX")
+        low, _, high = text.partition(":")
+        nodes = cls(int(low), int(high or low))
+        if not 0 < nodes.min <= nodes.max:
+            raise ArgumentError(
+                f"--nnodes {text} is not a range of nodes", hint="use a number above 0, or MIN:MAX with 0 < MIN <= MAX"
+            )
+        return nodes
+
+    def __str__(self) -> str:
+        return f"{self.min}:{self.max}"
+
+
+ONE_NODE = NodeRange(1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """The options of one launch, named as on the command line. None: neither it nor a PET_ variable gives the option.
+
+    `torch_options` are those of torchrun's that only torch reads, and that a newer torch may add to.
+    """
+
+    training_script: str
+    training_script_args: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+    run_path: bool = False
+
+    nodes: NodeRange | None = None
+    """--nnodes."""
+    nproc_per_node: str | None = None
+    """A number, or auto, gpu, cpu or the name of another type of device."""
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    local_addr: str | None = None
+    standalone: bool = False
+    rdzv_backend: str = "static"
+    rdzv_endpoint: str = ""
+    rdzv_id: str = "none"
+    rdzv_conf: str = ""
+    max_restarts: int = 0
+    shutdown_timeout: int | None = None
+    """Seconds from SIGTERM to SIGKILL."""
+
+    start_method: str = "spawn"
+    numa_binding: str | None = None
+    role: str = "default"
+    log_dir: str | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    torch_options: Mapping[str, object] = field(default_factory=dict)
+
+    plan: str | None = None
+    """The path of a plan file, or `auto`."""
+    model: str | None = None
+    global_batch: int | None = None
+    seq_len: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    attention: str | None = None
+
+    hostfile: str | None = None
+    gpus: str | None = None
+    hang_timeout: float | None = None
+    """Seconds without movement that end the job."""
+    metrics: str | None = None
+    no_logs: bool = False
+    skip_preflight: bool = False
+    no_cpu_binding: bool = False
+    dry_run: bool = False
+    fake: int | None = None
+    """The number of ranks of a world without GPUs."""
+    fake_rank: int | None = None
+    profile: str | None = None
+    json: bool = False
+
+    @classmethod
+    def of_namespace(cls, namespace: Namespace) -> LaunchSpec:
+        """Return what a parser of ours or of torchrun's has read. Raises `ArgumentError` for a bad --nnodes."""
+        given = dict(vars(namespace))
+        nnodes = given.pop("nnodes", None)
+        given["nodes"] = None if nnodes is None else NodeRange.parse(str(nnodes))
+        given["training_script_args"] = tuple(given.get("training_script_args") or ())
+        names = {one.name for one in fields(cls)}
+        rest = {name: value for name, value in given.items() if name not in names}
+        return cls(**{name: value for name, value in given.items() if name in names}, torch_options=rest)
+
+    def to_namespace(self) -> Namespace:
+        """Return the options as torchrun's parser gives them, for torch."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values["nnodes"] = None if self.nodes is None else str(self.nodes)
+        values["training_script_args"] = list(self.training_script_args)
+        return Namespace(**(dict(self.torch_options) | values))

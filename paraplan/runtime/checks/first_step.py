@@ -1,0 +1,137 @@
+"""What is found out and checked with the first batch, before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checks.forward_state import BatchStatistics, ForwardState
+from paraplan.runtime.checks.loss_rule import LossProbe
+from paraplan.runtime.checks.trials import (
+    Piece,
+    check_same_batch,
+    gathered_numbers,
+    global_sequences,
+    joined,
+    modes,
+    two_sequences,
+)
+from paraplan.runtime.checks.verification import Verification
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.step.loss import LossRule
+
+_WORTH_SAYING_S = 0.5
+_MOST_TRIES = 2
+
+
+class FirstStep:
+    """The checks of one engine. `verification` is done once, where there is one; the loss where a batch is divided."""
+
+    def __init__(
+        self,
+        part: RankPart,
+        probe: LossProbe,
+        *,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        statistics: BatchStatistics,
+        verification: Verification | None,
+        gathers: bool = False,
+    ) -> None:
+        self.rule: LossRule | None = None
+        self._module = part.module
+        self._probe = probe
+        self._plan = plan
+        self._mesh = mesh
+        self._statistics = statistics
+        self._verification = verification
+        self._gathers = gathers
+        self._state = ForwardState(part.module, mesh)
+        self._is_steady: bool | None = None
+        self._tries = 0
+        self._has_begun = False
+
+    def is_due(self, *, is_divided: bool, trains: bool) -> bool:
+        """Whether `check` has something to find out, the same on every rank."""
+        return not self._has_begun or (is_divided and self.rule is None) or (trains and self._verification is not None)
+
+    def check(self, inputs: Any, targets: Any, sizes: Sequence[int], *, is_divided: bool, trains: bool) -> LossRule:
+        """Return the rule of the loss for a batch; `trains` says that it is trained on.
+
+        Raises `UnsupportedPlanError` on every rank where the plan does not train the model as one process does.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            check_same_batch((inputs, targets), self._mesh)
+        needs_rule = is_divided and self.rule is None
+        verification = self._verification if trains else None
+        if needs_rule or verification is not None:
+            pieces = two_sequences(inputs, targets, sizes, self._mesh)
+            known = pieces if pieces is not None else self._one_sequence(inputs, targets, sizes)
+            if known is not None:
+                self._look(known, needs_rule and pieces is not None, verification, global_sequences(sizes, self._mesh))
+        if not is_divided:
+            return LossRule(kind="whole")
+        return self.rule or LossRule(kind="gathered" if self._gathers else "sequences")
+
+    def reload(self, folder: Path) -> None:
+        """Take note that the checkpoint in `folder` was loaded."""
+        if self._verification is not None:
+            self._verification.reload(folder)
+
+    def share_state(self) -> None:
+        """Keep what the forward pass of a divided batch has written the same on all replicas."""
+        if self._statistics == "local":
+            self._state.share()
+
+    def _look(
+        self, pieces: Sequence[Piece], needs_rule: bool, verification: Verification | None, num_sequences: int
+    ) -> None:
+        is_steady = self._steady(pieces[0])
+        if needs_rule:
+            self._state.find(self._probe, pieces, self._plan, statistics=self._statistics)
+            with modes(self._module, training=None if is_steady else False, batch_norm_training=False):
+                self.rule = self._rule_of((pieces[0], pieces[1]), num_sequences)
+        if verification is None:
+            return
+        if not verification.is_current():
+            self._verification = None
+            return
+        if self._gathers and len(pieces) > 1:
+            pieces = [joined(pieces[0], pieces[1])]
+        rule = self.rule if self.rule is not None and self.rule.kind == "counted" else LossRule(kind="sum")
+        taken_s = verification.check(pieces, rule, trains=is_steady)
+        if taken_s is None and verification.can_run_again and self._tries < _MOST_TRIES:
+            self._tries += 1
+            return
+        self._verification = None
+        if self._mesh.world.rank == 0 and (taken_s is None or taken_s > _WORTH_SAYING_S):
+            said = "the plan is not checked against one process, which gives no number on two sequences"
+            if taken_s is not None:
+                said = f"the plan trains like one process, checked in {taken_s:.1f} s"
+            sys.stderr.write(f"paraplan: {said}\n")
+
+    def _rule_of(self, pieces: tuple[Piece, Piece], num_sequences: int) -> LossRule:
+        is_strict = self._statistics == "global" or not self._state.is_written
+        if self._gathers:
+            return self._probe.check_gathered(pieces)
+        return self._probe.find(pieces, num_sequences=num_sequences, is_strict=is_strict)
+
+    def _steady(self, piece: Piece) -> bool:
+        """Return whether the model gives the same for the same in training: whether nothing in it is random."""
+        if self._is_steady is None:
+            values = []
+            with modes(self._module, training=None, batch_norm_training=False):
+                for seed in (0, 1):
+                    returned = self._probe.value(piece, seed=seed)
+                    values.append(None if returned is None else float(returned.value))
+            differs = float(values[0] != values[1] and values[0] == values[0])
+            self._is_steady = not any(row[0] for row in gathered_numbers([differs], self._mesh))
+        return self._is_steady
+
+    def _one_sequence(self, inputs: Any, targets: Any, sizes: Sequence[int]) -> tuple[Piece] | None:
+        return ((inputs, targets),) if min(sizes) == max(sizes) == 1 and self._mesh.size("dp") == 1 else None

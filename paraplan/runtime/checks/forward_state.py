@@ -1,0 +1,103 @@
+"""Buffers that a model writes in its forward pass: running statistics, moving averages, counters.
+
+In one process they see the whole batch, once for each step. Where a plan divides the batch they would see its parts,
+so that this is refused unless the user asks for it; then they stay the same on all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.batch_norm import batch_norms
+from paraplan.runtime.checks.loss_rule import LossProbe
+from paraplan.runtime.checks.trials import (
+    Piece,
+    gathered_numbers,
+    modes,
+    state_of,
+)
+from paraplan.runtime.mesh import Mesh
+
+BatchStatistics = Literal["global", "local"]
+
+
+class ForwardState:
+    """The buffers that the forward pass of one rank's `module` writes in training, by their names in it."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._written: list[str] = []
+        self.is_written = False
+
+    def find(
+        self, probe: LossProbe, pieces: Sequence[Piece], plan: ParallelPlan, *, statistics: BatchStatistics
+    ) -> None:
+        """Find out which buffers are written, by forward passes of two sequences; every rank calls it.
+
+        Raises `UnsupportedPlanError` on every rank where these are written from a part of a batch in the place of it
+        all, or more than once in a step.
+        """
+        before = self._buffers()
+        after: list[dict[str, torch.Tensor]] = []
+        with modes(self._module, training=None, batch_norm_training=False):
+            for piece in pieces:
+                probe.value(piece, seen=lambda: after.append(self._buffers()))
+        first, second = after
+        written = [name for name in before if not _same(first[name], before[name])]
+        by_data = [name for name in written if not _same(first[name], second[name])]
+        normalized = [
+            f"{name}.{buffer}"
+            for name, one in batch_norms(self._module).items()
+            for buffer, _ in one.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+        self._written = [*written, *(name for name in normalized if name in before)]
+        self.is_written = any(row[0] for row in gathered_numbers([float(len(self._written))], self._mesh))
+        # What depends on no data is as in one process where it is written once in a step.
+        wrong = written if plan.num_microbatches > 1 else by_data
+        if statistics == "global":
+            self._refuse(wrong, plan)
+
+    def share(self) -> None:
+        """Give all replicas the buffers of the first one."""
+        group = self._mesh.replica_group
+        if group is None:
+            return
+        held = state_of(self._module)
+        for name in self._written:
+            if isinstance(held[name], DTensor):
+                continue  # each rank has its own part
+            dist.broadcast(held[name].data, group=group, group_src=0)
+
+    def _refuse(self, wrong: Sequence[str], plan: ParallelPlan) -> None:
+        rows = gathered_numbers([float(len(wrong))], self._mesh)
+        ranks = [rank for rank, (count,) in enumerate(rows) if count]
+        if not ranks:
+            return
+        name = wrong[0].removeprefix("model.") if wrong else f"a buffer of rank {ranks[0]}"
+        raise UnsupportedPlanError(
+            f"the model writes {name} in its forward pass, and dp={plan.dp} x num_microbatches={plan.num_microbatches} "
+            "divides a batch: what it writes would not be that of one process",
+            hint="use a plan of one rank of dp and one micro-batch, or job.prepare(batch_statistics='local') to write "
+            "it from micro-batches",
+        )
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: _local(one).clone() for name, one in state_of(self._module).items()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

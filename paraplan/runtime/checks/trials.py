@@ -1,0 +1,172 @@
+"""Trying a prepared model before it trains: on two sequences of a batch, with all that is written put back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from paraplan.errors import UsageError
+from paraplan.runtime.data.batches import is_of_batch
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.torch_private import BatchNorm, is_compiler_loaded, pytree
+
+_LARGEST_STATE = 2**20  # elements: weights that were frozen for being large are not written
+
+Piece = tuple[Any, Any]
+"""Inputs and targets of some sequences."""
+
+
+def two_sequences(inputs: Any, targets: Any, sizes: Sequence[int], mesh: Mesh) -> tuple[Piece, Piece] | None:
+    """Return two sequences of the global batch, the same on every rank; None where it has fewer than two.
+
+    `sizes` are the sequences that every rank has.
+    """
+    own: dict[int, int] = {}
+    for rank, size in enumerate(sizes):
+        own.setdefault(mesh.grid.coordinates(rank)["dp"], size)
+    places = [(place, index) for place, size in sorted(own.items()) for index in range(min(size, 2))][:2]
+    if len(places) < 2:
+        return None
+    first, second = (_sequence((inputs, targets), place, index, mesh.group("dp")) for place, index in places)
+    return first, second
+
+
+def _sequence(batch: Piece, place: int, index: int, group: dist.ProcessGroup | None) -> Piece:
+    """Return sequence `index` of rank `place` of `dp`."""
+
+    def row(leaf: Any) -> Any:
+        if not is_of_batch(leaf):
+            return leaf
+        mine = leaf[index : index + 1]
+        if group is None:
+            return mine
+        sent = mine.clone() if len(mine) else leaf.new_zeros((1, *leaf.shape[1:]))
+        dist.broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, group=group, group_src=place)
+        return sent
+
+    return _pair(pytree.tree_map(row, batch))
+
+
+def check_same_batch(batch: Piece, mesh: Mesh) -> None:
+    """Raise `UsageError` on every rank where ranks that hold parts of one copy of the model have different batches."""
+    if mesh.size("tp") * mesh.size("pp") * mesh.size("cp") == 1:
+        return
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_complex()]
+    sums = [float((one := leaf.detach().double().flatten()).sum() + one[::7].sum()) for leaf in leaves]
+    found: dict[int, tuple[int, list[float]]] = {}
+    for rank, row in enumerate(gathered_numbers([math.fsum(sums), float(len(leaves))], mesh)):
+        first, expected = found.setdefault(mesh.grid.coordinates(rank)["dp"], (rank, row))
+        if row != expected and not any(math.isnan(number) for number in row):
+            raise UsageError(
+                f"ranks {first} and {rank} hold parts of one copy of the model, and bring different batches",
+                hint="take the batches from job.shard, or draw them by a seed that all ranks share",
+            )
+
+
+def joined(first: Piece, second: Piece) -> Piece:
+    """Return both pieces as one batch."""
+
+    def both(one: Any, other: Any) -> Any:
+        return torch.cat([one, other]) if is_of_batch(one) else one
+
+    return _pair(pytree.tree_map(both, first, second))
+
+
+def num_sequences_of(piece: Piece) -> int:
+    """Return the sequences of a piece."""
+    return next((int(leaf.shape[0]) for leaf in pytree.tree_leaves(piece) if is_of_batch(leaf)), 1)
+
+
+def global_sequences(sizes: Sequence[int], mesh: Mesh) -> int:
+    """Return the sequences of the global batch of which the ranks have shares of these sizes."""
+    return sum({mesh.grid.coordinates(rank)["dp"]: size for rank, size in enumerate(sizes)}.values())
+
+
+def gathered_numbers(numbers: Sequence[float], mesh: Mesh) -> list[list[float]]:
+    """Return the numbers that every rank gives, as many of each, in the order of the ranks."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=mesh.world.device)
+    rows = [mine]
+    if mesh.world.is_distributed:
+        rows = [torch.empty_like(mine) for _ in range(mesh.world.size)]
+        dist.all_gather(rows, mine)
+    gathered: list[list[float]] = torch.stack(rows).tolist()
+    return gathered
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled blocks run as they are: shapes of two sequences are not worth compiling."""
+    if not is_compiler_loaded():
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool = True) -> Iterator[None]:
+    """Put all modules of `models` into training or evaluation, in this context; None leaves them as they are.
+
+    Without `batch_norm_training` layers that need more than one entry go by their running statistics; those that have
+    none scale and shift alone.
+    """
+    before = {module: module.training for model in models for module in model.modules()}
+    bare = [one for one in before if isinstance(one, BatchNorm) and one.running_mean is None]
+    for module in before:
+        if training is not None:
+            module.training = training
+        if isinstance(module, BatchNorm) and not batch_norm_training:
+            module.training = False
+    if not batch_norm_training:
+        for module in bare:
+            like = next((one.detach() for one in module.parameters()), torch.zeros(module.num_features))
+            module.running_mean, module.running_var = torch.zeros_like(like), torch.ones_like(like)
+    try:
+        yield
+    finally:
+        for module, was_training in before.items():
+            module.training = was_training
+        for module in bare:
+            module.running_mean = module.running_var = None
+
+
+@contextmanager
+def nothing_changed(*models: nn.Module) -> Iterator[None]:
+    """Put buffers and random numbers back at the end of this context."""
+    modules = {module: None for model in models for module in model.modules()}
+    buffers = [
+        (one, name, held) for one in modules for name, held in one.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    state = [held for model in models for held in state_of(model).values()]
+    values = [(held, held.detach().clone()) for held in {id(held): held for held in state}.values()]
+    gpus = sorted({one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"})
+    with torch.random.fork_rng(devices=gpus):
+        try:
+            yield
+        finally:
+            for module, name, buffer in buffers:
+                setattr(module, name, buffer)  # code may have put another one in its place
+            for held, value in values:
+                held.data.copy_(value)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a forward pass of `model` may write, by name: buffers, and frozen parameters but large ones.
+
+    Under ZeRO those are left out: their storage comes and goes.
+    """
+    found = dict(model.named_buffers())
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return found
+    is_small = {name: one.numel() <= _LARGEST_STATE for name, one in model.named_parameters()}
+    return found | {name: one for name, one in model.named_parameters() if not one.requires_grad and is_small[name]}
+
+
+def _pair(pair: Any) -> Piece:
+    first, second = pair
+    return first, second

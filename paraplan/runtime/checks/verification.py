@@ -1,0 +1,209 @@
+"""A plan checked in numbers before it trains: loss, every gradient and every buffer of two sequences, as one process.
+
+The model as it was before it was cut, split and sharded runs beside what was made of it on the same sequences, by the
+same loss; see `paraplan.runtime.checks.references`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.batch_norm import batch_norms
+from paraplan.runtime.checks.references import Reference, RunningReference, Whole
+from paraplan.runtime.checks.trials import (
+    Piece,
+    gathered_numbers,
+    modes,
+    not_compiled,
+    nothing_changed,
+    num_sequences_of,
+)
+from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.precision import compute_context
+from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.step.gradients import scale_gradients
+from paraplan.runtime.step.loss import LossRule, StepLoss
+
+_LARGEST_SCALE = 1e-3  # a gradient below this share of the largest one is measured by that
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a plan may be from one process: of the loss, and of a gradient relative to its own size."""
+
+    loss: float
+    gradient: float
+
+
+# Sums in another order: 1e-6 in fp32. In 16 bits products are rounded by 2**-8, many of which meet in a gradient.
+_TOLERANCES: dict[TrainingPrecision, Tolerance] = {"fp32": Tolerance(loss=2e-5, gradient=2e-4)}
+_HALF = Tolerance(loss=2e-2, gradient=0.3)
+
+
+class Verification:
+    """One check of a rank's part against `reference`, the whole model. Every rank calls it together with the others."""
+
+    def __init__(
+        self,
+        reference: Reference,
+        part: RankPart,
+        *,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        precision: TrainingPrecision,
+        whole: Whole,
+    ) -> None:
+        self._reference = RunningReference(reference, part, mesh, whole)
+        self._part = part
+        self._plan = plan
+        self._mesh = mesh
+        self._precision = precision
+        self._whole = whole
+
+    def reload(self, folder: Path) -> None:
+        """Bring the reference to the checkpoint in `folder`, which the part has been brought to."""
+        self._reference.reload(folder)
+
+    def is_current(self) -> bool:
+        """Whether nobody has changed the weights since the reference was made, on any rank."""
+        return self._reference.is_current()
+
+    @property
+    def can_run_again(self) -> bool:
+        """Whether `check` may be called again where it returned None."""
+        return not self._reference.is_streamed
+
+    def check(self, pieces: Sequence[Piece], rule: LossRule, *, trains: bool) -> float | None:
+        """Return how long it took, in seconds, after both were run on `pieces`; `trains` says in which mode.
+
+        None where the model itself gives no number for these pieces, or does not run on them. Raises
+        `UnsupportedPlanError` on every rank where they differ. Gradients and buffers are left as they were.
+        """
+        started_s = time.perf_counter()
+        module, model, loss = self._part.module, self._reference.model, self._part.execution.loss
+        count = self._plan.pp if self._plan.pp > 1 else 2
+        rows = [pieces[index % len(pieces)] for index in range(count)]
+        mode = modes(module, model, training=None if trains else False, batch_norm_training=False)
+        changing = [module, model] if self.can_run_again else [module]
+        with mode, not_compiled(), nothing_changed(*changing):
+            with loss.under(rule):
+                loss.gradient_factor = 1.0
+                loss.start()
+                has_run = self._reference.run(lambda model: self._terms(model, rows, loss, rule))
+                expected_loss = float(loss.tally.loss)
+            if not has_run or not math.isfinite(expected_loss):
+                return None
+            buffers = {name: held.detach().clone() for name, held in model.named_buffers()}
+            found_loss = self._train_part(rows, loss, rule)
+            errors = self._errors(expected_loss, found_loss, buffers)
+        self._forget_gradients()
+        if errors is None:
+            return None
+        self._judge(errors)
+        return time.perf_counter() - started_s
+
+    def _terms(self, model: nn.Module, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> Iterator[torch.Tensor]:
+        for inputs, targets in rows:
+            piece = self._micro_batch((inputs, targets), len(rows), rule, copies=1)
+            with compute_context(self._precision, self._mesh.world.device), torch.enable_grad():
+                term = loss.run(model, inputs, piece)
+            yield term
+
+    def _train_part(self, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> float:
+        self._forget_gradients()
+        copies = self._mesh.size("dp")
+        with loss.under(rule):
+            loss.gradient_factor = 1.0
+            self._part.execution.train([self._micro_batch(row, len(rows), rule, copies=copies) for row in rows])
+            own = float(loss.tally.loss)
+        total = sum(row[0] for row in gathered_numbers([own], self._mesh))
+        total /= self._mesh.size("tp") * self._mesh.size("cp")
+        if rule.kind != "counted":
+            return total
+        # Counted terms have no weight: every copy of the model has brought all of them.
+        scale_gradients(self._gradients().values(), 1.0 / copies)
+        return total / copies
+
+    def _micro_batch(self, row: Piece, count: int, rule: LossRule, *, copies: int) -> MicroBatch:
+        weight = None if rule.kind == "counted" else 1.0 / (count * copies)
+        return MicroBatch(*row, num_sequences=num_sequences_of(row), weight=weight)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
+
+    def _errors(
+        self, expected_loss: float, found_loss: float, buffers: Mapping[str, torch.Tensor]
+    ) -> dict[str, float] | None:
+        """Return how far the loss, each gradient and each buffer of this rank are off, by how much they may be.
+
+        None where the gradients of the reference could not be had.
+        """
+        tolerance = _TOLERANCES.get(self._precision, _HALF)
+        gradients: dict[str, tuple[float, float]] = {}
+        largest = 0.0
+
+        def compare(name: str, expected: torch.Tensor | None) -> None:
+            nonlocal largest
+            held = self._part.parameters.get(name)
+            size = 0.0 if expected is None or not expected.numel() else float(expected.abs().max())
+            largest = max(largest, size)
+            if held is None or not held.requires_grad:
+                return
+            gradient = torch.zeros_like(held) if held.grad is None else held.grad
+            found = self._whole(name, gradient.detach()).float()
+            off = found if expected is None else found - expected.float().to(found.device)
+            gradients[name] = float(off.abs().max()) if off.numel() else 0.0, size
+
+        if not self._reference.compare(compare):
+            return None
+        errors = {"the loss": abs(found_loss - expected_loss) / max(abs(expected_loss), 1e-3) / tolerance.loss}
+        for name, (off, size) in gradients.items():
+            errors[f"the gradient of {name}"] = off / max(size, _LARGEST_SCALE * largest, 1e-30) / tolerance.gradient
+        return errors | self._buffer_errors(buffers, tolerance)
+
+    def _buffer_errors(self, expected: Mapping[str, torch.Tensor], tolerance: Tolerance) -> dict[str, float]:
+        normalized = tuple(f"{name}." for name in batch_norms(self._reference.model))
+        errors = {}
+        for name, found in self._part.buffers.items():
+            reference = expected.get(name)
+            if reference is None or name.startswith(normalized) or not found.numel():
+                continue
+            if found.shape != reference.shape:
+                errors[f"buffer {name}"] = math.inf
+                continue
+            scale = max(float(reference.abs().max()), 1e-3)
+            off = (found.to(reference.device).double() - reference.double()).abs().max()
+            errors[f"buffer {name}"] = float(off) / scale / tolerance.gradient
+        return errors
+
+    def _judge(self, errors: dict[str, float]) -> None:
+        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+        bound = math.inf if math.isnan(errors[worst]) else errors[worst]
+        rows = gathered_numbers([bound], self._mesh)
+        ranks = [rank for rank, (error,) in enumerate(rows) if error > 1.0]
+        if not ranks:
+            return
+        where = worst if bound > 1.0 else f"what rank {ranks[0]} holds"
+        tolerance = _TOLERANCES.get(self._precision, _HALF)
+        size = bound * (tolerance.loss if worst == "the loss" else tolerance.gradient)
+        off = f" is {size:.1e} off" if bound > 1.0 else " differs"
+        raise UnsupportedPlanError(
+            f"this model does not train under '{self._plan.describe()}' as it does in one process: on two sequences "
+            f"{where}{off}",
+            hint="use another plan (DDP runs any model), or name the model in a report to paraplan",
+        )
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._part.parameters.values():
+            parameter.grad = None

@@ -1,0 +1,1 @@
+"""Data of one rank: its share of a dataset or a stream, in batches and micro-batches."""

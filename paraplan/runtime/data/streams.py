@@ -1,0 +1,308 @@
+"""Data without numbered samples: every rank reads one stream, and takes its share of each global batch of it.
+
+The order is that of the stream, so that one process and every plan see the same global batches. Where a stream is, is
+the same on every rank: its state can be saved under one plan and loaded under another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from paraplan.errors import UsageError
+from paraplan.runtime.data.batches import to_device
+from paraplan.runtime.torch_private import default_store, pytree
+from paraplan.runtime.world import World
+
+Collate = Callable[[list[Any]], Any]
+
+
+@runtime_checkable
+class StatefulStream(Protocol):
+    """A stream that can say where it is, and go on from there at its next `iter`."""
+
+    def state_dict(self) -> Any:
+        """Return where the stream is."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Begin the next `iter` there."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """How far a stream is read: the pass over it, the samples read of that pass, and the steps given in all."""
+
+    epoch: int = 0
+    num_samples: int = 0
+    num_steps: int = 0
+
+
+@dataclass(frozen=True)
+class ShareOfBatch:
+    """Which part of each global batch of `batch_size` samples a data-parallel rank takes."""
+
+    batch_size: int
+    dp: int
+    dp_rank: int
+
+    def of(self, num_samples: int) -> slice:
+        """Return the part of a batch of `num_samples`; parts differ by one sample at most, some may be empty."""
+        first, end = (num_samples * rank // self.dp for rank in (self.dp_rank, self.dp_rank + 1))
+        return slice(first, end)
+
+
+class _StreamReader(IterableDataset[Any]):
+    """Gives this rank's part of each global batch, collated. It runs in the process of the rank or in one worker.
+
+    With `sends_state` a batch comes with the position behind it and the stream's own state there.
+    """
+
+    def __init__(
+        self, stream: Iterable[Any], share: ShareOfBatch, *, epochs: int, drop_last: bool, collate: Collate | None
+    ) -> None:
+        self.stream = stream
+        self.share = share
+        self.epochs = epochs
+        self.drop_last = drop_last
+        self.collate = collate or default_collate
+        self.check: Callable[[list[Any]], None] | None = None
+        self.sends_state = False
+        self.start = StreamPosition()
+        self.start_state: Any = None
+        self.skip = 0
+        self.position = StreamPosition()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position, left, check = self.start, self.skip, self.check
+        while self.position.epoch < self.epochs:
+            samples = self._samples()
+            while batch := self._read(samples):
+                if left:
+                    left -= 1
+                    continue
+                if check is not None:
+                    check(batch)
+                    check = None
+                made = self._made(batch)
+                yield (made, asdict(self.position), self.own_state()) if self.sends_state else made
+            at = self.position
+            if at.epoch == 0 and not at.num_samples:
+                raise UsageError("the stream of job.shard has no samples", hint="a generator can be read once only")
+            self.position = StreamPosition(epoch=at.epoch + 1, num_steps=at.num_steps)
+
+    def own_state(self) -> Any:
+        """Return the stream's own state, None where it keeps none."""
+        return self.stream.state_dict() if isinstance(self.stream, StatefulStream) else None
+
+    def _samples(self) -> Iterator[Any]:
+        at = self.position
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(at.epoch)
+        if at != self.start or not at.num_samples:
+            return iter(self.stream)
+        if self.start_state is not None and isinstance(self.stream, StatefulStream):
+            self.stream.load_state_dict(self.start_state)
+            return iter(self.stream)
+        samples = iter(self.stream)
+        for _ in islice(samples, at.num_samples):
+            pass
+        return samples
+
+    def _read(self, samples: Iterator[Any]) -> list[Any]:
+        """Return the next global batch, nothing at the end of the stream."""
+        at = self.position
+        batch = list(islice(samples, self.share.batch_size))
+        is_given = len(batch) == self.share.batch_size or (bool(batch) and not self.drop_last)
+        self.position = StreamPosition(at.epoch, at.num_samples + len(batch), at.num_steps + is_given)
+        return batch if is_given else []
+
+    def _made(self, batch: list[Any]) -> Any:
+        own = batch[self.share.of(len(batch))]
+        if own:
+            return self.collate(own)
+        # A rank without a part of a short batch: the shape counts, and nothing else.
+        return without_sequences(self.collate(batch[:1]))
+
+
+class StreamBatches:
+    """Batches of this rank from a stream, one for each step, on its device. Their number is not known beforehand."""
+
+    def __init__(
+        self,
+        reader: _StreamReader,
+        *,
+        device: torch.device,
+        num_workers: int = 0,
+        check: Callable[[list[Any]], None] | None = None,
+        skip: int = 0,
+    ) -> None:
+        self._reader = reader
+        self._device = device
+        self._check = check
+        self._num_workers = num_workers
+        self._skip = skip
+        self._loaded: Mapping[str, Any] | None = None
+        self._given: tuple[dict[str, int], Any] | None = None
+        reader.sends_state = num_workers > 0
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        reader, loaded = self._reader, self._loaded
+        reader.start = StreamPosition() if loaded is None else StreamPosition(**loaded["position"])
+        reader.start_state = None if loaded is None else loaded["stream"]
+        reader.skip = self._skip if loaded is None else 0
+        reader.position = reader.start
+        reader.check = None if self._num_workers else self._check
+        loader: DataLoader[Any] = DataLoader(
+            reader,
+            batch_size=None,
+            num_workers=self._num_workers,
+            pin_memory=self._device.type == "cuda",
+            generator=torch.Generator().manual_seed(0),  # the global one is that of dropout
+        )
+        self._loaded, self._given = None, None
+        copied = DeviceCopies(self._device)
+        for item in loader:
+            batch, *state = item if reader.sends_state else (item,)
+            if state:
+                self._given = (state[0], state[1])
+            yield copied(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the stream is read, the same on every rank and under every plan.
+
+        Inside the loop it is the state behind the batch that the loop has been given last. "stream" is the state of
+        the stream itself where it has a `state_dict`; without one the stream is read again up to "position".
+        """
+        if self._loaded is not None:
+            return dict(self._loaded)
+        if self._given is not None:
+            position, stream = self._given
+        elif self._reader.sends_state:  # nothing was given yet, and the worker may be ahead
+            position, stream = asdict(StreamPosition()), None
+        else:
+            position, stream = asdict(self._reader.position), self._reader.own_state()
+        return {"position": dict(position), "stream": stream}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin the next loop where `state_dict` was taken. Raises `UsageError` for a state of something else."""
+        position = state.get("position")
+        if not isinstance(position, Mapping) or position.keys() != asdict(StreamPosition()).keys():
+            raise UsageError("this is not the state of a stream", hint="give what state_dict of job.shard returned")
+        self._loaded = {"position": dict(position), "stream": state.get("stream")}
+
+
+def check_stream(stream: Iterable[Any], *, epochs: int, num_workers: int) -> None:
+    """Raise `UsageError` for batches in place of samples, passes over what can be read once, and several workers."""
+    if isinstance(stream, DataLoader) and stream.batch_size is not None:
+        raise UsageError(
+            f"a DataLoader with batch_size={stream.batch_size} gives batches, and job.shard takes samples",
+            hint="give job.shard the loader's dataset, or a loader with batch_size=None",
+        )
+    if isinstance(stream, Iterator) and epochs > 1:
+        raise UsageError(
+            f"a {type(stream).__name__} can be read once only, and epochs={epochs}",
+            hint="give job.shard an object whose __iter__ starts from the beginning",
+        )
+    if num_workers > 1:
+        raise UsageError(
+            f"num_workers={num_workers}, but only one worker can keep the order of a stream",
+            hint="use num_workers=1 for a stream",
+        )
+
+
+def shard_stream(
+    stream: Iterable[Any],
+    share: ShareOfBatch,
+    *,
+    device: torch.device,
+    epochs: int = 1,
+    skip: int = 0,
+    drop_last: bool = True,
+    num_workers: int = 0,
+    collate: Collate | None = None,
+    check: Callable[[list[Any]], None] | None = None,
+) -> StreamBatches:
+    """Return the batches of one data-parallel rank from `stream`; see `Job.shard` and `check_stream`.
+
+    `check` is called with the samples of the first global batch.
+    """
+    check_stream(stream, epochs=epochs, num_workers=num_workers)
+    reader = _StreamReader(stream, share, epochs=epochs, drop_last=drop_last, collate=collate)
+    return StreamBatches(reader, device=device, num_workers=num_workers, check=check, skip=skip)
+
+
+def without_sequences(batch: Any) -> Any:
+    """Return a batch of the same shape with no sequence in it."""
+    return pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+class DeviceCopies:
+    """Brings batches to a device. To a GPU they travel on a stream of their own, while the step before is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        made = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = made if isinstance(made, torch.Stream) else None  # a run without GPUs has stand-ins
+
+    def __call__(self, pair: Any) -> tuple[Any, Any]:
+        """Return a batch (inputs, targets) on the device; raise `UsageError` for anything else."""
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise UsageError(
+                f"a sample must be a pair (inputs, targets), found {type(pair).__name__}",
+                hint="let the dataset return pairs, or pass collate= to job.shard",
+            )
+        if self._stream is None:
+            return to_device(pair[0], self._device), to_device(pair[1], self._device)
+        with torch.cuda.stream(self._stream):
+            inputs, targets = to_device(pair[0], self._device), to_device(pair[1], self._device)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for leaf in pytree.tree_leaves((inputs, targets)):
+            if isinstance(leaf, torch.Tensor):
+                leaf.record_stream(current)  # the allocator of the other stream may not reuse it before
+        return inputs, targets
+
+
+class SameStream:
+    """Sees that every rank reads what rank 0 reads, by a digest of the first global batch. `number` is the stream's."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self._world = world
+        self._number = number
+
+    def __call__(self, samples: list[Any]) -> None:
+        """Raise `UsageError` on a rank whose samples are not those of rank 0."""
+        if not self._world.is_distributed or not torch.distributed.is_initialized():
+            return
+        # The store outlives a job: a script may have trained before, on other data.
+        count = default_store().add(f"paraplan/stream/{self._number}/count/{self._world.rank}", 1)
+        key, own = f"paraplan/stream/{self._number}/{count}", digest(samples)
+        if self._world.rank == 0:
+            default_store().set(key, own)
+        elif default_store().get(key).decode() != own:
+            raise UsageError(
+                f"the stream of job.shard gives rank {self._world.rank} other samples than rank 0",
+                hint="let every rank read the same stream in the same order (one seed, no sharding by rank); "
+                "job.shard takes each rank's share of it",
+            )
+
+
+def digest(samples: list[Any]) -> str:
+    """Return a digest of the tensors, texts and numbers in `samples`."""
+    found = hashlib.sha256()
+    for leaf in pytree.tree_leaves(samples):
+        if isinstance(leaf, torch.Tensor):
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, (str, bytes, int, float)):
+            found.update(repr(leaf).encode())
+    return found.hexdigest()

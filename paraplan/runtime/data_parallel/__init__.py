@@ -1,0 +1,1 @@
+"""Replicas (DDP) and shards (ZeRO) over `dp` and `cp`, and when their gradients travel."""

@@ -1,0 +1,302 @@
+"""Data parallelism: whole replicas (DDP), or optimizer state, gradients and parameters sharded over `dp` (ZeRO).
+
+ZeRO-1, 2 and 3 (Rajbhandari et al. 2020) are one mechanism here, FSDP2's `fully_shard`, at three settings: each rank
+keeps a shard of every parameter with its optimizer state, and
+- ZeRO-1 gathers the parameters once for a step and reduces the gradients once, after the last micro-batch;
+- ZeRO-2 gathers once and reduces the gradients into shards after every micro-batch;
+- ZeRO-3 gathers each block for its forward and again for its backward pass, and frees it between.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from paraplan.errors import ModelError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.sharding import sharded_dimension
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.data_parallel.sharded_table import sharded_names
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.precision import shard_precision
+from paraplan.runtime.split.context_parallel import show_hooks_plain
+from paraplan.runtime.structure.blocks import sharded_alone
+from paraplan.runtime.structure.meta import give_storage
+from paraplan.runtime.torch_private import (
+    MIXED_TENSORS,
+    default_store,
+    ignore_in_replicas,
+    version_of,
+)
+
+_UNUSED = "paraplan/unused/{rank}"
+
+
+class GradientSync(Protocol):
+    """When the gradients of the micro-batches of a step travel between ranks."""
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Surround the forward and backward pass of one micro-batch."""
+        ...
+
+
+class NoSync:
+    """One replica: nothing travels."""
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Surround the forward and backward pass of one micro-batch."""
+        yield
+
+
+class ReplicaSync:
+    """DDP: gradients are summed in the backward pass of the last micro-batch."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = module
+        self._reductions = reductions_of(module)
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Surround the forward and backward pass of one micro-batch."""
+        if not is_last:
+            with self._module.no_sync():
+                yield
+            return
+        for reduction in self._reductions:
+            reduction.begin()
+        yield
+        for reduction in self._reductions:
+            reduction.complete()
+
+
+class ShardSync:
+    """FSDP2 at the settings of a ZeRO stage; see the module's own text."""
+
+    def __init__(self, module: FSDPModule, *, zero_stage: int) -> None:
+        self._module = module
+        self._zero_stage = zero_stage
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Surround the forward and backward pass of one micro-batch."""
+        self._module.set_is_last_backward(is_last)
+        if self._zero_stage == 1:
+            self._module.set_requires_gradient_sync(is_last)
+        if self._zero_stage < 3:
+            self._module.set_reshard_after_backward(is_last)
+        yield
+
+
+def apply_data_parallelism(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    precision: TrainingPrecision,
+    unsharded: frozenset[nn.Parameter] = frozenset(),
+    replicates: bool = True,
+    find_unused: bool = False,
+) -> nn.Module:
+    """Move `module` to this rank's device and return what is to be called in its place.
+
+    That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
+    gathered one by one under ZeRO. The parameters `unsharded` stay whole under ZeRO; without `replicates` there is no
+    DDP. The caller sums the gradients of both. `find_unused`: some parameters take no part in some steps, and these
+    need not be the same on every rank.
+    """
+    device = mesh.world.device
+    if plan.zero_stage == 0:
+        give_storage(module, device)
+        module.to(device)
+        if plan.devices_per_process > 1:
+            return share_among_devices(module, range(plan.devices_per_process))
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        if mesh.replica_mesh is None or not replicates or not is_trained:
+            return module
+        return _replicate(module, mesh, find_unused=find_unused and plan.pp > 1)
+    policy = shard_precision(precision)
+    frees_parameters = plan.zero_stage == 3
+    assert mesh.shard_mesh is not None
+    options: dict[str, Any] = {"mesh": mesh.shard_mesh, "mp_policy": policy, "ignored_params": set(unsharded)}
+    if plan.tp == 1:  # the parts of a parameter that is split over tp are found by their rows
+        options["shard_placement_fn"] = _placement(mesh.shard_mesh.size(-1))
+    if plan.offload == "parameters":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for block in sharded_alone(module, blocks):
+        if any(True for _ in block.parameters()):
+            fully_shard(block, reshard_after_forward=frees_parameters, **options)
+            if plan.cp > 1:
+                show_hooks_plain(block)
+    # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
+    fully_shard(module, reshard_after_forward=False, **options)
+    _sum_gradients(module, with_unused=find_unused)
+    give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
+    if plan.offload != "parameters":
+        return module.to(device)
+    for whole in (*module.buffers(), *unsharded):
+        whole.data = whole.to(device)
+    return module
+
+
+def _sum_gradients(module: nn.Module, *, with_unused: bool) -> None:
+    """Have FSDP sum gradients, where by itself it takes their mean: the weights of micro-batches add up to 1."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
+            if with_unused and hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13
+                part.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def never_sharded(module: nn.Module, plan: ParallelPlan) -> frozenset[nn.Parameter]:
+    """Return the parameters of `module` that stay whole under ZeRO: single numbers have no dimension to cut."""
+    return frozenset(parameter for parameter in module.parameters() if plan.zero_stage and not parameter.ndim)
+
+
+def share_among_devices(
+    module: nn.Module, devices: Sequence[int], *, wrapper: Callable[..., nn.Module] = DataParallel
+) -> nn.Module:
+    """Return `module`, which is on the first of these GPUs, with its batches divided over all of them by one process.
+
+    DataParallel copies the model to the other GPUs in every forward pass, and gathers the outputs on the first.
+    """
+    return wrapper(module, device_ids=[*devices], output_device=devices[0])
+
+
+def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(sharded_dimension(parameter.shape, num_shards))
+
+    return place
+
+
+def _replicate(module: nn.Module, mesh: Mesh, *, find_unused: bool) -> DistributedDataParallel:
+    """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes."""
+    ignore_in_replicas(module, sharded_names(module))
+    # torch 2.13 renamed the option and warns about the old name.
+    options = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers: dict[str, Any] = {
+        "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers": False
+    }
+    replicated = DistributedDataParallel(
+        module,
+        process_group=mesh.replica_group,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
+        **buffers,
+    )
+    assert mesh.replica_group is not None
+    reduction = ReplicaReduction(module, mesh.replica_group, mesh.world.rank)
+    # Without annotations: torch compares them with its classes, and here they are texts.
+    replicated.register_comm_hook(reduction, lambda state, bucket: state.sum(bucket))
+    replicated.reduction = reduction  # type: ignore[assignment]
+    return replicated
+
+
+class ReplicaReduction:
+    """Sums the gradients of DDP's buckets, where DDP by itself takes their mean.
+
+    DDP waits for every parameter, and some take no part in some passes: those that a rank lacks are given to it as
+    zeros (`complete`), and those that all ranks lack stay without a gradient (`drop_unused`), as in one process.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, rank: int) -> None:
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._group = group
+        self._rank = rank
+        self._is_complete = False
+        self._versions: list[int] = []
+        self._missing: list[int] = []
+        self._has_told = True  # another job of this process may have
+
+    def sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Sum one bucket over the replicas. Buckets go in order, each once all its gradients are there."""
+        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        assert work is not None
+        self._is_complete = self._is_complete or bucket.is_last()
+        summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+        return summed
+
+    def begin(self) -> None:
+        """Take note of the gradients before the last backward pass of a step."""
+        self._is_complete, self._missing = False, []
+        self._versions = [-1 if one.grad is None else version_of(one.grad) for one in self._parameters]
+
+    def check(self) -> None:
+        """Raise `ModelError` where gradients were not summed, since a pipeline's last micro-batch lacks some."""
+        if not self._is_complete:
+            raise ModelError(
+                "some parameters take no part in the last micro-batch of a step, and the replicas of a pipeline stage "
+                "wait for all of them",
+                hint="turn them off with requires_grad_(False), or use job.prepare(find_unused=True)",
+            )
+
+    def complete(self) -> None:
+        """Let DDP have zeros for the parameters that the backward pass has not reached, if there are any."""
+        if self._is_complete:
+            return
+        self._missing = [
+            place
+            for place, (one, version) in enumerate(zip(self._parameters, self._versions, strict=True))
+            if one.grad is None or version_of(one.grad) == version
+        ]
+        reached = [(self._parameters[place] * 0.0).sum() for place in self._missing]
+        torch.autograd.backward(reached)
+
+    def drop_unused(self, step: int) -> None:
+        """Take away the zeros of parameters that no rank has reached in `step`; called when all ranks have summed."""
+        if not self._missing:
+            return
+        if self._parameters[0].is_cuda:  # what the others have told is there once their sums are
+            torch.cuda.current_stream().synchronize()
+        store, found = default_store(), []
+        for rank in dist.get_process_group_ranks(self._group):
+            key = _UNUSED.format(rank=rank)
+            words = json.loads(store.get(key)) if store.check([key]) else {}
+            found.append(set(words["places"]) if words.get("step") == step else set())
+        for place in set.intersection(*found):
+            self._parameters[place].grad = None
+
+    def tell(self, step: int) -> None:
+        """Tell the others which parameters this rank has not reached in `step`, before all ranks sum their losses.
+
+        Those that an earlier micro-batch of it has reached have gradients. What was told of a step of this number
+        before, which a checkpoint may have brought back, is taken back.
+        """
+        if self._missing or self._has_told:
+            places = [place for place in self._missing if self._versions[place] == -1]
+            default_store().set(_UNUSED.format(rank=self._rank), json.dumps({"step": step, "places": places}))
+        self._has_told = bool(self._missing)
+
+
+def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction, ...]:
+    """Return what sums the gradients of those of `modules` that are in DDP."""
+    found = [getattr(module, "reduction", None) for module in modules if isinstance(module, DistributedDataParallel)]
+    return tuple(one for one in found if isinstance(one, ReplicaReduction))
+
+
+def reads_shards(error: RuntimeError) -> bool:
+    """Whether torch raised `error` because code has computed with a shard as if it were the parameter."""
+    return MIXED_TENSORS in str(error)
+
+
+def gradient_sync(module: nn.Module, *, zero_stage: int) -> GradientSync:
+    """Return how the gradients of `module`, as `apply_data_parallelism` returned it, are kept back and sent."""
+    if isinstance(module, DistributedDataParallel):
+        return ReplicaSync(module)
+    if isinstance(module, FSDPModule):
+        return ShardSync(module, zero_stage=zero_stage)
+    return NoSync()

@@ -1,0 +1,351 @@
+"""A pipeline stage: cut from the model, and called with what the stage before has sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.precision import compute_context
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.split_tensor import CONTEXT, SplitError, SplitTensor
+from paraplan.runtime.split.context_parallel import split_tokens
+from paraplan.runtime.step.loss import StepLoss, split_error
+from paraplan.runtime.structure.chain import HINT
+from paraplan.runtime.structure.dataflow import Registered, named_tensors
+from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
+from paraplan.runtime.torch_private import is_view, pytree
+
+
+class StageEndError(Exception):
+    """Ends a forward pass after the last block of a stage, with the hidden state; it never leaves the stage."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__("end of the stage")
+        self.hidden = hidden
+
+
+class _StandIn(nn.Module):
+    """Stands for a module of another stage; attributes that it lacks are those of `meta_model`, that module on meta."""
+
+    def __init__(self, meta_model: nn.Module) -> None:
+        super().__init__()
+        # Not through nn.Module's own setter: the meta model is no part of the stage.
+        self.__dict__["meta_model"] = meta_model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["meta_model"], name)
+
+
+class IdentityBlock(_StandIn):
+    """A block of another stage: returns its hidden state as it came, in the form of a block's output."""
+
+    def __init__(self, meta_model: nn.Module, chain: BlockChain) -> None:
+        super().__init__(meta_model)
+        self.__dict__["hidden_argument"] = chain.hidden_argument
+        self.__dict__["num_outputs"] = chain.num_outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden state."""
+        return self.output(self.hidden_of(args, kwargs))
+
+    def hidden_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the hidden state among the arguments of a block."""
+        where = self.__dict__["hidden_argument"]
+        return args[where] if isinstance(where, int) else kwargs[where]
+
+    def output(self, hidden: Any) -> Any:
+        """Return `hidden` as a block would."""
+        num_outputs = self.__dict__["num_outputs"]
+        return hidden if num_outputs is None else (hidden, *[None] * (num_outputs - 1))
+
+
+class ReceiveBlock(IdentityBlock):
+    """The block before a stage: returns what the stage received."""
+
+    def __init__(self, meta_model: nn.Module, chain: BlockChain) -> None:
+        super().__init__(meta_model, chain)
+        self.__dict__["copies"] = chain.writes_hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the received hidden state, whatever comes in; a copy where blocks write into it."""
+        received = self.__dict__["received"]
+        return self.output(received.clone() if self.__dict__["copies"] else received)
+
+    def hold(self, received: torch.Tensor | None) -> None:
+        """Keep `received` for the next forward pass; None lets it go."""
+        self.__dict__["received"] = received
+
+
+class SendBlock(IdentityBlock):
+    """The block after a stage: ends the forward pass."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `StageEndError` with the hidden state."""
+        raise StageEndError(self.hidden_of(args, kwargs))
+
+
+class ZerosStub(_StandIn):
+    """A module around the blocks whose output nothing in this stage depends on: returns zeros of the right shape.
+
+    So do its methods, its parts and their parameters.
+    """
+
+    def __init__(self, meta_model: nn.Module, chain: BlockChain, device: torch.device) -> None:
+        super().__init__(meta_model)
+        self.__dict__["chain"] = chain
+        self.__dict__["zeros_device"] = device
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, nn.Module):
+            return ZerosStub(value, self.__dict__["chain"], self.__dict__["zeros_device"])
+        if isinstance(value, torch.Tensor):
+            return self._zeros(value)
+        if isinstance(value, MethodType) and value.__self__ is self.__dict__["meta_model"]:
+            return lambda *args, **kwargs: self._shapes_of(value, args, kwargs)
+        return value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return zeros that take no memory, in the shape of the module's output."""
+        return self._shapes_of(self.__dict__["meta_model"], args, kwargs)
+
+    def _shapes_of(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def meta(leaf: Any) -> Any:
+            return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+        with torch.no_grad():
+            output = function(*pytree.tree_map(meta, args), **pytree.tree_map(meta, kwargs))
+        return pytree.tree_map(self._zeros, output)
+
+    def _zeros(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if isinstance(leaf, SplitTensor):  # this rank's tokens, under context parallelism
+            return SplitTensor(self._zeros(leaf.local), leaf.sharding, leaf.group, leaf.source)
+        dtype = self.__dict__["chain"].own_dtype(leaf.dtype)
+        return torch.zeros((), dtype=dtype, device=self.__dict__["zeros_device"]).expand(leaf.shape)
+
+
+@dataclass(frozen=True)
+class CutStage:
+    """What `cut_stage` left: where the received hidden state goes in (None for the first stage), and the tensors.
+
+    `names` maps the name of a parameter in the whole model to its name in the stage, and `buffers` that of a buffer
+    that the stage uses; they differ where one of several tied modules stayed.
+    """
+
+    inject: ReceiveBlock | None
+    names: dict[str, str]
+    buffers: dict[str, str]
+
+
+def check_stages(chain: BlockChain, bounds: Sequence[tuple[int, int]], *, num_ranks: int) -> None:
+    """Raise `UnsupportedPlanError` where any of the stages with these `bounds` would not compute what the model does.
+
+    Every rank asks about all stages, so that all of them end with the same error. Of the stages rank i of `num_ranks`
+    holds i, i + num_ranks and so on.
+    """
+    problem = chain.uses.problem
+    if problem is not None:
+        raise UnsupportedPlanError(problem, hint=HINT)
+    for start, end in bounds:
+        _check_stage(chain, start=start, end=end)
+    holders = Counter(
+        (name, stage % num_ranks)
+        for stage, (start, end) in enumerate(bounds)
+        for name in (chain.used_by(start, end) | chain.uses.tensors.of(start, end)) & chain.uses.written_before
+    )
+    twice = sorted(name for (name, _), count in holders.items() if count > 1)
+    if twice:
+        raise UnsupportedPlanError(
+            f"the forward pass writes {twice[0]}, which several stages of one rank use",
+            hint="use a schedule with one stage for each rank (1f1b)",
+        )
+
+
+def _check_stage(chain: BlockChain, *, start: int, end: int) -> None:
+    """Raise `UnsupportedPlanError` where a stage uses a tensor that lies in blocks of other stages alone."""
+    elsewhere = tuple(f"{name}." for at, name in enumerate(chain.stack.names) if not start <= at < end)
+    paths = _paths(chain.meta_model)
+    for name in sorted(chain.used_by(start, end) | chain.uses.tensors.of(start, end)):
+        if all(path.startswith(elsewhere) for path in paths[name]):
+            raise UnsupportedPlanError(
+                f"blocks {start} to {end - 1} use {name}, which lies in a block of another stage", hint=HINT
+            )
+
+
+def _paths(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of every tensor of `model`, by the first of them."""
+    registered = Registered.of(model)
+    first = {id(tensor): name for name, tensor in [*registered.tensors.items(), *registered.parameters.items()]}
+    found: dict[str, list[str]] = {}
+    for path, tensor in [*model.named_parameters(remove_duplicate=False), *named_tensors(model)]:
+        found.setdefault(first[id(tensor)], []).append(path)
+    return found
+
+
+def cut_stage(model: nn.Module, chain: BlockChain, *, start: int, end: int, device: torch.device) -> CutStage:
+    """Leave in `model` what a stage with blocks `start`..`end` - 1 uses.
+
+    Raises `UnsupportedPlanError` where the stage uses a parameter that lies inside a block of another stage.
+    """
+    _check_stage(chain, start=start, end=end)
+    whole = Registered.of(model)
+    needed = {id(whole.parameters[name]): name for name in sorted(chain.used_by(start, end))}
+    tensors = {id(whole.tensors[name]): name for name in sorted(chain.uses.tensors.of(start, end))}
+    written = {id(whole.parameters[name]) for name in chain.uses.written_before & whole.parameters.keys()}
+    inject = _replace_blocks(model, chain, start=start, end=end)
+    _replace_surroundings(model, chain, {*needed, *tensors}, device)
+    _drop_leftovers(model, set(needed), written, device)
+    return CutStage(
+        inject=inject,
+        names={needed[id(parameter)]: name for name, parameter in model.named_parameters()},
+        buffers={tensors[id(buffer)]: name for name, buffer in model.named_buffers() if id(buffer) in tensors},
+    )
+
+
+def _replace_blocks(model: nn.Module, chain: BlockChain, *, start: int, end: int) -> ReceiveBlock | None:
+    inject = None
+    for index, name in enumerate(chain.stack.names):
+        if start <= index < end:
+            continue
+        meta_model = chain.meta_model.get_submodule(name)
+        stand_in = IdentityBlock(meta_model, chain)
+        if index == start - 1:
+            stand_in = inject = ReceiveBlock(meta_model, chain)
+        elif index == end:
+            stand_in = SendBlock(meta_model, chain)
+        model.set_submodule(name, stand_in)
+    return inject
+
+
+def _replace_surroundings(model: nn.Module, chain: BlockChain, needed: set[int], device: torch.device) -> None:
+    """Replace the modules outside the blocks that hold parameters, and nothing that the stage needs."""
+    blocks = tuple(f"{name}." for name in chain.stack.names)
+    replaced: tuple[str, ...] = ()
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        holds_blocks = any(block.startswith(f"{name}.") or not name for block in blocks)
+        if holds_blocks or f"{name}.".startswith(blocks + replaced):
+            continue
+        has_own = any(True for _ in module.parameters(recurse=False))
+        held = [*module.parameters(), *(tensor for _, tensor in named_tensors(module))]
+        if has_own and not any(id(tensor) in needed for tensor in held):
+            model.set_submodule(name, ZerosStub(chain.meta_model.get_submodule(name), chain, device))
+            replaced += (f"{name}.",)
+
+
+def _drop_leftovers(model: nn.Module, needed: set[int], written: set[int], device: torch.device) -> None:
+    """Put zeros without memory in place of parameters that stand beside needed ones, and that the stage does not need.
+
+    They are plain attributes, so that no optimizer and no replica sees them; what is computed from them goes nowhere.
+    Those that the forward pass writes have memory of their own.
+    """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in needed:
+                zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                delattr(module, name)
+                setattr(module, name, zeros.clone() if id(parameter) in written else zeros)
+
+
+class StageModule(nn.Module):
+    """A stage as torch's schedules call it: a hidden state in and out; on the last stage the loss out.
+
+    The micro-batches of a step are handed over beforehand, whole, and the schedule passes their numbers: every stage
+    makes its own masks and positions from the inputs. `context` is the `cp` group, whose ranks have some tokens of each
+    sequence: inputs and received hidden states are split, and plain tensors travel.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inject: ReceiveBlock | None,
+        *,
+        is_last: bool,
+        loss: StepLoss,
+        precision: TrainingPrecision,
+        device: torch.device,
+        context: TensorGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._inject = inject if inject is None else [inject]  # in a list: it is no second child of this module
+        self._is_last = is_last
+        self._loss = loss
+        self._precision = precision
+        self._device = device
+        self._context = context
+        self.micro_batches: Sequence[MicroBatch] = ()
+        self.received: HiddenShape | None = None
+        self.sent: HiddenShape | None = None
+
+    def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+        """Return the hidden state after this stage, or the loss, of micro-batch `number`.
+
+        `received` is the hidden state before this stage; the first stage is given the number in its place.
+        """
+        micro_batch = self.micro_batches[int(number)]
+        inputs = micro_batch.inputs if self._context is None else split_tokens(micro_batch.inputs, self._context)
+        if self._inject is not None:
+            self._inject[0].hold(self._with_context(_with_contiguous_gradient(received)))
+        try:
+            with compute_context(self._precision, self._device):
+                return self._loss.run(self.model, inputs, micro_batch).reshape(1)
+        except StageEndError as end:
+            return self._sendable(end.hidden)
+        except SplitError as error:
+            raise split_error(error, self._context) from error
+        finally:
+            if self._inject is not None:
+                self._inject[0].hold(None)
+
+    def _with_context(self, received: torch.Tensor) -> torch.Tensor:
+        sharding = None if self.received is None else self.received.sharding
+        if self._context is None or sharding is None:
+            return received
+        whole: torch.Tensor = SplitTensor(received, sharding, self._context, CONTEXT)
+        return whole
+
+    def _sendable(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `hidden` as the next stage expects it; a buffer of another size would end the process inside gloo."""
+        if isinstance(hidden, SplitTensor):
+            hidden = hidden.local
+        if self.sent is None or hidden.shape != self.sent.shape:
+            raise UsageError(
+                f"this stage's hidden state has shape {tuple(hidden.shape)}, and {self.sent and self.sent.shape} was "
+                "found for these inputs without values",
+                hint="use pp=1 for this model",
+            )
+        sendable = hidden.to(self.sent.dtype).contiguous()
+        # A backward pass in halves (zero bubble) detaches it in place, which a view does not allow.
+        return sendable.clone() if is_view(sendable) else sendable
+
+
+def _with_contiguous_gradient(received: torch.Tensor) -> torch.Tensor:
+    """Return a received tensor, whose gradient will travel back."""
+    passed: torch.Tensor = _ContiguousGradient.apply(received)  # type: ignore[no-untyped-call]
+    return passed
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Returns a tensor as it is, and its gradient in the layout in which it can be sent."""
+
+    @staticmethod
+    def forward(_: Any, received: torch.Tensor) -> torch.Tensor:
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()

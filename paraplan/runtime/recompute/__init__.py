@@ -1,0 +1,1 @@
+"""Blocks, attention and operators that run again in the backward pass."""

@@ -1,0 +1,227 @@
+"""The ranks of a `tp` group as autograd sees them: what travels in the forward pass, and what in the backward pass.
+
+The pairs are those of Megatron-LM (Shoeybi et al. 2019, section 3, f and g; Korthikanti et al. 2022, section 4.2.2, for
+sequence parallelism): what is copied forward is summed backward, what is gathered forward is summed and scattered
+backward, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.torch_private import is_view
+
+# torch 2.13 renamed both, and warns about the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(eq=False)
+class TensorGroup:
+    """One rank's view of its `tp` group. Without `handle` nothing travels: shapes alone are followed, without values.
+
+    `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
+    see `rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
+    In a trial (`is_trial`), functions that no rule knows are tried with numbers (`trial`).
+    With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
+    `specs` holds how tensors lie that are split over it (`split_tensor`), `calls` what calls on them came to
+    (`replay`). `token_shardings` says how the tokens of hidden states are cut that layers have gathered, by all
+    dimensions but the last.
+    """
+
+    size: int
+    index: int
+    handle: dist.ProcessGroup | None
+    shapes: dict[Any, Any] = field(default_factory=dict)
+    specs: dict[Any, Any] = field(default_factory=dict)
+    calls: dict[Any, Any] = field(default_factory=dict)
+    draws: bool = False
+    is_trial: bool = False
+    gathers: bool = True
+    keeps_products: bool = False
+    gathered: set[str] = field(default_factory=set)
+    token_shardings: dict[tuple[int, ...], Sharding] = field(default_factory=dict)
+    _entered: list[Any] = field(default_factory=list)
+
+    def sum(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+        """Return the sum of `tensor` over the group; `in_place` where nobody else reads it."""
+        total = tensor.contiguous() if in_place else tensor.clone(memory_format=torch.contiguous_format)
+        if self.handle is not None:
+            dist.all_reduce(total, group=self.handle)
+        return total
+
+    def gather(self, local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+        """Return the whole tensor of which every rank gives its part."""
+        if self.handle is None:
+            return local.new_empty(sharding.whole_shape(local.shape))
+        missing = 0 if sharding.divides else sharding.local_length(0) - local.shape[sharding.dim]
+        if missing:  # what travels has one length
+            local = torch.cat(
+                [local, local.new_zeros(*local.shape[: sharding.dim], missing, *local.shape[sharding.dim + 1 :])],
+                sharding.dim,
+            )
+        # One behind the other: a list of tensors would be copied once more.
+        gathered = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
+        _all_gather(gathered, local.contiguous(), group=self.handle)
+        parts = list(gathered.chunk(self.size))
+        if not sharding.divides:
+            parts = [part.narrow(sharding.dim, 0, sharding.local_length(index)) for index, part in enumerate(parts)]
+        return sharding.join(parts)
+
+    def reduce_scatter(self, whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+        """Return this rank's part of the sum of `whole` over the group."""
+        if self.handle is None:
+            return whole.new_empty(sharding.local_shape(whole.shape))
+        parts = torch.cat([sharding.part(whole, index) for index in range(self.size)])
+        mine = parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:]))
+        _reduce_scatter(mine, parts, group=self.handle)
+        return mine
+
+    def part(self, whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+        """Return this rank's part of `whole`, which every rank has."""
+        return sharding.part(whole, self.index)
+
+    def cached_copy(self, whole: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return `make()`, or what it returned for the same tensor a moment ago.
+
+        Query, key and value projections read one tensor: its gradient is then summed once for the three.
+        """
+        graded = torch.is_grad_enabled()
+        if self._entered and self._entered[0][0] is whole and self._entered[0][1] == graded:
+            known: torch.Tensor = self._entered[0][2]
+            return known
+        made = make()
+        self._entered[:] = [(whole, graded, made)]
+        return made
+
+    def forget(self) -> None:
+        """Let go what `cached_copy` holds; done at the end of every block."""
+        self._entered.clear()
+
+
+def copy_to_region(tensor: torch.Tensor, group: TensorGroup, *, for_products: bool = False) -> torch.Tensor:
+    """Return `tensor`, which every rank has; its gradient is the sum of those of the ranks.
+
+    `for_products`: linear layers alone read it, whose backward passes make a gradient of their own to sum in place.
+    """
+    result: torch.Tensor = _Copy.apply(tensor, group, for_products)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reduce_from_region(tensor: torch.Tensor, group: TensorGroup, *, is_product: bool = False) -> torch.Tensor:
+    """Return the sum of `tensor` over the ranks, which all go on with the same.
+
+    `is_product`: it is what a linear layer returned, which nobody else reads, and is summed in place.
+    """
+    in_place = is_product and group.handle is not None and tensor.is_contiguous() and not is_view(tensor)
+    in_place = in_place and not group.keeps_products
+    result: torch.Tensor = _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_gather(local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+    """Return the whole of what the ranks hold, for each to go its own way with it: gradients are summed, then cut."""
+    result: torch.Tensor = _Gather.apply(local, sharding, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reduce_scatter(whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+    """Return this rank's part of the sum of `whole` over the ranks."""
+    result: torch.Tensor = _SumAndScatter.apply(whole, sharding, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def scatter_to_region(whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+    """Return this rank's part of what every rank has; its gradient is gathered from all parts."""
+    result: torch.Tensor = _TakePart.apply(whole, sharding, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_from_region(local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+    """Return the whole of what the ranks hold, for all to do the same with it: the gradient is cut, not summed."""
+    result: torch.Tensor = _JoinParts.apply(local, sharding, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, for_products: bool) -> torch.Tensor:
+        ctx.group, ctx.for_products = group, for_products
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.group.sum(gradients[0], in_place=ctx.for_products), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, in_place: bool) -> torch.Tensor:
+        if in_place:
+            ctx.mark_dirty(tensor)
+        return group.sum(tensor, in_place=in_place)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return group.gather(local, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.group.reduce_scatter(gradients[0], ctx.sharding), None, None
+
+
+class _SumAndScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return group.reduce_scatter(whole, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.group.gather(gradients[0], ctx.sharding), None, None
+
+
+class _TakePart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return group.part(whole, sharding).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.group.gather(gradients[0], ctx.sharding), None, None
+
+
+class _JoinParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return group.gather(local, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.group.part(gradients[0], ctx.sharding).contiguous(), None, None
+
+
+def whole_tensor(tensor: torch.Tensor, sharding: Sharding | None, mesh: Mesh) -> torch.Tensor:
+    """Return the whole of `tensor`: gathered over `dp` where it is sharded, and over `tp` by `sharding`."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if sharding is None:
+        return whole
+    group = TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
+    return group.gather(whole, sharding)

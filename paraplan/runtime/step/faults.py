@@ -1,0 +1,184 @@
+"""What goes wrong in a step: a loss that is not a number, and memory that runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from paraplan.errors import ParaplanError
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.torch_private import NO_HOST_MEMORY
+from paraplan.runtime.world import World
+from paraplan.units import format_bytes
+
+
+class DivergedError(ParaplanError):
+    """A loss that is infinite or not a number."""
+
+    exit_status = 1
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The loss of one step. On a GPU `mean` is on its way to the host, and there when `is_copied` has happened."""
+
+    step: int
+    mean: torch.Tensor
+    own: torch.Tensor
+    is_copied: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, step: int, mean: torch.Tensor, own: torch.Tensor) -> _Step:
+        if not mean.is_cuda:
+            return cls(step, mean, own)
+        on_host = torch.empty(mean.shape, dtype=mean.dtype, pin_memory=True)
+        on_host.copy_(mean.detach(), non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return cls(step, on_host, own, copied)
+
+    def value(self) -> torch.Tensor:
+        """Return the mean; waits for its own step and for nothing that was started since."""
+        if self.is_copied is not None:
+            self.is_copied.synchronize()
+        return self.mean
+
+
+class LossWatch:
+    """The losses of the last steps, looked at before weights made with it are used or kept.
+
+    On a CPU that is at once. On a GPU the loss is copied to the host behind its step, and looked at two steps later:
+    meanwhile the GPU has the next step to do. No checkpoint is written and nothing is evaluated before all losses were
+    looked at.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._waiting: list[_Step] = []
+
+    def add(self, *, step: int, mean: torch.Tensor, own: torch.Tensor, is_read: bool) -> None:
+        """Watch the loss of `step`: `mean` over all ranks, `own` of this rank. Without `is_read` it has no value."""
+        if not is_read:
+            return
+        self._waiting.append(_Step.of(step, mean, own))
+        if self._world.device.type == "cpu":
+            self.check()
+
+    def check(self, *, keep: int = 0) -> None:
+        """Raise `DivergedError` on every rank where a loss, but the last `keep`, is infinite or not a number."""
+        while len(self._waiting) > keep:
+            waiting = self._waiting.pop(0)
+            if not bool(waiting.value().isfinite()):
+                self._waiting.clear()
+                self._fail(waiting)
+
+    def _fail(self, waiting: _Step) -> None:
+        own = waiting.own.detach().reshape(1)
+        gathered = [own]
+        if self._world.is_distributed:
+            gathered = [torch.empty_like(own) for _ in range(self._world.size)]
+            dist.all_gather(gathered, own)
+        ranks = [rank for rank, loss in enumerate(gathered) if not bool(loss.isfinite())]
+        where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else ""
+        raise DivergedError(
+            f"the loss is {waiting.mean.item()} in step {waiting.step}{where}; the weights of that step were not saved",
+            hint="go on from the last checkpoint with a lower learning rate, clipped gradients or other data",
+        )
+
+
+_TOLERANCE = 1.1  # what counts as more than predicted: the estimate's own parts are good to some percent
+
+
+class RankMemoryError(ParaplanError):
+    """A rank for whose step the memory of its device is too small."""
+
+    exit_status = 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch raised `error` because it could not allocate."""
+    return isinstance(error, torch.OutOfMemoryError) or NO_HOST_MEMORY in str(error)
+
+
+def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Return the bytes of the local parts of `tensors`; None counts nothing."""
+    locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None)
+    return sum(tensor.numel() * tensor.element_size() for tensor in locals_)
+
+
+def memory_error(
+    error: BaseException,
+    *,
+    parameters: Iterable[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    plan: ParallelPlan,
+    file: PlanFile | None,
+    rank: int,
+    step: int,
+    allocated_bytes: int | None,
+) -> RankMemoryError:
+    """Return what is said in place of `error`: parts that this rank holds against those of the plan's estimate.
+
+    `allocated_bytes` is the peak of the device, None where it is unknown; what it holds beside the training state are
+    activations and workspace.
+    """
+    held = list(parameters)
+    found: dict[str, int | None] = {
+        "parameters": held_bytes(held),
+        "gradients": held_bytes(parameter.grad for parameter in held),
+        "optimizer state": held_bytes(
+            value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        ),
+    }
+    found["activations and workspace"] = None
+    if allocated_bytes is not None:
+        found["activations and workspace"] = max(0, allocated_bytes - sum(size or 0 for size in found.values()))
+    predicted = _predicted(file)
+    words = [
+        f"{name} {format_bytes(size)}" + (f" ({format_bytes(predicted[name])} predicted)" if name in predicted else "")
+        for name, size in found.items()
+        if size is not None
+    ]
+    exceeded = [
+        name for name, size in found.items() if size is not None and size > _TOLERANCE * predicted.get(name, size)
+    ]
+    text = f"rank {rank} is out of memory in step {step}: it held {', '.join(words)}"
+    if exceeded:
+        text += f"; more than predicted: {' and '.join(exceeded)}"
+    return RankMemoryError(f"{text}. {_first_line(error)}", hint=_way_out(plan, file))
+
+
+def _predicted(file: PlanFile | None) -> dict[str, int]:
+    parts = file.estimate.memory if file is not None and file.estimate is not None else None
+    if parts is None:
+        return {}
+    return {
+        "parameters": parts.parameter_bytes,
+        "gradients": parts.gradient_bytes,
+        "optimizer state": parts.optimizer_state_bytes,
+        "activations and workspace": parts.activation_bytes + parts.workspace_bytes,
+    }
+
+
+def _way_out(plan: ParallelPlan, file: PlanFile | None) -> str:
+    smaller = file.estimate.smaller_plan if file is not None and file.estimate is not None else None
+    if smaller is not None:
+        return f"a plan that needs less: {smaller}"
+    ways = []
+    if plan.micro_batch_size > 1:
+        ways.append(f"micro_batch_size={plan.micro_batch_size // 2} with twice the micro-batches")
+    if plan.recompute != "full":
+        ways.append("recompute=full")
+    if plan.dp > 1 and plan.zero_stage < (1 if plan.pp > 1 else 3):
+        ways.append(f"zero_stage={1 if plan.pp > 1 else 3}")
+    return " or ".join(ways) or "more ranks: paraplan recommend says how many"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
