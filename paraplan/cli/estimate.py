@@ -12,7 +12,6 @@ from typer.core import TyperCommand
 
 from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinTokensOption
 from paraplan.cli.ci_limits import Limits, check_limits
-from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOption, FromMegatronOption
 from paraplan.cli.html import HtmlOption, require_files, write_estimate
 from paraplan.cli.inputs import (
@@ -72,6 +71,7 @@ from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.plan.compatibility import check_compatible
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan, micro_batches
+from paraplan.report.estimate_json import estimate_report
 
 if TYPE_CHECKING:
     from paraplan.plan.training import TrainingSpec

@@ -9,7 +9,6 @@ from typing import Any
 
 import typer
 
-from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.html import write_estimate
 from paraplan.cli.inputs import (
     calibrated,
@@ -31,6 +30,7 @@ from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.plan.files import PlanFile
+from paraplan.report.estimate_json import estimate_report
 from paraplan.search.search import search
 from paraplan.units import format_bytes, format_count, format_seconds
 

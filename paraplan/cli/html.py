@@ -59,7 +59,7 @@ def write_files(
     Raises `UsageError` for a path that cannot be written or a library that is not there.
     """
     if plan_path is not None:
-        from paraplan.cli.recommend_report import plan_file
+        from paraplan.report.recommendation_json import plan_file
 
         write_beside_and_rename(plan_path, plan_file(answer).to_json() + "\n")
     if trace is not None:
@@ -69,7 +69,7 @@ def write_files(
 
 
 def _write_recommendation(answer: Recommendation, question: Question, path: Path, *, plan_path: Path | None) -> None:
-    from paraplan.cli.recommend_report import commands
+    from paraplan.report.recommendation_json import commands
     from paraplan.report.recommendation_page import recommendation_page
     from paraplan.search.scaling import scaling
 

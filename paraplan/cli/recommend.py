@@ -55,11 +55,11 @@ from paraplan.cli.options import (
     ProfileOption,
     SeqLenOption,
 )
-from paraplan.cli.recommend_report import recommendation_report
 from paraplan.cli.step_trace import TraceOption
 from paraplan.cost.frameworks import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.report.recommendation_json import recommendation_report
 from paraplan.search.fixed import FixedChoices
 from paraplan.search.recommendation import Question
 
