@@ -60,8 +60,8 @@ from paraplan.cost.frameworks import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.report.recommendation_json import recommendation_report
-from paraplan.search.fixed import FixedChoices
-from paraplan.search.recommendation import Question
+from paraplan.search.fixed import Constraints
+from paraplan.search.recommendation import SearchRequest
 
 app = typer.Typer(add_completion=False)
 MONEY_PANEL = "Time and money"
@@ -187,7 +187,7 @@ def recommend(
     training = read_training(spec, seq_len=seq_len, global_batch=batch, compiled=compiled, **chosen)
     earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
-    fixed = FixedChoices(
+    fixed = Constraints(
         dp=dp,
         tp=tp,
         pp=pp,
@@ -210,7 +210,7 @@ def recommend(
         return
     is_own = framework is FrameworkName.paraplan
     workload = workload if is_own else replace(workload, habits=habits_of(framework.value))
-    question = Question(
+    question = SearchRequest(
         objective=objective.value,
         find=find.value if find else None,
         framework=None if is_own else framework.value,

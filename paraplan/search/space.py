@@ -24,7 +24,7 @@ from paraplan.plan.compatibility import (
 )
 from paraplan.plan.parallel import Axis
 from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
-from paraplan.search.fixed import FREE, Degree, FixedChoices, check_axes, check_micro_batch, nothing_has_all
+from paraplan.search.fixed import FREE, Constraints, Degree, check_axes, check_micro_batch, nothing_has_all
 from paraplan.search.orders import RankOrders
 from paraplan.search.splits import BalancedSplits
 
@@ -77,7 +77,7 @@ class PlanSpace:
 
     workload: Workload
     runnable_only: bool = True
-    fixed: FixedChoices = FREE
+    fixed: Constraints = FREE
     considered: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     degrees: list[Degrees] = field(default_factory=list)
