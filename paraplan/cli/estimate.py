@@ -12,16 +12,10 @@ from typer.core import TyperCommand
 
 from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinTokensOption
 from paraplan.cli.ci_limits import Limits, check_limits
-from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOption, FromMegatronOption
 from paraplan.cli.html import HtmlOption, require_files, write_estimate
 from paraplan.cli.inputs import (
     calibrated,
-    check_context,
-    check_experts,
-    check_plan_suits_model,
-    check_plan_suits_sequence,
-    check_precision,
     make_plan,
     options_given,
     read_cluster_for_plan,
@@ -74,8 +68,10 @@ from paraplan.cost.habits import PARAPLAN
 from paraplan.cost.workload import Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.plan.compatibility import check_compatible
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan, micro_batches
+from paraplan.report.estimate_json import estimate_report
 
 if TYPE_CHECKING:
     from paraplan.plan.training import TrainingSpec
@@ -213,14 +209,9 @@ def estimate(
         )
     spec = read_trained_model(model, seq_len=seq_len, micro_batch_size=plan.micro_batch_size)
     cluster = read_cluster_for_plan(profile, plan, num_nodes=nodes, gpus_per_node=gpus_per_node)
-    check_precision(choices["precision"], cluster.gpu)
-    check_plan_suits_model(plan, spec)
-    check_experts(plan, spec)
-    if not habits.rings_context:
-        check_context(plan, spec)
     training = read_training(spec, seq_len=seq_len, global_batch=plan.global_batch_size, **choices)
-    check_plan_suits_sequence(plan, training)
     made = replace(Workload.of(spec, training, cluster, load_link_speeds()), habits=habits)
+    check_compatible(plan, spec, training, cluster, rings_context=habits.rings_context)
     workload = calibrated(made, calibration)
     traced = _trace(model, plan, training) if trace_memory else None
     result = _estimate_and_print(workload, plan, traced, as_json=as_json)

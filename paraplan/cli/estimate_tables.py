@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paraplan.cli.estimate_report import warnings_of
 from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
 from paraplan.cost.course import pipeline_course
@@ -17,6 +16,7 @@ from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
 from paraplan.cost.fitting import MOST_SEQUENCES, FitRow, largest_layer, what_fits
 from paraplan.cost.workload import Workload
 from paraplan.plan.support import unsupported_reason
+from paraplan.report.estimate_json import warnings_of
 from paraplan.units import format_bytes, format_count, format_flops, format_seconds
 
 if TYPE_CHECKING:  # torch, which an estimate does without

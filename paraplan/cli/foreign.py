@@ -9,13 +9,9 @@ from typing import Any
 
 import typer
 
-from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.html import write_estimate
 from paraplan.cli.inputs import (
     calibrated,
-    check_experts,
-    check_plan_suits_model,
-    check_precision,
     read_cluster,
     read_cluster_for_plan,
     read_trained_model,
@@ -34,6 +30,7 @@ from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.plan.files import PlanFile
+from paraplan.report.estimate_json import estimate_report
 from paraplan.search.search import search
 from paraplan.units import format_bytes, format_count, format_seconds
 
@@ -88,8 +85,6 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
     setup = foreign.read(_given(foreign, options, given))
     spec = read_trained_model(options["model"], seq_len=options["seq_len"] or setup.seq_length)
     cluster = read_cluster_for_plan(profile, setup.plan, num_nodes=nodes, gpus_per_node=per_node)
-    check_plan_suits_model(setup.plan, spec)
-    check_experts(setup.plan, spec)
     habits = habits_of(setup.framework)
     found = {"precision": setup.precision, "optimizer": setup.optimizer, "attention": setup.attention}
     choices: dict[str, Any] = {
@@ -98,7 +93,6 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
     if setup.attention is None and "attention" not in given:
         choices["attention"] = habits.default_attention
     choices["compiled"] = options["compiled"]
-    check_precision(choices["precision"], cluster.gpu)
     training = read_training(
         spec, seq_len=options["seq_len"] or setup.seq_length, global_batch=setup.plan.global_batch_size, **choices
     )

@@ -15,7 +15,7 @@ from paraplan.cli.step_trace import write_trace
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.search.nothing_fits import NothingFitsError
-from paraplan.search.recommendation import Question, Recommendation, recommendation
+from paraplan.search.recommendation import Recommendation, SearchRequest, recommendation
 
 HtmlOption = Annotated[
     Path | None,
@@ -35,7 +35,7 @@ def require_files(html: Path | None, *others: Path | None) -> None:
         ChartRenderer()
 
 
-def recommended(workload: Workload, question: Question, path: Path | None) -> Recommendation:
+def recommended(workload: Workload, question: SearchRequest, path: Path | None) -> Recommendation:
     """Return the answer to a question; where a report was asked for and nothing fits, write one that says why."""
     try:
         return recommendation(workload, question)
@@ -52,14 +52,14 @@ def recommended(workload: Workload, question: Question, path: Path | None) -> Re
 
 
 def write_files(
-    answer: Recommendation, question: Question, *, plan_path: Path | None, trace: Path | None, html: Path | None
+    answer: Recommendation, question: SearchRequest, *, plan_path: Path | None, trace: Path | None, html: Path | None
 ) -> None:
     """Write what was asked for: the plan, the predicted step, the report.
 
     Raises `UsageError` for a path that cannot be written or a library that is not there.
     """
     if plan_path is not None:
-        from paraplan.cli.recommend_report import plan_file
+        from paraplan.report.recommendation_json import plan_file
 
         write_beside_and_rename(plan_path, plan_file(answer).to_json() + "\n")
     if trace is not None:
@@ -68,8 +68,10 @@ def write_files(
         _write_recommendation(answer, question, html, plan_path=plan_path)
 
 
-def _write_recommendation(answer: Recommendation, question: Question, path: Path, *, plan_path: Path | None) -> None:
-    from paraplan.cli.recommend_report import commands
+def _write_recommendation(
+    answer: Recommendation, question: SearchRequest, path: Path, *, plan_path: Path | None
+) -> None:
+    from paraplan.report.recommendation_json import commands
     from paraplan.report.recommendation_page import recommendation_page
     from paraplan.search.scaling import scaling
 

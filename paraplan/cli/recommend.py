@@ -15,7 +15,6 @@ from paraplan.cli.ci_plan import check_plan_file, refuse_beside_check
 from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, require_files, write_files
 from paraplan.cli.inputs import (
     calibrated,
-    check_precision,
     read_cluster,
     read_plan_file,
     read_trained_model,
@@ -56,13 +55,13 @@ from paraplan.cli.options import (
     ProfileOption,
     SeqLenOption,
 )
-from paraplan.cli.recommend_report import recommendation_report
 from paraplan.cli.step_trace import TraceOption
 from paraplan.cost.frameworks import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.search.fixed import FixedChoices
-from paraplan.search.recommendation import Question
+from paraplan.report.recommendation_json import recommendation_report
+from paraplan.search.fixed import Constraints
+from paraplan.search.recommendation import SearchRequest
 
 app = typer.Typer(add_completion=False)
 MONEY_PANEL = "Time and money"
@@ -183,13 +182,12 @@ def recommend(
     started = time.perf_counter()
     spec = read_trained_model(model, seq_len=seq_len, finds_length=find is FindName.longest_sequence)
     cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
-    check_precision(precision, cluster.gpu)
     chosen: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
     batch = require_batch(global_batch, cluster)
     training = read_training(spec, seq_len=seq_len, global_batch=batch, compiled=compiled, **chosen)
     earlier = None if like is None else read_plan_file(like)
     workload = Workload.of(spec, training, cluster, load_link_speeds())
-    fixed = FixedChoices(
+    fixed = Constraints(
         dp=dp,
         tp=tp,
         pp=pp,
@@ -212,7 +210,7 @@ def recommend(
         return
     is_own = framework is FrameworkName.paraplan
     workload = workload if is_own else replace(workload, habits=habits_of(framework.value))
-    question = Question(
+    question = SearchRequest(
         objective=objective.value,
         find=find.value if find else None,
         framework=None if is_own else framework.value,

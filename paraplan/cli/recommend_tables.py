@@ -10,11 +10,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 from paraplan.cli.estimate_tables import print_estimate, print_warnings
-from paraplan.cli.recommend_report import commands
 from paraplan.cli.terminal import make_console
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import training_notes
 from paraplan.report.ranked_rows import with_recommended
+from paraplan.report.recommendation_json import commands
 from paraplan.search.budget import Budget, SizeOffer
 from paraplan.search.changes import Comparison
 from paraplan.search.explain import Explanation, part_words

@@ -324,7 +324,7 @@ def test_the_module_and_the_script_are_the_same_command() -> None:
 @pytest.mark.parametrize(
     ("degrees", "message", "hint"),
     [
-        (["--tp", "3"], "tp=3: 3 does not divide", "use 1, 2, 4, 8"),
+        (["--tp", "3"], "tp=3: 3 does not divide", "use --tp 1, 2, 4 or 8"),
         (["--pp", "33", "--global-batch", "33"], "33 pipeline stages for the 32 blocks", "at most 32"),
         (["--dp", "3", "--global-batch", "4"], "is not a multiple of dp=3", "3 or 6"),
     ],

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paraplan.cli.estimate_report import estimate_report
 from paraplan.interop.commands import launch_command, torchrun_command
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
+from paraplan.report.estimate_json import estimate_report
 from paraplan.search.planned import planned_estimate
 from paraplan.search.recommendation import Recommendation
 
