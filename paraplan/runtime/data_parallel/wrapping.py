@@ -276,7 +276,7 @@ class ReplicaReduction:
         """Raise `ModelError` where gradients were not summed, since a pipeline's last micro-batch lacks some."""
         if not self._is_complete:
             raise ModelError(
-                "some parameters take no part in the last micro-batch of a step, and the replicas of a pipeline stage "
+                "some parameters are not used in the last micro-batch of a step, and the replicas of a pipeline stage "
                 "wait for all of them",
                 hint="turn them off with requires_grad_(False), or use job.prepare(find_unused=True)",
             )
