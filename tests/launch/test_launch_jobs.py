@@ -201,7 +201,7 @@ def test_failed_ranks_are_started_again_as_often_as_allowed(script: WriteScript,
     long_path.mkdir()
     done = launch("--nproc-per-node", 2, "--max-restarts", 1, train, TMPDIR=str(long_path))
     assert (done.returncode, done.stdout.count("attempt 1 of 1")) == (0, 2), done.stderr
-    again = "the script ended itself with exit code 5; all ranks start again (0 of 1 restarts left)"
+    again = "the script ended itself with exit code 5; restarting all ranks (0 of 1 restarts left)"
     assert again in done.stderr
     assert "started 2 times" in done.stderr
     assert names_in(long_path) == []

@@ -11,7 +11,7 @@ from launching import Launch, WriteScript
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 
-NOT_READ = "the script has not read the plan, and ran without it"
+NOT_READ = "the script ran without its plan"
 MEET = (
     "import torch.distributed as dist\nfrom paraplan import runtime\nfrom paraplan.plan.parallel import ParallelPlan\n"
 )

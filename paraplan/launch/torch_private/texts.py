@@ -62,7 +62,7 @@ PORT_TAKEN = "EADDRINUSE"
 CLOSED_RENDEZVOUS = "RendezvousClosed"
 LATE_RENDEZVOUS = "RendezvousTimeout"
 NOBODY_THERE = ("while trying to connect", "has failed", "refused")
-"""What the store and the rendezvous say of nodes that do not meet; the store has one class of error for all."""
+"""What the store and the rendezvous say of a rendezvous that fails; the store has one class of error for all."""
 
 RECORDER_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """What reads the flight recorder of a running rank, of `torch._C._distributed_c10d`; torch's reader takes files."""
