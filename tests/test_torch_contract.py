@@ -178,7 +178,6 @@ CONTRACTS = (
     Contract(f"{_AGENT}._rendezvous", "who has come to a rendezvous", ("self", "worker_group")),
     Contract(f"{_AGENT}._start_workers", "a plan for the nodes that have come", ("self", "worker_group")),
     Contract(f"{_AGENT}._exit_barrier", "nodes that are done", ("self",)),
-    Contract(f"{_AGENT}._shutdown", "the end of a job", ("self", "death_sig")),
     Contract(f"{_AGENT}.get_worker_group", "nodes of a job"),
     Contract(
         f"{_ELASTIC}.multiprocessing:PContext.__init__",
@@ -551,8 +550,8 @@ def test_the_agent_is_followed_step_by_step() -> None:
         def restart_workers(self, group: Any) -> None:
             called.append("restart")
 
-        def meet(self, group: Any) -> None:
-            called.append("meet")
+        def rendezvous(self, group: Any) -> None:
+            called.append("rendezvous")
 
         def start_workers(self, group: Any) -> dict[int, Any]:
             called.append("start")
@@ -561,13 +560,9 @@ def test_the_agent_is_followed_step_by_step() -> None:
         def wait_for_nodes(self) -> None:
             called.append("wait")
 
-        def shut_down(self, *_: Any, **__: Any) -> None:
-            called.append("shut down")
-
     agent, group = Agent(), None
     for step in ("_monitor_workers", "_restart_workers", "_rendezvous", "_start_workers"):
         getattr(agent, step)(group)
     agent._exit_barrier()
-    agent._shutdown()
-    assert called == ["monitor", "restart", "meet", "start", "wait", "shut down"]
+    assert called == ["monitor", "restart", "rendezvous", "start", "wait"]
     assert agent.restarts_left == 3

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import CheckFailedError, ParaplanError, PlanError
-from paraplan.launch.elastic.processes import JobRecord
+from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.failures import RankFailure, first_failure, first_node_failure, read_failure
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
 from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
@@ -32,8 +32,8 @@ from paraplan.launch.faults.report import (
     say,
     write_report,
 )
-from paraplan.launch.nodes.meeting import meeting_error, meeting_warnings
 from paraplan.launch.nodes.native_calls import silence_torch_log
+from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.preflight import Findings, Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
 from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostError
@@ -122,7 +122,7 @@ def _run(
         return 128 + signal.SIGKILL
     except (RendezvousError, DistError) as error:
         said, came = f"{type(error).__name__}: {error}", getattr(error, "__notes__", ())
-        raise meeting_error(said, request.spec, request.nodes, came=came) from error
+        raise rendezvous_error(said, request.spec, request.nodes, came=came) from error
     except (ValueError, AssertionError, OSError) as error:
         if job.attempts or isinstance(error, ParaplanError):
             raise
@@ -166,7 +166,7 @@ def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
         peak_bytes=request.predicted_peak_bytes,
         num_parameters=model.num_parameters if model is not None else None,
     )
-    found = [check_disks(needs, folder=Path.cwd()), Findings(warnings=meeting_warnings(request.spec, request.nodes))]
+    found = [check_disks(needs, folder=Path.cwd()), Findings(warnings=rendezvous_warnings(request.spec, request.nodes))]
     if node is not None:
         view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})
         is_available = torch.cuda.is_available()
@@ -197,14 +197,16 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         num_nodes=request.nodes.max,
         calls=job.calls,
         stacks=job.stacks,
+        stopped=job.stopped,
+        ended=job.ended,
     )
     if first.record is not None and first.record.is_out_of_gpu_memory:
         context = replace(context, smaller_plan=_smaller_plan(request, job))
     mine = as_node_failure(job.failures, context)
     of_all = [mine]
-    if job.board is not None and job.board.num_nodes > 1:
-        of_all = job.board.exchange_failures(mine, patience_s=_OTHER_NODES_S)
-        context = replace(context, is_host_gone=job.board.is_lost)
+    if job.store is not None and job.store.num_nodes > 1:
+        of_all = job.store.exchange_failures(mine, patience_s=_OTHER_NODES_S)
+        context = replace(context, is_host_gone=job.store.is_lost)
     first_of_all = first_node_failure(of_all)
     if first_of_all is mine:
         places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)

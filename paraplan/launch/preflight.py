@@ -101,28 +101,6 @@ def check_disks(needs: Needs, *, folder: Path, shm: Path = Path("/dev/shm")) -> 
     return Findings(warnings=tuple(warnings))
 
 
-def cpus_of_ranks(gpus: Sequence[Gpu], *, num_ranks: int, allowed: set[int]) -> dict[int, tuple[int, ...]]:
-    """Return the CPUs next to the GPU of each local rank; none where all GPUs are next to the same CPUs.
-
-    `allowed` are the CPUs that this process may use. CPUs that no GPU's driver has named bind nobody.
-    """
-    near = {rank: frozenset(parse_cpus(gpu.cpu_affinity or "")) & allowed for rank, gpu in enumerate(gpus[:num_ranks])}
-    if len(near) < num_ranks or not all(near.values()) or len(set(near.values())) < 2:
-        return {}
-    return {rank: tuple(sorted(cpus)) for rank, cpus in near.items()}
-
-
-def parse_cpus(text: str) -> set[int]:
-    """Return the CPUs of a list such as `0-31,64-95`; none for another text."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        low, _, high = part.strip().partition("-")
-        if not low.isdecimal() or not (high or low).isdecimal():
-            return set()
-        cpus |= set(range(int(low), int(high or low) + 1))
-    return cpus
-
-
 def gpus_of_ranks(node: NodeTopology, environment: Mapping[str, str]) -> list[Gpu]:
     """Return the GPUs that CUDA shows under `environment`, in its order: that of the local ranks."""
     from paraplan.hardware.cuda_view import cuda_view

@@ -26,12 +26,12 @@ from torch.distributed.run import parse_min_max_nnodes
 from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.elastic.agent import RoundPreparation
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
-from paraplan.launch.elastic.processes import AttemptSettings, JobRecord
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
 from paraplan.launch.parser import parse_arguments
-from paraplan.launch.preflight import cpus_of_ranks, gpus_of_ranks
+from paraplan.launch.preflight import gpus_of_ranks
 from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
-from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
+from paraplan.launch.ranks.cores import cpus_of_ranks, threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawning import SpawnerHandle, open_spawner
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder

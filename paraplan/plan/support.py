@@ -73,8 +73,8 @@ def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int, ep: int = 1) -> str 
 
 def compiled_reason(plan: ParallelPlan) -> str | None:
     """Return why torch.compile cannot compile the blocks of a model under `plan`, None where it can."""
-    if plan.tp > 1:
-        return f"tp={plan.tp}: layers that are split run code that torch.compile does not follow"
+    if plan.tp > 1 and plan.sequence_parallel:
+        return f"tp={plan.tp} with sequence parallelism: torch.compile does not follow code that sees split tokens"
     if plan.devices_per_process > 1:
         return f"devices_per_process={plan.devices_per_process}: DataParallel copies blocks anew in every step"
     if plan.virtual_pipeline_size > 1:

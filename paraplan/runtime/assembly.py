@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,13 @@ from paraplan.runtime.split.context_parallel import check_context, context_group
 from paraplan.runtime.split.tensor_parallel import (
     TensorSplit,
     apply_tensor_split,
+    check_compilable,
     find_tensor_split,
     tensor_group,
 )
 from paraplan.runtime.step.execution import WholeModelExecution
 from paraplan.runtime.structure.blocks import BlockStack, find_blocks
+from paraplan.runtime.structure.ends import large_ends
 from paraplan.runtime.structure.model_structure import ModelStructure
 from paraplan.runtime.structure.weights import check_materialised, count_parameters, lasting_buffers
 
@@ -86,12 +89,14 @@ def assemble_part(
         )
     if plan.pp > 1:
         return assemble_stages(model, stages, split, parallel, again)
-    return _assemble_whole(model, stack, split, parallel, again)
+    ends = large_ends(structure) if plan.zero_stage else ()
+    return _assemble_whole(model, structure.blocks_of(model), ends, split, parallel, again)
 
 
 def _assemble_whole(
     model: nn.Module,
-    stack: BlockStack | None,
+    blocks: list[nn.Module],
+    ends: Sequence[str],
     split: TensorSplit | None,
     parallel: ParallelContext,
     again: RecomputedBlocks,
@@ -100,9 +105,9 @@ def _assemble_whole(
     shardings = {} if split is None else apply_tensor_split(model, split, split.names, group)
     if parallel.plan.cp > 1:
         keep_experts_apart(model)
-    blocks = [] if stack is None else stack.modules(model)
     unsharded = never_sharded(model, parallel.plan)
-    called = recompute_and_shard(model, blocks, parallel, again=again, unsharded=unsharded)
+    large = [model.get_submodule(name) for name in ends]
+    called = recompute_and_shard(model, blocks, parallel, again=again, unsharded=unsharded, ends=large)
     execution = WholeModelExecution(
         called,
         sync=gradient_sync(called, zero_stage=parallel.plan.zero_stage),
@@ -110,7 +115,7 @@ def _assemble_whole(
         precision=parallel.precision,
         device=parallel.mesh.world.device,
         context=context_group(parallel.mesh) if parallel.plan.cp > 1 else None,
-        replicas=ReplicaGradients(group=parallel.mesh.replica_group),
+        replicas=ReplicaGradients(group=parallel.mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
         unsharded=[parameter for parameter in model.parameters() if parameter in unsharded],
     )
     return RankPart(
@@ -130,6 +135,8 @@ def _split_copy(split: TensorSplit, tp: int, meta_model: nn.Module) -> None:
 def _tensor_split(structure: ModelStructure, parallel: ParallelContext) -> TensorSplit:
     """Return how the layers of a model, which is whole, are split over `tp`; rank 0 says which are not, and why."""
     split = find_tensor_split(structure, mesh=parallel.mesh, sequence_parallel=parallel.plan.sequence_parallel)
+    if parallel.compiled:
+        check_compilable(split, tp=parallel.plan.tp)
     if split.whole and parallel.mesh.world.rank == 0:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in split.whole.items())
         _LOGGER.warning("tp=%d leaves these layers whole on every rank:%s", parallel.plan.tp, reasons)

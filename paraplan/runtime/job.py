@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -47,7 +46,7 @@ from paraplan.runtime.optimizers.several import (
 )
 from paraplan.runtime.optimizers.whole_tensors import WholeTensorSteps, check_optimizer, check_scheduler
 from paraplan.runtime.options import EngineOptions, TrainingOptions
-from paraplan.runtime.precision import LossScale
+from paraplan.runtime.precision import LossScale, ReduceType, check_reduce_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart
 from paraplan.runtime.recompute.policy import RecomputePolicy, check_operators
 from paraplan.runtime.shards.group import whole_tensor
@@ -56,7 +55,7 @@ from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch, SpeedBaseline, peak_flops_per_s
 from paraplan.runtime.structure.blocks import compile_blocks
 from paraplan.runtime.structure.weights import count_parameters, share_weights
-from paraplan.runtime.timeouts import TimeoutWatch
+from paraplan.runtime.timeouts import explained_timeouts
 from paraplan.runtime.world import World
 
 
@@ -75,7 +74,6 @@ class Job:
     metrics: Path | None = None
     metrics_every: int = 1
     shows_progress: bool = False
-    _timeouts: TimeoutWatch | None = field(default=None, repr=False)
     _sync: list[RankSync] = field(default_factory=list, repr=False)
     _engines: list[Engine] = field(default_factory=list, repr=False)
     _agreements: list[Agreement] = field(default_factory=list, repr=False)
@@ -135,6 +133,7 @@ class Job:
         gather_outputs: bool = False,
         find_unused: bool = False,
         recompute: RecomputePolicy | None = None,
+        reduce_dtype: ReduceType = "fp32",
     ) -> Engine:
         """Put `model` under the plan and return the engine that trains it. Takes the model over: use the engine's.
 
@@ -160,14 +159,14 @@ class Job:
             gather_outputs=gather_outputs,
             find_unused=find_unused,
             recompute=recompute,
+            reduce_dtype=reduce_dtype,
         )
         return self.prepare_with(model, options)
 
     def prepare_with(self, model: nn.Module, options: TrainingOptions) -> Engine:
         """Return the engine that trains `model` by `options`; see `prepare`."""
         watch = self._watch(count_parameters(model))
-        explained = nullcontext() if self._timeouts is None else self._timeouts.explained(lambda: "job.prepare")
-        with self._agreement().on("job.prepare"), explained:
+        with self._agreement().on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
             part, reference = self._part_of(model, options)
             self._separate_random_numbers()
             given = options.optimizer(part.optimized())
@@ -199,7 +198,6 @@ class Job:
                     agreement=self._agreement(),
                 ),
                 sync=sync,
-                timeouts=self._timeouts,
                 watch=watch,
                 file=self.file,
             ),
@@ -230,6 +228,7 @@ class Job:
         """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
+        check_reduce_type(options.reduce_dtype, self.precision)
         if options.gather_outputs:
             check_gathers(plan)
         share_weights(model, self.world)
@@ -248,6 +247,8 @@ class Job:
             options.loss_fn,
             find_unused=options.find_unused,
             recompute=options.recompute,
+            compiled=backend is not None,
+            reduce_dtype=options.reduce_dtype,
         )
         part = assemble_part(model, stack, parallel, example_inputs=options.example_inputs)
         if options.weights is not None:
@@ -331,8 +332,6 @@ class Job:
             sync.leave()
         self._engines.clear()
         self._sync.clear()
-        if self._timeouts is not None:
-            self._timeouts.stop()
         leave_group()
 
     def _abandon(self) -> None:
@@ -341,8 +340,6 @@ class Job:
             atexit.unregister(sync.leave)
         self._engines.clear()
         self._sync.clear()
-        if self._timeouts is not None:
-            self._timeouts.stop()
         leave_group()
 
     def _watch(self, num_parameters: int) -> RunWatch:

@@ -21,12 +21,10 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.job import Job, is_compiled, leave_group
 from paraplan.runtime.mesh import build_mesh
-from paraplan.runtime.timeouts import TimeoutWatch
 from paraplan.runtime.world import (
     DEFAULT_TIMEOUT_S,
     World,
     join_world,
-    own_address,
     read_world,
     silence_known_noise,
 )
@@ -79,12 +77,9 @@ def init(
     check_devices(chosen, torch.cuda.device_count())
     if is_fake and chosen.offload == "none":  # nothing is told apart, whatever torch.cuda says there
         world = replace(world, device=torch.device("cpu"))
-    timeouts = None
-    if world.is_distributed and not is_fake:
-        if not dist.is_initialized():
-            join_world(world, os.environ, timeout_s=timeout_s)
-            atexit.register(leave_group)
-        timeouts = TimeoutWatch(world.rank, address=own_address(os.environ))
+    if world.is_distributed and not is_fake and not dist.is_initialized():
+        join_world(world, os.environ, timeout_s=timeout_s)
+        atexit.register(leave_group)
     kind = Job
     if is_fake:
         from paraplan.runtime.fake.job import FakeJob  # a kind of this job, with much that real runs do without
@@ -98,7 +93,6 @@ def init(
         metrics=_metrics_file(metrics),
         metrics_every=_metrics_every(metrics_every),
         shows_progress=sys.stderr.isatty() if shows_progress is None else shows_progress,
-        _timeouts=timeouts,
     )
 
 

@@ -15,11 +15,10 @@ from paraplan.runtime.checks.references import Verify
 from paraplan.runtime.data.batches import TargetCount
 from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.optimizers.several import OptimizerFactory, SchedulerFactory
-from paraplan.runtime.precision import LossScale
+from paraplan.runtime.precision import LossScale, ReduceType
 from paraplan.runtime.recompute.policy import RecomputePolicy
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch
-from paraplan.runtime.timeouts import TimeoutWatch
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,8 @@ class TrainingOptions:
     """Whether some parameters take no part in some steps, under ZeRO or a pipeline; DDP needs no word of it."""
     recompute: RecomputePolicy | None = None
     """Which blocks are run again in the backward pass, and what they keep; it refines the plan's `recompute`."""
+    reduce_dtype: ReduceType = "fp32"
+    """In which type gradients are summed over replicas: "bf16" sends half as much, and rounds each rank's share."""
 
 
 @dataclass
@@ -74,7 +75,6 @@ class EngineOptions:
     scheduler: LRScheduler | None = None
     loss_scale: LossScale | None = None
     sync: RankSync | None = None
-    timeouts: TimeoutWatch | None = None
     watch: RunWatch | None = None
     file: PlanFile | None = None
     checking: Checking = field(default_factory=Checking)

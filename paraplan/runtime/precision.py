@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from paraplan.errors import UsageError
 from paraplan.plan.training import TrainingPrecision
 
 
@@ -23,15 +24,34 @@ def half_type(precision: TrainingPrecision) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
-def shard_precision(precision: TrainingPrecision) -> MixedPrecisionPolicy:
+ReduceType = Literal["fp32", "bf16"]
+"""In which type gradients are summed over replicas."""
+
+
+def check_reduce_type(reduce_dtype: ReduceType, precision: TrainingPrecision) -> None:
+    """Raise `UsageError` where gradients of a training in fp32 would be summed in 16 bits."""
+    if reduce_dtype not in ("fp32", "bf16"):
+        raise UsageError(
+            f"reduce_dtype={reduce_dtype!r} is not a type to sum gradients in", hint="use 'fp32' or 'bf16'"
+        )
+    if reduce_dtype == "bf16" and half_type(precision) is None:
+        raise UsageError(
+            f"reduce_dtype='bf16' in a training with precision {precision}",
+            hint="use it with precision bf16 or fp16, or leave it out",
+        )
+
+
+def shard_precision(precision: TrainingPrecision, reduce_dtype: ReduceType = "fp32") -> MixedPrecisionPolicy:
     """Return what sharded parameters are gathered in, and what their gradients are reduced in.
 
     In mixed precision the parameters travel in 16 bits and the gradients are summed in 32, so that no rank's share is
-    lost. Inputs of blocks keep their type: `compute_context` casts where an operation gains from it, as under DDP.
+    lost, or where `reduce_dtype` says so in 16. Inputs of blocks keep their type: `compute_context` casts where an
+    operation gains from it, as under DDP.
     """
     dtype = half_type(precision)
     if dtype is not None:
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        reduced = torch.bfloat16 if reduce_dtype == "bf16" else torch.float32
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     return MixedPrecisionPolicy()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data_parallel.wrapping import ReplicaReduction, apply_data_parallelism
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.recompute.blocks import recompute_blocks
 from paraplan.runtime.recompute.policy import RecomputedBlocks, RecomputePolicy
 from paraplan.runtime.shards.sharding import Sharding
@@ -56,6 +57,7 @@ class ParallelContext:
     """A plan on a mesh, in a precision, with the loss that is trained.
 
     `find_unused` says that parameters may take no part in some steps; `recompute` refines what the plan says of it.
+    `compiled`: torch.compile compiles the blocks. Gradients travel between replicas in `reduce_dtype`.
     """
 
     plan: ParallelPlan
@@ -64,6 +66,8 @@ class ParallelContext:
     loss: StepLoss
     find_unused: bool = False
     recompute: RecomputePolicy | None = None
+    compiled: bool = False
+    reduce_dtype: ReduceType = "fp32"
 
     @classmethod
     def of(
@@ -75,12 +79,23 @@ class ParallelContext:
         *,
         find_unused: bool = False,
         recompute: RecomputePolicy | None = None,
+        compiled: bool = False,
+        reduce_dtype: ReduceType = "fp32",
     ) -> ParallelContext:
-        """Return the setting of a training by `loss_fn`, which sees split outputs under tp and cp."""
+        """Return the context of a training by `loss_fn`, which sees split outputs under tp and cp."""
         if plan.tp * plan.cp > 1:
             loss_fn = without_custom_functions(loss_fn)
         loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh))
-        return cls(plan=plan, mesh=mesh, precision=precision, loss=loss, find_unused=find_unused, recompute=recompute)
+        return cls(
+            plan=plan,
+            mesh=mesh,
+            precision=precision,
+            loss=loss,
+            find_unused=find_unused,
+            recompute=recompute,
+            compiled=compiled,
+            reduce_dtype=reduce_dtype,
+        )
 
 
 def recompute_and_shard(
@@ -91,12 +106,14 @@ def recompute_and_shard(
     again: RecomputedBlocks,
     first: int = 0,
     unsharded: frozenset[nn.Parameter] = frozenset(),
+    ends: Sequence[nn.Module] = (),
     replicates: bool = True,
 ) -> nn.Module:
     """Return what is to be called in the place of `module`: the model or a stage of it, replicated or sharded.
 
     `again` says which of its `blocks`, the first of which has number `first`, run again in the backward pass. The
-    parameters `unsharded` stay whole under ZeRO; without `replicates` there is no DDP.
+    parameters `unsharded` stay whole under ZeRO, and `ends` are gathered for themselves, as blocks are; without
+    `replicates` there is no DDP.
     """
     plan = parallel.plan
     recompute_blocks(
@@ -113,6 +130,8 @@ def recompute_and_shard(
         mesh=parallel.mesh,
         precision=parallel.precision,
         unsharded=unsharded,
+        ends=ends,
         replicates=replicates,
         find_unused=parallel.find_unused,
+        reduce_dtype=parallel.reduce_dtype,
     )

@@ -89,16 +89,6 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
-def own_address(environment: Mapping[str, str]) -> str:
-    """Return the address under which the other ranks reach this one: the one from which MASTER_ADDR is reached."""
-    host = environment.get("MASTER_ADDR", "localhost")
-    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        own: str = probe.getsockname()[0]
-        return own
-
-
 def _stay_on_loopback() -> None:
     """Bind the sockets of gloo and NCCL to the loopback interface unless the user chose another.
 

@@ -12,6 +12,8 @@ from typing import IO
 
 from free_ports import free_port as free_port
 
+import paraplan
+
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., "subprocess.Popen[str]"]
 WriteScript = Callable[[str], Path]
@@ -21,9 +23,15 @@ PATIENCE_S = 120
 
 
 def launcher_environment(scratch: Path, **changes: str) -> dict[str, str]:
-    """Return an environment without torchrun's or our variables, whose temporary files go to `scratch`."""
+    """Return an environment without torchrun's or our variables, whose temporary files go to `scratch`.
+
+    A PYTHONPATH that leads to the paraplan under test stays: another one may be installed.
+    """
+    root = str(Path(paraplan.__file__).parent.parent)
     ours = ("PET_", "PARAPLAN_", "TORCHELASTIC_", "OMP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    if root in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        kept["PYTHONPATH"] = root
     return kept | {"TMPDIR": str(scratch)} | changes
 
 

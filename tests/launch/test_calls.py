@@ -28,21 +28,21 @@ def test_a_rank_that_waits_elsewhere_has_not_come() -> None:
     (stuck,) = find_stuck_calls(by_rank)
     assert stuck.describe() == [
         "ranks 0-2 in all_reduce number 2 of ranks 0-3",
-        "rank 3 has not come to it, its last in the group was number 1",
+        "rank 3 never entered it, its last call in this group was number 1",
     ]
 
 
 def test_another_collective_in_the_place_of_the_others_is_named() -> None:
     by_rank = {rank: made(BARRIER, REDUCE) for rank in (0, 1, 2)} | {3: made(BARRIER, ("0", 2, "broadcast", False))}
     (stuck,) = find_stuck_calls(by_rank)
-    assert stuck.describe()[1:] == ["rank 3 makes broadcast in its place"]
+    assert stuck.describe()[1:] == ["rank 3 calls broadcast instead"]
 
 
 def test_two_groups_that_wait_for_each_other_are_both_told_the_larger_first() -> None:
     by_rank = {0: made(BARRIER, ("1", 1, "all_gather", False)), 1: made(BARRIER, REDUCE), 2: made(BARRIER, REDUCE)}
     first, second = find_stuck_calls(by_rank)
     assert first.describe()[0] == "ranks 1-2 in all_reduce number 2 of ranks 0-3"
-    assert second.describe() == ["rank 0 in all_gather number 1 of ranks 0-1", "rank 1 has not come to it"]
+    assert second.describe() == ["rank 0 in all_gather number 1 of ranks 0-1", "rank 1 never entered it"]
 
 
 def test_a_rank_that_failed_in_a_call_waited_in_its_last_one() -> None:

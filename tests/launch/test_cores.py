@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
+from paraplan.hardware.topology import Gpu
+from paraplan.launch.ranks.cores import cpus_of_ranks, parse_cpus, threads_per_rank, usable_cores
 
 
 @given(cores=st.integers(1, 512), ranks=st.integers(1, 64))
@@ -42,3 +43,17 @@ def test_a_cpu_quota_limits_the_cores(tmp_path: Path, files: dict[str, str], cor
         (tmp_path / name).write_text(text)
     expected = cores if cores is not None else len(os.sched_getaffinity(0))
     assert usable_cores(cpu_folder=tmp_path / "none", cgroup=tmp_path) == expected
+
+
+def test_ranks_are_kept_on_the_cpus_next_to_their_gpus_where_these_differ() -> None:
+    gpus = [Gpu(index=0, cpu_affinity="0-1,8-9"), Gpu(index=1, cpu_affinity="2-3,10-11")]
+    allowed = set(range(10))
+    assert cpus_of_ranks(gpus, num_ranks=2, allowed=allowed) == {0: (0, 1, 8, 9), 1: (2, 3)}
+    assert cpus_of_ranks(gpus[:1], num_ranks=1, allowed=allowed) == {}
+    assert cpus_of_ranks([Gpu(index=0), Gpu(index=1)], num_ranks=2, allowed=allowed) == {}
+    assert cpus_of_ranks(gpus, num_ranks=2, allowed={0, 1}) == {}
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("3", {3}), ("0-2,5", {0, 1, 2, 5}), ("", set()), ("all", set())])
+def test_lists_of_cpus_are_read(text: str, cpus: set[int]) -> None:
+    assert parse_cpus(text) == cpus

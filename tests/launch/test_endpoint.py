@@ -14,10 +14,10 @@ import pytest
 from launching import PATIENCE_S, free_port
 
 from paraplan.errors import UsageError
-from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, is_own_address
+from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, find_listener, is_own_address
 from paraplan.launch.nodes.interfaces import addresses_of
-from paraplan.launch.nodes.meeting import MeetingError, open_store
 from paraplan.launch.nodes.native_calls import run_interruptibly
+from paraplan.launch.nodes.rendezvous import NoRendezvousError, open_store
 
 SHORT = timedelta(seconds=0.5)
 
@@ -82,7 +82,7 @@ def test_addresses_of_this_node_are_known_from_those_of_others() -> None:
 
 def test_nobody_at_the_endpoint_is_told_with_what_it_means_and_how_long_it_was_tried() -> None:
     port = free_port()
-    with pytest.raises(MeetingError) as caught:
+    with pytest.raises(NoRendezvousError) as caught:
         open_store("localhost", port, is_master=False, timeout=SHORT)
     assert caught.value.message.startswith(f"nothing answers at localhost:{port} (")
     assert "127.0.0.1" in caught.value.message
@@ -92,7 +92,7 @@ def test_nobody_at_the_endpoint_is_told_with_what_it_means_and_how_long_it_was_t
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
 def test_another_program_at_the_endpoint_is_named(answer: bytes | None) -> None:
-    with listener(answer) as port, pytest.raises(MeetingError) as caught:
+    with listener(answer) as port, pytest.raises(NoRendezvousError) as caught:
         open_store("127.0.0.1", port, is_master=False, timeout=SHORT, multi_tenant=True)
     assert f"(pid {os.getpid()}), listens at 127.0.0.1:{port}" in caught.value.message
 
@@ -117,3 +117,19 @@ def test_a_call_gives_its_answer_or_its_error_and_is_told_of_when_it_lasts() -> 
     assert said == []
     with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
         run_interruptibly(lambda: threading.Event().wait(1), timeout_s=0.1)
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_the_process_that_listens_on_a_port_is_found(family: socket.AddressFamily, address: str) -> None:
+    with socket.socket(family) as server:
+        try:
+            server.bind((address, 0))
+        except OSError:
+            pytest.skip(f"this host has no {address}")
+        port = server.getsockname()[1]
+        assert find_listener(port) is None  # bound, but nobody listens yet
+        server.listen()
+        found = find_listener(port)
+        assert found is not None
+        assert found.endswith(f"(pid {os.getpid()})")
+    assert find_listener(port) is None

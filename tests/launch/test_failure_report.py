@@ -155,10 +155,10 @@ def test_a_collective_that_timed_out_is_told_with_those_who_waited_and_those_who
     lost = [failed(rank, cause=Cause.COMMUNICATION, record=record) for rank in (0, 2, 3)]
     text = render_failures([*lost, failed(1, cause=Cause.STOPPED, code=-15)], CONTEXT)
     first = text.splitlines()[0]
-    assert first == ("paraplan: a collective timed out: ranks 0, 2-3 waited 3 s in all_reduce; rank 1 never came to it")
+    assert first == ("paraplan: a collective timed out: ranks 0, 2-3 waited 3 s in all_reduce; rank 1 never entered it")
     aborted = [failed(rank, code=-6, cause=Cause.ABORT, log_tail=(NCCL,)) for rank in (0, 1)]
     text = render_failures([*aborted, failed(2, cause=Cause.STOPPED, code=-15)], CONTEXT)
-    assert "ranks 0-1 waited 600 s in allreduce number 5; rank 2 never came to it" in text.splitlines()[0]
+    assert "ranks 0-1 waited 600 s in allreduce number 5; rank 2 never entered it" in text.splitlines()[0]
 
 
 def test_the_rank_that_never_came_is_told_with_where_it_was_on_this_node_and_on_others() -> None:
@@ -174,13 +174,46 @@ def test_the_rank_that_never_came_is_told_with_where_it_was_on_this_node_and_on_
     failures = [failed(0, cause=Cause.COMMUNICATION, record=record), lost, failed(2, cause=Cause.STOPPED, code=-15)]
     assert render_failures(failures, context).splitlines()[:3] == [
         "paraplan: a collective timed out: ranks 0-1 waited 3 s in all_gather number 7 of ranks 0-3; "
-        "rank 2 never came to it",
+        "rank 2 never entered it",
         "  rank 2 was in get (queue.py:171), called from load (train.py:42)",
         "  host node8: rank 3 was in save (train.py:50)",
     ]
     told = as_node_failure(failures, context)
     assert told.what.startswith("a collective timed out: ranks 0-1 waited 3 s")
     assert told.places == ("rank 2 was in get (queue.py:171), called from load (train.py:42)",)
+
+
+@pytest.mark.parametrize(
+    ("frame", "told"),
+    [
+        ('distributed/pipelining/schedules.py", line 9, in step', "a send or receive over pp"),
+        ('distributed/distributed_c10d.py", line 9, in recv', "recv"),
+        ('distributed/distributed_c10d.py", line 9, in all_reduce', "all_gather number 7 over tp of ranks 0-1"),
+        ('autograd/graph.py", line 9, in _engine_run_backward', "all_gather number 7 over tp of ranks 0-1"),
+    ],
+)
+def test_a_timeout_is_that_of_the_innermost_call_also_where_the_runtime_has_put_it_in_its_words(
+    frame: str, told: str
+) -> None:
+    gloo = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete\n"
+    script = '  File "train.py", line 4, in <module>\n'
+    said = "all_gather over tp of ranks 0-1 timed out after 3 s"
+    caused = f"\nThe above exception was the direct cause of\n{script}paraplan.CollectiveTimeoutError: {said}"
+    record = ErrorRecord(
+        message=f"CollectiveTimeoutError: {said}",
+        traceback=f'Traceback\n{script}  File "/lib/torch/{frame}\n{gloo}{caused}',
+        time_ns=5,
+        user_message=said,
+        user_hint="every rank must make the same calls",
+    )
+    calls = RankCalls((Call("1", 7, "all_gather", is_done=True, axis="tp"),), {"1": (0, 1)})
+    context = ReportContext(hostname="node7", calls={0: calls}, stopped=(1,))
+    failures = [failed(0, cause=Cause.COMMUNICATION, record=record), failed(1, cause=Cause.STOPPED, code=-15)]
+    assert render_failures(failures, context).splitlines()[:3] == [
+        f"paraplan: a collective timed out: rank 0 waited 3 s in {told}; rank 1 never entered it",
+        "  rank 1 was stopped, by SIGSTOP or a debugger",
+        "  hint: every rank must make the same calls",
+    ]
 
 
 def test_the_line_of_the_users_code_is_shown_where_the_traceback_is_long() -> None:

@@ -10,10 +10,8 @@ from paraplan.launch.preflight import (
     check_cuda,
     check_disks,
     check_gpus,
-    cpus_of_ranks,
     gpus_of_ranks,
     has_driver,
-    parse_cpus,
 )
 
 GIB = 1 << 30
@@ -73,20 +71,6 @@ def test_a_disk_too_small_for_a_checkpoint_and_a_small_shared_memory_are_named(t
     found = check_disks(Needs(num_ranks=1, num_parameters=10**15), folder=tmp_path, shm=tmp_path / "none")
     assert "a checkpoint needs" in found.warnings[0]
     assert check_disks(Needs(num_ranks=1), folder=tmp_path / "none", shm=tmp_path / "none").warnings == ()
-
-
-def test_ranks_are_kept_on_the_cpus_next_to_their_gpus_where_these_differ() -> None:
-    gpus = [gpu(0, cpu_affinity="0-1,8-9"), gpu(1, cpu_affinity="2-3,10-11")]
-    allowed = set(range(10))
-    assert cpus_of_ranks(gpus, num_ranks=2, allowed=allowed) == {0: (0, 1, 8, 9), 1: (2, 3)}
-    assert cpus_of_ranks(gpus[:1], num_ranks=1, allowed=allowed) == {}
-    assert cpus_of_ranks([gpu(0), gpu(1)], num_ranks=2, allowed=allowed) == {}
-    assert cpus_of_ranks(gpus, num_ranks=2, allowed={0, 1}) == {}
-
-
-@pytest.mark.parametrize(("text", "cpus"), [("3", {3}), ("0-2,5", {0, 1, 2, 5}), ("", set()), ("all", set())])
-def test_lists_of_cpus_are_read(text: str, cpus: set[int]) -> None:
-    assert parse_cpus(text) == cpus
 
 
 def test_the_gpus_of_ranks_come_in_the_order_in_which_cuda_shows_them() -> None:

@@ -8,10 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from launching import Launch, WriteScript, names_in
+from launching import PATIENCE_S, Launch, WriteScript, names_in
 
 from paraplan.launch.ranks.stacks import stack_by_py_spy
 
@@ -45,10 +46,61 @@ def test_a_collective_that_timed_out_is_told_with_the_rank_that_never_came_and_w
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("paraplan: a collective") :].splitlines()
     told = r"paraplan: a collective timed out: ranks 0-1 waited 5 s in all_reduce number \d+ of ranks 0-2; "
-    assert re.match(told + "rank 2 never came to it$", report[0])
+    assert re.match(told + "rank 2 never entered it$", report[0])
     assert report[1] == "  rank 2 was in load_data (train.py:7)"
     assert any(line.endswith('train.py", line 18, in <module>') for line in report)
     assert len(report) <= 10
+    assert names_in(scratch) == []
+
+
+FAULTS = """
+    import os, signal, sys
+    from datetime import timedelta
+    import torch, torch.distributed as dist
+
+    fault = sys.argv[1]
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    if dist.get_rank() == 1:
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "order":
+            dist.broadcast(torch.ones(3), 1)
+    if not (fault == "skip" and dist.get_rank() == 1):
+        dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (
+            "stop",
+            r"a collective timed out: rank 0 waited 3 s in all_reduce number (\d+) of ranks 0-1; "
+            r"rank 1 never entered it\n  rank 1 was stopped, by SIGSTOP or a debugger\n",
+        ),
+        (
+            "order",
+            r"a collective timed out: rank 0 waited 3 s in all_reduce number (\d+) of ranks 0-1; "
+            r"rank 1 waited 3 s in broadcast number (\1) of ranks 0-1\n",
+        ),
+        (
+            "skip",
+            r"rank 0 failed: RuntimeError: .*Connection closed by peer.*\n"
+            r"  rank 1 had ended with exit code 0, and rank 0 went on with all_reduce number (\d+) of ranks 0-1\n",
+        ),
+    ],
+)
+def test_a_rank_that_is_stopped_or_calls_another_collective_or_one_less_is_told(
+    scratch: Path, script: WriteScript, launch: Launch, fault: str, told: str
+) -> None:
+    started = time.monotonic()
+    done = launch("--nproc-per-node", 2, "--no-logs", "--shutdown-timeout", PATIENCE_S, script(FAULTS), fault)
+    assert done.returncode == 1
+    assert re.search(f"^paraplan: {told}", done.stderr, re.MULTILINE), done.stderr
+    assert time.monotonic() - started < PATIENCE_S  # a stopped process is woken, to end
     assert names_in(scratch) == []
 
 
@@ -60,7 +112,7 @@ def test_a_hang_is_told_with_the_collective_in_which_ranks_wait(
     waiting, *places = done.stderr.splitlines()[-3:]
     told = (
         r"  waiting: ranks 0-1 in all_reduce number (\d+) of ranks 0-2; "
-        r"rank 2 has not come to it, its last in the group was number (\d+)"
+        r"rank 2 never entered it, its last call in this group was number (\d+)"
     )
     found = re.match(told, waiting)
     assert found is not None, done.stderr

@@ -18,7 +18,7 @@ from torch import nn
 from training_cases import HIDDEN, TOKENS, VOCABULARY, Decoder, Transformer
 
 from paraplan import runtime
-from paraplan.errors import ParaplanError, PlanError
+from paraplan.errors import ParaplanError, PlanError, UsageError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
@@ -279,11 +279,30 @@ def test_a_scheduler_is_stepped_with_the_engine_and_kept_in_checkpoints(tmp_path
         assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
+class HeadsOfAnyNumber(nn.Module):
+    """A block whose code names no number of heads, so that it runs on some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.query, self.key, self.value = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        given = self.norm(hidden)
+        heads = [
+            project(given).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        ]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return hidden + self.out(mixed.transpose(1, 2).flatten(-2))
+
+
 def train_compiled(plans: list[ParallelPlan], backend: str | None) -> list[list[float]]:
     losses = []
     for plan in plans:
         torch.manual_seed(0)
-        job, engine = prepared(plan, Transformer(), compile_backend=backend)
+        model = Transformer(HeadsOfAnyNumber) if plan.tp > 1 else Transformer()
+        job, engine = prepared(plan, model, compile_backend=backend)
         batches = job.shard(MaskedPairs(24), batch_size=BATCH)
         losses.append([engine.step(*batch).item() for batch in batches])
     return losses
@@ -291,7 +310,12 @@ def train_compiled(plans: list[ParallelPlan], backend: str | None) -> list[list[
 
 @pytest.mark.ranks
 def test_compiled_blocks_train_as_plain_ones(ranks: RankHarness) -> None:
-    plans = [plan_of(dp=2, recompute="full"), plan_of(dp=2, zero_stage=3), plan_of(pp=2, pipeline_schedule="1f1b")]
+    plans = [
+        plan_of(dp=2, recompute="full"),
+        plan_of(dp=2, zero_stage=3),
+        plan_of(pp=2, pipeline_schedule="1f1b"),
+        plan_of(tp=2),
+    ]
     compiled = ranks.run(train_compiled, plans, "aot_eager", size=2, timeout_s=240.0)[0]
     for losses, plain in zip(compiled, ranks.run(train_compiled, plans, None, size=2, timeout_s=240.0)[0], strict=True):
         assert losses == pytest.approx(plain, rel=1e-5)
@@ -302,21 +326,48 @@ def test_a_model_without_blocks_has_nothing_to_compile() -> None:
         prepared(None, nn.Bilinear(2, 2, 2), compile_backend="aot_eager")
 
 
-def compile_split_blocks() -> tuple[str, str]:
-    asked = message_of(lambda: prepared(plan_of(tp=2), Transformer(), compile_backend="aot_eager"))
+def compile_split_blocks() -> list[str]:
+    plan = plan_of(tp=2, sequence_parallel=True)
     training = TrainingSpec(global_batch_size=BATCH, seq_length=8, precision="fp32", compiled=True)
-    return asked, message_of(lambda: runtime.init(PlanFile(plan=plan_of(tp=2), training=training)))
+    return [
+        message_of(lambda: prepared(plan_of(tp=2), Transformer(), compile_backend="aot_eager")),
+        message_of(lambda: prepared(plan, Transformer(), compile_backend="aot_eager")),
+        message_of(lambda: runtime.init(PlanFile(plan=plan, training=training))),
+    ]
 
 
 @pytest.mark.ranks
-def test_blocks_split_over_tp_are_not_compiled(ranks: RankHarness) -> None:
-    asked, planned = ranks.run(compile_split_blocks, size=2)[0]
-    assert "compile_backend='aot_eager' with tp=2" in asked
+def test_split_blocks_that_cannot_be_compiled_are_named(ranks: RankHarness) -> None:
+    block, asked, planned = ranks.run(compile_split_blocks, size=2)[0]
+    assert "compile_backend with tp=2: the code of block layers.0 needs the sizes of whole tensors" in block
+    assert "compile_backend='aot_eager' with tp=2 with sequence parallelism" in asked
     assert "cannot execute the plan" in planned
-    assert "tp=2: layers that are split run code that torch.compile does not follow" in planned
+    assert "tp=2 with sequence parallelism: torch.compile does not follow" in planned
 
 
-# Numbers about a run
+def train_reduced(plans: list[ParallelPlan]) -> list[tuple[list[float], list[float]]]:
+    return [(_losses_of_sums(plan, "fp32"), _losses_of_sums(plan, "bf16")) for plan in plans]
+
+
+def _losses_of_sums(plan: ParallelPlan, reduce_dtype: str) -> list[float]:
+    torch.manual_seed(0)
+    job = runtime.init(plan, precision="bf16")
+    engine = job.prepare(Transformer(), loss_fn=loss_fn, optimizer=adamw, reduce_dtype=reduce_dtype)
+    return [engine.step(*batch).item() for batch in job.shard(MaskedPairs(24), batch_size=BATCH)]
+
+
+@pytest.mark.ranks
+def test_gradients_that_travel_in_16_bits_train_nearly_as_others(ranks: RankHarness) -> None:
+    plans = [plan_of(dp=2), plan_of(dp=2, zero_stage=2), plan_of(dp=2, zero_stage=3)]
+    for whole, rounded in ranks.run(train_reduced, plans, size=2, timeout_s=240.0)[0]:
+        assert rounded[0] == whole[0]  # before any gradient has travelled
+        assert rounded != whole
+        assert rounded == pytest.approx(whole, rel=5e-3)
+
+
+def test_gradients_of_a_training_in_fp32_do_not_travel_in_16_bits() -> None:
+    with pytest.raises(UsageError, match="reduce_dtype='bf16' in a training with precision fp32"):
+        prepared(None, Transformer(), reduce_dtype="bf16")
 
 
 def write_metrics(path: str) -> str:

@@ -19,12 +19,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 import paraplan
 from paraplan.errors import PlanError
 from paraplan.launch.accelerate import accelerate_variables
-from paraplan.launch.elastic.processes import JobRecord
+from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
-from paraplan.launch.nodes.board import NodeBoard, NodeFacts, RemoteError, differences
 from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables
+from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 from paraplan.launch.planning import PlannerRequest, make_plan
-from paraplan.launch.status import StatusTitle
 from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, participants
 
 _LOOK_INTERVAL_S = 1.0
@@ -34,7 +33,7 @@ _LOOK_INTERVAL_S = 1.0
 class Round:
     """The nodes that have met for one start of the ranks, and this node's place among them."""
 
-    board: NodeBoard
+    store: NodeStore
     world_size: int
     ranks_per_node: int
     master_addr: str
@@ -49,15 +48,12 @@ class NodeAgent(ElasticAgent):
         self._before_start = before_start
         self._job = job
         self._is_restart_told = False
-        self._board: NodeBoard | None = None
+        self._store_of_nodes: NodeStore | None = None
         self._looks_at = 0.0
-        self._status = StatusTitle()
 
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
         """Return how the ranks are, and start them again where a node was lost."""
         result = super().monitor_workers(group)
-        ranks, num_nodes = group.workers[0].world_size, group.group_world_size
-        self._status.show(f"{ranks} ranks" + (f" on {num_nodes} nodes" if num_nodes and num_nodes > 1 else ""))
         if result.state == WorkerState.HEALTHY and self._has_lost_nodes(group):
             others = "meet again without it" if self._may_go_on_without(group) else "wait for it"
             self._tell_restart(f"a node has not been heard of for a while; the others {others}")
@@ -93,11 +89,11 @@ class NodeAgent(ElasticAgent):
         """
         nodes = participants(worker_group.spec.rdzv_handler)
         now = time.monotonic()
-        if nodes is None or self._board is None or now < self._looks_at:
+        if nodes is None or self._store_of_nodes is None or now < self._looks_at:
             return False
         self._looks_at = now + _LOOK_INTERVAL_S
-        is_lost = len(nodes) < self._board.num_nodes
-        return is_lost and not self._board.is_anyone_done()
+        is_lost = len(nodes) < self._store_of_nodes.num_nodes
+        return is_lost and not self._store_of_nodes.is_anyone_done()
 
     @staticmethod
     def _may_go_on_without(worker_group: WorkerGroup) -> bool:
@@ -105,25 +101,20 @@ class NodeAgent(ElasticAgent):
         handler: Any = worker_group.spec.rdzv_handler
         return len(participants(handler) or ()) >= int(handler.settings.min_nodes)
 
-    def shut_down(self, *arguments: Any, **options: Any) -> None:
-        """End the ranks, and what shows their state."""
-        self._status.close()
-        super().shut_down(*arguments, **options)
-
     def wait_for_nodes(self) -> None:
         """Tell the other nodes that this one is done, and wait for them."""
-        if self._board is not None:
-            self._board.note_done()
+        if self._store_of_nodes is not None:
+            self._store_of_nodes.note_done()
         super().wait_for_nodes()
 
-    def meet(self, group: WorkerGroup) -> None:
+    def rendezvous(self, group: WorkerGroup) -> None:
         """Meet the other nodes; an error says which have come."""
         # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
         # waits in vain to be told, and one that stays looks for a store on a node that may be gone.
         handler = group.spec.rdzv_handler
         forget_store_of_ranks(handler)
         try:
-            super().meet(group)
+            super().rendezvous(group)
         except RendezvousError as error:
             for address in participants(handler) or ():
                 error.add_note(address)  # for the report
@@ -135,15 +126,15 @@ class NodeAgent(ElasticAgent):
         assert group.store is not None
         assert group_rank is not None
         assert num_nodes is not None
-        board = NodeBoard(
+        store = NodeStore(
             group.store,
             node=group_rank,
             num_nodes=num_nodes,
         )
-        self._board = board if num_nodes > 1 else None
+        self._store_of_nodes = store if num_nodes > 1 else None
         self._before_start(
             Round(
-                board=board,
+                store=store,
                 world_size=group.workers[0].world_size,
                 ranks_per_node=group.spec.local_world_size,
                 master_addr=str(group.master_addr),
@@ -171,24 +162,24 @@ class RoundPreparation:
     _text: str = ""
     _accelerate: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, meeting: Round) -> None:
+    def __call__(self, this_round: Round) -> None:
         """Prepare one start. Raises `PlanError` where no plan can be made for the nodes that have met."""
         try:
-            self._prepare(meeting)
+            self._prepare(this_round)
         except RemoteError as error:
             failure = PlanError(error.message, hint=error.hint)
             failure.exit_status = error.exit_status
             raise failure from None
 
-    def _prepare(self, meeting: Round) -> None:
-        self.job.board = meeting.board
-        if meeting.board.num_nodes > 1:
-            facts = meeting.board.exchange_facts(node_facts(self.script, first_node=meeting.master_addr))
-            for sentence in differences(facts) if meeting.board.node == 0 else []:
+    def _prepare(self, this_round: Round) -> None:
+        self.job.store = this_round.store
+        if this_round.store.num_nodes > 1:
+            facts = this_round.store.exchange_facts(node_facts(self.script, first_node=this_round.master_addr))
+            for sentence in differences(facts) if this_round.store.node == 0 else []:
                 say(f"the nodes differ: {sentence}")
             # the first node may know itself by a loopback address, but not the others
-            hosts = [meeting.master_addr, *(fact.address for fact in facts if fact.address)]
-            host = next((host for host in hosts if interface_towards(host) is not None), meeting.master_addr)
+            hosts = [this_round.master_addr, *(fact.address for fact in facts if fact.address)]
+            host = next((host for host in hosts if interface_towards(host) is not None), this_round.master_addr)
             chosen = interface_variables(host, os.environ, has_gpus=torch.cuda.is_available())
             is_new = not chosen.items() <= self.environment.items()
             self.environment.update(chosen)
@@ -196,27 +187,27 @@ class RoundPreparation:
                 say(f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: the way to {host}")
         self.num_rounds += 1
         if self.planner is not None:
-            self._plan(meeting, self.planner)
+            self._plan(this_round, self.planner)
         if self.job.plan is not None and self.drives_accelerate:
             for name in self._accelerate:
                 self.environment.pop(name, None)
             self._accelerate = accelerate_variables(self.job.plan, os.environ)
             self.environment.update(self._accelerate)
 
-    def _plan(self, meeting: Round, planner: PlannerRequest) -> None:
+    def _plan(self, this_round: Round, planner: PlannerRequest) -> None:
         from paraplan.plan.files import PlanFile  # pydantic: a tenth of a second for launches without a plan
 
         before = self.job.plan
-        fits = before is not None and before.plan.world_size == meeting.world_size
+        fits = before is not None and before.plan.world_size == this_round.world_size
 
         def make() -> str:
             if fits:  # a new node may still wait for it
                 return self._text
-            num_nodes = meeting.board.num_nodes
-            ranks = meeting.ranks_per_node
+            num_nodes = this_round.store.num_nodes
+            ranks = this_round.ranks_per_node
             return make_plan(planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
 
-        text = meeting.board.share_text(f"plan/{meeting.world_size}", make)
+        text = this_round.store.share_text(f"plan/{this_round.world_size}", make)
         self._text = text
         if fits:
             return
@@ -225,8 +216,8 @@ class RoundPreparation:
         path.write_text(text, encoding="utf-8")
         self.job.plan = PlanFile.from_json(text, source=str(path))
         self.environment[self.plan_variable] = str(path)
-        if meeting.board.node == 0:
-            ranks = "1 rank that is" if meeting.world_size == 1 else f"{meeting.world_size} ranks that are"
+        if this_round.store.node == 0:
+            ranks = "1 rank that is" if this_round.world_size == 1 else f"{this_round.world_size} ranks that are"
             again = "" if before is None else f", made again for the {ranks} left or new"
             say(f"plan: {self.job.plan.plan.describe()}{again}")
 

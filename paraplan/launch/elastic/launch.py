@@ -17,9 +17,10 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
 
 from paraplan.launch.elastic.agent import NodeAgent, Round
-from paraplan.launch.elastic.processes import AttemptSettings, JobRecord, RankProcesses
+from paraplan.launch.elastic.processes import RankProcesses
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.nodes.interfaces import address_towards, addresses_of
-from paraplan.launch.nodes.meeting import MeetingBackend, open_static_store, open_store
+from paraplan.launch.nodes.rendezvous import InterruptibleBackend, open_static_store, open_store
 from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.spawning import SpawnerHandle
 from paraplan.launch.request import LaunchRequest
@@ -105,7 +106,7 @@ def run_agent(
     with made_of(
         open_store=open_store,
         open_static_store=store,
-        backend=MeetingBackend,
+        backend=InterruptibleBackend,
         start_processes=start,
         agent=None if has_own_agent() else agent,
     ):

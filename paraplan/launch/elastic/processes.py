@@ -8,29 +8,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES, RankCalls, ask_for_calls, read_calls
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
+from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
-from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits
-from paraplan.launch.faults.memory_kills import MemoryKills, count_memory_kills
+from paraplan.launch.faults.hang import HangWatch, count_waits
+from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
-from paraplan.launch.nodes.board import NodeBoard
 from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
-from paraplan.launch.ranks.stacks import Stack, ask_for_stacks, stack_by_py_spy
-from paraplan.launch.run_folder import RunFolder
+from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
 from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
-
-if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
-    from paraplan.plan.files import PlanFile
 
 SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
@@ -44,51 +40,6 @@ _ALONE_S = 3.0
 
 _SILENT_S = 2.0
 """How long ranks that are to end are waited for before the launcher says so."""
-
-
-@dataclass(frozen=True)
-class AttemptSettings:
-    """How ranks start and stop.
-
-    `grace_s` passes between a request to end (SIGTERM) and SIGKILL, whatever the reason for ending.
-    `fork` starts ranks with torch imported; `num_threads` is then what torch is set to in them, None for as imported.
-    `wrap_command` turns an interpreter's command into what is executed, for ranks that are not forked.
-    `keeps_logs` copies what ranks write to files of their own.
-    `cpus` are the CPUs that a local rank is kept on; none for all.
-    `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
-    `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
-    """
-
-    grace_s: float
-    fork: bool
-    num_threads: int | None
-    extra_environment: Mapping[str, str]
-    wrap_command: Callable[[tuple[str, ...]], tuple[str, ...]]
-    hang_timeout_s: float | None = None
-    keeps_logs: bool = False
-    cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    has_gpus: bool = False
-
-
-@dataclass
-class JobRecord:
-    """What is known of a job while it runs; the attempts write it, the report reads it.
-
-    `plan` is the plan that the ranks have got, `board` where the nodes of this round write to each other,
-    `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
-    timed out, and the `calls` that ranks made last, where they are known.
-    """
-
-    started_ns: int | None = None
-    kills_before: MemoryKills | None = None
-    failures: list[RankFailure] = field(default_factory=list)
-    attempts: int = 0
-    hang: HangVerdict | None = None
-    plan: PlanFile | None = None
-    board: NodeBoard | None = None
-    folder: RunFolder | None = None
-    stacks: dict[int, Stack] = field(default_factory=dict)
-    calls: dict[int, RankCalls] = field(default_factory=dict)
 
 
 class _HeldSignals:
@@ -191,7 +142,7 @@ class RankProcesses(ProcessContext):
         self._job.attempts += 1
         self._job.failures = []
         self._job.hang = None
-        self._job.stacks, self._job.calls = {}, {}
+        self._job.stacks, self._job.stopped, self._job.calls = {}, (), {}
         self._job.started_ns = time.time_ns()
         self._job.kills_before = count_memory_kills()
         commands = [
@@ -258,17 +209,23 @@ class RankProcesses(ProcessContext):
         running = self._running()
         if not running or any(failure.cause is Cause.OWN_ERROR for failure in self._read_failures()):
             return
+        stopped = self._stopped_ranks(running)
+        self._job.stopped = tuple(map(self._global_rank, stopped))
+        running = [rank for rank in running if rank not in stopped]
         files = {rank: folder / STACK_FILE for rank, folder in self._folders().items()}
         stacks = ask_for_stacks(running, stack_files=files, request_stacks=self._request_stacks, patience_s=_ANSWER_S)
         self._job.stacks = {self._global_rank(rank): stack for rank, stack in stacks.items()}
 
+    def _stopped_ranks(self, running: Sequence[int]) -> list[int]:
+        return [rank for rank in running if is_stopped(self._pids[rank])]
+
     def _lost_other_nodes(self) -> bool:
         """Whether another node has failed for good, and the ranks of this one have not noticed for a while."""
-        board, now = self._job.board, time.monotonic()
-        if board is None or board.num_nodes == 1 or now < self._looks_at:
+        store, now = self._job.store, time.monotonic()
+        if store is None or store.num_nodes == 1 or now < self._looks_at:
             return False
         self._looks_at = now + _BOARD_INTERVAL_S
-        if self._alone_since is None and board.has_failure_elsewhere():
+        if self._alone_since is None and store.has_failure_elsewhere():
             self._alone_since = now
         return self._alone_since is not None and now - self._alone_since > _ALONE_S
 
@@ -286,6 +243,7 @@ class RankProcesses(ProcessContext):
                 for rank, stack in verdict.stacks.items()
             },
             calls={self._global_rank(rank): found for rank, found in calls.items()},
+            stopped=tuple(map(self._global_rank, self._stopped_ranks(running))),
         )
         return True
 
@@ -303,6 +261,7 @@ class RankProcesses(ProcessContext):
     def _result(self) -> RunProcsResult:
         failures = self._read_failures()
         self._job.failures = failures
+        self._job.ended = tuple(self._global_rank(rank) for rank, end in sorted(self._exits.items()) if end.code == 0)
         if any(failure.cause is not Cause.OWN_ERROR for failure in failures):
             found = {self._global_rank(rank): read_calls(folder) for rank, folder in self._folders().items()}
             self._job.calls = {rank: calls for rank, calls in found.items() if calls is not None}
@@ -367,6 +326,8 @@ class RankProcesses(ProcessContext):
         if self._is_running() and self._signals.count < 2:  # a second may strike before torch comes to stop the ranks
             with self._signals.held():
                 self._spawner.signal(death_sig)
+                if any(is_stopped(self._pids[rank]) for rank in self._running()):
+                    self._spawner.signal(signal.SIGCONT)  # a process that is stopped acts on no other signal
             self._wait_for_exits(min(_SILENT_S, self._settings.grace_s))
             if self._is_running() and self._settings.grace_s > _SILENT_S:
                 self._say_what_is_waited_for(death_sig)

@@ -1,4 +1,4 @@
-"""The collectives that ranks made last, as torch's flight recorder has them: where each waits, and who never came.
+"""The collectives that ranks made last, as torch's flight recorder has them: and in which each waits.
 
 A rank that fails writes them itself (`bootstrap.note_collectives`), and so does one that is asked while it hangs. Where
 NCCL's watchdog ends a process, torch writes them (ProcessGroupNCCL.cpp and FlightRecorder.hpp of torch 2.11 to 2.13).
@@ -22,23 +22,34 @@ DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """What torch reads, in this order, for the start of the path that NCCL's watchdog dumps to; it adds the rank."""
 
 DUMP_PREFIX = "flight_recorder_"
+_MESH = "mesh_"  # with which torch's DeviceMesh begins the description of a group, before the axis
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective, or a send or receive. `number` counts those of its `group`, which torch names by a text."""
+    """One collective, or a send or receive. `number` counts those of its `group`, which torch names by a text.
+
+    `axis` is the axis of the device mesh to which the group belongs, "" for none.
+    """
 
     group: str
     number: int
     name: str
     is_done: bool
     is_point_to_point: bool = False
+    axis: str = ""
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Return `all_reduce number 7 of ranks 0-3`; `ranks` are those of its group, none where they are unknown."""
-        group = f" of {ranks_in_words(ranks)}" if ranks else ""
-        return f"{self.name} number {self.number}{group}"
+        """Return `all_reduce number 7 over dp of ranks 0-3`; `ranks` are those of its group, none where unknown."""
+        return describe_call(self.name, number=self.number, axis=self.axis, ranks=ranks)
+
+
+def describe_call(name: str, *, number: int | None, axis: str, ranks: Sequence[int]) -> str:
+    """Return `all_reduce number 7 over dp of ranks 0-3`, without what is unknown."""
+    counted = f" number {number}" if number is not None else ""
+    over = f" over {axis}" if axis else ""
+    return f"{name}{counted}{over}" + (f" of {ranks_in_words(ranks)}" if ranks else "")
 
 
 @dataclass(frozen=True)
@@ -76,17 +87,16 @@ class StuckCall:
     others: Mapping[int, str]
 
     def describe(self) -> list[str]:
-        """Return sentences about who waits, and who does not come."""
+        """Return sentences about who waits, and who is missing."""
         lines = [f"{ranks_in_words(self.waiting)} in {self.call.describe(self.ranks)}"]
-        lines += [f"rank {rank} makes {name} in its place" for rank, name in sorted(self.others.items())[:3]]
+        lines += [f"rank {rank} calls {name} instead" for rank, name in sorted(self.others.items())[:3]]
         by_last: dict[int, list[int]] = {}
         for rank, last in self.missing.items():
             by_last.setdefault(last, []).append(rank)
         for last, ranks in sorted(by_last.items()):
-            come = "has not come" if len(ranks) == 1 else "have not come"
             whose = "its" if len(ranks) == 1 else "their"
-            after = f", {whose} last in the group was number {last}" if last else ""
-            lines.append(f"{ranks_in_words(ranks)} {come} to it{after}")
+            after = f", {whose} last call in this group was number {last}" if last else ""
+            lines.append(f"{ranks_in_words(ranks)} never entered it{after}")
         return lines
 
 
@@ -178,13 +188,15 @@ def _calls(entries: Sequence[Mapping[str, Any]]) -> tuple[Call, ...]:
 
 def _call(entry: Mapping[str, Any]) -> Call:
     backend, _, name = str(entry["profiling_name"]).partition(":")
+    group, description = map(str, entry["process_group"])
     is_point_to_point = bool(entry["is_p2p"])
     # gloo marks what is over as retired and never as completed; NCCL retires what has timed out, too
     is_done = entry["state"] == "completed" or (backend == "gloo" and bool(entry["retired"]))
     return Call(
-        group=str(entry["process_group"][0]),
+        group=group,
         number=int(entry["p2p_seq_id" if is_point_to_point else "collective_seq_id"]),
         name=name or backend,
         is_done=is_done,
         is_point_to_point=is_point_to_point,
+        axis=description.removeprefix(_MESH) if description.startswith(_MESH) else "",
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paraplan.launch.faults.calls import RankCalls, find_stuck_calls
+from paraplan.launch.faults.collectives import describe_stopped
 from paraplan.launch.ranks.stacks import Stack, describe_place, main_stack
 from paraplan.units import ranks_in_words
 
@@ -23,12 +24,14 @@ _WAITS_OF_AN_ANSWER = 3
 class HangVerdict:
     """No rank has moved for `still_s`. `stacks` gives the main thread of each global rank, innermost frame first.
 
-    `calls` are the collectives that the ranks made last, of those that could say so.
+    `calls` are the collectives that the ranks made last, of those that could say so. `stopped` are ranks whose process
+    a signal or a debugger has stopped.
     """
 
     still_s: float
     stacks: Mapping[int, Stack]
     calls: Mapping[int, RankCalls] = field(default_factory=dict)
+    stopped: tuple[int, ...] = ()
 
     def render(self) -> str:
         """Return the report: the stack of each place where ranks stand, then who stands where, the fewest last."""
@@ -45,6 +48,7 @@ class HangVerdict:
             waiting, *others = stuck.describe()
             lines.append("; ".join([f"  waiting: {waiting}", *others]))
         lines += [f"  {ranks_in_words(ranks)} in {describe_place(stack)}" for stack, ranks in by_number[:8]]
+        lines += [f"  {line}" for line in describe_stopped(self.stopped, "is" if len(self.stopped) == 1 else "are")]
         return "\n".join(lines) + "\n"
 
 

@@ -36,7 +36,8 @@ class ReportContext:
     `is_host_gone` says that the node in whose store the others wrote cannot be reached any more.
     `predicted_peak_bytes` is what the plan expects a GPU to hold at most, `smaller_plan` a sentence about another plan
     that needs less. `calls` and `stacks` are what ranks made last and where those stood that did not fail by
-    themselves, by global rank; `places_elsewhere` says the latter of other nodes.
+    themselves, by global rank; `stopped` are ranks whose process
+    was stopped, and `places_elsewhere` says both of other nodes. `ended` are ranks of this node that ended well.
     """
 
     hostname: str
@@ -50,6 +51,8 @@ class ReportContext:
     smaller_plan: str | None = None
     calls: Mapping[int, RankCalls] = field(default_factory=dict)
     stacks: Mapping[int, Stack] = field(default_factory=dict)
+    stopped: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
     places_elsewhere: tuple[str, ...] = ()
 
 
@@ -92,10 +95,12 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     timeouts = _describe_timeouts(first, failures, context)
     head = [_headline(first, failures, context)]
     if timeouts is not None:
-        head = [timeouts, *[*describe_places(context.stacks), *context.places_elsewhere][:_MAX_PLACES]]
+        head = [timeouts, *[*describe_places(context.stacks, context.stopped), *context.places_elsewhere][:_MAX_PLACES]]
     elif is_elsewhere:
         says = "the node that hosts the meeting is gone" if context.is_host_gone else "another node's launcher says why"
         head.append(f"no rank of this node failed by itself: {says}")
+    elif first.cause is Cause.COMMUNICATION and context.ended:
+        head.append(_describe_ended(first, context))
     if first.record is not None and first.record.user_hint:
         head.append(f"hint: {first.record.user_hint}")
     if first.record is not None and first.record.is_out_of_gpu_memory:
@@ -126,6 +131,14 @@ def _headline(first: RankFailure, failures: Sequence[RankFailure], context: Repo
     return f"rank {first.global_rank} {verb}: {_what_happened(first, context)}"
 
 
+def _describe_ended(first: RankFailure, context: ReportContext) -> str:
+    """Return which ranks had ended well, and the collective in which one waited for them."""
+    calls = context.calls.get(first.global_rank)
+    call = calls.waits_in(has_failed=True) if calls is not None else None
+    which = f" with {call.describe(calls.groups.get(call.group, ()))}" if calls is not None and call is not None else ""
+    return f"{ranks_in_words(context.ended)} had ended with exit code 0, and rank {first.global_rank} went on{which}"
+
+
 def _is_elsewhere(first: RankFailure, *, num_nodes: int) -> bool:
     """Whether the rank that failed first here did so because of a rank of another node."""
     return num_nodes > 1 and first.cause is Cause.COMMUNICATION
@@ -147,7 +160,7 @@ def as_node_failure(failures: Sequence[RankFailure], context: ReportContext) -> 
         exit_status=first.exit_status,
         what=_describe_timeouts(first, failures, context) or _what_happened(first, context),
         evidence=tuple(_evidence(first, MAX_REPORT_LINES - 3)),
-        places=tuple(describe_places(context.stacks)[:_MAX_PLACES]),
+        places=tuple(describe_places(context.stacks, context.stopped)[:_MAX_PLACES]),
     )
 
 

@@ -1,12 +1,14 @@
-"""Where nodes meet: a host and a port, what they mean on this node, and whether anybody answers there."""
+"""A host and a port: what they mean on this node, whether anybody answers there, and which process listens here."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from paraplan.errors import UsageError
 from paraplan.launch.nodes.interfaces import addresses_of
@@ -18,6 +20,8 @@ DEFAULT_PORT = 29400
 _TRY_S = 5.0
 _PAUSES_S = (0.05, 0.5)  # between tries: at first, and later
 _SAY_AFTER_S = 5.0
+_LISTENING = "0A"  # the state TCP_LISTEN in /proc/net/tcp
+_NUM_READS = 5
 
 
 @dataclass(frozen=True)
@@ -110,3 +114,39 @@ def is_own_address(address: str) -> bool:
     except OSError:  # another's address, one that needs an interface beside it, or a kernel without IPv6
         return False
     return True
+
+
+def find_listener(port: int, *, proc: Path = Path("/proc")) -> str | None:
+    """Return the process that listens on TCP `port` as `python (pid 812)`; None where nobody does or it is hidden.
+
+    Processes of other users and of other containers cannot be seen.
+    """
+    # the kernel may leave out sockets of its table while others are opened and closed
+    sockets = next(filter(None, (_listening_sockets(port, proc) for _ in range(_NUM_READS))), None)
+    if sockets is None:
+        return None
+    for folder in sorted(proc.glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        if any(name in sockets for name in _open_files(folder / "fd")):
+            with contextlib.suppress(OSError):
+                return f"{(folder / 'comm').read_text().strip()} (pid {folder.name})"
+    return None
+
+
+def _open_files(folder: Path) -> Iterator[str]:
+    """Yield what the descriptors of a process are open on; some, such as the one that lists them, are gone by then."""
+    with contextlib.suppress(OSError):
+        for descriptor in list(folder.iterdir()):
+            with contextlib.suppress(OSError):
+                yield descriptor.readlink().name
+
+
+def _listening_sockets(port: int, proc: Path) -> set[str]:
+    """Return the names `socket:[inode]` of sockets that listen on `port`."""
+    names = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in (proc / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    names.add(f"socket:[{fields[9]}]")
+    return names

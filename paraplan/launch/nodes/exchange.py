@@ -69,12 +69,12 @@ def exchange_texts(
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
         )
-        meeting = _Meeting(store, endpoint=endpoint, num_nodes=num_nodes, hosts=hosts, hint=_hint(endpoint, address))
+        exchange = _Exchange(store, endpoint=endpoint, num_nodes=num_nodes, hosts=hosts, hint=_hint(endpoint, address))
         try:
-            rank = meeting.enter(mine)
-            return rank, meeting.wait_for_all(deadline, timeout_s)
+            rank = exchange.enter(mine)
+            return rank, exchange.wait_for_all(deadline, timeout_s)
         finally:
-            meeting.leave()
+            exchange.leave()
     except RuntimeError as error:  # torch's errors of a broken connection
         raise NodesMissingError(
             f"the node that hosts {endpoint} ended before all {num_nodes} nodes had met",
@@ -82,7 +82,7 @@ def exchange_texts(
         ) from error
 
 
-class _Meeting:
+class _Exchange:
     """The keys that the nodes write, and how long they wait for each other's."""
 
     def __init__(self, store: TCPStore, *, endpoint: Endpoint, num_nodes: int, hosts: bool, hint: str) -> None:

@@ -1,10 +1,15 @@
-"""CPU cores that this process may use, and the threads of each rank that follow from them."""
+"""CPU cores: those that this process may use, the threads of each rank that follow, and those next to its GPU."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
+    from paraplan.hardware.topology import Gpu
 
 
 def usable_cores(*, cpu_folder: Path = Path("/sys/devices/system/cpu"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -21,6 +26,28 @@ def usable_cores(*, cpu_folder: Path = Path("/sys/devices/system/cpu"), cgroup: 
 def threads_per_rank(*, num_cores: int, ranks_per_node: int) -> int:
     """Return OMP_NUM_THREADS for each rank: the cores shared out evenly, at least 1."""
     return max(1, num_cores // ranks_per_node)
+
+
+def cpus_of_ranks(gpus: Sequence[Gpu], *, num_ranks: int, allowed: set[int]) -> dict[int, tuple[int, ...]]:
+    """Return the CPUs next to the GPU of each local rank; none where all GPUs are next to the same CPUs.
+
+    `allowed` are the CPUs that this process may use. CPUs that no GPU's driver has named bind nobody.
+    """
+    near = {rank: frozenset(parse_cpus(gpu.cpu_affinity or "")) & allowed for rank, gpu in enumerate(gpus[:num_ranks])}
+    if len(near) < num_ranks or not all(near.values()) or len(set(near.values())) < 2:
+        return {}
+    return {rank: tuple(sorted(cpus)) for rank, cpus in near.items()}
+
+
+def parse_cpus(text: str) -> set[int]:
+    """Return the CPUs of a list such as `0-31,64-95`; none for another text."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.strip().partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal():
+            return set()
+        cpus |= set(range(int(low), int(high or low) + 1))
+    return cpus
 
 
 def _siblings(cpu: int, cpu_folder: Path) -> str:

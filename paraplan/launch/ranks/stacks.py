@@ -88,6 +88,14 @@ def stack_by_py_spy(pid: int, *, program: str | None = None) -> Stack:
     return stack[:below]
 
 
+def is_stopped(pid: int, *, proc: Path = Path("/proc")) -> bool:
+    """Whether a signal or a debugger has stopped a process."""
+    try:
+        return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
 def ask_for_stacks(
     ranks: Sequence[int],
     *,

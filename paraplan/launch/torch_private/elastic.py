@@ -33,7 +33,7 @@ class ElasticAgent(LocalElasticAgent):
         """Stop all ranks of this node, meet the other nodes again, and start them anew."""
         super()._restart_workers(group)
 
-    def meet(self, group: WorkerGroup) -> None:
+    def rendezvous(self, group: WorkerGroup) -> None:
         """Meet the other nodes. torch's dynamic rendezvous then has a store for the ranks."""
         super()._rendezvous(group)
 
@@ -45,10 +45,6 @@ class ElasticAgent(LocalElasticAgent):
     def wait_for_nodes(self) -> None:
         """Wait for the other nodes after the ranks of this one have ended well."""
         super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch's
-
-    def shut_down(self, *arguments: Any, **options: Any) -> None:
-        """End the ranks. torch 2.11 gives the signal, 2.13 also a time."""
-        super()._shutdown(*arguments, **options)
 
     @property
     def restarts_left(self) -> int:
@@ -62,16 +58,13 @@ class ElasticAgent(LocalElasticAgent):
         self.restart_workers(worker_group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self.meet(worker_group)
+        self.rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         return self.start_workers(worker_group)
 
     def _exit_barrier(self) -> None:
         self.wait_for_nodes()
-
-    def _shutdown(self, *arguments: Any, **options: Any) -> None:
-        self.shut_down(*arguments, **options)
 
 
 class ProcessContext(PContext):

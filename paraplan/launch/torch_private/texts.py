@@ -10,11 +10,15 @@ COMMUNICATION_ERRORS = re.compile(
     | timed\ out\ (waiting|after) | wait\ timeout | failed\ to\ recv,\ got\ 0\ bytes
     | (remote|peer)\ process\ (has\ )?exited | communicator\ was\ aborted | ncclremoteerror | ncclsystemerror
     | the\ client\ socket\ has\ (failed|timed\ out) | unexpected\ end\ of\ stream
-    | ^(torch\.distributed\.)?dist(backend|network|store)error
+    | application\ timeout\ caused\ pair\ closure
+    | ^(torch\.distributed\.)?dist(backend|network|store)error | ^collectivetimeouterror
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""What gloo, NCCL and the store say to a rank whose peer is gone. Texts of torch 2.11 to 2.13 and NCCL 2.2x."""
+"""What gloo, NCCL and the store say to a rank whose peer is gone, and `paraplan.runtime` of gloo's timeouts.
+
+Texts of torch 2.11 to 2.13 and NCCL 2.2x.
+"""
 
 GLOO_TIMEOUT = re.compile(r"Timed out waiting (?P<timeout_ms>\d+)\s?ms for (?:recv|send) operation", re.IGNORECASE)
 """What gloo raises on a rank that waited (transport/tcp/unbound_buffer.cc)."""
@@ -29,8 +33,13 @@ NCCL_TIMEOUT = re.compile(
 )
 """The line of NCCL's watchdog, with the collective that timed out."""
 
-COLLECTIVE_FRAME = re.compile(r'File "[^"]*distributed_c10d\.py", line \d+, in (\w+)')
-"""The frame of a collective in a traceback."""
+FRAME = re.compile(r'^\s*File "(?P<path>[^"]*)", line \d+, in (?P<name>\w+)', re.MULTILINE)
+"""A frame in a traceback."""
+
+PIPELINING_FOLDER = "/torch/distributed/pipelining/"
+COLLECTIVES_FILE = "/distributed_c10d.py"
+POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+"""Where torch's frames tell which call raised. gloo's sends and receives are in no flight recorder."""
 
 OUT_OF_GPU_MEMORY = re.compile(
     r"Tried to allocate (?P<tried>[\d.]+ \w+).*?total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+)"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.torch_private import FakeTensor
 
 _BUCKET_BYTES = 25 * 2**20  # that of DDP
@@ -33,10 +34,11 @@ class ReplicaGradients:
     """Sums the gradients of parameters over `group`; without a group there is one replica and nothing to do.
 
     `started` ones travel while other stages compute. A gradient that one replica lacks counts as 0 there; one that all
-    lack stays away, as in one process: an optimizer would decay its parameter.
+    lack stays away, as in one process: an optimizer would decay its parameter. They travel in `reduce_dtype`.
     """
 
     group: dist.ProcessGroup | None
+    reduce_dtype: ReduceType = "fp32"
     _travelling: list[_Travelling] = field(default_factory=list)
 
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -50,6 +52,8 @@ class ReplicaGradients:
             for place in (place for place, is_missing in enumerate(missing) if is_missing):
                 there[place] = 0
             flat = torch.cat([*(part.reshape(-1) for part in parts), there])
+            if self.reduce_dtype == "bf16":
+                flat = flat.to(torch.bfloat16)
             work = dist.all_reduce(flat, group=self.group, async_op=True)
             assert work is not None
             self._travelling.append(_Travelling(work, flat, bucket, missing))

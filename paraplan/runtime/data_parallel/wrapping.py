@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -28,7 +28,7 @@ from paraplan.plan.sharding import sharded_dimension
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data_parallel.sharded_table import sharded_names
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.precision import shard_precision
+from paraplan.runtime.precision import ReduceType, shard_precision
 from paraplan.runtime.split.context_parallel import show_hooks_plain
 from paraplan.runtime.structure.blocks import sharded_alone
 from paraplan.runtime.structure.meta import give_storage
@@ -107,15 +107,18 @@ def apply_data_parallelism(
     mesh: Mesh,
     precision: TrainingPrecision,
     unsharded: frozenset[nn.Parameter] = frozenset(),
+    ends: Sequence[nn.Module] = (),
     replicates: bool = True,
     find_unused: bool = False,
+    reduce_dtype: ReduceType = "fp32",
 ) -> nn.Module:
     """Move `module` to this rank's device and return what is to be called in its place.
 
     That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
-    gathered one by one under ZeRO. The parameters `unsharded` stay whole under ZeRO; without `replicates` there is no
-    DDP. The caller sums the gradients of both. `find_unused`: some parameters take no part in some steps, and these
-    need not be the same on every rank.
+    gathered one by one under ZeRO, and `ends` are layers around them that are too. The parameters `unsharded` stay
+    whole under ZeRO; without `replicates` there is no DDP. The caller sums the gradients of both. `find_unused`: some
+    parameters take no part in some steps, and these need not be the same on every rank. Gradients are summed in
+    `reduce_dtype`.
     """
     device = mesh.world.device
     if plan.zero_stage == 0:
@@ -126,8 +129,31 @@ def apply_data_parallelism(
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
         if mesh.replica_mesh is None or not replicates or not is_trained:
             return module
-        return _replicate(module, mesh, find_unused=find_unused and plan.pp > 1)
-    policy = shard_precision(precision)
+        return _replicate(module, mesh, find_unused=find_unused and plan.pp > 1, reduce_dtype=reduce_dtype)
+    return _shard(
+        module,
+        blocks,
+        ends,
+        plan=plan,
+        mesh=mesh,
+        policy=shard_precision(precision, reduce_dtype),
+        unsharded=unsharded,
+        find_unused=find_unused,
+    )
+
+
+def _shard(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    ends: Sequence[nn.Module],
+    *,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    policy: MixedPrecisionPolicy,
+    unsharded: frozenset[nn.Parameter],
+    find_unused: bool,
+) -> nn.Module:
+    device = mesh.world.device
     frees_parameters = plan.zero_stage == 3
     assert mesh.shard_mesh is not None
     options: dict[str, Any] = {"mesh": mesh.shard_mesh, "mp_policy": policy, "ignored_params": set(unsharded)}
@@ -140,7 +166,11 @@ def apply_data_parallelism(
             fully_shard(block, reshard_after_forward=frees_parameters, **options)
             if plan.cp > 1:
                 show_hooks_plain(block)
-    # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
+    for end in ends:
+        # A head opens the backward pass: nothing is gained by freeing it before, as little as the rest of the root.
+        fully_shard(end, reshard_after_forward=frees_parameters and isinstance(end, nn.Embedding), **options)
+        if plan.cp * plan.tp > 1:
+            show_hooks_plain(end)
     fully_shard(module, reshard_after_forward=False, **options)
     _sum_gradients(module, with_unused=find_unused)
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
@@ -183,7 +213,9 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
     return place
 
 
-def _replicate(module: nn.Module, mesh: Mesh, *, find_unused: bool) -> DistributedDataParallel:
+def _replicate(
+    module: nn.Module, mesh: Mesh, *, find_unused: bool, reduce_dtype: ReduceType
+) -> DistributedDataParallel:
     """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes."""
     ignore_in_replicas(module, sharded_names(module))
     # torch 2.13 renamed the option and warns about the old name.
@@ -199,7 +231,7 @@ def _replicate(module: nn.Module, mesh: Mesh, *, find_unused: bool) -> Distribut
         **buffers,
     )
     assert mesh.replica_group is not None
-    reduction = ReplicaReduction(module, mesh.replica_group, mesh.world.rank)
+    reduction = ReplicaReduction(module, mesh.replica_group, mesh.world.rank, reduce_dtype)
     # Without annotations: torch compares them with its classes, and here they are texts.
     replicated.register_comm_hook(reduction, lambda state, bucket: state.sum(bucket))
     replicated.reduction = reduction  # type: ignore[assignment]
@@ -213,10 +245,11 @@ class ReplicaReduction:
     zeros (`complete`), and those that all ranks lack stay without a gradient (`drop_unused`), as in one process.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, rank: int) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, rank: int, reduce_dtype: ReduceType) -> None:
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._group = group
         self._rank = rank
+        self._is_narrow = reduce_dtype == "bf16"
         self._is_complete = False
         self._versions: list[int] = []
         self._missing: list[int] = []
@@ -224,10 +257,14 @@ class ReplicaReduction:
 
     def sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum one bucket over the replicas. Buckets go in order, each once all its gradients are there."""
-        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        buffer = bucket.buffer()
+        sent = buffer.to(torch.bfloat16) if self._is_narrow else buffer
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
         self._is_complete = self._is_complete or bucket.is_last()
-        summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+        summed: torch.futures.Future[torch.Tensor] = work.get_future().then(
+            lambda future: buffer.copy_(future.value()[0]) if self._is_narrow else future.value()[0]
+        )
         return summed
 
     def begin(self) -> None:
@@ -239,7 +276,7 @@ class ReplicaReduction:
         """Raise `ModelError` where gradients were not summed, since a pipeline's last micro-batch lacks some."""
         if not self._is_complete:
             raise ModelError(
-                "some parameters take no part in the last micro-batch of a step, and the replicas of a pipeline stage "
+                "some parameters are not used in the last micro-batch of a step, and the replicas of a pipeline stage "
                 "wait for all of them",
                 hint="turn them off with requires_grad_(False), or use job.prepare(find_unused=True)",
             )

@@ -57,6 +57,7 @@ class FakeJob(Job):
             options.loss_fn,
             find_unused=options.find_unused,
             recompute=options.recompute,
+            reduce_dtype=options.reduce_dtype,
         )
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):

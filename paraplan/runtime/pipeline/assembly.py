@@ -216,7 +216,7 @@ def _rank_part(
         bounds=bounds,
         parallel=parallel,
         ties=TiedGradients(ties, parameters, mesh),
-        replicas=ReplicaGradients(group=mesh.replica_group),
+        replicas=ReplicaGradients(group=mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
         unsharded=tuple(held for held in parameters.values() if held in unsharded),
         context=_context(parallel),
     )

@@ -121,8 +121,9 @@ def reduce_from_region(tensor: torch.Tensor, group: TensorGroup, *, is_product: 
 
     `is_product`: it is what a linear layer returned, which nobody else reads, and is summed in place.
     """
-    in_place = is_product and group.handle is not None and tensor.is_contiguous() and not is_view(tensor)
-    in_place = in_place and not group.keeps_products
+    in_place = is_product and group.handle is not None and not group.keeps_products
+    # What torch.compile makes of a block decides by itself what is written in place.
+    in_place = in_place and not torch.compiler.is_compiling() and tensor.is_contiguous() and not is_view(tensor)
     result: torch.Tensor = _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
     return result
 

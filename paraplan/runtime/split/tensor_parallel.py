@@ -115,6 +115,18 @@ def find_tensor_split(
     return TensorSplit(blocks, vocabulary, sequence_parallel=sequence_parallel, hidden_argument=where)
 
 
+def check_compilable(split: TensorSplit, *, tp: int) -> None:
+    """Raise `UnsupportedPlanError` where torch.compile cannot follow the code of a block that is split."""
+    for name, block in split.blocks.items():
+        if not block.use_local_output:
+            raise UnsupportedPlanError(
+                f"compile_backend with tp={tp}: the code of block {name} needs the sizes of whole tensors, and runs on "
+                "split ones that torch.compile does not follow",
+                hint="write sizes of heads as -1 in view and split, as transformers' Llama does, or leave out "
+                "compile_backend",
+            )
+
+
 def _hidden_argument(structure: ModelStructure) -> int | str:
     """Return where blocks take the hidden state; raise where sequence parallelism cannot split it between them."""
     try:

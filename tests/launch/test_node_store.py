@@ -10,15 +10,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paraplan.errors import PlanError
 from paraplan.launch.faults.failures import Cause, NodeFailure, first_node_failure
-from paraplan.launch.nodes.board import NodeBoard, NodeFacts, RemoteError, differences
+from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 
 T = TypeVar("T")
 FACTS = NodeFacts(host="a", torch="2.13.0", paraplan="1", python="3.11.4", script="0123")
 
 
-def boards(number: int) -> list[NodeBoard]:
+def stores(number: int) -> list[NodeStore]:
     store = HashStore()
-    return [NodeBoard(store, node=node, num_nodes=number) for node in range(number)]
+    return [NodeStore(store, node=node, num_nodes=number) for node in range(number)]
 
 
 def failure(host: str, cause: Cause, time_ns: int) -> NodeFailure:
@@ -34,7 +34,7 @@ def at_once(calls: list[Callable[[], T]]) -> list[T]:
 
 def test_every_node_reads_the_failures_of_all_and_names_the_same_first_one() -> None:
     told = [failure("a", Cause.COMMUNICATION, 1), failure("b", Cause.OWN_ERROR, 5), failure("c", Cause.STOPPED, 0)]
-    nodes = boards(3)
+    nodes = stores(3)
     calls = [lambda node=node: nodes[node].exchange_failures(told[node], patience_s=PATIENCE_S) for node in range(3)]
     for found in at_once(calls):
         assert {item.host for item in found} == {"a", "b", "c"}
@@ -42,7 +42,7 @@ def test_every_node_reads_the_failures_of_all_and_names_the_same_first_one() -> 
 
 
 def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
-    first, second = boards(2)
+    first, second = stores(2)
     assert not second.has_failure_elsewhere()
     mine = failure("a", Cause.OWN_ERROR, 1)
     assert first.exchange_failures(mine, patience_s=0.2) == [mine]
@@ -51,7 +51,7 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
 
 
 def test_what_node_0_makes_reaches_all_and_so_does_its_error() -> None:
-    nodes = boards(2)
+    nodes = stores(2)
     calls = [lambda node=node: node.share_text("plan", lambda: "text") for node in nodes]
     assert at_once(calls) == ["text", "text"]
 
@@ -68,7 +68,7 @@ def test_what_node_0_makes_reaches_all_and_so_does_its_error() -> None:
 def test_nodes_that_differ_are_named_with_what_they_have() -> None:
     others = [NodeFacts(**(vars(FACTS) | {"host": host, "torch": "2.12.0"})) for host in "bcdef"]
     assert differences([FACTS, *others]) == ["torch is 2.13.0 on a and 2.12.0 on b, c, d and 2 more"]
-    nodes = boards(2)
+    nodes = stores(2)
     changed = NodeFacts(**(vars(FACTS) | {"host": "b", "script": "4567"}))
     told = at_once([lambda: nodes[0].exchange_facts(FACTS), lambda: nodes[1].exchange_facts(changed)])
     assert told[0] == told[1] == [FACTS, changed]

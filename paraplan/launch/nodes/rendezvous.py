@@ -13,9 +13,15 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.faults.ports import find_listener
 from paraplan.launch.faults.report import say
-from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, is_own_address, meaning_of
+from paraplan.launch.nodes.endpoint import (
+    Endpoint,
+    await_answer,
+    describe_silence,
+    find_listener,
+    is_own_address,
+    meaning_of,
+)
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
@@ -27,7 +33,7 @@ _OWN_STORE = timedelta(seconds=60)  # for the store of this very node, which a b
 _HINT = "start the same command on every node, and let the port through their firewalls"
 
 
-class MeetingError(ParaplanError):
+class NoRendezvousError(ParaplanError):
     """Nodes that do not find each other, or a port that is taken."""
 
     exit_status = 1
@@ -37,8 +43,8 @@ def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **o
     """Return the store at an endpoint, which `is_master` hosts itself; torch's arguments.
 
     Others wait until something answers there, for as long as torch does: twice `timeout`. Ctrl-C ends the wait at
-    once, which in torch's own code it does not. Raises `MeetingError` where nothing answers, or nothing that is such a
-    store, and torch's errors where it cannot be hosted.
+    once, which in torch's own code it does not. Raises `NoRendezvousError` where nothing answers, or something that is
+    not such a store, and torch's errors where it cannot be hosted.
     """
     endpoint, patience_s = Endpoint(host, port), 2 * timeout.total_seconds()
     if not is_master:
@@ -58,7 +64,7 @@ def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **o
         raise _stranger_error(endpoint, str(error)) from error
 
 
-class MeetingBackend(StoreBackend):
+class InterruptibleBackend(StoreBackend):
     """torch's c10d backend, whose calls of the store end with a signal, and do not wait in silence.
 
     torch's agent makes these calls all the time; where the network is gone they stay in C until it is back.
@@ -69,7 +75,8 @@ class MeetingBackend(StoreBackend):
     def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
         """Return what the store answers; say so where that takes long."""
         answer = run_interruptibly(
-            lambda: super(MeetingBackend, self).call_store(operation, *arguments, **options), on_wait=self._say_cut_off
+            lambda: super(InterruptibleBackend, self).call_store(operation, *arguments, **options),
+            on_wait=self._say_cut_off,
         )
         if self._is_cut_off:
             self._is_cut_off = False
@@ -94,8 +101,8 @@ def open_static_store(
 ) -> TCPStore:
     """Return the store of a static meeting once all nodes have come; torch's arguments, and this node's rank.
 
-    torch waits for the number of nodes alone. Raises `MeetingError` with the nodes that are missing and those that are
-    here, and for a rank that two nodes have.
+    torch waits for the number of nodes alone. Raises `NoRendezvousError` with the nodes that are missing and those that
+    are here, and for a rank that two nodes have.
     """
     patience = max(timeout, _OWN_STORE) if is_master else timeout
     store = open_store(
@@ -104,7 +111,7 @@ def open_static_store(
     mine = f"{socket.gethostname()} {time.time_ns()}"
     owner = store.compare_set(f"paraplan/here/{node_rank}", "", mine).decode()
     if owner != mine:
-        raise MeetingError(
+        raise NoRendezvousError(
             f"--node-rank {node_rank} is taken at {host}:{port} by {owner.rpartition(' ')[0]}",
             hint="give each node a --node-rank of its own",
         )
@@ -137,7 +144,7 @@ def _named(endpoint: Endpoint) -> str:
     return f"{endpoint}{meaning_of(endpoint.host)}"
 
 
-def _nobody_error(endpoint: Endpoint, silence: OSError, patience_s: float) -> MeetingError:
+def _nobody_error(endpoint: Endpoint, silence: OSError, patience_s: float) -> NoRendezvousError:
     addresses = addresses_of(endpoint.host)
     hint = "start the same command on the node that has this address, and let the port through the firewalls"
     if not addresses:
@@ -149,25 +156,25 @@ def _nobody_error(endpoint: Endpoint, silence: OSError, patience_s: float) -> Me
             "it is an address of this node: start the first node (--node-rank 0) here too, or have this one host the "
             "meeting with --rdzv-conf is_host=true"
         )
-    return MeetingError(
+    return NoRendezvousError(
         f"nothing answers at {_named(endpoint)}: {describe_silence(silence)}; tried for {patience_s:g} s", hint=hint
     )
 
 
-def _stranger_error(endpoint: Endpoint, said: str) -> MeetingError:
+def _stranger_error(endpoint: Endpoint, said: str) -> NoRendezvousError:
     """Return the error of something that takes connections, and is no store of torch's."""
     is_here = any(map(is_own_address, addresses_of(endpoint.host)))
     listener = find_listener(endpoint.port) if is_here else None
     who = f"another program, {listener}," if listener else "another program"
-    return MeetingError(
+    return NoRendezvousError(
         f"{who} listens at {_named(endpoint)}, or a launcher that has stopped: {said.splitlines()[0].rstrip('.')}",
         hint="give the address of the first node, and a port that no other program has",
     )
 
 
-def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], timeout_s: float) -> MeetingError:
+def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], timeout_s: float) -> NoRendezvousError:
     present = ", ".join(f"{rank} ({host})" for rank, host in here.items())
-    return MeetingError(
+    return NoRendezvousError(
         f"{len(missing)} of {len(missing) + len(here)} nodes did not come to {endpoint} within {timeout_s:g} s: "
         f"missing {_nodes_in_words(missing)}; here {'is' if len(here) == 1 else 'are'} {present}",
         hint=_loopback_hint(endpoint.rpartition(":")[0]) or _HINT,
@@ -178,7 +185,7 @@ def _nodes_in_words(ranks: Sequence[int]) -> str:
     return f"{'node' if len(ranks) == 1 else 'nodes'} {', '.join(map(str, ranks))}"
 
 
-def meeting_warnings(spec: LaunchSpec, nodes: NodeRange) -> tuple[str, ...]:
+def rendezvous_warnings(spec: LaunchSpec, nodes: NodeRange) -> tuple[str, ...]:
     """Return what may keep nodes from meeting, of one that is to meet others."""
     host = _endpoint_host(_endpoint(spec))
     if nodes.max == 1 or spec.rdzv_backend not in ("static", "c10d") or not host:
@@ -200,7 +207,7 @@ def _endpoint_host(endpoint: str) -> str:
     return (endpoint.rpartition(":")[0] or endpoint).strip("[]")
 
 
-def meeting_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequence[str] = ()) -> MeetingError:
+def rendezvous_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequence[str] = ()) -> NoRendezvousError:
     """Return what torch `said` about a failed meeting as one sentence with something to do.
 
     `came` are the nodes that have come to an elastic meeting, as far as it is known.
@@ -208,7 +215,7 @@ def meeting_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequen
     port = re.search(r"\bport: (\d+)", said)
     if port is not None and PORT_TAKEN in said:
         listener = find_listener(int(port[1]))
-        return MeetingError(
+        return NoRendezvousError(
             f"port {port[1]} of this host is taken" + (f" by {listener}" if listener else ""),
             hint="give another --master-port or --rdzv-endpoint; without them one node takes a free port by itself",
         )
@@ -216,21 +223,21 @@ def meeting_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequen
     host = _endpoint_host(endpoint)
     addresses = addresses_of(host)
     if not addresses:
-        return MeetingError(f"no address of {host} is known on this node", hint="give the first node's address")
+        return NoRendezvousError(f"no address of {host} is known on this node", hint="give the first node's address")
     means = meaning_of(host)
     if CLOSED_RENDEZVOUS in said:
-        return MeetingError(
+        return NoRendezvousError(
             f"the job at {endpoint} has ended: another node has closed the meeting", hint="its own messages say why"
         )
     if any(words in said for words in NOBODY_THERE):
-        return MeetingError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
+        return NoRendezvousError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
     if came or LATE_RENDEZVOUS in said:
         seen = f"; here {'is' if len(came) == 1 else 'are'} {', '.join(came)}" if came else ""
-        return MeetingError(
+        return NoRendezvousError(
             f"fewer than {nodes.min} nodes came to {endpoint}{means} in time{seen}",
             hint=_loopback_hint(host) or f"{_HINT}; --rdzv-conf join_timeout=SECONDS waits longer",
         )
-    return MeetingError(
+    return NoRendezvousError(
         f"the nodes could not meet at {endpoint}{means}: {said.splitlines()[0].rstrip('.')}", hint=_HINT
     )
 

@@ -37,7 +37,7 @@ class NodeFacts:
     address: str = ""
 
 
-class NodeBoard:
+class NodeStore:
     """The notes of the nodes of one round. Every method takes and gives this node's view; `node` is its rank.
 
     A signal ends every wait for the store, also where the network to it is gone. `is_lost` says that its host has

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 from launching import PATIENCE_S, Start, WriteScript, free_port, names_in, read_until
 
-from paraplan.launch.nodes.meeting import MeetingError, meeting_error, meeting_warnings, open_static_store
+from paraplan.launch.nodes.rendezvous import (
+    NoRendezvousError,
+    open_static_store,
+    rendezvous_error,
+    rendezvous_warnings,
+)
 from paraplan.launch.spec import LaunchSpec, NodeRange
 
 LONG = timedelta(seconds=120)
@@ -20,7 +25,7 @@ def come(rank: int, port: int, *, num_nodes: int, timeout: timedelta = LONG, mas
     try:
         is_master = rank == 0 if master is None else master
         return open_static_store("127.0.0.1", port, num_nodes, is_master, timeout, node_rank=rank, multi_tenant=True)
-    except MeetingError as error:
+    except NoRendezvousError as error:
         return error
 
 
@@ -34,7 +39,7 @@ def test_all_nodes_get_the_store_once_all_have_come() -> None:
 
 def test_nodes_that_do_not_come_are_named_and_so_are_those_that_are_here() -> None:
     error = come(0, free_port(), num_nodes=3, timeout=timedelta(seconds=1))
-    assert isinstance(error, MeetingError)
+    assert isinstance(error, NoRendezvousError)
     assert f"missing nodes 1, 2; here is 0 ({socket.gethostname()})" in error.message
     assert error.hint is not None
     assert "127.0.0.1 is an address that no other node reaches" in error.hint
@@ -48,7 +53,7 @@ def test_a_rank_of_two_nodes_is_refused_with_the_one_that_came_first() -> None:
         store, _ = first.result(), second.result()
         third = come(1, port, num_nodes=2, master=False)
     assert store is not None
-    assert isinstance(third, MeetingError)
+    assert isinstance(third, NoRendezvousError)
     assert f"--node-rank 1 is taken at 127.0.0.1:{port} by {socket.gethostname()}" in third.message
 
 
@@ -78,7 +83,7 @@ def spec(endpoint: str = "127.0.0.1:29400") -> LaunchSpec:
 def test_what_torch_says_becomes_a_sentence_with_the_address_and_what_it_means(
     said: str, endpoint: str, message: str
 ) -> None:
-    error = meeting_error(said, spec(endpoint), NodeRange(2, 4))
+    error = rendezvous_error(said, spec(endpoint), NodeRange(2, 4))
     assert error.message.startswith(message)
     assert error.hint
 
@@ -86,7 +91,7 @@ def test_what_torch_says_becomes_a_sentence_with_the_address_and_what_it_means(
 def test_the_nodes_that_came_to_an_elastic_meeting_are_named() -> None:
     assert (
         "here are gpu-a, gpu-b"
-        in meeting_error("RendezvousTimeoutError: ", spec(), NodeRange(3, 3), came=["gpu-a", "gpu-b"]).message
+        in rendezvous_error("RendezvousTimeoutError: ", spec(), NodeRange(3, 3), came=["gpu-a", "gpu-b"]).message
     )
 
 
@@ -103,7 +108,7 @@ def test_the_nodes_that_came_to_an_elastic_meeting_are_named() -> None:
 def test_a_meeting_point_that_nodes_cannot_reach_is_said_before_it_is_waited_for(
     endpoint: str, nnodes: str, warning: str
 ) -> None:
-    warnings = meeting_warnings(spec(endpoint), NodeRange.parse(nnodes))
+    warnings = rendezvous_warnings(spec(endpoint), NodeRange.parse(nnodes))
     assert bool(warnings) is bool(warning)
     assert all(told.startswith(warning) for told in warnings)
 

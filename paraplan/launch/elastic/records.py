@@ -1,0 +1,66 @@
+"""With what the ranks of a job are started, and what is known of the job while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paraplan.launch.faults.calls import RankCalls
+from paraplan.launch.faults.failures import RankFailure
+from paraplan.launch.faults.hang import HangVerdict
+from paraplan.launch.faults.memory_kills import MemoryKills
+from paraplan.launch.nodes.store import NodeStore
+from paraplan.launch.ranks.stacks import Stack
+from paraplan.launch.run_folder import RunFolder
+
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
+    from paraplan.plan.files import PlanFile
+
+
+@dataclass(frozen=True)
+class AttemptSettings:
+    """How ranks start and stop.
+
+    `grace_s` passes between a request to end (SIGTERM) and SIGKILL, whatever the reason for ending.
+    `fork` starts ranks with torch imported; `num_threads` is then what torch is set to in them, None for as imported.
+    `wrap_command` turns an interpreter's command into what is executed, for ranks that are not forked.
+    `keeps_logs` copies what ranks write to files of their own.
+    `cpus` are the CPUs that a local rank is kept on; none for all.
+    `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
+    `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
+    """
+
+    grace_s: float
+    fork: bool
+    num_threads: int | None
+    extra_environment: Mapping[str, str]
+    wrap_command: Callable[[tuple[str, ...]], tuple[str, ...]]
+    hang_timeout_s: float | None = None
+    keeps_logs: bool = False
+    cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    has_gpus: bool = False
+
+
+@dataclass
+class JobRecord:
+    """What is known of a job while it runs; the attempts write it, the report reads it.
+
+    `plan` is the plan that the ranks have got, `store` where the nodes of this round write to each other,
+    `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
+    timed out, those of them that were `stopped`, those that had `ended` well before, and the `calls` that ranks made
+    last, where they are known.
+    """
+
+    started_ns: int | None = None
+    kills_before: MemoryKills | None = None
+    failures: list[RankFailure] = field(default_factory=list)
+    attempts: int = 0
+    hang: HangVerdict | None = None
+    plan: PlanFile | None = None
+    store: NodeStore | None = None
+    folder: RunFolder | None = None
+    stacks: dict[int, Stack] = field(default_factory=dict)
+    stopped: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+    calls: dict[int, RankCalls] = field(default_factory=dict)
