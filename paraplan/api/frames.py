@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
 
 from paraplan.errors import UsageError
 
@@ -12,6 +11,8 @@ _HEIGHT = 640
 
 def framed(page: Callable[[], str], text: str) -> str:
     """Return a page in a frame of its own, whose style stays inside; the text alone where charts cannot be drawn."""
+    from html import escape  # notebooks alone
+
     try:
         whole = page()
     except UsageError as error:

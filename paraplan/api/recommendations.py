@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from paraplan.api.estimates import Estimate
 from paraplan.api.frames import framed
@@ -14,10 +14,6 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import training_notes
 from paraplan.report.short_text import recommendation_lines
-from paraplan.search.check import Finding as Finding
-from paraplan.search.check import PlanCheck, check_plan
-from paraplan.search.check import limit_findings as limit_findings
-from paraplan.search.explain import part_words as part_words
 from paraplan.search.fixed import FREE
 from paraplan.search.fixed import Constraints as Constraints
 from paraplan.search.nothing_fits import NothingFitsError as NothingFitsError
@@ -27,6 +23,9 @@ from paraplan.search.recommendation import Recommendation as SearchAnswer
 from paraplan.search.recommendation import SearchRequest as SearchRequest
 from paraplan.search.recommendation import recommendation
 from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
+
+if TYPE_CHECKING:  # another search, which most calls do without
+    from paraplan.search.check import PlanCheck
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +149,8 @@ def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) ->
 
     `tolerance` is relative: 0.05 allows a step that takes 5 % longer than the best plan's.
     """
+    from paraplan.search.check import check_plan
+
     return check_plan(workload, plan, tolerance=tolerance)
 
 

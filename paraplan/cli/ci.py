@@ -13,7 +13,7 @@ from paraplan.errors import CheckFailedError, UsageError
 from paraplan.units import one_line, parse_bytes
 
 if TYPE_CHECKING:  # the search, which most commands do without
-    from paraplan.api.recommendations import Finding
+    from paraplan.search.check import Finding
 
 CI_PANEL = "Checks for continuous integration"
 

@@ -37,7 +37,7 @@ def check_limits(estimate: Estimate, limits: Limits, *, model: str, file: Path |
     """Report the limits that are given. Raises `CheckFailedError` where one is not kept, or the plan does not fit."""
     if limits.max_memory_bytes is None and limits.min_tokens_per_s is None:
         return
-    from paraplan.api.recommendations import limit_findings  # the search, which an estimate without limits does without
+    from paraplan.api.checks import limit_findings  # the search, which an estimate without limits does without
 
     findings = limit_findings(
         estimate.result, max_memory_bytes=limits.max_memory_bytes, min_tokens_per_s=limits.min_tokens_per_s

@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from paraplan.api.recommendations import Recommendation, part_words
+from paraplan.api.explanations import part_words
 from paraplan.cli.estimate_tables import print_estimate, print_warnings, print_workload
 from paraplan.cli.terminal import make_console
 from paraplan.report.ranked_rows import with_recommended
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from paraplan.api.recommendations import Recommendation
     from paraplan.search.budget import Budget, SizeOffer
     from paraplan.search.changes import Comparison
     from paraplan.search.explain import Explanation

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
-from paraplan.search.recommendation import Recommendation
 from paraplan.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:  # the search, which an estimate does without
+    from paraplan.search.recommendation import Recommendation
 
 
 def workload_lines(workload: Workload) -> tuple[str, ...]:
