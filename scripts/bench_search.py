@@ -46,7 +46,7 @@ print(json.dumps({"cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.
 """
 
 
-class SearchRequest(NamedTuple):
+class Question(NamedTuple):
     """A search and its limits: CPU seconds of the whole process, and its peak memory. A framework prices all plans."""
 
     title: str
@@ -61,11 +61,9 @@ class SearchRequest(NamedTuple):
 
 
 QUESTIONS = (
-    SearchRequest("GPT-3 175B, 1,024 A100", "gpt3-175b", "dgx-a100", 128, 1536, 2048),
-    SearchRequest(
-        "batch 3,840, every plan of Megatron-Core", "gpt3-175b", "dgx-a100", 128, 3840, 2048, "megatron-core"
-    ),
-    SearchRequest("Llama-3-405B, 16,384 H100", "llama-3-405b", "dgx-h100", 2048, 2048, 8192),
+    Question("GPT-3 175B, 1,024 A100", "gpt3-175b", "dgx-a100", 128, 1536, 2048),
+    Question("batch 3,840, every plan of Megatron-Core", "gpt3-175b", "dgx-a100", 128, 3840, 2048, "megatron-core"),
+    Question("Llama-3-405B, 16,384 H100", "llama-3-405b", "dgx-h100", 2048, 2048, 8192),
 )
 COMMAND = ("recommend", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "8192", "--global-batch", "64")
 
@@ -81,7 +79,7 @@ def _bytecode() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="paraplan-bench-")
 
 
-def ask(question: SearchRequest) -> dict[str, float | str]:
+def ask(question: Question) -> dict[str, float | str]:
     """Return what a search took and found, in a process of its own on one core."""
     words = [question.model, question.profile, str(question.nodes), str(question.batch), str(question.length)]
     words.append(question.framework)
@@ -110,7 +108,7 @@ def by_size() -> list[tuple[int, dict[str, float | str]]]:
         nodes = gpus // 8
         batch = max(1536, gpus // 8)
         try:
-            found.append((gpus, ask(SearchRequest("", "gpt3-175b", "dgx-a100", nodes, batch, 2048))))
+            found.append((gpus, ask(Question("", "gpt3-175b", "dgx-a100", nodes, batch, 2048))))
         except subprocess.CalledProcessError as error:
             words = error.stderr.strip().splitlines()[-1].split("Error: ")[-1]
             found.append((gpus, {"plan": words.partition(" with ")[0]}))

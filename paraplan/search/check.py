@@ -20,6 +20,9 @@ class Finding(Record):
     passed: bool
     message: str
 
+    def __str__(self) -> str:
+        return f"{'pass' if self.passed else 'FAIL'}  {self.name:9}  {self.message}"
+
 
 class PlanCheck(Record):
     """What was found about a plan. `estimate` and `best` are None where they cannot be had: see the findings."""
@@ -33,6 +36,9 @@ class PlanCheck(Record):
     def passed(self) -> bool:
         """True where every check holds."""
         return all(finding.passed for finding in self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings))
 
 
 def check_plan(workload: Workload, plan: ParallelPlan, *, tolerance: float) -> PlanCheck:

@@ -44,8 +44,8 @@ class SearchRequest:
 class Recommendation:
     """The answer: the workload that was planned for (another one where something was to be found), and the search.
 
-    `found` says in a sentence what `SearchRequest.find` found, `offload` what offload costs and what would do without
-    it. What was not asked for is None or empty.
+    `found` says in a sentence what was found that was to be found, `offload` what offload costs and what would do
+    without it. What was not asked for is None or empty.
     """
 
     workload: Workload
