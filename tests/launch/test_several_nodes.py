@@ -257,8 +257,8 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
     assert list(losses) == list(range(1, len(losses) + 1))
     assert "a node is lost: restarting the other nodes without it" in said
     assert "a node joined: restarting all ranks" in said
-    assert "made again for the 1 " in said
-    assert "made again for the 2 " in said
+    assert "made anew for 1 rank\n" in said
+    assert "made anew for 2 ranks\n" in said
     (tmp_path / "alone").mkdir()
     alone = subprocess.run(
         [sys.executable, str(train), str(tmp_path / "alone"), str(len(losses))],
