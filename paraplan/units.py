@@ -136,3 +136,8 @@ def broken_between_words(text: str, *, width: int, indent: int = 0, later_indent
         break_long_words=False,
         break_on_hyphens=False,
     )[indent:]
+
+
+def one_line(text: str) -> str:
+    """Return `text` with everything that is not printable turned into a blank."""
+    return "".join(character if character.isprintable() else " " for character in text)

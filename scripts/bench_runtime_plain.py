@@ -98,6 +98,10 @@ def _shard_by_hand(model: Any, *, frees: bool) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=frees)
+    of_block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    for end in (model.byte_embedding, model.position_embedding, model.head):
+        if end.weight.numel() >= of_block:
+            fully_shard(end, mesh=mesh, reshard_after_forward=frees and end is not model.head)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 

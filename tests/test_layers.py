@@ -23,7 +23,8 @@ FLOORS = {
     "launch": 4,
     "interop": 4,
     "report": 5,
-    "cli": 6,
+    "api": 6,
+    "cli": 7,
 }
 MAY_IMPORT = {
     "resources": {0},
@@ -81,6 +82,26 @@ def imports_upwards(path: Path) -> Iterator[str]:
             continue
         if FLOORS[other] not in allowed or (own == "report" and other in ("runtime", "launch")):
             yield f"{path}:{node.lineno}: {own} must not import {other}"
+
+
+CLIENT_OF = {"api", "report", "errors", "units", "records", "cli"}
+"""What the command line knows at run time: the public API, renderings, and text. `launch` hands over its process."""
+
+
+def imports_below_the_api(path: Path) -> Iterator[str]:
+    """Yield what a command imports below the API. Types in annotations are no dependency."""
+    if not relative(path).startswith("cli/") or relative(path) in ("cli/start.py", "cli/launch.py"):
+        return
+    for_types = {
+        inner
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for name, node in imports(path):
+        other = package_of(name)
+        if node not in for_types and other is not None and other not in CLIENT_OF:
+            yield f"{path}:{node.lineno}: a command takes {name} from the API"
 
 
 def imports_out_of_place(path: Path) -> Iterator[str]:
@@ -175,6 +196,10 @@ def assert_in_all_modules(rule: Callable[[Path], Iterator[str]]) -> None:
 
 def test_imports_point_down_the_floors() -> None:
     assert_in_all_modules(imports_upwards)
+
+
+def test_every_command_is_a_client_of_the_api() -> None:
+    assert_in_all_modules(imports_below_the_api)
 
 
 def test_heavy_libraries_are_imported_only_where_they_belong() -> None:

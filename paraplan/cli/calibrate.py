@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import datetime as dt
-import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paraplan.api.calibrations import fit_to_runs
+from paraplan.api.measurement import machine_content, measure_this_machine, save_machine
 from paraplan.cli.calibrate_tables import print_calibration, print_fit
 from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.cli.options import JsonOption
 from paraplan.cli.terminal import make_console
-from paraplan.cli.topo_measure import advance, measuring_progress, print_links, survey_to_measure
+from paraplan.cli.topo_measure import advance, measuring_progress, print_links
 from paraplan.errors import UsageError
-from paraplan.hardware.calibrated_machine import calibrated_machine, precisions_of
-from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.kernel_measurement import KernelEvent, KernelRequest, kernel_cases
-from paraplan.hardware.link_measurement import LinkReport
-from paraplan.hardware.profile_files import machine_content, save_machine
-from paraplan.hardware.profiles import MachineProfile
-from paraplan.hardware.survey import MachineSurvey, survey_node
-from paraplan.launch.measuring import measure_kernels, measure_machine
-from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
 
-_LINKS_SHARE = 1 / 3
+if TYPE_CHECKING:
+    from paraplan.hardware.kernel_measurement import KernelEvent, KernelRequest
+    from paraplan.hardware.link_measurement import LinkReport
+    from paraplan.hardware.profiles import MachineProfile
 
 app = typer.Typer(add_completion=False)
 
@@ -91,103 +87,33 @@ def calibrate(
 def _measure(
     num_ranks: int | None, seconds: float, *, name: str
 ) -> tuple[MachineProfile, LinkReport | None, list[dict[str, Any]]]:
-    """Return the machine as measured, what its links do, and each timing of a kernel."""
-    survey, environment = survey_to_measure(_this_machine, num_ranks=num_ranks)
-    gpu = survey.machine.gpu if survey.machine is not None else None
-    on_gpus = gpu is None or gpu.vendor != "cpu"
-    count = len(survey.node.gpus)
-    threads = None if on_gpus else _threads(count)
-    links_s = seconds * _LINKS_SHARE if count > 1 else 0.0
-    request = KernelRequest(
-        device="cuda" if on_gpus else "cpu",
-        cases=kernel_cases(precisions_of(gpu), on_gpus=on_gpus, num_ranks=count),
-        max_seconds=seconds - links_s,
-        num_threads=threads,
-    )
-    links = None
     with measuring_progress() as progress:
-        task = progress.add_task("starting ranks", total=request.num_timings)
 
-        def step(event: KernelEvent) -> None:
-            case = request.cases[event.case]
-            progress.update(task, advance=1, description=f"{case.kind} {case.precision}")
+        def watch_kernels(request: KernelRequest) -> Callable[[KernelEvent], None]:
+            task = progress.add_task("starting ranks", total=request.num_timings)
 
-        events = measure_kernels(request, num_ranks=count, environment=environment, on_event=step)
-        if count > 1:
-            links = measure_machine(
-                survey.node,
-                cluster=_cluster(survey),
-                on_gpus=on_gpus,
-                max_seconds=links_s,
-                environment=environment,
-                watch=lambda request: advance(progress, request.num_timings),
-            )
-    machine = calibrated_machine(
-        survey.machine,
-        survey.node,
-        request.cases,
-        events,
-        links=links,
-        name=name,
-        source=_source(count, threads),
-    )
-    return machine, links, [request.cases[event.case].model_dump() | event.model_dump() for event in events]
+            def step(event: KernelEvent) -> None:
+                case = request.cases[event.case]
+                progress.update(task, advance=1, description=f"{case.kind} {case.precision}")
 
+            return step
 
-def _this_machine() -> MachineSurvey:
-    from paraplan.hardware.nvml import read_this_machine
-
-    return survey_node(read_this_machine(), environment=os.environ)
-
-
-def _cluster(survey: MachineSurvey) -> Cluster | None:
-    machine = survey.machine
-    if machine is None:
-        return None
-    return Cluster(name=machine.name, gpu=machine.gpu, node=survey.node, network=machine.network)
-
-
-def _threads(num_ranks: int) -> int:
-    """Return the threads of a rank: OMP_NUM_THREADS where it is set, else as the launcher shares out the cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return (
-        int(given)
-        if given.isdecimal() and int(given) > 0
-        else threads_per_rank(num_cores=usable_cores(), ranks_per_node=num_ranks)
-    )
-
-
-def _source(num_ranks: int, threads: int | None) -> str:
-    each = "GPU" if threads is None else "CPU process"
-    many = f"{num_ranks} {each}{'es' if threads is not None else 's'}" if num_ranks > 1 else f"1 {each}"
-    of = f" of {threads} thread{'s' if threads != 1 else ''}" if threads is not None else ""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "paraplan"))
-    return f"paraplan calibrate on {many}{of}, {dt.date.today()}, {versions}, Python {platform.python_version()}"
+        return measure_this_machine(
+            num_ranks,
+            seconds,
+            name=name,
+            watch_kernels=watch_kernels,
+            watch_links=lambda request: advance(progress, request.num_timings),
+        )
 
 
 def _fit_to_runs(path: Path, output: Path | None, *, as_json: bool) -> None:
-    from paraplan.cost.calibration import calibrate_to_runs
-    from paraplan.hardware.link_speed import load_link_speeds
-    from paraplan.hardware.profile_files import list_gpus
-    from paraplan.model.named import known_configs
-    from paraplan.plan.runs import MeasuredRun, UnusableRow, read_runs
-
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"cannot read {path}: {reason}", hint="give a CSV file as paraplan validate takes") from None
-    rows = read_runs(text, source=str(path))
-    measured = [row for row in rows if isinstance(row, MeasuredRun)]
-    unusable = tuple(f"{row.id}: {row.reason}" for row in rows if isinstance(row, UnusableRow))
-    fitted = calibrate_to_runs(
-        measured,
-        list_gpus(),
-        load_link_speeds(),
-        source=f"{path.name}, {dt.date.today()}",
-        known=known_configs(),
-    )
-    fitted = fitted.replace(skipped=unusable + fitted.skipped)
+    fitted = fit_to_runs(text, source=str(path), title=f"{path.name}, {dt.date.today()}")
     if as_json:
         typer.echo(fitted.model_dump_json(indent=2))
     else:

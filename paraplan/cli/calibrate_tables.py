@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 
 from paraplan.cli.terminal import make_console
-from paraplan.cost.calibration import Calibration
-from paraplan.hardware.profiles import KernelFit, MachineProfile
 from paraplan.units import format_bandwidth, format_bytes, format_flops, format_seconds
+
+if TYPE_CHECKING:
+    from paraplan.cost.calibration import Calibration
+    from paraplan.hardware.profiles import KernelFit, MachineProfile
 
 
 def print_calibration(machine: MachineProfile) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paraplan.cli.inputs import read_plan_file
+from paraplan.api.gradients import check_gradients
+from paraplan.api.plans import load_plan
 from paraplan.cli.options import JsonOption, ModelArgument
 from paraplan.errors import UsageError
-from paraplan.model.reader import find_config, is_factory
-from paraplan.plan.check import CheckReport, CheckRequest, smaller_plan
-from paraplan.plan.support import check_supported
+
+if TYPE_CHECKING:
+    from paraplan.plan.check import CheckReport
 
 app = typer.Typer(add_completion=False)
 
@@ -49,28 +50,20 @@ def check(
         raise UsageError("paraplan check needs torch, which is not installed", hint='pip install "paraplan[runtime]"')
     if split_by not in ("paraplan", "transformers"):
         raise UsageError(f"--split-by {split_by} is unknown", hint="use paraplan or transformers")
-    file = read_plan_file(plan_path)
-    plan = smaller_plan(file.plan, max_ranks=ranks)
-    check_supported(plan)
-    request = CheckRequest(
-        model=model if is_factory(model) else str(find_config(model)),
-        plan=plan,
-        folder="",
-        max_layers=layers or (plan.num_stages + 1 if plan.num_stages > 1 else 2),
-        seq_length=seq_len,
+    file = load_plan(plan_path)
+    shows = sys.stderr.isatty() and not as_json
+    report = check_gradients(
+        model,
+        file.plan,
+        max_ranks=ranks,
         num_steps=steps,
+        max_layers=layers,
+        seq_length=seq_len,
         keeps_width=keep_width,
         split_by=split_by,
-    )
-    from paraplan.launch.checking import check_plan
-
-    shows = sys.stderr.isatty() and not as_json
-    report = check_plan(
-        request,
-        file.plan,
         timeout_s=timeout,
         say=lambda text: typer.echo(f"running {text}", err=True) if shows else None,
-    ).replace(model=model)
+    )
     typer.echo(report.to_json() if as_json else "\n".join(check_text(report)))
     if not report.is_equal:
         raise typer.Exit(1)

@@ -10,8 +10,7 @@ import typer
 
 from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.errors import CheckFailedError, UsageError
-from paraplan.interop.quoting import one_line
-from paraplan.units import parse_bytes
+from paraplan.units import one_line, parse_bytes
 
 if TYPE_CHECKING:  # the search, which most commands do without
     from paraplan.search.check import Finding

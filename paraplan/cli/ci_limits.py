@@ -7,8 +7,8 @@ from typing import Self
 
 import typer
 
+from paraplan.api.estimates import Estimate
 from paraplan.cli.ci import read_memory_limit, report_checks, require_checks
-from paraplan.cost.estimate import PlanEstimate
 from paraplan.records import Record
 
 
@@ -33,14 +33,14 @@ class Limits(Record):
         )
 
 
-def check_limits(estimate: PlanEstimate, limits: Limits, *, model: str, file: Path | None, as_json: bool) -> None:
+def check_limits(estimate: Estimate, limits: Limits, *, model: str, file: Path | None, as_json: bool) -> None:
     """Report the limits that are given. Raises `CheckFailedError` where one is not kept, or the plan does not fit."""
     if limits.max_memory_bytes is None and limits.min_tokens_per_s is None:
         return
-    from paraplan.search.check import limit_findings  # the search, which an estimate without limits does without
+    from paraplan.api.checks import limit_findings  # the search, which an estimate without limits does without
 
     findings = limit_findings(
-        estimate, max_memory_bytes=limits.max_memory_bytes, min_tokens_per_s=limits.min_tokens_per_s
+        estimate.result, max_memory_bytes=limits.max_memory_bytes, min_tokens_per_s=limits.min_tokens_per_s
     )
     if not as_json:
         typer.echo()

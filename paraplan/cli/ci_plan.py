@@ -8,9 +8,9 @@ from pathlib import Path
 
 import typer
 
+from paraplan.api.plans import load_plan
+from paraplan.api.workloads import Workload
 from paraplan.cli.ci import read_tolerance, report_checks
-from paraplan.cli.inputs import read_plan_file
-from paraplan.cost.workload import Workload
 from paraplan.errors import UsageError
 
 
@@ -28,10 +28,9 @@ def check_plan_file(
     workload: Workload, path: Path, *, tolerance: str | None, github: bool, junit: Path | None, as_json: bool
 ) -> None:
     """Check a plan file and report it. Raises `CheckFailedError` where a check does not hold."""
-    from paraplan.search.check import check_plan  # another search, which most calls do without
+    from paraplan.api.recommendations import check as check_plan
 
-    allowed = read_tolerance(tolerance)
-    check = check_plan(workload, read_plan_file(path).plan, tolerance=allowed)
+    check = check_plan(workload, load_plan(path).plan, tolerance=read_tolerance(tolerance))
     if as_json:
         report = {
             "plan": check.plan.model_dump(mode="json"),

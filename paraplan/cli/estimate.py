@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from paraplan.api.estimates import Estimate
+from paraplan.api.estimates import estimate as estimate_plan
+from paraplan.api.machines import load_cluster_for
+from paraplan.api.models import load_model
+from paraplan.api.plans import load_plan, make_plan, micro_batches
+from paraplan.api.workloads import Workload, training_of
 from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinTokensOption
 from paraplan.cli.ci_limits import Limits, check_limits
-from paraplan.cli.estimate_report import estimate_report
 from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOption, FromMegatronOption
 from paraplan.cli.html import HtmlOption, require_files, write_estimate
-from paraplan.cli.inputs import (
-    calibrated,
-    check_context,
-    check_experts,
-    check_plan_suits_model,
-    check_plan_suits_sequence,
-    check_precision,
-    make_plan,
-    options_given,
-    read_cluster_for_plan,
-    read_plan_file,
-    read_trained_model,
-    read_training,
-)
+from paraplan.cli.inputs import calibrated, options_given
 from paraplan.cli.options import (
     HARDWARE_PANEL,
     MOST_RANKS,
@@ -68,16 +60,11 @@ from paraplan.cli.options import (
     ZeroShardsOption,
 )
 from paraplan.cli.step_trace import TraceOption, write_trace
-from paraplan.cost.estimate import PlanEstimate, estimate_plan
-from paraplan.cost.frameworks import habits_of
-from paraplan.cost.habits import PARAPLAN
-from paraplan.cost.workload import Workload
 from paraplan.errors import UsageError
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.plan.files import PlanFile
-from paraplan.plan.parallel import ParallelPlan, micro_batches
 
 if TYPE_CHECKING:
+    from paraplan.plan.files import PlanFile
+    from paraplan.plan.parallel import ParallelPlan
     from paraplan.plan.training import TrainingSpec
     from paraplan.runtime.fake.run import TracedMemory
 
@@ -188,11 +175,11 @@ def estimate(
         "attention": attention,
         "compiled": compiled,
     }
-    habits = habits_of(framework.value)
+    modelled = framework.value
     if plan_path is not None:
-        file = read_plan_file(plan_path)
+        file = load_plan(plan_path)
         plan, seq_len, choices = _from_file(plan_path, file, options_given(ctx), seq_len, choices)
-        habits = habits_of(file.framework or habits.name) if "framework" not in options_given(ctx) else habits
+        modelled = file.framework or modelled if "framework" not in options_given(ctx) else modelled
     else:
         plan = make_plan(
             dp=dp,
@@ -211,23 +198,16 @@ def estimate(
             sequence_parallel=sequence_parallel,
             offload=offload,
         )
-    spec = read_trained_model(model, seq_len=seq_len, micro_batch_size=plan.micro_batch_size)
-    cluster = read_cluster_for_plan(profile, plan, num_nodes=nodes, gpus_per_node=gpus_per_node)
-    check_precision(choices["precision"], cluster.gpu)
-    check_plan_suits_model(plan, spec)
-    check_experts(plan, spec)
-    if not habits.rings_context:
-        check_context(plan, spec)
-    training = read_training(spec, seq_len=seq_len, global_batch=plan.global_batch_size, **choices)
-    check_plan_suits_sequence(plan, training)
-    made = replace(Workload.of(spec, training, cluster, load_link_speeds()), habits=habits)
-    workload = calibrated(made, calibration)
-    traced = _trace(model, plan, training) if trace_memory else None
-    result = _estimate_and_print(workload, plan, traced, as_json=as_json)
+    spec = load_model(model, seq_length=seq_len, micro_batch_size=plan.micro_batch_size)
+    cluster = load_cluster_for(plan.world_size, profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
+    training = training_of(spec, seq_length=seq_len, global_batch_size=plan.global_batch_size, **choices)
+    workload = calibrated(Workload.of(spec, training, cluster, framework=modelled), calibration)
+    result = estimate_plan(workload, plan)
+    _print(result, _trace(model, plan, training) if trace_memory else None, as_json=as_json)
     if trace is not None:
-        write_trace(workload, result, trace)
+        write_trace(result, trace)
     if html is not None:
-        write_estimate(workload, result, html)
+        write_estimate(result, html)
     check_limits(result, limits, model=spec.name, file=plan_path, as_json=as_json)
 
 
@@ -248,31 +228,29 @@ def _from_file(
 
 
 def _trace(model: str, plan: ParallelPlan, training: TrainingSpec) -> list[TracedMemory]:
-    from paraplan.cli.estimate_trace import trace_stages  # torch, which an estimate does without
+    from paraplan.api.traced_memory import trace_stages  # torch, which an estimate does without
 
-    return trace_stages(model, plan, training)
+    def say(stage: int) -> None:
+        if sys.stderr.isatty():
+            typer.echo(f"running pipeline stage {stage} of {plan.pp} without values ...", err=True)
+
+    return trace_stages(model, plan, training, on_stage=say)
 
 
-def _estimate_and_print(
-    workload: Workload, plan: ParallelPlan, traced: list[TracedMemory] | None, *, as_json: bool
-) -> PlanEstimate:
-    result = estimate_plan(workload, plan)
-    # No library runs in a trace, so what cuBLAS keeps is left out of what a trace is compared with.
-    constants = workload.constants.replace(counts_matmul_workspaces=False)
-    compared = estimate_plan(replace(workload, constants=constants), plan).memory if traced is not None else ()
+def _print(result: Estimate, traced: list[TracedMemory] | None, *, as_json: bool) -> None:
+    compared = result.without_library_workspaces() if traced is not None else ()
     if as_json:
-        report = estimate_report(workload, result)
+        report = result.to_dict()
         if traced is not None:
             report["traced_memory"] = [memory.model_dump() for memory in traced]
             report["predicted_for_trace"] = [compared[memory.pipeline_stage].model_dump() for memory in traced]
         typer.echo(json.dumps(report, indent=2))
-        return result
+        return
     from paraplan.cli import estimate_tables  # rich, which --json does without
 
-    if workload.habits.name != PARAPLAN.name:
-        typer.echo(f"By the habits of {workload.habits.name}, which paraplan does not launch:")
-    estimate_tables.print_heading(workload, result)
-    estimate_tables.print_estimate(workload, result)
+    if not result.is_runnable_framework:
+        typer.echo(f"Predicted for {result.workload.habits.name}, which paraplan does not launch:")
+    estimate_tables.print_heading(result)
+    estimate_tables.print_estimate(result)
     if traced is not None:
         estimate_tables.print_traced(compared, traced)
-    return result

@@ -9,18 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paraplan.cli.estimate_report import warnings_of
 from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
-from paraplan.cost.course import pipeline_course
-from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
-from paraplan.cost.fitting import MOST_SEQUENCES, FitRow, largest_layer, what_fits
-from paraplan.cost.workload import Workload
-from paraplan.plan.support import unsupported_reason
+from paraplan.report.short_text import workload_lines
 from paraplan.units import format_bytes, format_count, format_flops, format_seconds
 
-if TYPE_CHECKING:  # torch, which an estimate does without
-    from paraplan.runtime.fake.run import TracedMemory
+if TYPE_CHECKING:
+    from paraplan.api.estimates import Estimate
+    from paraplan.cost.estimate import MemoryEstimate
+    from paraplan.cost.fitting import FitRow
+    from paraplan.cost.workload import Workload
+    from paraplan.runtime.fake.run import TracedMemory  # torch, which an estimate does without
 
 PARTS = (
     ("parameter_bytes", "parameters", "blue"),
@@ -42,14 +41,18 @@ STEP_PARTS = (
 )
 
 
-def print_heading(workload: Workload, estimate: PlanEstimate) -> None:
+def print_workload(console: Console, workload: Workload) -> None:
+    """Print what is trained, on what, and how."""
+    name, *lines = workload_lines(workload)
+    console.print(Text.assemble((workload.model.name, "bold"), name.removeprefix(workload.model.name)))
+    for line in lines:
+        console.print(line)
+
+
+def print_heading(estimate: Estimate) -> None:
     """Print what is trained and on what, the plan, and whether it fits."""
     console = make_console()
-    model, cluster, training = workload.model, workload.cluster, workload.training
-    nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
-    console.print(f"[bold]{model.name}[/bold], {format_count(model.parameters.total)} parameters")
-    console.print(f"{nodes}: {cluster.num_gpus} x {cluster.gpu.title}")
-    console.print(f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.title}")
+    print_workload(console, estimate.workload)
     over = estimate.peak_memory_bytes - estimate.usable_memory_bytes
     if estimate.fits:
         verdict = "[bold green]fits[/bold green]"
@@ -58,7 +61,7 @@ def print_heading(workload: Workload, estimate: PlanEstimate) -> None:
     else:
         verdict = "[bold red]does not fit[/bold red] in the host's memory"
     console.print(f"{estimate.plan.describe()}: {verdict}")
-    print_warnings(console, warnings_of(workload, estimate.plan))
+    print_warnings(console, estimate.warnings)
 
 
 def print_warnings(console: Console, warnings: Sequence[str]) -> None:
@@ -67,7 +70,7 @@ def print_warnings(console: Console, warnings: Sequence[str]) -> None:
         console.print(f"[yellow]note: {warning}[/yellow]")
 
 
-def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:
+def print_estimate(estimate: Estimate) -> None:
     """Print the memory of each stage as a bar with its parts, what would fit, and the step time by parts."""
     console = make_console()
     usable = estimate.usable_memory_bytes
@@ -93,18 +96,19 @@ def print_estimate(workload: Workload, estimate: PlanEstimate) -> None:
         f"Peak {format_bytes(fullest.total_bytes)} by torch.cuda.max_memory_allocated, "
         f"{format_bytes(fullest.device_bytes)} by nvidia-smi"
     )
-    if estimate.host_bytes_per_node:
-        known = estimate.host_memory_bytes
+    result = estimate.result
+    if result.host_bytes_per_node:
+        known = result.host_memory_bytes
         of = "" if known is None else f" of {format_bytes(known)}"
         console.print(
             f"Host memory for offload: {format_bytes(fullest.host_bytes)} a rank, "
-            f"{format_bytes(estimate.host_bytes_per_node)}{of} a machine"
+            f"{format_bytes(result.host_bytes_per_node)}{of} a machine"
         )
-    _print_fitting(console, workload, estimate)
+    _print_fitting(console, estimate)
     _print_step(console, estimate)
-    course = pipeline_course(workload, estimate.plan)
-    if course is not None:
-        print_timeline(console, course)
+    timeline = estimate.timeline
+    if timeline is not None:
+        print_timeline(console, timeline)
 
 
 def print_traced(memory: Sequence[MemoryEstimate], traced: Sequence[TracedMemory]) -> None:
@@ -135,9 +139,9 @@ def print_traced(memory: Sequence[MemoryEstimate], traced: Sequence[TracedMemory
     console.print("[dim]without what cuBLAS keeps for itself on a GPU, which no trace sees[/dim]")
 
 
-def _print_fitting(console: Console, workload: Workload, estimate: PlanEstimate) -> None:
-    plan, precision = estimate.plan, workload.training.precision
-    rows = what_fits(workload, plan)
+def _print_fitting(console: Console, estimate: Estimate) -> None:
+    plan = estimate.plan
+    rows = estimate.capacity
     recomputes = list(dict.fromkeys(row.recompute for row in rows))
     kept = [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(plan, axis) > 1]
     kept += [f"offload {plan.offload}"] if plan.offload != "none" else []
@@ -153,16 +157,9 @@ def _print_fitting(console: Console, workload: Workload, estimate: PlanEstimate)
         cells = [_fit_cell(row) for row in rows if row.zero_stage == stage]
         table.add_row(f"ZeRO-{stage}" if stage else "ZeRO-0 (DDP)", *cells)
     console.print(table)
-    unsupported = [
-        recompute
-        for recompute in recomputes
-        if unsupported_reason(plan.replace(recompute=recompute), precision=precision)
-        and not unsupported_reason(plan.replace(recompute="none"), precision=precision)
-    ]
-    if unsupported:
-        console.print(f"[dim]recompute {' and '.join(unsupported)} is not executed by paraplan's own runtime[/dim]")
-    layer = largest_layer(workload)
+    layer = estimate.largest_layer
     size = f"{layer.name}, {format_count(layer.num_parameters)} parameters"
+    workload = estimate.workload
     has_ep = workload.model.num_experts > 1 and workload.habits.has_expert_parallel
     ways = "tp, ep or ZeRO-3" if has_ep else "tp or ZeRO-3"
     verdict = "fits a GPU alone" if layer.fits else f"fits no GPU: a pipeline alone cannot train it, {ways} can"
@@ -173,12 +170,12 @@ def _fit_cell(row: FitRow) -> str:
     if row.largest_micro_batch is None and row.fewest_gpus is None:
         return "never"
     size = "none" if row.largest_micro_batch is None else str(row.largest_micro_batch)
-    if row.largest_micro_batch == MOST_SEQUENCES:
+    if row.is_open_ended:
         size += "+"
     return f"{size} ({'never' if row.fewest_gpus is None else row.fewest_gpus})"
 
 
-def _print_step(console: Console, estimate: PlanEstimate) -> None:
+def _print_step(console: Console, estimate: Estimate) -> None:
     step = estimate.step
     console.print(
         f"\n[bold]Step[/bold] {format_seconds(step.step_time_s)}, "

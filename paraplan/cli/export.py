@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paraplan.cli.inputs import read_plan_file, write_beside_and_rename
+from paraplan.api.exporting import EXPORT_TARGETS
+from paraplan.api.exporting import export as export_plan
+from paraplan.api.plans import load_plan
+from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.cli.options import JsonOption
-from paraplan.interop.export import TARGETS, export_plan
-from paraplan.interop.exported import Exported, Subject
+
+if TYPE_CHECKING:
+    from paraplan.interop.exported import Exported
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command(epilog="Targets: " + "; ".join(f"{name}: {target.title}" for name, target in TARGETS.items()) + ".")
+@app.command(epilog="Targets: " + "; ".join(f"{name}: {title}" for name, title in EXPORT_TARGETS.items()) + ".")
 def export(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, written by paraplan recommend -o.")],
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")],
+    to: Annotated[str, typer.Option("--to", metavar="TARGET", help=f"One of {', '.join(EXPORT_TARGETS)}.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file and not to stdout.")
     ] = None,
@@ -40,8 +44,7 @@ def export(
 
     Example: paraplan export plan.json --to accelerate -o accelerate.yaml
     """
-    subject = Subject(file=read_plan_file(plan), path=str(plan), script=script, image=image)
-    exported = export_plan(subject, to, partial=partial)
+    exported = export_plan(load_plan(plan), to, partial=partial, path=str(plan), script=script, image=image)
     if output is not None:
         write_beside_and_rename(output, exported.text)
     if as_json:

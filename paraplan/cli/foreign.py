@@ -9,36 +9,16 @@ from typing import Any
 
 import typer
 
-from paraplan.cli.estimate_report import estimate_report
+from paraplan.api.estimates import Estimate
+from paraplan.api.imported import Alternatives, ImportedPlan, alternatives, import_plan, modelled_for
+from paraplan.api.machines import load_cluster, load_cluster_for
+from paraplan.api.models import load_model
+from paraplan.api.workloads import Workload, training_of
 from paraplan.cli.html import write_estimate
-from paraplan.cli.inputs import (
-    calibrated,
-    check_experts,
-    check_plan_suits_model,
-    check_precision,
-    read_cluster,
-    read_cluster_for_plan,
-    read_trained_model,
-    read_training,
-)
+from paraplan.cli.inputs import calibrated
 from paraplan.cli.step_trace import write_trace
-from paraplan.cost.estimate import PlanEstimate, estimate_plan
-from paraplan.cost.frameworks import habits_of
-from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError, PlanError, UsageError
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.interop.export import TARGETS
-from paraplan.interop.exported import Subject
-from paraplan.interop.setup import Given, Setup
-from paraplan.interop.sources.accelerate import read_accelerate
-from paraplan.interop.sources.deepspeed import read_deepspeed
-from paraplan.interop.sources.megatron_lm import read_megatron_lm
-from paraplan.plan.files import PlanFile
-from paraplan.search.search import search
+from paraplan.errors import PlanError, UsageError
 from paraplan.units import format_bytes, format_count, format_seconds
-
-_MOST_CANDIDATES = 50
-_WORTH_CHANGING = 1.02
 
 _FIXED_BY_CONFIGURATION = (
     *("dp", "tp", "pp", "cp", "ep", "zero", "schedule", "virtual_stages", "sequence_parallel", "offload", "framework"),
@@ -58,24 +38,18 @@ class Foreign:
     def __bool__(self) -> bool:
         return bool(self.options)
 
-    def read(self, given: Given) -> Setup:
+    def read(self, **given: Any) -> ImportedPlan:
         """Return what the configuration says. Raises `PlanError` naming the file and key for what is broken."""
         if self.deepspeed is not None:
-            return read_deepspeed(_read(self.deepspeed), source=str(self.deepspeed), given=given)
+            return import_plan(self.deepspeed, "deepspeed", **given)
         if self.accelerate is not None:
-            folder = self.accelerate.parent
-            return read_accelerate(
-                _read(self.accelerate),
-                source=str(self.accelerate),
-                given=given,
-                read_file=lambda name: _read(folder / name if (folder / name).exists() else Path(name)),
-            )
+            return import_plan(self.accelerate, "accelerate", **given)
         assert self.megatron is not None
-        return read_megatron_lm(self.megatron, source="--from-megatron", given=given)
+        return import_plan(self.megatron, "megatron-lm", **given)
 
 
-def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset[str]) -> PlanEstimate:
-    """Price a configuration of another tool by that tool's habits, with paraplan's recommendation beside it.
+def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset[str]) -> Estimate:
+    """Estimate a configuration of another tool for that tool's framework, with paraplan's recommendation beside it.
 
     `options` are the options of `paraplan estimate`, `given` those that the command line has. Prints, and returns the
     estimate.
@@ -84,110 +58,80 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
     if beside:
         named = " and ".join("--" + name.removesuffix("_path").replace("_", "-") for name in beside)
         raise UsageError(f"{named} beside {foreign.options[0]}, which says it already", hint="leave out one of them")
-    profile, nodes, per_node = options["profile"], options["nodes"], options["gpus_per_node"]
-    setup = foreign.read(_given(foreign, options, given))
-    spec = read_trained_model(options["model"], seq_len=options["seq_len"] or setup.seq_length)
-    cluster = read_cluster_for_plan(profile, setup.plan, num_nodes=nodes, gpus_per_node=per_node)
-    check_plan_suits_model(setup.plan, spec)
-    check_experts(setup.plan, spec)
-    habits = habits_of(setup.framework)
+    imported = foreign.read(**_given(foreign, options, given))
+    setup, length = imported.setup, options["seq_len"] or imported.setup.seq_length
+    spec = load_model(options["model"], seq_length=length)
+    cluster = load_cluster_for(
+        imported.plan.world_size,
+        options["profile"],
+        num_nodes=options["nodes"],
+        gpus_per_node=options["gpus_per_node"],
+    )
     found = {"precision": setup.precision, "optimizer": setup.optimizer, "attention": setup.attention}
     choices: dict[str, Any] = {
         name: options[name] if name in given or value is None else value for name, value in found.items()
     }
+    batch = imported.plan.global_batch_size
+    training = training_of(spec, seq_length=length, global_batch_size=batch, compiled=options["compiled"], **choices)
+    plain = Workload.of(spec, training, cluster)
+    theirs = modelled_for(plain, imported.framework)
     if setup.attention is None and "attention" not in given:
-        choices["attention"] = habits.default_attention
-    choices["compiled"] = options["compiled"]
-    check_precision(choices["precision"], cluster.gpu)
-    training = read_training(
-        spec, seq_len=options["seq_len"] or setup.seq_length, global_batch=setup.plan.global_batch_size, **choices
-    )
-    plain = Workload.of(spec, training, cluster, load_link_speeds())
-    ours, theirs = (calibrated(one, options["calibration"]) for one in (plain, replace(plain, habits=habits)))
-    now = estimate_plan(theirs, setup.plan)
-    others, reason = _alternatives(ours, theirs, setup, now)
+        usual = training.replace(attention=theirs.habits.default_attention)
+        plain, theirs = replace(plain, training=usual), replace(theirs, training=usual)
+    path = options["calibration"]
+    compared = alternatives(imported, calibrated(theirs, path), calibrated(plain, path))
     if options["as_json"]:
-        typer.echo(json.dumps(_report(setup, theirs, now, others, reason), indent=2))
+        typer.echo(json.dumps(_report(compared), indent=2))
     else:
-        _print(setup, theirs, now, others, reason)
+        _print(compared)
     if options["trace"] is not None:
-        write_trace(theirs, now, options["trace"])
+        write_trace(compared.now, options["trace"])
     if options["html"] is not None:
-        write_estimate(theirs, now, options["html"])
-    return now
+        write_estimate(compared.now, options["html"])
+    return compared.now
 
 
-def _given(foreign: Foreign, options: dict[str, Any], given: frozenset[str]) -> Given:
+def _given(foreign: Foreign, options: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
     """Return what the command line says of the setup. The machines are counted where the user named their number."""
     num_gpus = None
     has_number = options["nodes"] is not None or options["gpus_per_node"] is not None
     if has_number or foreign.deepspeed is None or options["profile"] is None:
         nodes = options["nodes"] or 1
-        num_gpus = read_cluster(options["profile"], num_nodes=nodes, gpus_per_node=options["gpus_per_node"]).num_gpus
-    values = Given(
-        num_gpus=num_gpus,
-        micro_batch_size=options["micro_batch"] if "micro_batch" in given else None,
-        global_batch_size=options["global_batch"],
-        recompute=options["recompute"].value if "recompute" in given else None,
-    )
+        num_gpus = load_cluster(options["profile"], num_nodes=nodes, gpus_per_node=options["gpus_per_node"]).num_gpus
+    values = {
+        "num_gpus": num_gpus,
+        "micro_batch_size": options["micro_batch"] if "micro_batch" in given else None,
+        "global_batch_size": options["global_batch"],
+        "recompute": options["recompute"].value if "recompute" in given else None,
+    }
     if foreign.deepspeed is not None and num_gpus is None:
         return _counted_if_silent(foreign, values, options)
     return values
 
 
-def _counted_if_silent(foreign: Foreign, values: Given, options: dict[str, Any]) -> Given:
+def _counted_if_silent(foreign: Foreign, values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return `values` with one machine's GPUs where DeepSpeed's batch sizes do not tell their number."""
-    one_machine = values.replace(num_gpus=read_cluster(options["profile"], num_nodes=1, gpus_per_node=None).num_gpus)
     try:
-        foreign.read(values)
+        foreign.read(**values)
     except PlanError:
-        return one_machine
+        return values | {"num_gpus": load_cluster(options["profile"]).num_gpus}
     return values
 
 
-def _alternatives(
-    workload: Workload, theirs: Workload, setup: Setup, now: PlanEstimate
-) -> tuple[dict[str, PlanEstimate], str | None]:
-    """Return the plans to compare with, by a name for each, or why there are none.
-
-    One is the tool's own best: the fastest plan, by the tool's habits, that its configuration can express; it is left
-    out where it is no faster than what runs. The other is what paraplan recommends for its own runtime.
-    """
-    if setup.plan.world_size != workload.cluster.num_gpus:
-        return {}, f"the configuration uses {setup.plan.world_size} of {workload.cluster.num_gpus} GPUs"
-    found = {}
-    try:
-        for candidate in search(theirs, num_candidates=_MOST_CANDIDATES, explains_failure=False).candidates:
-            subject = Subject(file=PlanFile(plan=candidate.plan, training=workload.training))
-            if not TARGETS[setup.target].write(subject).gaps:
-                best = estimate_plan(theirs, candidate.plan)
-                if not now.fits or best.step.step_time_s < now.step.step_time_s:
-                    found[f"best of {setup.tool}"] = best
-                break
-    except NoPlanFitsError as error:
-        reason = error.message
-    try:
-        found["recommended, paraplan"] = search(workload, num_candidates=1).best
-    except NoPlanFitsError as error:
-        reason = error.message
-    return found, None if found else reason
-
-
-def _print(
-    setup: Setup, workload: Workload, now: PlanEstimate, others: dict[str, PlanEstimate], reason: str | None
-) -> None:
+def _print(compared: Alternatives) -> None:
     from paraplan.cli import estimate_tables  # rich, which --json does without
 
+    setup, now = compared.setup, compared.now
     for note in setup.notes:
         typer.echo(f"note: {note}", err=True)
-    typer.echo(f"As {setup.tool} runs it, by its ways of laying out memory and time ({workload.habits.name}):")
-    estimate_tables.print_heading(workload, now)
-    estimate_tables.print_estimate(workload, now)
+    typer.echo(f"As {setup.tool} runs it, modelled for {now.workload.habits.name}:")
+    estimate_tables.print_heading(now)
+    estimate_tables.print_estimate(now)
     typer.echo("\nWhat would be faster")
-    if reason is not None:
-        typer.echo(f"  no plan to compare with: {reason}")
+    if compared.reason is not None:
+        typer.echo(f"  no plan to compare with: {compared.reason}")
         return
-    rows = {f"now, {setup.tool}": now} | others
+    rows = {f"now, {setup.tool}": now} | compared.others
     width = max(map(len, rows))
     for name, estimate in rows.items():
         rate = format_count(float(f"{estimate.step.tokens_per_s_per_gpu:.3g}"))
@@ -196,22 +140,11 @@ def _print(
             f"{format_bytes(estimate.peak_memory_bytes):>8}{'' if estimate.fits else ' (does not fit)'}\n"
             f"  {'':{width}}    {estimate.plan.describe()}"
         )
-    typer.echo("  " + _verdict(now, others))
+    typer.echo("  " + compared.verdict)
 
 
-def _verdict(now: PlanEstimate, others: dict[str, PlanEstimate]) -> str:
-    name, best = min(others.items(), key=lambda pair: pair[1].step.step_time_s)
-    ratio = now.step.step_time_s / best.step.step_time_s
-    if not now.fits:
-        return f"The configuration does not fit; '{name}' does."
-    if ratio < _WORTH_CHANGING:
-        return "Nothing that was searched is predicted to be over 2 % faster than what runs today."
-    return f"'{name}' is predicted to be {ratio:.2f} times as fast as what runs today."
-
-
-def _report(
-    setup: Setup, workload: Workload, now: PlanEstimate, others: dict[str, PlanEstimate], reason: str | None
-) -> dict[str, Any]:
+def _report(compared: Alternatives) -> dict[str, Any]:
+    now = compared.now
     figures = {
         name: {
             "plan": estimate.plan.model_dump(mode="json"),
@@ -220,16 +153,7 @@ def _report(
             "peak_memory_bytes": estimate.peak_memory_bytes,
             "speedup": now.step.step_time_s / estimate.step.step_time_s,
         }
-        for name, estimate in others.items()
+        for name, estimate in compared.others.items()
     }
-    compared = {"from": setup.model_dump(mode="json", exclude={"plan"}), "faster": figures, "not_compared": reason}
-    return estimate_report(workload, now) | compared
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise PlanError(f"cannot read {path}: it is not text", hint="give the configuration file") from None
-    except OSError as error:
-        raise PlanError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+    setup = compared.setup.model_dump(mode="json", exclude={"plan"})
+    return now.to_dict() | {"from": setup, "faster": figures, "not_compared": compared.reason}

@@ -6,16 +6,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paraplan.cli.inputs import require_folder, write_beside_and_rename
 from paraplan.cli.step_trace import write_trace
-from paraplan.cost.estimate import PlanEstimate
-from paraplan.cost.workload import Workload
-from paraplan.search.nothing_fits import NothingFitsError
-from paraplan.search.recommendation import Question, Recommendation, recommendation
+
+if TYPE_CHECKING:  # the search, which an estimate does without
+    from paraplan.api.estimates import Estimate
+    from paraplan.api.recommendations import Recommendation
+    from paraplan.cost.workload import Workload
+    from paraplan.search.recommendation import SearchRequest
 
 HtmlOption = Annotated[
     Path | None,
@@ -35,61 +37,39 @@ def require_files(html: Path | None, *others: Path | None) -> None:
         ChartRenderer()
 
 
-def recommended(workload: Workload, question: Question, path: Path | None) -> Recommendation:
+def recommended(workload: Workload, question: SearchRequest, path: Path | None) -> Recommendation:
     """Return the answer to a question; where a report was asked for and nothing fits, write one that says why."""
+    from paraplan.api.recommendations import NothingFitsError, answer, nothing_fits_html
+
     try:
-        return recommendation(workload, question)
+        return answer(workload, question)
     except NothingFitsError as error:
         if path is not None:
-            from paraplan.report.recommendation_page import nothing_fits_page
-            from paraplan.search.facts import tree_facts
-            from paraplan.search.tree import decide
-
             with _drawing():
-                text = nothing_fits_page(workload, error, decide(tree_facts(workload)).decisions)
+                text = nothing_fits_html(workload, error)
             _write(path, text)
         raise
 
 
-def write_files(
-    answer: Recommendation, question: Question, *, plan_path: Path | None, trace: Path | None, html: Path | None
-) -> None:
+def write_files(answer: Recommendation, *, plan_path: Path | None, trace: Path | None, html: Path | None) -> None:
     """Write what was asked for: the plan, the predicted step, the report.
 
     Raises `UsageError` for a path that cannot be written or a library that is not there.
     """
     if plan_path is not None:
-        from paraplan.cli.recommend_report import plan_file
-
-        write_beside_and_rename(plan_path, plan_file(answer).to_json() + "\n")
+        write_beside_and_rename(plan_path, answer.plan_file().to_json() + "\n")
     if trace is not None:
-        write_trace(answer.workload, answer.result.best, trace)
+        write_trace(answer.best, trace)
     if html is not None:
-        _write_recommendation(answer, question, html, plan_path=plan_path)
+        with _drawing():
+            text = answer.to_html(plan_path=plan_path)
+        _write(html, text)
 
 
-def _write_recommendation(answer: Recommendation, question: Question, path: Path, *, plan_path: Path | None) -> None:
-    from paraplan.cli.recommend_report import commands
-    from paraplan.report.recommendation_page import recommendation_page
-    from paraplan.search.scaling import scaling
-
-    with _drawing():
-        sizes = scaling(
-            answer.workload,
-            price_per_gpu_hour=question.price_per_gpu_hour,
-            runnable_only=question.framework is None,
-            fixed=question.fixed,
-        )
-        text = recommendation_page(answer, sizes=sizes, commands=commands(answer, plan_path))
-    _write(path, text)
-
-
-def write_estimate(workload: Workload, estimate: PlanEstimate, path: Path) -> None:
+def write_estimate(estimate: Estimate, path: Path) -> None:
     """Write the report of one plan. Raises `UsageError` for a path or a library that is not there."""
-    from paraplan.report.estimate_page import estimate_page
-
     with _drawing():
-        text = estimate_page(workload, estimate)
+        text = estimate.to_html()
     _write(path, text)
 
 

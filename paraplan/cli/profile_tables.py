@@ -8,11 +8,9 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
+from paraplan.api.profiles import GpuProfile, LinkType, MachineProfile, NetworkProfile, survey_node
 from paraplan.cli.terminal import make_console
 from paraplan.cli.topology_tables import print_topology
-from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfile
-from paraplan.hardware.survey import survey_node
-from paraplan.hardware.topology import LinkType
 from paraplan.units import GIB, format_bandwidth, format_bytes, format_flops, format_seconds
 
 

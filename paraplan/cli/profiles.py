@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from paraplan.errors import ProfileError, near_names
-from paraplan.hardware.profile_files import (
+from paraplan.api.profiles import (
+    GpuProfile,
+    MachineProfile,
+    NetworkProfile,
     list_gpus,
     list_machines,
     list_networks,
@@ -19,7 +21,7 @@ from paraplan.hardware.profile_files import (
     machine_content,
     profile_names,
 )
-from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfile
+from paraplan.errors import ProfileError, near_names
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

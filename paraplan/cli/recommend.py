@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from paraplan.api.machines import load_cluster
+from paraplan.api.models import load_model
+from paraplan.api.plans import load_plan
+from paraplan.api.recommendations import Constraints, SearchRequest
+from paraplan.api.workloads import Workload, training_of
 from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
 from paraplan.cli.ci_plan import check_plan_file, refuse_beside_check
 from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, require_files, write_files
-from paraplan.cli.inputs import (
-    calibrated,
-    check_precision,
-    read_cluster,
-    read_plan_file,
-    read_trained_model,
-    read_training,
-    require_batch,
-)
+from paraplan.cli.inputs import calibrated, require_batch
 from paraplan.cli.options import (
     MOST_SEQUENCES,
     SEARCH_PANEL,
@@ -56,13 +52,7 @@ from paraplan.cli.options import (
     ProfileOption,
     SeqLenOption,
 )
-from paraplan.cli.recommend_report import recommendation_report
 from paraplan.cli.step_trace import TraceOption
-from paraplan.cost.frameworks import habits_of
-from paraplan.cost.workload import Workload
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.search.fixed import FixedChoices
-from paraplan.search.recommendation import Question
 
 app = typer.Typer(add_completion=False)
 MONEY_PANEL = "Time and money"
@@ -181,15 +171,14 @@ def recommend(
     require_files(html, output, trace)
     require_checks(check is not None, github=github, junit=junit, needs="--check PLAN", tolerance=tolerance)
     started = time.perf_counter()
-    spec = read_trained_model(model, seq_len=seq_len, finds_length=find is FindName.longest_sequence)
-    cluster = read_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
-    check_precision(precision, cluster.gpu)
+    spec = load_model(model, seq_length=seq_len, finds_length=find is FindName.longest_sequence)
+    cluster = load_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
     chosen: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
     batch = require_batch(global_batch, cluster)
-    training = read_training(spec, seq_len=seq_len, global_batch=batch, compiled=compiled, **chosen)
-    earlier = None if like is None else read_plan_file(like)
-    workload = Workload.of(spec, training, cluster, load_link_speeds())
-    fixed = FixedChoices(
+    training = training_of(spec, seq_length=seq_len, global_batch_size=batch, compiled=compiled, **chosen)
+    earlier = None if like is None else load_plan(like)
+    workload = calibrated(Workload.of(spec, training, cluster, framework=framework.value), calibration)
+    fixed = Constraints(
         dp=dp,
         tp=tp,
         pp=pp,
@@ -206,13 +195,10 @@ def recommend(
         others: dict[str, object] = {"-o": output, "--find": find, "--like": like, "--html": html, "--trace": trace}
         others |= dict.fromkeys(fixed.words, True)
         refuse_beside_check(others | {"--framework": None if framework is FrameworkName.paraplan else framework})
-        check_plan_file(
-            calibrated(workload, calibration), check, tolerance=tolerance, github=github, junit=junit, as_json=as_json
-        )
+        check_plan_file(workload, check, tolerance=tolerance, github=github, junit=junit, as_json=as_json)
         return
     is_own = framework is FrameworkName.paraplan
-    workload = workload if is_own else replace(workload, habits=habits_of(framework.value))
-    question = Question(
+    question = SearchRequest(
         objective=objective.value,
         find=find.value if find else None,
         framework=None if is_own else framework.value,
@@ -224,12 +210,12 @@ def recommend(
         tokens=1e9 if tokens is None and price is not None else tokens,
         price_per_gpu_hour=price,
     )
-    whole = recommended(calibrated(workload, calibration), question, html)
+    whole = recommended(workload, question, html)
     seconds = time.perf_counter() - started
-    write_files(whole, question, plan_path=output, trace=trace, html=html)
+    write_files(whole, plan_path=output, trace=trace, html=html)
     answer = whole.cut(num_candidates=top, with_front=pareto)
     if as_json:
-        typer.echo(json.dumps(recommendation_report(answer, plan_path=output, seconds=seconds), indent=2))
+        typer.echo(json.dumps(answer.to_dict(plan_path=output, seconds=seconds), indent=2))
         return
     from paraplan.cli.recommend_tables import print_answer  # rich, which --json does without
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from paraplan.cli.estimate_tables import print_estimate, print_warnings
-from paraplan.cli.recommend_report import commands
+from paraplan.api.explanations import part_words
+from paraplan.cli.estimate_tables import print_estimate, print_warnings, print_workload
 from paraplan.cli.terminal import make_console
-from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import training_notes
 from paraplan.report.ranked_rows import with_recommended
-from paraplan.search.budget import Budget, SizeOffer
-from paraplan.search.changes import Comparison
-from paraplan.search.explain import Explanation, part_words
-from paraplan.search.recommendation import Recommendation
-from paraplan.search.results import Candidate, SearchResult
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from paraplan.api.recommendations import Recommendation
+    from paraplan.search.budget import Budget, SizeOffer
+    from paraplan.search.changes import Comparison
+    from paraplan.search.explain import Explanation
+    from paraplan.search.results import Candidate, SearchResult
 
 _EQUAL = 1.02
 
@@ -30,40 +31,35 @@ def print_answer(answer: Recommendation, *, plan_path: Path | None, seconds: flo
     console = make_console()
     _print_head(console, answer)
     _print_tree_and_plans(console, answer.result)
-    if answer.explanation is not None:
-        _print_explanation(console, answer.explanation)
+    beside = answer.answer
+    if beside.explanation is not None:
+        _print_explanation(console, beside.explanation)
     if answer.result.front:
         console.print("\n[bold]No plan beats these in both time and memory[/bold]")
         console.print(_plans(answer.result.front, answer.result))
-    if answer.comparison is not None:
-        _print_comparison(console, answer.comparison)
-    if answer.offers:
-        _print_offers(console, answer.offers)
-    if answer.budget is not None:
-        _print_budget(console, answer.budget)
-    print_estimate(answer.workload, answer.result.best)
+    if beside.comparison is not None:
+        _print_comparison(console, beside.comparison)
+    if beside.offers:
+        _print_offers(console, beside.offers)
+    if beside.budget is not None:
+        _print_budget(console, beside.budget)
+    print_estimate(answer.best)
     _print_end(answer, plan_path, seconds)
 
 
 def _print_head(console: Console, answer: Recommendation) -> None:
-    workload, result = answer.workload, answer.result
-    model, cluster, training = workload.model, workload.cluster, workload.training
-    nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
-    console.print(f"[bold]{model.name}[/bold], {format_count(model.parameters.total)} parameters")
-    console.print(f"{nodes}: {cluster.num_gpus} x {cluster.gpu.title}")
-    console.print(f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.title}")
-    if answer.framework is not None:
-        console.print(
-            f"[yellow]For {answer.framework}, by its habits; paraplan's own runtime does not launch this plan.[/yellow]"
-        )
-    if answer.found is not None:
-        console.print(f"Found {answer.found}")
-    print_warnings(console, training_notes(model, training))
+    result, beside = answer.result, answer.answer
+    print_workload(console, answer.workload)
+    if beside.framework is not None:
+        console.print(f"[yellow]Predicted for {beside.framework}, which paraplan does not launch.[/yellow]")
+    if beside.found is not None:
+        console.print(f"Found {beside.found}")
+    print_warnings(console, answer.notes)
     console.print(f"\nRecommended: [bold green]{result.best.plan.describe()}[/bold green]")
     for line in (*_details(answer), *filter(None, [result.remark])):
         console.print(_indented(line))
-    if answer.offload is not None:
-        print_warnings(console, [answer.offload])
+    if beside.offload is not None:
+        print_warnings(console, [beside.offload])
     if result.fastest is not None:
         gain = result.best.step.step_time_s / result.fastest.step.step_time_s - 1
         plan = result.fastest.plan
@@ -81,7 +77,7 @@ def _indented(text: str) -> Padding:
 
 def _details(answer: Recommendation) -> list[str]:
     """Return what the words of a plan leave out: stages, order of ranks, GPUs."""
-    plan, placement = answer.result.best.plan, answer.placement
+    plan, placement = answer.best.plan, answer.answer.placement
     lines = []
     if plan.stage_blocks is not None:
         lines.append(f"blocks of the stages: {'-'.join(map(str, plan.stage_blocks))}")
@@ -181,9 +177,9 @@ def _print_budget(console: Console, budget: Budget) -> None:
 
 
 def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float) -> None:
-    result, words = answer.result, commands(answer, plan_path)
+    result, words = answer.result, answer.commands(plan_path)
     typer.echo(f"\n{result.plans_considered:,} plans in {seconds:.2f} s.")
-    if answer.framework is not None:
+    if answer.answer.framework is not None:
         where = f"Plan written to {plan_path}." if plan_path is not None else "Write the plan with -o plan.json."
         typer.echo(f"{where} Its words for another tool:\n  {words['export']}")
     elif plan_path is not None:
@@ -211,7 +207,7 @@ def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:
     return table
 
 
-def without_equals(candidates: tuple[Candidate, ...], chosen: ParallelPlan) -> tuple[Candidate, ...]:
+def without_equals(candidates: tuple[Candidate, ...], chosen: object) -> tuple[Candidate, ...]:
     """Return candidates without those that are another one with cp for dp, and less than 2 % apart from it."""
     kept: list[Candidate] = []
     for one in sorted(candidates, key=lambda one: one.plan.cp):
@@ -226,7 +222,7 @@ def without_equals(candidates: tuple[Candidate, ...], chosen: ParallelPlan) -> t
     return tuple(one for one in candidates if one in kept)
 
 
-def _without_cp(plan: ParallelPlan) -> tuple[object, ...]:
+def _without_cp(plan: Any) -> tuple[object, ...]:
     return plan.tp, plan.pp, plan.ep, plan.dp * plan.cp, plan.zero_stage, plan.offload, plan.recompute
 
 

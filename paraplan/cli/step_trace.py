@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
+from paraplan.api.estimates import Estimate
 from paraplan.cli.inputs import write_beside_and_rename
-from paraplan.cost.estimate import PlanEstimate
-from paraplan.cost.workload import Workload
 
 TraceOption = Annotated[
     Path | None,
@@ -23,10 +22,8 @@ TraceOption = Annotated[
 ]
 
 
-def write_trace(workload: Workload, estimate: PlanEstimate, path: Path) -> None:
+def write_trace(estimate: Estimate, path: Path) -> None:
     """Write the predicted step. Raises `UsageError` for a path that cannot be written."""
-    from paraplan.report.chrome_trace import chrome_trace
-
-    text = json.dumps(chrome_trace(workload, estimate)).encode() + b"\n"
+    text = json.dumps(estimate.to_trace()).encode() + b"\n"
     write_beside_and_rename(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     typer.echo(f"trace: {path}; open it in https://ui.perfetto.dev, or compare it with a run's", err=True)

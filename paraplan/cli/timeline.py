@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from paraplan.cost.schedule_simulation import PipelineOperation, Timeline
 from paraplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from paraplan.cost.schedule_simulation import PipelineOperation, Timeline
 
 _STYLES = {"forward": "cyan", "backward": "green", "weight": "magenta"}
 _LETTERS = {"forward": "0123456789", "backward": "abcdefghij", "weight": "ABCDEFGHIJ"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paraplan.api.inspection import inspect_machine, save_inspected, thresholds_of
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:  # imported where they are needed, so that the command answers at once
@@ -148,35 +148,16 @@ def _print(survey: MachineSurvey, links: LinkReport | None, *, tree: bool) -> No
 
 
 def _thresholds(fast_node: float | None, fast_network: float | None) -> InterconnectThresholds:
-    from paraplan.hardware.interconnect import InterconnectThresholds
-
     given = {"node_bytes_per_s": fast_node, "network_bytes_per_s": fast_network}
-    return InterconnectThresholds.model_validate({name: rate * 1e9 for name, rate in given.items() if rate is not None})
+    return thresholds_of(**{name: rate * 1e9 for name, rate in given.items() if rate is not None})
 
 
 def _survey(
     from_file: str | None, profile: str | None, gpus: str | None, *, thresholds: InterconnectThresholds
 ) -> MachineSurvey:
-    """Return the machine that the options name. Each reader is imported only where it is asked for."""
-    from paraplan.hardware.survey import survey_node
-
-    if profile is not None:
-        from paraplan.hardware.profile_files import load_machine
-
-        machine = load_machine(profile)
-        return survey_node(machine.node, machine=machine, gpus=gpus, thresholds=thresholds)
-    if from_file == "-":
-        from paraplan.hardware.formats import decode_text, read_topology
-
-        node = read_topology(decode_text(sys.stdin.buffer.read()), source="standard input")
-        return survey_node(node, gpus=gpus, thresholds=thresholds)
-    if from_file is not None:
-        from paraplan.hardware.formats import read_topology_file
-
-        return survey_node(read_topology_file(Path(from_file)), gpus=gpus, thresholds=thresholds)
-    from paraplan.hardware.nvml import read_this_machine
-
-    return survey_node(read_this_machine(), environment=os.environ, gpus=gpus, thresholds=thresholds)
+    text = sys.stdin.buffer.read() if from_file == "-" else None
+    path = Path(from_file) if from_file not in (None, "-") else None
+    return inspect_machine(profile=profile, path=path, text=text, gpus=gpus, thresholds=thresholds)
 
 
 def _write_svg(survey: MachineSurvey, path: Path) -> None:
@@ -188,11 +169,7 @@ def _write_svg(survey: MachineSurvey, path: Path) -> None:
 
 
 def _save(survey: MachineSurvey, path: Path) -> None:
-    from paraplan.hardware.profile_files import machine_from_topology, save_machine
-
-    machine = survey.machine or machine_from_topology(survey.node, name=path.stem)
-    machine = machine.replace(name=path.stem, node=survey.node)
-    save_machine(machine, path)
+    machine = save_inspected(survey, path)
     typer.echo(f"saved: {path}; use it with --profile {path}", err=True)
     for note in machine.notes:
         typer.echo(f"note: {note}", err=True)

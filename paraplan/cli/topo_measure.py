@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from paraplan.api.measurement import measure_links
 from paraplan.cli.terminal import make_console
-from paraplan.errors import NoGpuError, UsageError
-from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.cuda_view import visible_devices
-from paraplan.hardware.link_measurement import LinkReport, MeasuredLink, RankEvent
-from paraplan.hardware.profile_files import cluster_from_profile, load_machine
-from paraplan.hardware.survey import MachineSurvey, survey_node
-from paraplan.launch.measuring import measure_machine
 from paraplan.units import format_bandwidth, format_bytes, format_seconds
 
-_CPU_RANKS = 2
+if TYPE_CHECKING:
+    from paraplan.hardware.link_measurement import LinkReport, MeasuredLink, RankEvent
+    from paraplan.hardware.survey import MachineSurvey
+
 _COLUMNS = {"collective": 14, "latency": 7, "busbw": 10, "at": 8, "reached": 10, "expected": 10}
 
 
@@ -31,25 +28,14 @@ def survey_measured(
 
     With `num_ranks`, and where there is no GPU, so many CPU processes of this machine are measured instead.
     """
-    survey, environment = survey_to_measure(read, num_ranks=num_ranks)
-    on_gpus = survey.machine is None or survey.machine.gpu.vendor != "cpu"
-    machine = survey.machine
-    cluster = None
-    if machine is not None:
-        cluster = Cluster(name=machine.name, gpu=machine.gpu, node=survey.node, network=machine.network)
     progress = measuring_progress()
     with progress:
-        report = measure_machine(
-            survey.node,
-            cluster=cluster,
-            on_gpus=on_gpus,
+        return measure_links(
+            read,
+            num_ranks=num_ranks,
             max_seconds=max_seconds,
-            environment=environment,
             watch=lambda request: advance(progress, request.num_timings),
         )
-    if machine is not None:
-        survey = survey.replace(machine=machine.replace(measured=report.to_measured()))
-    return survey, report
 
 
 def print_links(report: LinkReport, console: Console | None = None) -> None:
@@ -96,23 +82,6 @@ def _row(link: MeasuredLink) -> list[str]:
     ]
 
 
-def survey_to_measure(
-    read: Callable[[], MachineSurvey], *, num_ranks: int | None
-) -> tuple[MachineSurvey, dict[str, str]]:
-    """Return the machine to measure, and the environment in which ranks see exactly its GPUs.
-
-    With `num_ranks`, and where `read` finds no GPU, these are CPU processes of this machine.
-    """
-    survey = _cpu_survey(num_ranks) if num_ranks is not None else _gpu_survey(read)
-    environment = dict(os.environ)
-    if survey.cuda is not None and (survey.machine is None or survey.machine.gpu.vendor != "cpu"):
-        devices = [
-            device for gpu in survey.node.gpus for device in survey.cuda.devices if device.nvml_index == gpu.index
-        ]
-        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, survey.cuda)
-    return survey, environment
-
-
 def measuring_progress() -> Progress:
     """Return the bar of a measurement: on a terminal's stderr, nothing in a pipe."""
     return Progress(
@@ -134,24 +103,3 @@ def advance(progress: Progress, num_timings: int) -> Callable[[RankEvent], None]
         progress.update(task, advance=1, description=event.collective)
 
     return step
-
-
-def _gpu_survey(read: Callable[[], MachineSurvey]) -> MachineSurvey:
-    try:
-        survey = read()
-    except NoGpuError:
-        return _cpu_survey(_CPU_RANKS)
-    if survey.cuda is None:
-        raise UsageError("only this machine can be measured", hint="leave out --from and --profile")
-    shown = {device.nvml_index for device in survey.cuda.devices}
-    if not shown:
-        raise UsageError(
-            "CUDA shows no GPU to this process: CUDA_VISIBLE_DEVICES hides them",
-            hint="unset it, or measure CPU processes with --ranks 2",
-        )
-    return survey.replace(node=survey.node.only([gpu.index for gpu in survey.node.gpus if gpu.index in shown]))
-
-
-def _cpu_survey(num_ranks: int) -> MachineSurvey:
-    node = cluster_from_profile("cpu", gpus_per_node=num_ranks).node
-    return survey_node(node, machine=load_machine("cpu").replace(node=node))

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import socket
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paraplan.api.inspection import gather_nodes
 from paraplan.cli.terminal import make_console
 from paraplan.cli.topology_tables import describe_links, interconnect_lines, shared_nic_lines
-from paraplan.errors import UsageError
-from paraplan.hardware.cluster_survey import ClusterSurvey, survey_nodes
-from paraplan.hardware.interconnect import InterconnectThresholds
-from paraplan.hardware.json_topology import read_report
-from paraplan.hardware.topology import NodeTopology
 from paraplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from paraplan.hardware.cluster_survey import ClusterSurvey
+    from paraplan.hardware.interconnect import InterconnectThresholds
+    from paraplan.hardware.topology import NodeTopology
 
 
 def gather_survey(
@@ -32,19 +31,15 @@ def gather_survey(
     thresholds: InterconnectThresholds,
 ) -> ClusterSurvey:
     """Return the survey of all nodes, of which this is one; every node must ask for it."""
-    if endpoint is None:
-        raise UsageError("--nnodes needs --rdzv-endpoint", hint="give HOST:PORT of the first node, the same on all")
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("nodes meet through torch, which is not installed", hint="pip install torch")
-    from paraplan.launch.nodes.endpoint import Endpoint
-    from paraplan.launch.nodes.exchange import NodeText, exchange_texts
-
-    mine = NodeText(rank=node_rank, name=socket.gethostname(), text=json.dumps(node.to_report()))
-    _, texts = exchange_texts(
-        mine, endpoint=Endpoint.parse(endpoint), num_nodes=num_nodes, timeout_s=wait_s, on_wait=_say_on_a_terminal
+    return gather_nodes(
+        node,
+        num_nodes=num_nodes,
+        endpoint=endpoint,
+        node_rank=node_rank,
+        wait_s=wait_s,
+        thresholds=thresholds,
+        on_wait=_say_on_a_terminal,
     )
-    nodes = [read_report(json.loads(text), source=f"node {rank}") for rank, text in enumerate(texts)]
-    return survey_nodes(nodes, thresholds)
 
 
 def print_nodes(survey: ClusterSurvey, console: Console | None = None) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from paraplan.api.profiles import LinkType, connected_groups, gpu_nics
 from paraplan.cli.terminal import make_console
-from paraplan.hardware.cuda_view import CudaView
-from paraplan.hardware.interconnect import InterconnectReport, Verdict, gpu_nics
-from paraplan.hardware.survey import MachineSurvey
-from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology, connected_groups
 from paraplan.units import format_bandwidth, format_bytes
+
+if TYPE_CHECKING:
+    from paraplan.hardware.cuda_view import CudaView
+    from paraplan.hardware.interconnect import InterconnectReport, Verdict
+    from paraplan.hardware.survey import MachineSurvey
+    from paraplan.hardware.topology import Gpu, GpuLink, Nic, NodeTopology
 
 _STYLES = {
     LinkType.NV: "green",

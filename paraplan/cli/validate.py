@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
+from paraplan.api.calibrations import load_calibration
+from paraplan.api.validation import Validation
+from paraplan.api.validation import validate as validate_runs
 from paraplan.cli.options import CalibrationOption, JsonOption
 from paraplan.cli.terminal import make_console
 from paraplan.cli.validate_tables import print_fits, print_scores, print_skipped, print_sweeps
-from paraplan.cost.calibration import Calibration, read_calibration
-from paraplan.cost.described_run import workload_of_run
-from paraplan.cost.scoring import Score, SweepScore, score, score_fits, score_sweeps
-from paraplan.cost.validation import RunPrediction, is_standard, plan_of_run, predict_run
-from paraplan.errors import ParaplanError, PlanError
-from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
-from paraplan.hardware.profile_files import list_gpus
-from paraplan.hardware.profiles import GpuProfile
-from paraplan.model.named import Fields, known_configs
-from paraplan.plan.runs import MeasuredRun, UnusableRow, read_runs
+from paraplan.errors import PlanError
 
 app = typer.Typer(add_completion=False)
-
-Row = tuple[MeasuredRun | UnusableRow, RunPrediction]
 
 
 @app.command()
@@ -49,14 +39,13 @@ def validate(
     50304; no recompute if that fits, else full; of a batch that is not stated only the memory is compared. FP8 doubles
     the rate of linear layers, LoRA is predicted as full training. Without --calibration nothing is fitted.
     """
-    entries = [entry for path in files for entry in _read(path)]
-    fitted = read_calibration(_text(calibration), source=str(calibration)) if calibration else None
-    gpus, links, known = list_gpus(), load_link_speeds(), known_configs()
-    rows: list[Row] = [(entry, _predict(entry, gpus, links, known, fitted)) for entry in entries]
+    tables = {str(path): _text(path) for path in files}
+    fitted = load_calibration(calibration) if calibration else None
+    found = validate_runs(tables, calibration=fitted, everything=everything)
     if as_json:
-        typer.echo(json.dumps(_report(rows, everything=everything), indent=2))
+        typer.echo(json.dumps(found.to_dict(), indent=2))
         return
-    _print(rows, everything=everything)
+    _print(found)
 
 
 def _text(path: Path) -> str:
@@ -67,90 +56,14 @@ def _text(path: Path) -> str:
         raise PlanError(f"cannot read {path}: {reason}", hint="give a CSV file with one row a run") from None
 
 
-def _read(path: Path) -> list[MeasuredRun | UnusableRow]:
-    return read_runs(_text(path), source=str(path))
-
-
-def _predict(
-    entry: MeasuredRun | UnusableRow,
-    gpus: list[GpuProfile],
-    links: LinkSpeedTable,
-    known: dict[str, Fields],
-    fitted: Calibration | None,
-) -> RunPrediction:
-    if isinstance(entry, UnusableRow):
-        return RunPrediction(id=entry.id, source="", gpu="", framework="", skipped=entry.reason)
-    try:
-        workload = workload_of_run(entry, gpus, links, known)
-        if fitted is not None:
-            workload = fitted.applied_to(workload)
-        return predict_run(entry, workload, plan_of_run(entry))
-    except ParaplanError as error:
-        reason = error.message
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-    return RunPrediction(id=entry.id, source=entry.source, gpu=entry.gpu, framework=entry.framework, skipped=reason)
-
-
-def _is_scored(row: Row, *, everything: bool) -> bool:
-    entry, prediction = row
-    return isinstance(entry, MeasuredRun) and prediction.skipped is None and (everything or is_standard(entry))
-
-
-def _scores(rows: list[Row]) -> tuple[Score, Score]:
-    predictions = [prediction for _, prediction in rows]
-    return score(predictions, "step_time_error"), score(predictions, "memory_error")
-
-
-def _sweeps(rows: list[Row]) -> dict[str, SweepScore]:
-    pairs = [(entry, prediction) for entry, prediction in rows if isinstance(entry, MeasuredRun)]
-    return {"sweeps": score_sweeps(pairs), "batch_sweeps": score_sweeps(pairs, at_one_batch=True)}
-
-
-def _report(rows: list[Row], *, everything: bool) -> dict[str, Any]:
-    is_scored = [_is_scored(row, everything=everything) for row in rows]
-    scored = [row for row, counts in zip(rows, is_scored, strict=True) if counts]
-    others = [row for row, counts in zip(rows, is_scored, strict=True) if not counts and row[1].skipped is None]
-    skipped = [prediction for _, prediction in rows if prediction.skipped is not None]
-    return {
-        "rows": [row[1].model_dump() | {"scored": counts} for row, counts in zip(rows, is_scored, strict=True)],
-        "summary": _summary(scored)
-        | {
-            "others": _summary(others),
-            "fits": score_fits(prediction for _, prediction in rows).model_dump(),
-            "skipped": {
-                "rows": len(skipped),
-                "share": len(skipped) / max(1, len(rows)),
-                "reasons": dict(Counter(prediction.skipped for prediction in skipped).most_common()),
-            },
-        },
-    }
-
-
-def _summary(rows: list[Row]) -> dict[str, Any]:
-    step_time, memory = _scores(rows)
-    sweeps = {name: found.model_dump() for name, found in _sweeps(rows).items()}
-    return {
-        "step_time": _figures(step_time) | sweeps,
-        "memory": _figures(memory),
-    }
-
-
-def _figures(figures: Score) -> dict[str, Any]:
-    return figures.all_rows.model_dump() | figures.model_dump(exclude={"all_rows"})
-
-
-def _print(rows: list[Row], *, everything: bool) -> None:
+def _print(found: Validation) -> None:
     console = make_console()
-    scored = [row for row in rows if _is_scored(row, everything=everything)]
-    others = [row for row in rows if not _is_scored(row, everything=everything) and row[1].skipped is None]
-    by_id = {prediction.id: prediction for _, prediction in rows}
-    print_scores(console, *_scores(scored), by_id)
-    print_sweeps(console, **_sweeps(scored))
-    if others:
+    by_id = {prediction.id: prediction for _, prediction in found.rows}
+    print_scores(console, found.scored.step_time, found.scored.memory, by_id)
+    print_sweeps(console, **found.scored.sweeps)
+    if found.others.rows:
         console.print("[bold]Not scored:[/bold] low quality, unusual features, or another precision\n")
-        print_scores(console, *_scores(others), by_id, brief=True)
-        print_sweeps(console, **_sweeps(others))
-    print_fits(console, score_fits(prediction for _, prediction in rows))
-    skipped = [prediction for _, prediction in rows if prediction.skipped is not None]
-    print_skipped(console, skipped, scored=len(scored), total=len(rows))
+        print_scores(console, found.others.step_time, found.others.memory, by_id, brief=True)
+        print_sweeps(console, **found.others.sweeps)
+    print_fits(console, found.fits)
+    print_skipped(console, found.skipped, scored=len(found.scored.rows), total=len(found.rows))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from paraplan.cost.scoring import ErrorSummary, FitScore, Score, SweepScore
-from paraplan.cost.validation import RunPrediction
 from paraplan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from paraplan.cost.scoring import ErrorSummary, FitScore, Score, SweepScore
+    from paraplan.cost.validation import RunPrediction
 
 
 def print_scores(

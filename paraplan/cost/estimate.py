@@ -11,6 +11,7 @@ from paraplan.cost.stages import are_unlike, even_stage, fullest_ranks, inner_ra
 from paraplan.cost.step import StepTime, step_time
 from paraplan.cost.table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
+from paraplan.plan.compatibility import Incompatibility, why_incompatible
 from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
@@ -133,8 +134,28 @@ def fits(workload: Workload, peak_bytes: Floats) -> Mask:
     return peak_bytes <= workload.usable_memory_bytes
 
 
+def why_unsuitable(workload: Workload, plan: ParallelPlan) -> Incompatibility | None:
+    """Return why a plan does not suit the model, the training and the machines of a workload, None where it does."""
+    rings = workload.habits.rings_context
+    return why_incompatible(plan, workload.model, workload.training, workload.cluster, rings_context=rings)
+
+
 def estimate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
-    """Return the memory of every stage and the step time of one plan."""
+    """Return the memory of every stage and the step time of one plan.
+
+    Raises `PlanError` where the plan does not suit the model, the training or the machines, with what would do.
+    """
+    found = why_unsuitable(workload, plan)
+    if found is not None:
+        raise found.error()
+    return evaluate_plan(workload, plan)
+
+
+def evaluate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
+    """Return the estimate of a plan without asking whether it suits the workload.
+
+    For plans that were run: tables of runs round batches, and count stages with the embedding and the head.
+    """
     table = PlanTable.of_plans([plan])
     costs = block_costs(workload, table)
     bounds = _bounds(plan)

@@ -34,6 +34,11 @@ class FitRow(Record):
     largest_micro_batch: int | None
     fewest_gpus: int | None
 
+    @property
+    def is_open_ended(self) -> bool:
+        """True where larger micro-batches than were tried may fit too."""
+        return self.largest_micro_batch == MOST_SEQUENCES
+
 
 class LargestLayer(Record):
     """The layer with most parameters, whole on one GPU: the training state of it alone, and whether that fits."""

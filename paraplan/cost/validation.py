@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args
 
-from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.frameworks import habits_of
 from paraplan.cost.habits import MEGATRON_2021, MEGATRON_2022, Habits
 from paraplan.cost.workload import Workload
@@ -174,10 +174,10 @@ def estimate_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Pl
     """
     if plan.num_stages > workload.model.num_blocks + 2:
         raise PlanError(f"{plan.num_stages} pipeline stages, and the model has {workload.model.num_blocks} layers")
-    estimate = estimate_plan(workload, plan)
+    estimate = evaluate_plan(workload, plan)
     may_recompute = not run.recompute and run.fit_status != "oom" and "offload" not in run.nonstandard_features.lower()
     if may_recompute and not _fits(estimate, workload):
-        return estimate_plan(workload, plan.replace(recompute="full"))
+        return evaluate_plan(workload, plan.replace(recompute="full"))
     return estimate
 
 

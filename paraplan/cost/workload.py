@@ -8,11 +8,12 @@ from typing import Self
 
 from paraplan.cost.calibrated import calibrated_constants
 from paraplan.cost.constants import CostConstants
+from paraplan.cost.frameworks import habits_of
 from paraplan.cost.habits import PARAPLAN, Habits
 from paraplan.cost.known_cuts import KnownCuts
 from paraplan.hardware.bus_bandwidth import GroupSpeed
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.link_speed import LinkSpeedTable
+from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import Collective
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.training import TrainingSpec
@@ -36,15 +37,26 @@ class Workload:
     """What shards are larger than even ones, by their number and whether tp divides layers, as far as asked for."""
 
     @classmethod
-    def of(cls, model: ModelSpec, training: TrainingSpec, cluster: Cluster, links: LinkSpeedTable) -> Self:
-        """Return the workload of paraplan's own runtime, with the constants that suit the kind of machine.
+    def of(
+        cls,
+        model: ModelSpec,
+        training: TrainingSpec,
+        cluster: Cluster,
+        links: LinkSpeedTable | None = None,
+        *,
+        framework: str | Habits = PARAPLAN,
+    ) -> Self:
+        """Return the workload of a framework, paraplan's own runtime by default, with the machine's constants.
 
-        Where the machine was calibrated, what was measured comes first.
+        Where the machine was calibrated, what was measured comes before data sheets. `links` are the speeds of links,
+        by default those that come with paraplan.
         """
         constants = CostConstants()
         if cluster.gpu.vendor == "cpu":
             constants = constants.for_cpu()
-        return cls(model, training, cluster, links, calibrated_constants(constants, cluster.gpu))
+        habits = habits_of(framework) if isinstance(framework, str) else framework
+        found = load_link_speeds() if links is None else links
+        return cls(model, training, cluster, found, calibrated_constants(constants, cluster.gpu), habits)
 
     @cached_property
     def has_equal_links(self) -> bool:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from paraplan.errors import ProfileError
 from paraplan.hardware.profile_files import load_machine
 from paraplan.hardware.profiles import GpuProfile
-from paraplan.interop.quoting import one_line
 from paraplan.plan.files import ClusterReference, PlanFile
 from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
+from paraplan.units import one_line
 
 
 class Subject(Record):

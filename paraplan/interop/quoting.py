@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from paraplan.units import one_line
+
 _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
 _NOT_TEXT = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 _LONGEST_KEY = 1024
@@ -33,11 +35,6 @@ def to_yaml(value: Mapping[str, object]) -> str:
 def comment(lines: Sequence[str], *, marker: str = "# ") -> str:
     """Return `lines` as comment lines; what would end the comment early (line breaks in a name) becomes a blank."""
     return "".join(f"{marker}{one_line(line)}".rstrip() + "\n" for line in lines)
-
-
-def one_line(text: str) -> str:
-    """Return `text` with everything that is not printable turned into a blank."""
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _escaped(character: str) -> str:

@@ -1,15 +1,15 @@
 """Plans made for the machines that a launch finds, and made again when their number changes.
 
-The planner is `paraplan recommend` in a process of its own: ranks are forked from the launcher, and must not find the
-planner's modules and threads in themselves.
+The planner is the public API in a process of its own: ranks are forked from the launcher, and must not find the
+planner's modules and threads in themselves. Question and answer are JSON.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,38 +49,47 @@ def make_plan(
 
     Raises `PlanError` with the planner's own words and its exit status where it finds none.
     """
-    with tempfile.TemporaryDirectory(prefix="paraplan_") as folder:
-        path = Path(folder) / "plan.json"
-        command = [sys.executable, "-P", "-m", "paraplan", "recommend", request.model, *request.options]
-        command += ["--nodes", str(num_nodes), "--gpus-per-node", str(ranks_per_node), "--json", "-o", str(path)]
-        if request.profile is not None:
-            command += ["--profile", request.profile]
-        package_folder = str(Path(paraplan.__file__).parent.parent)
-        search_path = os.pathsep.join(filter(None, [package_folder, environment.get("PYTHONPATH", "")]))
-        try:
-            done = subprocess.run(
-                command,
-                env=environment | {"PYTHONPATH": search_path},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=patience_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise PlanError(f"no plan was found within {patience_s:.0f} s", hint="give a plan file") from None
-        if done.returncode or not path.exists():
-            raise _planner_error(done.stderr, done.returncode, num_ranks=num_nodes * ranks_per_node)
-        return path.read_text(encoding="utf-8")
+    question = _training_fields(request.options) | {
+        "model": request.model,
+        "profile": request.profile,
+        "num_nodes": num_nodes,
+        "gpus_per_node": ranks_per_node,
+    }
+    package_folder = str(Path(paraplan.__file__).parent.parent)
+    search_path = os.pathsep.join(filter(None, [package_folder, environment.get("PYTHONPATH", "")]))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "paraplan.api"],
+            env=environment | {"PYTHONPATH": search_path},
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            timeout=patience_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PlanError(f"no plan was found within {patience_s:.0f} s", hint="give a plan file") from None
+    num_ranks = num_nodes * ranks_per_node
+    try:
+        # What a model's own code prints stands before the answer, which is one line.
+        answer = json.loads(done.stdout.rpartition("\n")[2])
+    except ValueError:
+        last = done.stderr.strip().rpartition("\n")[2] or f"the planner ended with status {done.returncode}"
+        raise _no_plan(num_ranks, last, status=done.returncode) from None
+    if "error" in answer:
+        fault = answer["error"]
+        raise _no_plan(num_ranks, fault["message"], hint=fault["hint"], status=fault["exit_status"])
+    return json.dumps(answer["plan_file"], indent=2) + "\n"
 
 
-def _planner_error(said: str, status: int, *, num_ranks: int) -> PlanError:
-    """Return what the planner `said` as an error of this launch."""
-    lines = said.strip().splitlines()
-    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    hint = next((line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")), None)
-    if message is None:
-        message = lines[-1] if lines else f"the planner ended with status {status}"
+def _training_fields(options: tuple[str, ...]) -> dict[str, str]:
+    """Return the fields of a training that the options of `paraplan launch` name, in pairs of option and value."""
+    names = {"global-batch": "global_batch_size", "seq-len": "seq_length"}
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return {names.get(word.removeprefix("--"), word.removeprefix("--")): value for word, value in pairs}
+
+
+def _no_plan(num_ranks: int, message: str, *, status: int, hint: str | None = None) -> PlanError:
     error = PlanError(f"no plan for {num_ranks} ranks: {message}", hint=hint)
     error.exit_status = status or 1
     return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
@@ -81,6 +82,18 @@ class PlanFile(Record):
     estimate: PlannedEstimate | None = None
     placement: PlannedPlacement | None = None
     framework: str | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Write the file. Raises `PlanError` where the path cannot be written."""
+        try:
+            Path(path).write_text(self.to_json() + "\n")
+        except OSError as error:
+            raise PlanError(
+                f"cannot write {path}: {error.strerror}", hint="choose a folder that exists and is yours"
+            ) from None
+
+    def __str__(self) -> str:
+        return f"plan for {self.model.name}: {self.plan.describe()}" if self.model else self.plan.describe()
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> PlanFile:

@@ -28,12 +28,24 @@ def stage_blocks(plan: ParallelPlan, num_blocks: int) -> tuple[int, ...]:
     """
     if plan.stage_blocks is None:
         return even_split(num_blocks, plan.num_stages)
-    if sum(plan.stage_blocks) != num_blocks:
-        raise PlanError(
-            f"stage_blocks={plan.stage_blocks} sum to {sum(plan.stage_blocks)}, but the model has {num_blocks} blocks",
-            hint="the plan was made for another model; make it again with paraplan recommend",
-        )
+    reason = stages_reason(plan.num_stages, plan.stage_blocks, num_blocks)
+    if reason is not None:
+        raise PlanError(reason, hint="the plan was made for another model; make it again with paraplan recommend")
     return plan.stage_blocks
+
+
+def stages_reason(
+    num_stages: int, blocks: Sequence[int] | None, num_blocks: int, model: str = "the model"
+) -> str | None:
+    """Return why stages of `blocks` blocks, None for an even split, cannot hold those of a model, None where they can.
+
+    `model` is its name in the sentence.
+    """
+    if num_stages > num_blocks:
+        return f"{num_stages} pipeline stages for the {num_blocks} blocks of {model}"
+    if blocks is not None and sum(blocks) != num_blocks:
+        return f"stage_blocks sum to {sum(blocks)}, and {model} has {num_blocks} blocks"
+    return None
 
 
 def stage_bounds(blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -64,11 +76,9 @@ def assign_blocks(
 
 
 def _check_counts(num_blocks: int, num_stages: int) -> None:
-    if not 1 <= num_stages <= num_blocks:
-        raise PlanError(
-            f"{num_blocks} blocks cannot fill {num_stages} pipeline stages with at least one block each",
-            hint=f"use at most pp={num_blocks}",
-        )
+    reason = stages_reason(num_stages, None, num_blocks)
+    if reason is not None:
+        raise PlanError(reason, hint=f"use at most {num_blocks} stages")
 
 
 def _stage_loads(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.model.spec import ModelSpec
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stages import stages_reason
 from paraplan.plan.training import TrainingPrecision
 
 RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
@@ -71,14 +71,6 @@ def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int, ep: int = 1) -> str 
     return None
 
 
-def experts_reason(model: ModelSpec, ep: int) -> str | None:
-    """Return why the experts of `model` cannot go over `ep` ranks, None where they can: for every framework alike."""
-    if model.num_experts % ep == 0:
-        return None
-    count = model.num_experts
-    return f"{model.name} has {f'{count} experts to a layer' if count > 1 else 'no experts'}"
-
-
 def compiled_reason(plan: ParallelPlan) -> str | None:
     """Return why torch.compile cannot compile the blocks of a model under `plan`, None where it can."""
     if plan.tp > 1 and plan.sequence_parallel:
@@ -105,14 +97,7 @@ def _pipeline_reason(plan: ParallelPlan, num_blocks: int | None) -> str | None:
     reason = _schedule_reason(plan) or _count_reason(plan)
     if reason is not None:
         return reason
-    stages = plan.num_stages
-    if num_blocks is not None and stages > num_blocks:
-        return f"{stages} stages for a model of {num_blocks} blocks leave a stage without a block"
-    if num_blocks is not None and plan.stage_blocks is not None and sum(plan.stage_blocks) != num_blocks:
-        return (
-            f"stage_blocks={plan.stage_blocks} sum to {sum(plan.stage_blocks)}, and the model has {num_blocks} blocks"
-        )
-    return None
+    return None if num_blocks is None else stages_reason(plan.num_stages, plan.stage_blocks, num_blocks)
 
 
 def _schedule_reason(plan: ParallelPlan) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from paraplan.runtime.split.tensor_parallel import (
 )
 from paraplan.runtime.step.execution import WholeModelExecution
 from paraplan.runtime.structure.blocks import BlockStack, find_blocks
+from paraplan.runtime.structure.ends import large_ends
 from paraplan.runtime.structure.model_structure import ModelStructure
 from paraplan.runtime.structure.weights import check_materialised, count_parameters, lasting_buffers
 
@@ -87,12 +89,14 @@ def assemble_part(
         )
     if plan.pp > 1:
         return assemble_stages(model, stages, split, parallel, again)
-    return _assemble_whole(model, stack, split, parallel, again)
+    ends = large_ends(structure) if plan.zero_stage else ()
+    return _assemble_whole(model, structure.blocks_of(model), ends, split, parallel, again)
 
 
 def _assemble_whole(
     model: nn.Module,
-    stack: BlockStack | None,
+    blocks: list[nn.Module],
+    ends: Sequence[str],
     split: TensorSplit | None,
     parallel: ParallelContext,
     again: RecomputedBlocks,
@@ -101,9 +105,9 @@ def _assemble_whole(
     shardings = {} if split is None else apply_tensor_split(model, split, split.names, group)
     if parallel.plan.cp > 1:
         keep_experts_apart(model)
-    blocks = [] if stack is None else stack.modules(model)
     unsharded = never_sharded(model, parallel.plan)
-    called = recompute_and_shard(model, blocks, parallel, again=again, unsharded=unsharded)
+    large = [model.get_submodule(name) for name in ends]
+    called = recompute_and_shard(model, blocks, parallel, again=again, unsharded=unsharded, ends=large)
     execution = WholeModelExecution(
         called,
         sync=gradient_sync(called, zero_stage=parallel.plan.zero_stage),

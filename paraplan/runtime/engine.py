@@ -62,7 +62,7 @@ class Engine:
         self._part = part
         self._mesh = mesh
         self._plan = plan
-        self._equipment = engine_options
+        self._options = engine_options
         self._sync = engine_options.sync or RankSync(mesh.world)
         self._has_stepped = False
         self.metrics: dict[str, torch.Tensor] = {}
@@ -97,12 +97,12 @@ class Engine:
     @property
     def loss_scale(self) -> LossScale | None:
         """The scale of the loss in fp16, with the number of steps that were left out; None in other precisions."""
-        return self._equipment.loss_scale
+        return self._options.loss_scale
 
     @property
     def last_report(self) -> StepReport | None:
         """What was last measured: on rank 0 of a run that writes metrics or shows its progress, and for callbacks."""
-        return None if self._equipment.watch is None else self._equipment.watch.last
+        return None if self._options.watch is None else self._options.watch.last
 
     def whole(self, name: str, tensor: torch.Tensor | None = None) -> torch.Tensor:
         """Return the whole of parameter `name`, or of `tensor`, which lies over the ranks as that parameter does.
@@ -150,8 +150,8 @@ class Engine:
 
     def _backward(self, inputs: Any, targets: Any) -> StepTotals:
         self._refuse_averages("step")
-        watch, scale = self._equipment.watch, self._equipment.loss_scale
-        has_values = self._equipment.checking.has_values
+        watch, scale = self._options.watch, self._options.loss_scale
+        has_values = self._options.checking.has_values
         if watch is not None:
             watch.begin()
         self._losses.check(keep=1)
@@ -171,21 +171,19 @@ class Engine:
             reduction.drop_unused(self.num_steps)
         self.metrics = totals.metrics
         own = loss.tally.loss
-        self._losses.add(
-            step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._equipment.checking.has_values
-        )
+        self._losses.add(step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._options.checking.has_values)
         self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
         return totals
 
     def _update(self, factor: torch.Tensor | None) -> None:
-        watch = self._equipment.watch
+        watch = self._options.watch
         gradients = GradientClipping(
             self._mesh,
-            max_norm=self._equipment.max_grad_norm,
-            scale=self._equipment.loss_scale,
+            max_norm=self._options.max_grad_norm,
+            scale=self._options.loss_scale,
             repeated=self._part.repeated,
             split=self._part.shardings.keys(),
-            has_values=self._equipment.checking.has_values,
+            has_values=self._options.checking.has_values,
         )
         self.grad_norm, is_finite = gradients.finish(self._gradients(), factor)
         if is_finite:
@@ -219,7 +217,7 @@ class Engine:
             loss.rule = rule
             with evaluation_mode(self._part.module):
                 self._guarded(lambda: self._part.execution.evaluate(micro_batches))
-            totals = self._totals.sum("eval_step", loss.tally, rule, has_values=self._equipment.checking.has_values)
+            totals = self._totals.sum("eval_step", loss.tally, rule, has_values=self._options.checking.has_values)
             self.metrics = totals.metrics
             return totals.loss
 
@@ -314,8 +312,8 @@ class Engine:
 
     def expect(self, num_steps: int) -> None:
         """Say how many steps there will be, those of a loaded checkpoint included: the bar shows its share of them."""
-        if self._equipment.watch is not None:
-            self._equipment.watch.total_steps = num_steps
+        if self._options.watch is not None:
+            self._options.watch.total_steps = num_steps
 
     def on_step(self, callback: StepCallback, *, every: int = 1, all_ranks: bool = False) -> None:
         """Call `callback(report)` on rank 0, or on `all_ranks`, behind every step whose number `every` divides.
@@ -324,15 +322,15 @@ class Engine:
         """
         if every < 1:
             raise UsageError(f"on_step(every={every})", hint="give a whole number of steps, from 1")
-        watch = self._equipment.watch
+        watch = self._options.watch
         if watch is not None and (all_ranks or self._mesh.world.rank == 0):
             watch.callbacks.append((every, callback))
 
     def finish(self) -> None:
         """Wait for what `save` still writes, and end the progress bar. `job.close` does it too."""
         self._writer.finish()
-        if self._equipment.watch is not None:
-            self._equipment.watch.finish()
+        if self._options.watch is not None:
+            self._options.watch.finish()
 
     def _source(self) -> CheckpointSource:
         index = self._mesh.coordinate("tp")
@@ -341,7 +339,7 @@ class Engine:
             buffers=self._part.buffers,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            loss_scale=self._equipment.loss_scale,
+            loss_scale=self._options.loss_scale,
             places={
                 name: ShardLocation(sharding=sharding, index=index) for name, sharding in self._part.shardings.items()
             },
@@ -358,8 +356,8 @@ class Engine:
         def name() -> str:
             return f"engine.{call} after {self.num_steps} steps"
 
-        if self._equipment.checking.agreement is not None:
-            stack.enter_context(self._equipment.checking.agreement.explained(name))
+        if self._options.checking.agreement is not None:
+            stack.enter_context(self._options.checking.agreement.explained(name))
         stack.enter_context(explained_timeouts(name))
         return stack
 
@@ -390,7 +388,7 @@ class Engine:
                 parameters=self._part.parameters.values(),
                 optimizer=self.optimizer,
                 plan=self._plan,
-                file=self._equipment.file,
+                file=self._options.file,
                 rank=self._mesh.world.rank,
                 step=self.num_steps + 1,
                 allocated_bytes=int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None,

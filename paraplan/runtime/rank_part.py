@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,12 +106,14 @@ def recompute_and_shard(
     again: RecomputedBlocks,
     first: int = 0,
     unsharded: frozenset[nn.Parameter] = frozenset(),
+    ends: Sequence[nn.Module] = (),
     replicates: bool = True,
 ) -> nn.Module:
     """Return what is to be called in the place of `module`: the model or a stage of it, replicated or sharded.
 
     `again` says which of its `blocks`, the first of which has number `first`, run again in the backward pass. The
-    parameters `unsharded` stay whole under ZeRO; without `replicates` there is no DDP.
+    parameters `unsharded` stay whole under ZeRO, and `ends` are gathered for themselves, as blocks are; without
+    `replicates` there is no DDP.
     """
     plan = parallel.plan
     recompute_blocks(
@@ -128,6 +130,7 @@ def recompute_and_shard(
         mesh=parallel.mesh,
         precision=parallel.precision,
         unsharded=unsharded,
+        ends=ends,
         replicates=replicates,
         find_unused=parallel.find_unused,
         reduce_dtype=parallel.reduce_dtype,

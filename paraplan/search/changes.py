@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import estimate_plan, why_unsuitable
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -59,7 +59,7 @@ def compare_with(workload: Workload, old: PlanFile, result: SearchResult) -> Com
     """Return what changed from the plan of `old` to the best of `result`, and why."""
     new = result.best
     because = [*_of_machines(workload, old), *_of_training(workload.training, old)]
-    here_s, reason = _old_plan_here(workload, old)
+    here_s, reason = step_here(workload, old)
     because.append(reason)
     changes = tuple(
         Change(field=name, before=_words(old.plan, name), now=_words(new.plan, name))
@@ -106,24 +106,21 @@ def _of_training(training: TrainingSpec, old: PlanFile) -> list[str]:
     ]
 
 
-def _old_plan_here(workload: Workload, old: PlanFile) -> tuple[float | None, str]:
+def step_here(workload: Workload, old: PlanFile) -> tuple[float | None, str]:
     """Return the old plan's step on the machines of now and a sentence; no step where it cannot run there."""
-    cluster, training, plan = workload.cluster, workload.training, old.plan
-    then = old.model
+    plan, then = old.plan, old.model
     if then is not None and then.num_parameters not in (None, workload.model.parameters.total):
         return None, f"the old plan is for {then.name}, not {workload.model.name}"
-    if plan.world_size != cluster.num_gpus:
-        return None, f"the old plan needs {plan.world_size} GPUs, and there are {cluster.num_gpus}"
-    if plan.global_batch_size != training.global_batch_size:
-        return None, f"the old plan trains a batch of {plan.global_batch_size}, not {training.global_batch_size}"
-    blocks = workload.model.num_blocks
-    if plan.num_stages > blocks or (plan.stage_blocks is not None and sum(plan.stage_blocks) != blocks):
-        return None, f"the old plan's stages do not divide the {blocks} blocks of {workload.model.name}"
+    found = why_unsuitable(workload, plan)
+    if found is not None:
+        return None, f"the old plan does not suit what is trained here: {found.message}"
     estimate = estimate_plan(workload, plan)
     if not estimate.fits:
         needed, usable = format_bytes_apart(estimate.peak_memory_bytes, estimate.usable_memory_bytes)
         return None, f"the old plan needs {needed} of {usable} usable here"
-    return estimate.step.step_time_s, f"the old plan would take {format_seconds(estimate.step.step_time_s)} here"
+    idle = workload.cluster.num_gpus - plan.world_size
+    here = f"here, on {plan.world_size} of {workload.cluster.num_gpus} GPUs" if idle else "here"
+    return estimate.step.step_time_s, f"the old plan would take {format_seconds(estimate.step.step_time_s)} {here}"
 
 
 def _words(plan: ParallelPlan, name: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
-from paraplan.plan.context_heads import context_reason
+from paraplan.plan.compatibility import Incompatibility
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.records import Record
@@ -19,6 +19,9 @@ class Finding(Record):
     name: str
     passed: bool
     message: str
+
+    def __str__(self) -> str:
+        return f"{'pass' if self.passed else 'FAIL'}  {self.name:9}  {self.message}"
 
 
 class PlanCheck(Record):
@@ -34,15 +37,21 @@ class PlanCheck(Record):
         """True where every check holds."""
         return all(finding.passed for finding in self.findings)
 
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings))
+
 
 def check_plan(workload: Workload, plan: ParallelPlan, *, tolerance: float) -> PlanCheck:
     """Return whether `plan` suits a workload, fits, is supported, and is at most `tolerance` slower than the best.
 
     `tolerance` is relative: 0.05 allows a step that takes 5 % longer than the best plan's.
     """
-    suits = _suits(workload, plan)
+    suits = suits_finding(plan, why_unsuitable(workload, plan), workload.model.name)
     if not suits.passed:
         return PlanCheck(plan=plan, findings=(suits,))
+    if plan.world_size < workload.cluster.num_gpus:
+        message = f"the plan has {plan.world_size} ranks, and the machines {workload.cluster.num_gpus} GPUs"
+        return PlanCheck(plan=plan, findings=(suits, Finding(name="gpus", passed=False, message=message)))
     estimate = estimate_plan(workload, plan)
     findings = [suits, fits_finding(estimate), _supported(workload, plan)]
     try:
@@ -79,24 +88,11 @@ def limit_findings(
     return findings
 
 
-def _suits(workload: Workload, plan: ParallelPlan) -> Finding:
-    model, training, cluster = workload.model, workload.training, workload.cluster
-    problem = None
-    if plan.world_size != cluster.num_gpus:
-        problem = f"the plan has {plan.world_size} ranks, and the machines {cluster.num_gpus} GPUs"
-    elif plan.global_batch_size != training.global_batch_size:
-        problem = f"the plan's global batch is {plan.global_batch_size}, and {training.global_batch_size} is wanted"
-    elif (reason := model.tensor_split_reason(plan.tp)) is not None:
-        problem = f"tp={plan.tp}: {reason}"
-    elif (reason := context_reason(model, tp=plan.tp, cp=plan.cp)) is not None:
-        problem = reason
-    elif plan.num_stages > model.num_blocks:
-        problem = f"{plan.num_stages} pipeline stages for the {model.num_blocks} blocks of {model.name}"
-    elif plan.stage_blocks is not None and sum(plan.stage_blocks) != model.num_blocks:
-        problem = f"its stages hold {sum(plan.stage_blocks)} blocks, and {model.name} has {model.num_blocks}"
+def suits_finding(plan: ParallelPlan, found: Incompatibility | None, model: str) -> Finding:
+    """Return whether a plan suits a model, its training and the machines."""
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-    message = problem or f"{model.name} on {ranks}, global batch {plan.global_batch_size}"
-    return Finding(name="suits", passed=problem is None, message=message)
+    message = f"{model} on {ranks}, global batch {plan.global_batch_size}" if found is None else found.message
+    return Finding(name="suits", passed=found is None, message=message)
 
 
 def _supported(workload: Workload, plan: ParallelPlan) -> Finding:

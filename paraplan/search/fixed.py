@@ -15,7 +15,7 @@ _DEGREES: tuple[Degree, ...] = ("tp", "pp", "cp", "dp", "ep")
 
 
 @dataclass(frozen=True)
-class FixedChoices:
+class Constraints:
     """Fields of a plan that the search keeps; None leaves a field free."""
 
     dp: int | None = None
@@ -45,7 +45,7 @@ class FixedChoices:
         return {axis: degree for axis in _DEGREES if (degree := getattr(self, axis)) is not None}
 
 
-FREE = FixedChoices()
+FREE = Constraints()
 
 
 class _HasAxes(Protocol):
@@ -58,7 +58,7 @@ _Degrees = TypeVar("_Degrees", bound=_HasAxes)
 
 
 def check_axes(
-    fixed: FixedChoices,
+    fixed: Constraints,
     degrees: Sequence[_Degrees],
     reason_of: Callable[[_Degrees], str | None],
     *,
@@ -91,7 +91,7 @@ def check_axes(
     raise PlanError(f"{together} do not go together on {num_gpus} GPUs", hint=hint)
 
 
-def check_micro_batch(fixed: FixedChoices, shares: Iterable[int], *, global_batch_size: int) -> None:
+def check_micro_batch(fixed: Constraints, shares: Iterable[int], *, global_batch_size: int) -> None:
     """Raise `PlanError` where the fixed micro-batch divides none of `shares`, those of a rank of the global batch."""
     size, found = fixed.micro_batch_size, sorted(set(shares))
     if size is None or any(share % size == 0 for share in found):
@@ -103,7 +103,7 @@ def check_micro_batch(fixed: FixedChoices, shares: Iterable[int], *, global_batc
     )
 
 
-def nothing_has_all(fixed: FixedChoices) -> PlanError:
+def nothing_has_all(fixed: Constraints) -> PlanError:
     """Return the error for choices that exclude each other."""
     return PlanError(
         f"no plan has all of {', '.join(fixed.words)}",
@@ -112,7 +112,7 @@ def nothing_has_all(fixed: FixedChoices) -> PlanError:
     )
 
 
-def _agree(fixed: FixedChoices, degrees: _HasAxes, axes: Iterable[Degree]) -> bool:
+def _agree(fixed: Constraints, degrees: _HasAxes, axes: Iterable[Degree]) -> bool:
     return all(degrees.named[axis] == getattr(fixed, axis) for axis in axes)
 
 

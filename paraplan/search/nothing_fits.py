@@ -5,7 +5,7 @@ from __future__ import annotations
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
-from paraplan.search.fixed import FixedChoices
+from paraplan.search.fixed import Constraints
 from paraplan.search.space import PlanSpace
 from paraplan.search.survey import TooLarge
 from paraplan.search.what_fits import fewest_nodes, longest_sequence, some_plan_fits
@@ -59,7 +59,7 @@ def nothing_fits(
     )
 
 
-def _ways_out(workload: Workload, *, runnable_only: bool, fixed: FixedChoices) -> list[str]:
+def _ways_out(workload: Workload, *, runnable_only: bool, fixed: Constraints) -> list[str]:
     """Return what would make the workload fit: more machines, another optimizer, a shorter sequence."""
     found = []
     nodes = fewest_nodes(workload, runnable_only=runnable_only, fixed=fixed)
@@ -75,7 +75,7 @@ def _ways_out(workload: Workload, *, runnable_only: bool, fixed: FixedChoices) -
     return found
 
 
-def _suitable_batches(workload: Workload, fixed: FixedChoices) -> str:
+def _suitable_batches(workload: Workload, fixed: Constraints) -> str:
     """Return a hint with batches that some plan of the workload's GPUs can divide."""
     if fixed.words:
         return f"leave out {'one of ' if len(fixed.words) > 1 else ''}{', '.join(fixed.words)}"

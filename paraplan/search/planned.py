@@ -1,8 +1,9 @@
-"""What a plan file keeps of a search: the figures that a run of the plan is compared with."""
+"""The plan file of a recommendation, with the figures that a run of the plan is compared with."""
 
 from __future__ import annotations
 
-from paraplan.plan.files import PlannedEstimate, PlannedMemory
+from paraplan.plan.files import ClusterReference, ModelReference, PlanFile, PlannedEstimate, PlannedMemory
+from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import SearchResult
 
 _CLEARLY_LESS = 0.8  # of the memory: a step down that is worth trying after the estimate was exceeded
@@ -29,3 +30,28 @@ def planned_estimate(result: SearchResult) -> PlannedEstimate:
         model_flops_per_step=flops_per_s * best.step.step_time_s,
         smaller_plan=min(smaller, key=lambda plan: plan.step_time_s).plan.describe() if smaller else None,
     )
+
+
+def plan_file(answer: Recommendation) -> PlanFile:
+    """Return the plan file of the recommended plan."""
+    model = answer.workload.model
+    return PlanFile(
+        plan=answer.result.best.plan,
+        model=ModelReference(
+            name=model.name,
+            source=model.source,
+            num_parameters=model.parameters.total,
+            num_blocks=model.num_blocks,
+        ),
+        training=answer.workload.training,
+        cluster=cluster_reference(answer),
+        estimate=planned_estimate(answer.result),
+        placement=answer.placement,
+        framework=answer.framework,
+    )
+
+
+def cluster_reference(answer: Recommendation) -> ClusterReference:
+    """Return the machines of the recommended plan as a plan file names them."""
+    cluster = answer.workload.cluster
+    return ClusterReference(name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node)

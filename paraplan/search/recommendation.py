@@ -11,7 +11,7 @@ from paraplan.hardware.cluster import Cluster
 from paraplan.plan.files import PlanFile, PlannedPlacement
 from paraplan.plan.placement import place
 from paraplan.plan.traffic import axis_traffic
-from paraplan.search.fixed import FREE, FixedChoices
+from paraplan.search.fixed import FREE, Constraints
 from paraplan.search.objective import Objective
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
@@ -25,13 +25,13 @@ Find = Literal["fewest-gpus", "largest-batch", "longest-sequence"]
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchRequest:
     """What is asked of a workload. `framework` names another framework than paraplan's runtime."""
 
     objective: Objective | Literal["cost"] = "throughput"
     find: Find | None = None
     framework: str | None = None
-    fixed: FixedChoices = FREE
+    fixed: Constraints = FREE
     num_candidates: int = 10
     explains: bool = False
     with_front: bool = False
@@ -44,8 +44,8 @@ class Question:
 class Recommendation:
     """The answer: the workload that was planned for (another one where something was to be found), and the search.
 
-    `found` says in a sentence what `Question.find` found, `offload` what offload costs and what would do without it.
-    What was not asked for is None or empty.
+    `found` says in a sentence what was found that was to be found, `offload` what offload costs and what would do
+    without it. What was not asked for is None or empty.
     """
 
     workload: Workload
@@ -68,7 +68,7 @@ class Recommendation:
         return replace(self, result=kept)
 
 
-def recommendation(workload: Workload, question: Question) -> Recommendation:
+def recommendation(workload: Workload, question: SearchRequest) -> Recommendation:
     """Return the answer to a question; raise `NoPlanFitsError` where no plan fits."""
     runnable_only = question.framework is None
     asked = workload.cluster
@@ -89,7 +89,7 @@ def recommendation(workload: Workload, question: Question) -> Recommendation:
 
 
 def _searched(
-    workload: Workload, question: Question, *, runnable_only: bool
+    workload: Workload, question: SearchRequest, *, runnable_only: bool
 ) -> tuple[SearchResult, Workload, tuple[SizeOffer, ...]]:
     """Return the search, the workload that it was for, and what other numbers of GPUs offered."""
     objective: Objective = "throughput" if question.objective == "cost" else question.objective
@@ -125,7 +125,7 @@ def _explanation(result: SearchResult) -> Explanation | None:
 
 
 def _offload(
-    workload: Workload, asked: Cluster, question: Question, result: SearchResult, *, runnable_only: bool
+    workload: Workload, asked: Cluster, question: SearchRequest, result: SearchResult, *, runnable_only: bool
 ) -> str | None:
     if result.best.plan.offload == "none":
         return None
@@ -154,7 +154,7 @@ def _placement(workload: Workload, result: SearchResult) -> PlannedPlacement:
     return PlannedPlacement(local_gpus=placed.local_gpus, slowest_bytes_per_s=placed.slowest_bytes_per_s)
 
 
-def _found(workload: Workload, question: Question, *, runnable_only: bool) -> tuple[Workload, str | None]:
+def _found(workload: Workload, question: SearchRequest, *, runnable_only: bool) -> tuple[Workload, str | None]:
     """Return the workload to plan for and what was found, in a sentence."""
     training, cluster = workload.training, workload.cluster
     if question.find is None:

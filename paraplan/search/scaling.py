@@ -9,7 +9,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.search.budget import SizeOffer, size_offer
-from paraplan.search.fixed import FREE, FixedChoices
+from paraplan.search.fixed import FREE, Constraints
 from paraplan.search.search import search
 from paraplan.search.what_fits import smaller_clusters
 
@@ -22,7 +22,7 @@ def scaling(
     *,
     price_per_gpu_hour: float | None = None,
     runnable_only: bool = True,
-    fixed: FixedChoices = FREE,
+    fixed: Constraints = FREE,
 ) -> tuple[SizeOffer, ...]:
     """Return the best plan on fewer and on more GPUs, the fewest first; sizes on which no plan fits are left out.
 

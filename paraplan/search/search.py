@@ -11,7 +11,7 @@ from paraplan.cost.kernels import effective_peak
 from paraplan.cost.table import Ints
 from paraplan.cost.workload import Workload
 from paraplan.search.facts import tree_facts
-from paraplan.search.fixed import FREE, FixedChoices
+from paraplan.search.fixed import FREE, Constraints
 from paraplan.search.front import pareto_front, spread
 from paraplan.search.nothing_fits import nothing_fits
 from paraplan.search.objective import Objective, rank, simplest_of_the_best
@@ -30,7 +30,7 @@ def search(
     objective: Objective = "throughput",
     num_candidates: int = 10,
     runnable_only: bool = True,
-    fixed: FixedChoices = FREE,
+    fixed: Constraints = FREE,
     with_front: bool = False,
     explains_failure: bool = True,
     with_second: bool = False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from math import gcd
 
@@ -15,10 +14,17 @@ from paraplan.cost.schedule_simulation import round_size
 from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
-from paraplan.plan.context_heads import context_reason
+from paraplan.plan.compatibility import (
+    Incompatibility,
+    why_degrees_incompatible,
+    why_ep,
+    why_pp,
+    why_tp,
+    why_untrainable,
+)
 from paraplan.plan.parallel import Axis
-from paraplan.plan.support import experts_reason, rule_of, unsupported_axes, unsupported_reason
-from paraplan.search.fixed import FREE, Degree, FixedChoices, check_axes, check_micro_batch, nothing_has_all
+from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
+from paraplan.search.fixed import FREE, Constraints, Degree, check_axes, check_micro_batch, nothing_has_all
 from paraplan.search.orders import RankOrders
 from paraplan.search.splits import BalancedSplits
 
@@ -71,7 +77,7 @@ class PlanSpace:
 
     workload: Workload
     runnable_only: bool = True
-    fixed: FixedChoices = FREE
+    fixed: Constraints = FREE
     considered: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     degrees: list[Degrees] = field(default_factory=list)
@@ -80,6 +86,10 @@ class PlanSpace:
 
     def __post_init__(self) -> None:
         num_gpus, batch = self.workload.cluster.num_gpus, self.workload.training.global_batch_size
+        untrainable = why_untrainable(self.workload.model, self.workload.training, self.workload.cluster.gpu)
+        if untrainable is not None:
+            raise untrainable.error()
+        self._known_rules: dict[tuple[int, ...], Incompatibility | None] = {}
         every = list(all_degrees(num_gpus, num_experts=self.workload.model.num_experts))
         check_axes(self.fixed, every, self._reason_of, num_gpus=num_gpus, model_limit=self._model_limit)
         self._offloads = range(len(OFFLOADS) if self.workload.cluster.gpu.vendor != "cpu" else 1)
@@ -134,33 +144,23 @@ class PlanSpace:
 
     def _model_limit(self, axis: Degree, degree: int) -> str | None:
         """Return why a degree does not suit the model, on however many GPUs."""
-        model = self.workload.model
-        if axis == "tp":
-            return model.tensor_split_reason(degree)
-        if axis == "ep":
-            return experts_reason(model, degree)
-        if axis == "pp" and degree > model.num_blocks:
-            return f"{degree} stages are more than the {model.num_blocks} blocks of {model.name}"
-        return None
+        rules = {"tp": why_tp, "ep": why_ep, "pp": why_pp}
+        found = rules[axis](self.workload.model, degree) if axis in rules else None
+        return None if found is None else found.message.removeprefix(f"{axis}={degree}: ")
 
     def _ruled_out(self, degrees: Degrees) -> str | None:
-        model, training = self.workload.model, self.workload.training
         if degrees.tp > self.workload.cluster.gpus_per_node:
             return f"tensor parallelism across nodes of {self.workload.cluster.gpus_per_node} GPUs"
-        if any(limit % degrees.tp for limit in self._tp_limits):
-            is_traced = any(run.block.is_traced for run in model.runs)
-            heads = "tp does not divide the model's attention and key-value heads"
-            return model.tensor_split_reason(degrees.tp) if is_traced else heads
-        rings = self.workload.habits.rings_context
-        if not rings and context_reason(model, tp=degrees.tp, cp=degrees.cp) is not None:
-            return "cp, which exchanges tokens for heads, does not divide the model's heads"
-        if degrees.pp > model.num_blocks:
-            return f"more pipeline stages than the model's {model.num_blocks} blocks"
-        if training.global_batch_size % degrees.dp:
-            return f"dp does not divide the global batch of {training.global_batch_size}"
-        if training.seq_length % degrees.cp:
-            return f"cp does not divide the sequence length of {training.seq_length}"
-        return None
+        axes = tuple(degrees.sizes.values())
+        if axes not in self._known_rules:
+            self._known_rules[axes] = why_degrees_incompatible(
+                self.workload.model,
+                self.workload.training,
+                **degrees.named | {"ep": 1},  # all degrees of ep divide the experts
+                rings_context=self.workload.habits.rings_context,
+            )
+        found = self._known_rules[axes]
+        return None if found is None else found.reason
 
     def _unsupported_axes(self, degrees: Degrees) -> str | None:
         """Return the reason why no plan of these degrees can be executed, whatever else it chooses."""
@@ -170,10 +170,6 @@ class PlanSpace:
             return f"{self.workload.habits.name} does not spread experts over ep"
         reason = unsupported_axes(**degrees.named)
         return None if reason is None else rule_of(reason)
-
-    @cached_property
-    def _tp_limits(self) -> frozenset[int]:
-        return self.workload.model.tp_limits
 
     def _micro_batch_sizes(self, degrees: Degrees) -> Ints:
         """Return the sizes of a micro-batch that divide a rank's share of the batch."""

@@ -12,7 +12,7 @@ from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
-from paraplan.search.fixed import FREE, FixedChoices
+from paraplan.search.fixed import FREE, Constraints
 from paraplan.search.space import PlanSpace, divisors
 from paraplan.search.survey import exceeds_host
 
@@ -26,7 +26,7 @@ def some_plan_fits(
     workload: Workload,
     *,
     runnable_only: bool = True,
-    fixed: FixedChoices = FREE,
+    fixed: Constraints = FREE,
     without_accumulation: bool = False,
 ) -> bool:
     """Return whether any plan of the space fits the workload's machines.
@@ -67,7 +67,7 @@ def first_gpus(cluster: Cluster, count: int) -> Cluster:
     return cluster.replace(num_nodes=1, node=cluster.node.replace(gpus=gpus, links=links))
 
 
-def fewest_gpus(workload: Workload, *, runnable_only: bool = True, fixed: FixedChoices = FREE) -> Cluster | None:
+def fewest_gpus(workload: Workload, *, runnable_only: bool = True, fixed: Constraints = FREE) -> Cluster | None:
     """Return the smallest cluster of the workload's machines, in steps of two, on which some plan fits.
 
     None where none up to the workload's own does.
@@ -78,7 +78,7 @@ def fewest_gpus(workload: Workload, *, runnable_only: bool = True, fixed: FixedC
     return None
 
 
-def fewest_nodes(workload: Workload, *, runnable_only: bool = True, fixed: FixedChoices = FREE) -> int | None:
+def fewest_nodes(workload: Workload, *, runnable_only: bool = True, fixed: Constraints = FREE) -> int | None:
     """Return the least number of nodes, doubling from the workload's, on which some plan fits.
 
     None where none up to 16,384 does, and for machines without a network, of which there cannot be more than one. The
@@ -95,7 +95,7 @@ def fewest_nodes(workload: Workload, *, runnable_only: bool = True, fixed: Fixed
     return None
 
 
-def largest_batch(workload: Workload, *, runnable_only: bool = True, fixed: FixedChoices = FREE) -> int | None:
+def largest_batch(workload: Workload, *, runnable_only: bool = True, fixed: Constraints = FREE) -> int | None:
     """Return the most sequences that some plan takes in one micro-batch, a multiple of the GPUs where it is that many.
 
     Gradient accumulation makes any batch fit that its share fits. None where not even one sequence does.
@@ -114,7 +114,7 @@ def largest_batch(workload: Workload, *, runnable_only: bool = True, fixed: Fixe
     return max(fitting, default=None)
 
 
-def longest_sequence(workload: Workload, *, runnable_only: bool = True, fixed: FixedChoices = FREE) -> int | None:
+def longest_sequence(workload: Workload, *, runnable_only: bool = True, fixed: Constraints = FREE) -> int | None:
     """Return the longest sequence that some plan trains with the workload's batch, in multiples of 256 tokens.
 
     A table of learned positions limits it. None where no such sequence fits.

@@ -7,13 +7,13 @@ from dataclasses import replace
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.hardware.cluster import Cluster
-from paraplan.search.fixed import FixedChoices
+from paraplan.search.fixed import Constraints
 from paraplan.search.what_fits import fewest_gpus, fewest_nodes, some_plan_fits
 from paraplan.units import format_seconds
 
 
 def offload_remark(
-    workload: Workload, estimate: PlanEstimate, *, asked: Cluster, runnable_only: bool, fixed: FixedChoices
+    workload: Workload, estimate: PlanEstimate, *, asked: Cluster, runnable_only: bool, fixed: Constraints
 ) -> str | None:
     """Return in a sentence how long the host takes of a step, and what lets a plan without offload fit.
 

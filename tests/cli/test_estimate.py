@@ -10,7 +10,7 @@ import pytest
 from factory_script import FACTORY
 from typer.testing import CliRunner
 
-from paraplan.cli.inputs import read_trained_model
+from paraplan.api.models import load_model
 from paraplan.cli.main import app
 
 LLAMA = ["estimate", "llama-3-8b", "--profile", "dgx-h100"]
@@ -97,7 +97,7 @@ def test_the_longest_sequence_by_default_is_the_same_as_given(tmp_path: Path) ->
     )
     assert (default["memory"], default["step"]) == (given["memory"], given["step"])
     searched, short, long = (
-        read_trained_model(str(config), seq_len=length, finds_length=finds)
+        load_model(str(config), seq_length=length, finds_length=finds)
         for length, finds in ((32, True), (32, False), (256, False))
     )
     assert searched == long != short, "--find longest-sequence keeps the masks of sequences beyond the window"

@@ -291,7 +291,7 @@ def test_a_plan_for_another_framework_says_so_and_is_not_launched(tmp_path: Path
     path = tmp_path / "plan.json"
     status, stdout, _ = run(*RECOMMEND, "--framework", "megatron-core", "-o", str(path))
     assert status == 0
-    assert "does not launch this plan" in " ".join(stdout.split())
+    assert "which paraplan does not launch" in " ".join(stdout.split())
     assert "paraplan export" in stdout
     with pytest.raises(UnsupportedPlanError, match="made for megatron-core"):
         read_plan_file(path)
@@ -324,7 +324,7 @@ def test_the_module_and_the_script_are_the_same_command() -> None:
 @pytest.mark.parametrize(
     ("degrees", "message", "hint"),
     [
-        (["--tp", "3"], "tp=3: 3 does not divide", "use 1, 2, 4, 8"),
+        (["--tp", "3"], "tp=3: 3 does not divide", "use --tp 1, 2, 4 or 8"),
         (["--pp", "33", "--global-batch", "33"], "33 pipeline stages for the 32 blocks", "at most 32"),
         (["--dp", "3", "--global-batch", "4"], "is not a multiple of dp=3", "3 or 6"),
     ],

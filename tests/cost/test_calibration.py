@@ -14,7 +14,7 @@ from paraplan.cost.calibration import (
     read_calibration,
     scaled,
 )
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.link_speed import load_link_speeds
@@ -36,7 +36,7 @@ PLANS = (
 
 
 def step_s(workload: Workload, plan: ParallelPlan) -> float:
-    return estimate_plan(workload, plan).step.step_time_s
+    return evaluate_plan(workload, plan).step.step_time_s
 
 
 def runs_of(workload: Workload, truth: dict[KnobName, float]) -> list[CalibrationRun]:

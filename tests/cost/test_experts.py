@@ -8,7 +8,7 @@ import pytest
 
 from paraplan.cost.blocks import block_costs
 from paraplan.cost.collectives import expert_links
-from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.habits import MEGATRON_CORE
 from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
@@ -33,7 +33,7 @@ def parts(estimate: PlanEstimate) -> tuple[int, int, int]:
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_each_rank_holds_its_share_of_the_experts_and_all_of_the_rest(mixtral: Workload, ep: int) -> None:
     held = DENSE + EXPERTS / ep
-    parameters, gradients, states = parts(estimate_plan(mixtral, DP.replace(ep=ep)))
+    parameters, gradients, states = parts(evaluate_plan(mixtral, DP.replace(ep=ep)))
     assert parameters == pytest.approx(2 * held, rel=1e-6)
     assert gradients == pytest.approx(4 * held, rel=1e-6)
     assert states == pytest.approx(12 * held, rel=1e-6)
@@ -42,7 +42,7 @@ def test_each_rank_holds_its_share_of_the_experts_and_all_of_the_rest(mixtral: W
 @pytest.mark.parametrize(("stage", "ep"), [(1, 2), (1, 8), (2, 4), (3, 2), (3, 8)])
 def test_zero_shards_experts_over_the_ranks_that_hold_the_same_ones(mixtral: Workload, stage: int, ep: int) -> None:
     # A rank's shard does not depend on ep: each expert's state is once in the world, over dp / ep ranks or over dp.
-    states = parts(estimate_plan(mixtral, DP.replace(zero_stage=stage, ep=ep)))[2]
+    states = parts(evaluate_plan(mixtral, DP.replace(zero_stage=stage, ep=ep)))[2]
     assert states == pytest.approx(12 * (DENSE + EXPERTS) / 8, rel=1e-6)
 
 
@@ -65,29 +65,29 @@ def test_the_exchange_is_counted_by_hand(mixtral: Workload) -> None:
     plan = DP.replace(ep=8)
     exchange, _ = expert_links(mixtral, PlanTable.of_plans([plan]))
     once = float(exchange.all_to_all_s(np.array([4096 * 2 * 4096 * 2.0]))[0])
-    step = estimate_plan(mixtral, plan).step
+    step = evaluate_plan(mixtral, plan).step
     assert step.expert_parallel_s == pytest.approx(32 * 4 * once * plan.num_microbatches)
-    again = estimate_plan(mixtral, plan.replace(recompute="full")).step
+    again = evaluate_plan(mixtral, plan.replace(recompute="full")).step
     assert again.expert_parallel_s == pytest.approx(1.5 * step.expert_parallel_s)
-    assert estimate_plan(mixtral, DP).step.expert_parallel_s == 0
+    assert evaluate_plan(mixtral, DP).step.expert_parallel_s == 0
 
 
 def test_beside_tensor_parallelism_a_layer_gathers_a_row_for_each_expert_of_a_token(mixtral: Workload) -> None:
     plan = ParallelPlan(dp=4, tp=2, ep=4, sequence_parallel=True, num_microbatches=16)
-    split, plain = (estimate_plan(mixtral, each).step for each in (plan, plan.replace(ep=1)))
+    split, plain = (evaluate_plan(mixtral, each).step for each in (plan, plan.replace(ep=1)))
     assert split.tensor_parallel_s == pytest.approx(plain.tensor_parallel_s, rel=0.05)
     assert split.expert_parallel_s > 0
 
 
 def test_fewer_experts_with_more_rows_each_compute_no_slower(mixtral: Workload) -> None:
-    seconds = [estimate_plan(mixtral, DP.replace(ep=ep)).step.compute_s for ep in (1, 2, 4, 8)]
+    seconds = [evaluate_plan(mixtral, DP.replace(ep=ep)).step.compute_s for ep in (1, 2, 4, 8)]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_gradients_of_experts_are_averaged_over_fewer_ranks(mixtral: Workload) -> None:
-    wires = [estimate_plan(mixtral, DP.replace(ep=ep)).step.data_parallel_wire_s for ep in (1, 2, 8)]
+    wires = [evaluate_plan(mixtral, DP.replace(ep=ep)).step.data_parallel_wire_s for ep in (1, 2, 8)]
     assert wires == sorted(wires, reverse=True)
-    alone = estimate_plan(mixtral, DP.replace(ep=8)).step.data_parallel_wire_s
+    alone = evaluate_plan(mixtral, DP.replace(ep=8)).step.data_parallel_wire_s
     assert alone == pytest.approx(wires[0] * DENSE / (DENSE + EXPERTS), rel=0.1)
 
 
@@ -96,7 +96,7 @@ def test_autocast_leaves_experts_in_fp32_where_the_weights_are(workload: MakeWor
     whole = replace(made, training=made.training.replace(precision="fp32"))
 
     def compute_s(of: Workload, stage: int, micro_batch: int = 1) -> float:
-        return estimate_plan(of, DP.replace(zero_stage=stage, micro_batch_size=micro_batch)).step.compute_s
+        return evaluate_plan(of, DP.replace(zero_stage=stage, micro_batch_size=micro_batch)).step.compute_s
 
     # ZeRO gathers 16-bit weights, DDP keeps fp32 ones: 67 of 989 TFLOP/s on an H100, and most of the work is experts.
     assert compute_s(made, 0) > 5 * compute_s(made, 1)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.fitting import FitRow, largest_layer, what_fits
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
@@ -24,7 +24,7 @@ def fits(workload: Workload, plan: ParallelPlan, row: FitRow, *, dp: int, micro_
     """Whether a plan of one row fits, by the estimate that users see."""
     zero_stage = row.zero_stage if dp * plan.cp > 1 else 0
     chosen = plan.replace(dp=dp, zero_stage=zero_stage, recompute=row.recompute, micro_batch_size=micro_batch_size)
-    return estimate_plan(workload, chosen).fits
+    return evaluate_plan(workload, chosen).fits
 
 
 PLANS = (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraplan.cost.estimate import PlanEstimate, estimate_plan, peak_memory, stage_memories
+from paraplan.cost.estimate import PlanEstimate, evaluate_plan, peak_memory, stage_memories
 from paraplan.cost.stages import even_stage, in_flight
 from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
@@ -18,7 +18,7 @@ MakeWorkload = Callable[..., Workload]
 
 
 def stage(workload: Workload, **plan: object) -> dict[str, int]:
-    return estimate_plan(workload, ParallelPlan.model_validate(plan)).memory[0].model_dump()
+    return evaluate_plan(workload, ParallelPlan.model_validate(plan)).memory[0].model_dump()
 
 
 def test_one_process_in_fp32_holds_16_bytes_a_parameter_under_adamw(workload: MakeWorkload) -> None:
@@ -70,7 +70,7 @@ def test_1f1b_keeps_fewer_micro_batches_towards_the_end_and_gpipe_all() -> None:
 
 def test_gpipe_keeps_the_activations_of_every_micro_batch(workload: MakeWorkload) -> None:
     twelve, eight, four = (
-        estimate_plan(workload(), ParallelPlan(pp=4, pipeline_schedule="gpipe", num_microbatches=count)).memory[1]
+        evaluate_plan(workload(), ParallelPlan(pp=4, pipeline_schedule="gpipe", num_microbatches=count)).memory[1]
         for count in (12, 8, 4)
     )
     assert twelve.activation_bytes - eight.activation_bytes == eight.activation_bytes - four.activation_bytes > 0
@@ -115,7 +115,7 @@ def parts(estimate: PlanEstimate) -> list[list[int]]:
 @given(plan=plans())
 @settings(deadline=None)
 def test_parts_are_not_negative_and_sum_to_the_total(workload: MakeWorkload, plan: ParallelPlan) -> None:
-    estimate = estimate_plan(workload(), plan)
+    estimate = evaluate_plan(workload(), plan)
     for row, values in zip(estimate.memory, parts(estimate), strict=True):
         assert min(values) >= 0
         assert sum(values) == row.total_bytes
@@ -127,7 +127,7 @@ def test_more_data_parallel_ranks_never_need_more_memory(workload: MakeWorkload,
     if plan.dp == 1:
         return
     wider = plan.replace(dp=2 * plan.dp)
-    before, after = (estimate_plan(workload(), one).peak_memory_bytes for one in (plan, wider))
+    before, after = (evaluate_plan(workload(), one).peak_memory_bytes for one in (plan, wider))
     assert after <= before
 
 
@@ -135,7 +135,7 @@ def test_more_data_parallel_ranks_never_need_more_memory(workload: MakeWorkload,
 @settings(deadline=None)
 def test_more_recompute_never_keeps_more_activations(workload: MakeWorkload, plan: ParallelPlan) -> None:
     kept = [
-        max(row.activation_bytes for row in estimate_plan(workload(), plan.replace(recompute=name)).memory)
+        max(row.activation_bytes for row in evaluate_plan(workload(), plan.replace(recompute=name)).memory)
         for name in ("none", "selective", "full")
     ]
     assert kept == sorted(kept, reverse=True)
@@ -145,7 +145,7 @@ def test_more_recompute_never_keeps_more_activations(workload: MakeWorkload, pla
 @settings(deadline=None, max_examples=40)
 def test_a_table_prices_each_plan_as_it_is_priced_alone(workload: MakeWorkload, rows: list[ParallelPlan]) -> None:
     together = peak_memory(workload(), PlanTable.of_plans(rows))
-    alone = [estimate_plan(workload(), plan).peak_memory_bytes for plan in rows]
+    alone = [evaluate_plan(workload(), plan).peak_memory_bytes for plan in rows]
     assert together.tolist() == pytest.approx(alone, abs=5)
 
 

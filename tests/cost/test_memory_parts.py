@@ -10,7 +10,7 @@ import pytest
 
 from paraplan.cost import loss_memory
 from paraplan.cost.blocks import block_costs
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.habits import (
     COMPOSER,
     FLAGSCALE,
@@ -249,8 +249,8 @@ def test_megatrons_own_attention_keeps_a_buffer_of_scores(workload: MakeWorkload
 def test_an_offloaded_optimizer_leaves_the_gpu_for_the_host(workload: MakeWorkload) -> None:
     made = workload()
     plan = ParallelPlan(dp=8, zero_stage=3, offload="optimizer")
-    on_gpu = estimate_plan(made, plan.replace(offload="none")).memory[0]
-    moved = estimate_plan(made, plan).memory[0]
+    on_gpu = evaluate_plan(made, plan.replace(offload="none")).memory[0]
+    moved = evaluate_plan(made, plan).memory[0]
     share = 124_439_808 / 8
     assert on_gpu.optimizer_state_bytes == pytest.approx(8 * share, rel=1e-4)
     assert moved.optimizer_state_bytes == 0
@@ -274,7 +274,7 @@ def test_masters_are_not_counted_twice_on_the_host(workload: MakeWorkload) -> No
 
 
 def test_nvidia_smi_shows_the_allocators_cache_the_context_and_nccl(workload: MakeWorkload) -> None:
-    several, alone = (estimate_plan(workload(gpus=gpus), ParallelPlan(dp=gpus)).memory[0] for gpus in (8, 1))
+    several, alone = (evaluate_plan(workload(gpus=gpus), ParallelPlan(dp=gpus)).memory[0] for gpus in (8, 1))
     for memory, beside in ((several, GIB), (alone, GIB // 2)):
         # One step's largest blocks, the loss's, stand beside those of its blocks.
         assert memory.device_bytes - beside >= memory.total_bytes / 0.94

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraplan.cost.estimate import estimate_plan, step_times
+from paraplan.cost.estimate import evaluate_plan, step_times
 from paraplan.cost.step import overlap_s
 from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
@@ -48,7 +48,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 @given(plan=plans())
 @settings(deadline=None)
 def test_exposed_parts_sum_to_the_step(workload: MakeWorkload, plan: ParallelPlan) -> None:
-    step = estimate_plan(workload(), plan).step
+    step = evaluate_plan(workload(), plan).step
     assert min(getattr(step, name) for name in EXPOSED) >= 0
     assert sum(getattr(step, name) for name in EXPOSED) == pytest.approx(step.step_time_s)
 
@@ -57,7 +57,7 @@ def test_exposed_parts_sum_to_the_step(workload: MakeWorkload, plan: ParallelPla
 @settings(deadline=None, max_examples=40)
 def test_a_table_times_each_plan_as_it_is_timed_alone(workload: MakeWorkload, rows: list[ParallelPlan]) -> None:
     together = step_times(workload(), PlanTable.of_plans(rows)).step_time_s
-    alone = [estimate_plan(workload(), plan).step.step_time_s for plan in rows]
+    alone = [evaluate_plan(workload(), plan).step.step_time_s for plan in rows]
     assert together.tolist() == pytest.approx(alone, rel=1e-6)
 
 
@@ -65,14 +65,14 @@ def test_the_bubble_of_equal_stages_is_p_minus_1_slots(workload: MakeWorkload) -
     # A model with a negligible head, so that all stages take the same time: Narayanan et al. 2021, section 2.2.
     made = workload("gpt3-175b", profile="dgx-a100", seq_length=2048)
     plan = ParallelPlan(pp=8, pipeline_schedule="gpipe", num_microbatches=64)
-    step = estimate_plan(made, plan).step
+    step = evaluate_plan(made, plan).step
     slots = step.compute_s + step.pipeline_send_s
     assert step.pipeline_bubble_s == pytest.approx(slots / 64 * 7, rel=0.05)
 
 
 def test_no_step_is_faster_than_the_peak_of_the_gpu_allows(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", seq_length=4096)
-    step = estimate_plan(made, ParallelPlan(dp=8, zero_stage=3, num_microbatches=8)).step
+    step = evaluate_plan(made, ParallelPlan(dp=8, zero_stage=3, num_microbatches=8)).step
     assert 0 < step.mfu < 1
     assert step.model_flops_per_s_per_gpu < made.cluster.gpu.peak_flops_per_s["bf16"]
 
@@ -81,14 +81,14 @@ def test_recompute_costs_about_a_third_more_compute(workload: MakeWorkload) -> N
     made = workload("llama-3-8b", seq_length=4096)
     # What is gathered and reduced is copied, and that is not done again.
     made = replace(made, habits=made.habits.replace(gather_traffic=0, reduce_traffic=(0, 0)))
-    step = estimate_plan(made, ParallelPlan(dp=8, zero_stage=3, num_microbatches=8, recompute="full")).step
+    step = evaluate_plan(made, ParallelPlan(dp=8, zero_stage=3, num_microbatches=8, recompute="full")).step
     assert step.recompute_s == pytest.approx(step.compute_s / 3, rel=0.15)
 
 
 def test_slow_links_expose_the_reduction_that_fast_links_hide(workload: MakeWorkload) -> None:
     plan = ParallelPlan(dp=2, num_microbatches=32)
     bridged, plain = (
-        estimate_plan(workload("gpt2-xl", profile=name), plan).step for name in ("rtx-3090-x2-nvlink", "rtx-3090-x2")
+        evaluate_plan(workload("gpt2-xl", profile=name), plan).step for name in ("rtx-3090-x2-nvlink", "rtx-3090-x2")
     )
     assert plain.data_parallel_wire_s > 2 * bridged.data_parallel_wire_s
     assert plain.step_time_s > bridged.step_time_s
@@ -108,7 +108,7 @@ def test_several_nodes_without_a_network_are_an_error(workload: MakeWorkload) ->
     made = workload(num_nodes=2)
     lonely = Workload.of(made.model, made.training, made.cluster.replace(network=None), made.links)
     with pytest.raises(ProfileError, match="names no network, and several nodes need one"):
-        estimate_plan(lonely, ParallelPlan(dp=16))
+        evaluate_plan(lonely, ParallelPlan(dp=16))
 
 
 def test_the_step_of_every_machine_that_comes_with_paraplan_is_estimated(workload: MakeWorkload) -> None:
@@ -117,7 +117,7 @@ def test_the_step_of_every_machine_that_comes_with_paraplan_is_estimated(workloa
         cluster = cluster_from_profile(machine.name, num_nodes=1)
         there = Workload.of(made.model, made.training, cluster, made.links)
         plan = ParallelPlan(dp=cluster.num_gpus, num_microbatches=4)
-        assert estimate_plan(there, plan).step.step_time_s > 0, machine.name
+        assert evaluate_plan(there, plan).step.step_time_s > 0, machine.name
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
@@ -127,4 +127,4 @@ def test_uneven_stages_in_the_middle_are_seen_by_the_search(workload: MakeWorklo
         tp=2, pp=8, num_microbatches=32, pipeline_schedule=schedule, stage_blocks=(4, 4, 5, 4, 4, 4, 4, 3)
     )
     searched = step_times(made, PlanTable.of_plans([plan, plan.replace(micro_batch_size=2, num_microbatches=16)]))
-    assert searched.step_time_s[0] == pytest.approx(estimate_plan(made, plan).step.step_time_s, rel=0.01)
+    assert searched.step_time_s[0] == pytest.approx(evaluate_plan(made, plan).step.step_time_s, rel=0.01)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.habits import COMPOSER, DEEPSPEED_ZERO, FSDP, HF_TRAINER, MEGATRON_2021, MEGATRON_2022, Habits
 from paraplan.cost.table import PlanTable
 from paraplan.cost.weights import weight_work
@@ -73,7 +73,7 @@ def test_a_step_takes_as_much_longer_as_its_copies_take_at_the_memory_s_bandwidt
     plain = replace(made, habits=made.habits.replace(gather_traffic=0, reduce_traffic=(0, 0)))
     plan = DP.replace(zero_stage=3, micro_batch_size=16)  # more than the host needs to start it
     moved = 124_439_808 * (4 + 4 + 6) / made.memory_bandwidth_bytes_per_s
-    steps = [estimate_plan(each, plan).step for each in (made, plain)]
+    steps = [evaluate_plan(each, plan).step for each in (made, plain)]
     assert steps[0].compute_s - steps[1].compute_s == pytest.approx(4 * moved, rel=1e-6)
 
 
@@ -82,7 +82,7 @@ def test_the_host_is_the_limit_of_small_blocks_that_are_gathered(workload: MakeW
     plans = [ParallelPlan(dp=8, num_microbatches=4, zero_stage=stage) for stage in (0, 1, 2, 3)]
 
     def compute_s(of: Workload) -> list[float]:
-        return [estimate_plan(of, plan).step.compute_s for plan in plans]
+        return [evaluate_plan(of, plan).step.compute_s for plan in plans]
 
     whole, once, reduced, gathered = compute_s(small)
     assert gathered > reduced > once > whole
@@ -96,11 +96,11 @@ def test_a_recomputed_pass_casts_again_and_gathers_nothing(made: Workload) -> No
     plan = DP.replace(recompute="full", micro_batch_size=2)
     bandwidth = made.memory_bandwidth_bytes_per_s
     uncast = replace(made, habits=made.habits.replace(is_autocast=False, copy_bytes=0))
-    casts = [estimate_plan(each, plan).step.recompute_s for each in (made, uncast)]
+    casts = [evaluate_plan(each, plan).step.recompute_s for each in (made, uncast)]
     matmuls = 12 * 12 * 768 * 768
     assert casts[0] - casts[1] >= 4 * 6 * matmuls / bandwidth * 0.99
     gathered = [
-        estimate_plan(each, plan.replace(zero_stage=3)).step.recompute_s
+        evaluate_plan(each, plan.replace(zero_stage=3)).step.recompute_s
         for each in (made, replace(made, habits=made.habits.replace(gather_traffic=0)))
     ]
     assert np.ptp(gathered) == 0

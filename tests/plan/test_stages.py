@@ -65,10 +65,10 @@ def test_a_plan_without_stage_blocks_is_split_evenly_and_one_with_them_as_it_say
 
 def test_stage_blocks_of_another_model_are_refused() -> None:
     plan = ParallelPlan(pp=2, pipeline_schedule="gpipe", stage_blocks=(1, 4))
-    with pytest.raises(PlanError, match="sum to 5, but the model has 6 blocks"):
+    with pytest.raises(PlanError, match="sum to 5, and the model has 6 blocks"):
         stage_blocks(plan, 6)
 
 
 def test_fewer_blocks_than_stages_are_refused() -> None:
-    with pytest.raises(PlanError, match="2 blocks cannot fill 3 pipeline stages"):
+    with pytest.raises(PlanError, match="3 pipeline stages for the 2 blocks"):
         assign_blocks([1.0, 1.0], 3)

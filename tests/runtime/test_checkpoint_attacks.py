@@ -347,13 +347,13 @@ def test_a_file_that_leads_out_of_the_folder_is_refused(folder: Path, tmp_path: 
     (values,) = folder.glob("*.distcp")
     values.rename(tmp_path / "elsewhere")
     values.symlink_to(tmp_path / "elsewhere")
-    assert_refused(folder, match="__0_0.distcp is no file of this folder")
+    assert_refused(folder, match="__0_0.distcp is not a file of this folder")
 
 
 def test_an_index_that_is_no_file_is_refused(folder: Path) -> None:
     (folder / INDEX_NAME).unlink()
     os.mkfifo(folder / INDEX_NAME)
-    assert_refused(folder, match="it is no file")
+    assert_refused(folder, match="it is not a file")
 
 
 def test_what_was_not_tampered_with_is_loaded(folder: Path) -> None:

@@ -172,7 +172,7 @@ def _refusals() -> list[str]:
 def test_what_does_not_work_on_some_tokens_says_why(ranks: RankHarness) -> None:
     for cumsum, summed, odd, one_head, convolved, hidden, hiding in ranks.run(_refusals, size=2):
         assert "cumsum works along the output of the sequence" in cumsum
-        assert "cp=2: the model does not work on some tokens of a sequence alone: matmul" in summed
+        assert "cp=2: the model mixes tokens outside of attention: matmul" in summed
         assert "scaled_dot_product_attention" in summed
         assert "inputs of shape (4, 5) do not divide along their tokens over cp=2 ranks" in odd
         assert "cp=2 does not divide the 1 heads of queries that a rank of tp has" in one_head

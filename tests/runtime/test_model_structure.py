@@ -12,6 +12,7 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.pipeline.stages import StageEndError, cut_stage
 from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.dataflow import Dataflow, Mark
+from paraplan.runtime.structure.ends import large_ends
 from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
 
 TOKEN_IDS = torch.zeros(2, TOKENS, dtype=torch.long)
@@ -226,3 +227,39 @@ def test_blocks_that_share_parameters_across_stages_are_refused() -> None:
     peeking = Peeking(4)
     with pytest.raises(UnsupportedPlanError, match=r"layers\.0\.down\.bias, which lies in a block of another stage"):
         cut_stage(peeking, chain_of(peeking), start=2, end=4, device=torch.device("cpu"))
+
+
+class Ends(nn.Module):
+    """`reads`: the head's logits are products with the embedding's weight, read outside of its forward pass."""
+
+    def __init__(self, *, tied: bool = False, reads: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.small = nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 512, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.reads = reads
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        hidden = self.small(hidden)
+        return hidden @ self.embedding.weight.T + self.head(hidden) if self.reads else self.head(hidden)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (Ends(), ("embedding", "head")),
+        (Ends(reads=True), ("head",)),
+        (Ends(tied=True), ()),
+        (nn.Linear(4, 4), ()),
+    ],
+)
+def test_large_layers_around_the_blocks_are_found_where_only_they_read_their_weights(
+    model: nn.Module, names: tuple[str, ...]
+) -> None:
+    assert large_ends(ModelStructure(model, find_blocks(model), TOKEN_IDS)) == names

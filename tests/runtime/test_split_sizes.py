@@ -137,7 +137,7 @@ def test_remembered_calls_draw_new_random_numbers() -> None:
     ("code", "words"),
     [
         (lambda x: x.view(2, 3, 3, 8), "tp=2 does not divide the 3 heads that the output of layer is viewed as"),
-        (lambda x: x.sum(-1), "sum brings together what the ranks hold"),
+        (lambda x: x.sum(-1), "sum mixes what the ranks hold"),
         (lambda x: x.softmax(-1), "softmax works along the output of layer"),
         (lambda x: torch.nn.functional.layer_norm(x, (24,)), "layer_norm works along"),
         (lambda x: torch.cat([x, x], dim=-1), "cat along the split dimension"),

@@ -136,7 +136,7 @@ def test_what_is_left_whole_says_why(ranks: RankHarness) -> None:
     errors, rows, said = ranks.run(_left_whole, size=2)[0]
     assert errors == pytest.approx([0.0], abs=1e-5)
     assert rows["head.weight"] == VOCABULARY
-    assert "head: mean brings together what the ranks hold" in said[0]
+    assert "head: mean mixes what the ranks hold" in said[0]
 
 
 def _odd() -> tuple[list[float], dict[str, int], list[str]]:
@@ -174,4 +174,4 @@ def _hidden_loss() -> str:
 
 def test_a_loss_that_hides_what_it_does_is_refused(ranks: RankHarness) -> None:
     for said in ranks.run(_hidden_loss, size=2):
-        assert "the loss hides what it does with logits, of which each rank of tp holds a part" in said
+        assert "loss_fn passes vocabulary-parallel logits to an autograd.Function" in said

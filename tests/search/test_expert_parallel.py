@@ -16,7 +16,7 @@ from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.search.bound import least_step_s
-from paraplan.search.fixed import FixedChoices
+from paraplan.search.fixed import Constraints
 from paraplan.search.orders import ORDERS
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace, all_degrees
@@ -105,7 +105,7 @@ def test_who_cannot_spread_experts_has_those_plans_counted_and_left_out(
 
 def test_the_runtime_says_why_it_does_not_execute_ep(workload: MakeWorkload, mixture: str) -> None:
     made = replace(workload(mixture, "dgx-h100"), habits=MEGATRON_CORE)
-    plan = search(made, runnable_only=False, fixed=FixedChoices(ep=4)).best.plan
+    plan = search(made, runnable_only=False, fixed=Constraints(ep=4)).best.plan
     assert plan.ep == 4
     reason = unsupported_reason(plan)
     assert reason is not None
@@ -125,6 +125,6 @@ def test_an_ep_that_cannot_be_had_is_an_error_with_what_would_do(
 ) -> None:
     made = replace(workload(model, num_nodes=2), habits=MEGATRON_CORE)
     with pytest.raises(PlanError) as caught:
-        PlanSpace(made, False, FixedChoices(ep=ep))
+        PlanSpace(made, False, Constraints(ep=ep))
     assert str(caught.value).startswith(message)
     assert "use --ep 1" in str(caught.value.hint)

@@ -7,7 +7,7 @@ import pytest
 
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
-from paraplan.search.fixed import FREE, FixedChoices
+from paraplan.search.fixed import FREE, Constraints
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace
 
@@ -18,14 +18,14 @@ LLAMA = {"model": "llama-3-8b", "seq_length": 8192, "global_batch_size": 64}
 @pytest.mark.parametrize(
     "fixed",
     [
-        FixedChoices(tp=4),
-        FixedChoices(pp=2, schedule="interleaved_1f1b"),
-        FixedChoices(zero_stage=3, recompute="full", offload="optimizer"),
-        FixedChoices(dp=2, cp=4, micro_batch_size=2),
-        FixedChoices(tp=2, sequence_parallel=False),
+        Constraints(tp=4),
+        Constraints(pp=2, schedule="interleaved_1f1b"),
+        Constraints(zero_stage=3, recompute="full", offload="optimizer"),
+        Constraints(dp=2, cp=4, micro_batch_size=2),
+        Constraints(tp=2, sequence_parallel=False),
     ],
 )
-def test_a_fixed_space_is_what_is_left_of_the_whole_one(workload: MakeWorkload, fixed: FixedChoices) -> None:
+def test_a_fixed_space_is_what_is_left_of_the_whole_one(workload: MakeWorkload, fixed: Constraints) -> None:
     made = workload(**LLAMA)
     columns = ("dp", "tp", "pp", "cp", "zero_stage", "micro_batch_size", "schedule", "recompute", "offload", "split")
 
@@ -56,7 +56,7 @@ def test_a_fixed_space_is_what_is_left_of_the_whole_one(workload: MakeWorkload, 
 
 
 def test_all_candidates_have_what_is_fixed(workload: MakeWorkload) -> None:
-    found = search(workload(**LLAMA), fixed=FixedChoices(tp=4, zero_stage=1), num_candidates=5)
+    found = search(workload(**LLAMA), fixed=Constraints(tp=4, zero_stage=1), num_candidates=5)
     assert {(one.plan.tp, one.plan.zero_stage) for one in found.candidates} == {(4, 1)}
     free = search(workload(**LLAMA), num_candidates=100)
     alike = [one for one in free.candidates if (one.plan.tp, one.plan.zero_stage) == (4, 1)]
@@ -66,18 +66,18 @@ def test_all_candidates_have_what_is_fixed(workload: MakeWorkload) -> None:
 @pytest.mark.parametrize(
     ("fixed", "message", "hint"),
     [
-        (FixedChoices(tp=3), "--tp 3: 3 does not divide the 32 attention and 8 key", "use --tp 1, 2, 4 or 8"),
-        (FixedChoices(tp=16), "--tp 16: 16 does not divide the 32 attention and 8 key", "use --tp 1, 2, 4 or 8"),
-        (FixedChoices(pp=5), "--pp 5: 5 does not divide 8 GPUs", "use --pp 1, 2, 4 or 8"),
-        (FixedChoices(pp=64), "--pp 64: 64 stages are more than the 32 blocks", "use --pp 1, 2, 4 or 8"),
-        (FixedChoices(tp=4, dp=4), "--tp 4 and --dp 4 do not go together on 8 GPUs", "use --tp 1 or 2, or --dp 1 or 2"),
-        (FixedChoices(tp=4, cp=4), "--tp 4 and --cp 4 do not go together", "use --tp 1 or 2, or --cp 1 or 2"),
-        (FixedChoices(micro_batch_size=3), "--micro-batch 3 divides no rank's share", "1, 2, 4, 8, 16, 32 or 64"),
-        (FixedChoices(pp=2, zero_stage=3), "no plan has all of --pp 2, --zero 3", "ZeRO 0 and 1 alone"),
+        (Constraints(tp=3), "--tp 3: 3 does not divide the 32 attention and 8 key", "use --tp 1, 2, 4 or 8"),
+        (Constraints(tp=16), "--tp 16: 16 does not divide the 32 attention and 8 key", "use --tp 1, 2, 4 or 8"),
+        (Constraints(pp=5), "--pp 5: 5 does not divide 8 GPUs", "use --pp 1, 2, 4 or 8"),
+        (Constraints(pp=64), "--pp 64: 64 pipeline stages for the 32 blocks", "use --pp 1, 2, 4 or 8"),
+        (Constraints(tp=4, dp=4), "--tp 4 and --dp 4 do not go together on 8 GPUs", "use --tp 1 or 2, or --dp 1 or 2"),
+        (Constraints(tp=4, cp=4), "--tp 4 and --cp 4 do not go together", "use --tp 1 or 2, or --cp 1 or 2"),
+        (Constraints(micro_batch_size=3), "--micro-batch 3 divides no rank's share", "1, 2, 4, 8, 16, 32 or 64"),
+        (Constraints(pp=2, zero_stage=3), "no plan has all of --pp 2, --zero 3", "ZeRO 0 and 1 alone"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_what_would_do(
-    workload: MakeWorkload, fixed: FixedChoices, message: str, hint: str
+    workload: MakeWorkload, fixed: Constraints, message: str, hint: str
 ) -> None:
     with pytest.raises(PlanError) as caught:
         search(workload(**LLAMA), fixed=fixed)
@@ -88,18 +88,18 @@ def test_what_cannot_be_had_is_refused_with_what_would_do(
 
 def test_replicas_that_do_not_divide_the_batch_are_refused_with_those_that_do(workload: MakeWorkload) -> None:
     with pytest.raises(PlanError, match="--dp 8: dp does not divide the global batch of 12; hint: use --dp 1, 2 or 4"):
-        search(workload(global_batch_size=12), fixed=FixedChoices(dp=8))
+        search(workload(global_batch_size=12), fixed=Constraints(dp=8))
 
 
 def test_where_only_what_is_fixed_does_not_fit_the_hint_is_to_leave_it_out(workload: MakeWorkload) -> None:
     with pytest.raises(NoPlanFitsError, match="leave out --tp 1 and --pp 1 and --zero 0"):
-        search(workload(**LLAMA), fixed=FixedChoices(tp=1, pp=1, zero_stage=0))
+        search(workload(**LLAMA), fixed=Constraints(tp=1, pp=1, zero_stage=0))
 
 
 def test_cpu_processes_offload_nothing(workload: MakeWorkload) -> None:
     made = workload("gpt2", "cpu", global_batch_size=8, seq_length=128)
     found = search(made, num_candidates=100)
     assert {one.plan.offload for one in found.candidates} == {"none"}
-    assert search(made, fixed=FixedChoices(offload="none")).candidates
+    assert search(made, fixed=Constraints(offload="none")).candidates
     with pytest.raises(PlanError, match=r"--offload optimizer: CPU processes have all on the host already"):
-        search(made, fixed=FixedChoices(offload="optimizer"))
+        search(made, fixed=Constraints(offload="optimizer"))

@@ -13,7 +13,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.support import unsupported_reason
 from paraplan.search.bound import least_step_s
-from paraplan.search.fixed import FixedChoices
+from paraplan.search.fixed import Constraints
 from paraplan.search.orders import ORDERS
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace, all_degrees
@@ -97,7 +97,7 @@ def test_the_search_loses_nothing_that_brute_force_finds(
 
 def test_replicas_of_small_groups_are_found_where_the_network_is_slow(workload: MakeWorkload) -> None:
     made = workload("llama-3.2-1b", "aws-g5-48xlarge", num_nodes=4, seq_length=2048, global_batch_size=32)
-    best = search(made, fixed=FixedChoices(tp=1, pp=1, cp=1)).best
+    best = search(made, fixed=Constraints(tp=1, pp=1, cp=1)).best
     assert best.plan.zero_shards is not None
     whole = estimate_plan(made, best.plan.replace(zero_shards=None))
     assert best.step.step_time_s < whole.step.step_time_s
@@ -133,7 +133,7 @@ def test_where_nothing_fits_the_nearest_plan_and_what_it_lacks_are_named(workloa
     ) as failure:
         search(made)
     with pytest.raises(NoPlanFitsError, match=r"no plan fits: llama-2-7b on 2 GPUs .* too much"):
-        search(made, fixed=FixedChoices(offload="none"))
+        search(made, fixed=Constraints(offload="none"))
     nodes = fewest_nodes(made)
     assert nodes is not None
     assert f"it fits {2 * nodes} GPUs (--nodes {nodes})" in str(failure.value)
@@ -193,7 +193,7 @@ def test_context_parallelism_goes_where_keys_have_to_be_repeated_and_sequence_pa
     workload: MakeWorkload,
 ) -> None:
     made = workload("llama-3-8b", num_nodes=4, seq_length=4 * 32 * 3, global_batch_size=1)
-    space = PlanSpace(made, fixed=FixedChoices(tp=4))
+    space = PlanSpace(made, fixed=Constraints(tp=4))
     tables = [chunk.table for chunk in space.chunks()]
     cp = np.concatenate([table.cp for table in tables])
     sequence = np.concatenate([table.sequence_parallel for table in tables])

@@ -127,7 +127,7 @@ def _object(what: str, values: torch.Tensor) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _damaged(what, f"cannot be read: {str(error)[:200]}") from error
     if not isinstance(found, dict):
-        raise _damaged(what, "is no object")
+        raise _damaged(what, "is not an object")
     return found
 
 
@@ -235,7 +235,7 @@ def empty_bytes(name: str, description: Any) -> torch.Tensor:
     """Return a tensor to read the bytes of entry `name` into."""
     is_right = isinstance(description, TensorStorageMetadata) and len(description.size) == 1
     if not is_right or description.properties.dtype != torch.uint8 or description.size[0] > _MOST_BYTES:
-        raise CheckpointError(f"the checkpoint is damaged: {name} is no text", hint="load an older one")
+        raise CheckpointError(f"the checkpoint is damaged: {name} is not a text", hint="load an older one")
     return torch.empty(description.size, dtype=torch.uint8)
 
 

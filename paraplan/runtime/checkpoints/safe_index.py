@@ -59,15 +59,15 @@ def read_index(path: Path) -> Metadata:
     it, and shares its bytes with no other. Raises `IndexSyntaxError` otherwise, and `OSError` for missing files.
     """
     if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-        raise IndexSyntaxError("it is no file, or too large")
+        raise IndexSyntaxError("it is not a file, or too large")
     root = _state(parse_index(path.read_bytes(), knows=_is_known), "Metadata")
     described, stored = root.get("state_dict_metadata"), root.get("storage_data")
     if type(described) is not dict or type(stored) is not dict:
-        raise IndexSyntaxError("it is no index of a checkpoint")
+        raise IndexSyntaxError("it is not the index of a checkpoint")
     entries = {}
     for name, entry in described.items():
         if type(name) is not str:
-            raise IndexSyntaxError("a name of an entry is no text")
+            raise IndexSyntaxError("a name of an entry is not a text")
         entries[name] = _entry(name, entry)
     places = dict(_place(key, info) for key, info in stored.items())
     if len(places) != len(stored):
@@ -84,7 +84,7 @@ def _state(value: Any, name: str, module: str = _METADATA) -> dict[str, Any]:
     """Return the fields of an object of class `name`."""
     is_right = type(value) is Made and value.name == Name(module, name) and not value.arguments
     if not is_right or type(value.state) is not dict or any(type(key) is not str for key in value.state):
-        raise IndexSyntaxError(f"it is no index of a checkpoint: a {name} is missing")
+        raise IndexSyntaxError(f"it is not the index of a checkpoint: a {name} is missing")
     state: dict[str, Any] = value.state
     return state
 
@@ -97,7 +97,7 @@ def _size(value: Any) -> torch.Size:
     if type(numbers) not in (tuple, list) or len(numbers) > _MOST_DIMENSIONS:
         raise IndexSyntaxError("a size has too many dimensions")
     if any(type(number) is not int or not 0 <= number < _MOST_ELEMENTS for number in numbers):
-        raise IndexSyntaxError("a size has a number that is no count")
+        raise IndexSyntaxError("a size has a number that is not a count")
     return torch.Size(numbers)
 
 
@@ -107,7 +107,7 @@ def _volume(size: Sequence[int]) -> int:
 
 def _entry(name: str, value: Any) -> TensorStorageMetadata:
     if type(value) is Made and value.name.name == "BytesStorageMetadata":
-        raise IndexSyntaxError(f"{name} is no tensor")
+        raise IndexSyntaxError(f"{name} is not a tensor")
     state = _state(value, "TensorStorageMetadata")
     size, chunks = _size(state.get("size")), state.get("chunks")
     if _volume(size) > _MOST_ELEMENTS or type(chunks) is not list or not chunks:
@@ -187,7 +187,7 @@ def _check_storage(
         file = folder / name
         held = file.stat().st_size
         if not file.is_file() or file.resolve().parent != folder.resolve():
-            raise IndexSyntaxError(f"{name} is no file of this folder")
+            raise IndexSyntaxError(f"{name} is not a file of this folder")
         end = 0
         for place in sorted(found, key=lambda one: one.offset):
             if place.offset < end:
@@ -296,12 +296,12 @@ class _Machine:
         held, keys, values = self.stack[-1], items[::2], items[1::2]
         # Only these are hashed: a nest of tuples could be too deep for that.
         if type(held) is not dict or len(keys) != len(values) or any(type(key) not in (str, Made) for key in keys):
-            raise IndexSyntaxError("a dictionary has keys that are no texts")
+            raise IndexSyntaxError("a dictionary has keys that are not texts")
         held.update(zip(keys, values, strict=True))
 
     def _extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
-            raise IndexSyntaxError("items are appended to what is no list")
+            raise IndexSyntaxError("items are appended to what is not a list")
         self.stack[-1].extend(items)
 
     def _name(self, module: Any, name: Any) -> None:
@@ -313,7 +313,7 @@ class _Machine:
     def _make(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
         if type(name) is not Name or type(arguments) is not tuple:
-            raise IndexSyntaxError("it calls what is no class")
+            raise IndexSyntaxError("it calls what is not a class")
         is_dictionary = name.name == "OrderedDict" and not arguments
         self.stack.append({} if is_dictionary else Made(name, arguments))
 

@@ -64,7 +64,7 @@ class SafeReader(FileSystemReader):
         """Read the tensors of `plan`. Raises `CheckpointError` for what is no plain tensor as the index names it."""
         for item in plan.items:
             if item.type != LoadItemType.TENSOR:
-                raise CheckpointError(f"{item.storage_index.fqn} is no tensor", hint=_DAMAGED)
+                raise CheckpointError(f"{item.storage_index.fqn} is not a tensor", hint=_DAMAGED)
             with (Path(self.path) / self.storage_data[item.storage_index].relative_path).open("rb") as stream:
                 value = self._tensor(stream, item)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -98,7 +98,7 @@ class SafeReader(FileSystemReader):
         except (OSError, zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError) as error:
             raise _unread(name, error) from error
         if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:
-            raise CheckpointError(f"the values of {name} are no plain tensor", hint=_DAMAGED)
+            raise CheckpointError(f"the values of {name} are not a plain tensor", hint=_DAMAGED)
         if value.shape != piece.sizes or value.dtype != entry.properties.dtype or value.device.type != "cpu":
             raise CheckpointError(f"the values of {name} are others than the index says", hint=_DAMAGED)
         return value

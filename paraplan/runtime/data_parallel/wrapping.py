@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -107,6 +107,7 @@ def apply_data_parallelism(
     mesh: Mesh,
     precision: TrainingPrecision,
     unsharded: frozenset[nn.Parameter] = frozenset(),
+    ends: Sequence[nn.Module] = (),
     replicates: bool = True,
     find_unused: bool = False,
     reduce_dtype: ReduceType = "fp32",
@@ -114,9 +115,10 @@ def apply_data_parallelism(
     """Move `module` to this rank's device and return what is to be called in its place.
 
     That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
-    gathered one by one under ZeRO. The parameters `unsharded` stay whole under ZeRO; without `replicates` there is no
-    DDP. The caller sums the gradients of both. `find_unused`: some parameters take no part in some steps, and these
-    need not be the same on every rank. Gradients are summed in `reduce_dtype`.
+    gathered one by one under ZeRO, and `ends` are layers around them that are too. The parameters `unsharded` stay
+    whole under ZeRO; without `replicates` there is no DDP. The caller sums the gradients of both. `find_unused`: some
+    parameters take no part in some steps, and these need not be the same on every rank. Gradients are summed in
+    `reduce_dtype`.
     """
     device = mesh.world.device
     if plan.zero_stage == 0:
@@ -128,7 +130,30 @@ def apply_data_parallelism(
         if mesh.replica_mesh is None or not replicates or not is_trained:
             return module
         return _replicate(module, mesh, find_unused=find_unused and plan.pp > 1, reduce_dtype=reduce_dtype)
-    policy = shard_precision(precision, reduce_dtype)
+    return _shard(
+        module,
+        blocks,
+        ends,
+        plan=plan,
+        mesh=mesh,
+        policy=shard_precision(precision, reduce_dtype),
+        unsharded=unsharded,
+        find_unused=find_unused,
+    )
+
+
+def _shard(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    ends: Sequence[nn.Module],
+    *,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    policy: MixedPrecisionPolicy,
+    unsharded: frozenset[nn.Parameter],
+    find_unused: bool,
+) -> nn.Module:
+    device = mesh.world.device
     frees_parameters = plan.zero_stage == 3
     assert mesh.shard_mesh is not None
     options: dict[str, Any] = {"mesh": mesh.shard_mesh, "mp_policy": policy, "ignored_params": set(unsharded)}
@@ -141,7 +166,11 @@ def apply_data_parallelism(
             fully_shard(block, reshard_after_forward=frees_parameters, **options)
             if plan.cp > 1:
                 show_hooks_plain(block)
-    # What the root itself holds (embedding, head) opens the backward pass: nothing is gained by freeing it before.
+    for end in ends:
+        # A head opens the backward pass: nothing is gained by freeing it before, as little as the rest of the root.
+        fully_shard(end, reshard_after_forward=frees_parameters and isinstance(end, nn.Embedding), **options)
+        if plan.cp * plan.tp > 1:
+            show_hooks_plain(end)
     fully_shard(module, reshard_after_forward=False, **options)
     _sum_gradients(module, with_unused=find_unused)
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
@@ -247,7 +276,7 @@ class ReplicaReduction:
         """Raise `ModelError` where gradients were not summed, since a pipeline's last micro-batch lacks some."""
         if not self._is_complete:
             raise ModelError(
-                "some parameters take no part in the last micro-batch of a step, and the replicas of a pipeline stage "
+                "some parameters are not used in the last micro-batch of a step, and the replicas of a pipeline stage "
                 "wait for all of them",
                 hint="turn them off with requires_grad_(False), or use job.prepare(find_unused=True)",
             )

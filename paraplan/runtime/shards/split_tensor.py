@@ -171,7 +171,7 @@ def _refuse_gradient(_: torch.Tensor) -> None:
 def hidden_loss() -> UnsupportedPlanError:
     """Return the error for a loss that hands logits, of which each rank of `tp` has a part, to code of its own."""
     return UnsupportedPlanError(
-        "the loss hides what it does with logits, of which each rank of tp holds a part, in an autograd.Function",
+        "loss_fn passes vocabulary-parallel logits to an autograd.Function, which would see the shard of one rank",
         hint="use torch.nn.functional.cross_entropy, or tp=1",
     )
 

@@ -101,7 +101,7 @@ def _try_context(structure: ModelStructure, meta_model: nn.Module, *, size: int)
 def context_error(error: SplitError, group: TensorGroup) -> UnsupportedPlanError:
     """Return what a user can understand of a computation that the ranks cannot do each on its tokens."""
     return UnsupportedPlanError(
-        f"cp={group.size}: the model does not work on some tokens of a sequence alone: {error.message}",
+        f"cp={group.size}: the model mixes tokens outside of attention: {error.message}",
         hint="its attention must be torch.nn.functional.scaled_dot_product_attention or written out as products of "
         "queries, keys and values (attn_implementation='sdpa' or 'eager' in transformers), and its loss "
         "torch.nn.functional.cross_entropy, a mean or a sum; or use cp=1",

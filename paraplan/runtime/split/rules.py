@@ -327,7 +327,7 @@ def _wrap_one(name: str, local: torch.Tensor, whole: tuple[int, ...], first: Spl
         fits = whole[dim] == local.shape[dim] * first.sharding.size
     if len(differing) > 1 or not fits:
         raise SplitError(
-            f"{name} brings together what the ranks hold of the output of {first.source}",
+            f"{name} mixes what the ranks hold of the output of {first.source}",
             source=first.source,
             is_mixed=True,
         )

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +30,8 @@ from paraplan.runtime.split.layers import (
     enter_column,
     has_own_weight,
 )
+from paraplan.runtime.structure.ends import layers_read_elsewhere
 from paraplan.runtime.structure.model_structure import ModelStructure
-from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
 
 _TOLERANCE = 1e-6
 
@@ -148,50 +147,9 @@ def _shared_reason(meta_model: nn.Module, chosen: set[str]) -> str | None:
     return None
 
 
-class _ReadsElsewhere(TorchDispatchMode):
-    """Notes operations on `weights`, or views of them, outside of the forward passes of their own layers."""
-
-    def __init__(self, weights: list[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-        self.num_inside = 0
-        self._storages = {storage_key(weight) for weight in weights}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run `func`; look for the weights among its operands."""
-        if not self.num_inside:
-            leaves = pytree.tree_leaves((args, kwargs))
-            operands = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.found |= any(storage_key(operand) in self._storages for operand in operands)
-        return func(*args, **(kwargs or {}))
-
-    def enter(self, *_: object) -> None:
-        """Take note of a layer that begins."""
-        self.num_inside += 1
-
-    def leave(self, *_: object) -> None:
-        """Take note of a layer that ends."""
-        self.num_inside -= 1
-
-
 def _read_reason(structure: ModelStructure, chosen: list[str]) -> str | None:
     """Return why parameters of the chosen layers cannot be split: other code computes with them too."""
-    meta_model = structure.meta_model
-    layers = [meta_model.get_submodule(name) for name in chosen]
-
-    def attempt(tried: object, _: object) -> bool:
-        mode = _ReadsElsewhere([parameter for layer in layers for parameter in layer.parameters()])
-        with ExitStack() as undo:
-            for layer in layers:
-                undo.callback(layer.register_forward_pre_hook(mode.enter, prepend=True).remove)
-                undo.callback(layer.register_forward_hook(mode.leave, always_call=True).remove)
-            with torch.no_grad(), mode:
-                call_model(meta_model, tried)
-        return mode.found
-
-    if structure.run(attempt):
+    if layers_read_elsewhere(structure, chosen):
         return "the model computes with its weight outside of its forward pass"
     return None
 

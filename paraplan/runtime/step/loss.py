@@ -282,12 +282,12 @@ def loss_split_error(error: SplitError) -> UnsupportedPlanError:
     """Return what a user can understand of a loss that needs what several ranks hold."""
     if error.source == CONTEXT:
         return UnsupportedPlanError(
-            f"loss_fn brings tokens of a sequence together, of which each rank of cp has some: {error.message}",
+            f"loss_fn mixes the tokens of a sequence, and each rank of cp has only some of them: {error.message}",
             hint="use torch.nn.functional.cross_entropy over all tokens, a mean or a sum, with targets that the data "
             "set has shifted; or cp=1",
         )
     return UnsupportedPlanError(
-        f"loss_fn brings together what the ranks of tp hold each a part of: {error.message}",
+        f"loss_fn mixes logits of the whole vocabulary, and each rank of tp has only a part: {error.message}",
         hint="use torch.nn.functional.cross_entropy, or tp=1",
     )
 

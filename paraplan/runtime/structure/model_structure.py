@@ -131,6 +131,10 @@ class ModelStructure:
         assert self._stack is not None
         return self._stack
 
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks of `model`, which is that of the structure or a copy of it; it may have none."""
+        return [] if self._stack is None else self._stack.modules(model)
+
     def check_has_blocks(self, axis: str, purpose: str) -> None:
         """Raise `UnsupportedPlanError` for a model without repeated blocks; `axis` of the plan needs them `purpose`."""
         if self._stack is None:

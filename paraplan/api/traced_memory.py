@@ -1,12 +1,9 @@
-"""`paraplan estimate --trace-memory`: the runtime itself on a user's model and plan, without a GPU."""
+"""Traced memory: the runtime itself on a user's model and plan, without a GPU or values."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, Literal
-
-import typer
 
 from paraplan.model.config_file import load_config
 from paraplan.model.factory import load_factory
@@ -20,19 +17,20 @@ from paraplan.runtime.fake.run import TracedMemory, first_rank_of_stage, trace_m
 _MOST_STAGES = 4
 
 
-def trace_stages(reference: str, plan: ParallelPlan, training: TrainingSpec) -> list[TracedMemory]:
+def trace_stages(
+    reference: str, plan: ParallelPlan, training: TrainingSpec, *, on_stage: Callable[[int], None]
+) -> list[TracedMemory]:
     """Return the traced memory of the stages of `plan`, of a long pipeline the first, the second and the last.
 
-    Raises `UnsupportedPlanError` for a plan that the runtime cannot execute, and `ModelError` for a configuration where
-    transformers is not installed to build it.
+    `on_stage` is told each stage before it runs. Raises `UnsupportedPlanError` for a plan that the runtime cannot
+    execute, and `ModelError` for a configuration where transformers is not installed to build it.
     """
     check_supported(plan, precision=training.precision)
     build = model_builder(reference, training)
     stages = range(plan.pp) if plan.pp <= _MOST_STAGES else (0, 1, plan.pp - 1)
     traced = []
     for stage in stages:
-        if sys.stderr.isatty():
-            typer.echo(f"running pipeline stage {stage} of {plan.pp} without values ...", err=True)
+        on_stage(stage)
         rank = first_rank_of_stage(plan, stage)
         traced.append(trace_memory(build, plan=plan, training=training, rank=rank, source=reference))
     return traced

@@ -5,36 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paraplan.cli.estimate_report import estimate_report
 from paraplan.interop.commands import launch_command, torchrun_command
-from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
-from paraplan.search.planned import planned_estimate
+from paraplan.report.estimate_json import estimate_report
+from paraplan.search.planned import cluster_reference
 from paraplan.search.recommendation import Recommendation
-
-
-def plan_file(answer: Recommendation) -> PlanFile:
-    """Return the plan file of the recommended plan."""
-    model = answer.workload.model
-    return PlanFile(
-        plan=answer.result.best.plan,
-        model=ModelReference(
-            name=model.name,
-            source=model.source,
-            num_parameters=model.parameters.total,
-            num_blocks=model.num_blocks,
-        ),
-        training=answer.workload.training,
-        cluster=cluster_reference(answer),
-        estimate=planned_estimate(answer.result),
-        placement=answer.placement,
-        framework=answer.framework,
-    )
-
-
-def cluster_reference(answer: Recommendation) -> ClusterReference:
-    """Return the machines of the recommended plan as a plan file names them."""
-    cluster = answer.workload.cluster
-    return ClusterReference(name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node)
 
 
 def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:

@@ -1,0 +1,121 @@
+"""What one plan costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from paraplan.api.frames import framed
+from paraplan.cost.estimate import MemoryEstimate, PlanEstimate, StepEstimate, estimate_plan
+from paraplan.cost.fitting import FitRow, LargestLayer, largest_layer, what_fits
+from paraplan.cost.habits import PARAPLAN
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.report.estimate_json import estimate_report, warnings_of
+from paraplan.report.short_text import estimate_lines
+
+if TYPE_CHECKING:  # imported where it is asked for
+    from paraplan.cost.schedule_simulation import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """What one plan costs. `str()` is the short answer; a notebook shows the report with its charts."""
+
+    workload: Workload
+    """What the plan was estimated for."""
+    result: PlanEstimate
+    """The figures as a record, for JSON."""
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan."""
+        return self.result.plan
+
+    @property
+    def memory(self) -> tuple[MemoryEstimate, ...]:
+        """Memory of one rank of each pipeline stage at its peak, by parts that sum to `total_bytes`."""
+        return self.result.memory
+
+    @property
+    def step(self) -> StepEstimate:
+        """Seconds of one optimizer step, by parts that sum to `step_time_s`, and what follows from them."""
+        return self.result.step
+
+    @property
+    def fits(self) -> bool:
+        """True where the fullest stage stays within the usable memory, and offload within the host's."""
+        return self.result.fits
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Bytes of the fullest stage."""
+        return self.result.peak_memory_bytes
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """Bytes that training may allocate on a GPU."""
+        return self.result.usable_memory_bytes
+
+    @property
+    def is_runnable_framework(self) -> bool:
+        """True where paraplan's own runtime is modelled."""
+        return self.workload.habits.name == PARAPLAN.name
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to know beside the figures, a sentence each."""
+        return warnings_of(self.workload, self.plan)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """When each pipeline rank computes, communicates and idles; None for a plan without a pipeline."""
+        from paraplan.cost.course import pipeline_course
+
+        return pipeline_course(self.workload, self.plan)
+
+    @property
+    def capacity(self) -> tuple[FitRow, ...]:
+        """The largest micro-batch and the fewest GPUs under each ZeRO stage and recompute."""
+        return what_fits(self.workload, self.plan)
+
+    @property
+    def largest_layer(self) -> LargestLayer:
+        """The model's largest layer, and whether a GPU alone can train it."""
+        return largest_layer(self.workload)
+
+    def without_library_workspaces(self) -> tuple[MemoryEstimate, ...]:
+        """Return the memory without what cuBLAS keeps for itself: no library runs in a trace."""
+        constants = self.workload.constants.replace(counts_matmul_workspaces=False)
+        return estimate_plan(replace(self.workload, constants=constants), self.plan).memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `paraplan estimate --json` prints."""
+        return estimate_report(self.workload, self.result)
+
+    def to_html(self) -> str:
+        """Return the report, one page that needs no network. Raises `UsageError` without vl-convert-python."""
+        from paraplan.report.estimate_page import estimate_page
+
+        return estimate_page(self.workload, self.result)
+
+    def to_trace(self) -> dict[str, Any]:
+        """Return the predicted step as a trace for Perfetto."""
+        from paraplan.report.chrome_trace import chrome_trace
+
+        return chrome_trace(self.workload, self.result)
+
+    def __str__(self) -> str:
+        return "\n".join(estimate_lines(self.workload, self.result))
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html, str(self))
+
+
+def estimate(workload: Workload, plan: ParallelPlan) -> Estimate:
+    """Return the memory of every stage and the step time of one plan.
+
+    Raises `PlanError` where the plan does not suit the model, the training or the machines: the value, the limit and
+    what would do.
+    """
+    return Estimate(workload, estimate_plan(workload, plan))

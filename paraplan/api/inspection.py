@@ -1,0 +1,98 @@
+"""One machine, or several that ought to be equal, looked at: GPUs, links, network, and what is remarkable."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paraplan.errors import UsageError
+
+if TYPE_CHECKING:  # each reader is imported where it is asked for
+    from paraplan.hardware.cluster_survey import ClusterSurvey
+    from paraplan.hardware.interconnect import InterconnectThresholds
+    from paraplan.hardware.profiles import MachineProfile
+    from paraplan.hardware.survey import MachineSurvey
+    from paraplan.hardware.topology import NodeTopology
+
+
+def thresholds_of(**bytes_per_s: float) -> InterconnectThresholds:
+    """Return the rates from which links count as fast, those of paraplan where none is given."""
+    from paraplan.hardware.interconnect import InterconnectThresholds
+
+    return InterconnectThresholds.model_validate(bytes_per_s)
+
+
+def inspect_machine(
+    *,
+    profile: str | None = None,
+    path: Path | None = None,
+    text: bytes | None = None,
+    gpus: str | None = None,
+    thresholds: InterconnectThresholds | None = None,
+) -> MachineSurvey:
+    """Return a machine of a profile, of a saved topology in a file or from standard input, or this one.
+
+    `gpus` names the GPUs to show. Raises `TopologyError`, `ProfileError` and `NoGpuError` for what cannot be read.
+    """
+    from paraplan.hardware.survey import survey_node
+
+    if profile is not None:
+        from paraplan.hardware.profile_files import load_machine
+
+        machine = load_machine(profile)
+        return survey_node(machine.node, machine=machine, gpus=gpus, thresholds=thresholds)
+    if text is not None:
+        from paraplan.hardware.formats import decode_text, read_topology
+
+        node = read_topology(decode_text(text), source="standard input")
+        return survey_node(node, gpus=gpus, thresholds=thresholds)
+    if path is not None:
+        from paraplan.hardware.formats import read_topology_file
+
+        return survey_node(read_topology_file(path), gpus=gpus, thresholds=thresholds)
+    from paraplan.hardware.nvml import read_this_machine
+
+    return survey_node(read_this_machine(), environment=os.environ, gpus=gpus, thresholds=thresholds)
+
+
+def save_inspected(survey: MachineSurvey, path: Path) -> MachineProfile:
+    """Write a machine as a profile that `load_cluster` reads, and return it."""
+    from paraplan.hardware.profile_files import machine_from_topology, save_machine
+
+    machine = survey.machine or machine_from_topology(survey.node, name=path.stem)
+    machine = machine.replace(name=path.stem, node=survey.node)
+    save_machine(machine, path)
+    return machine
+
+
+def gather_nodes(
+    node: NodeTopology,
+    *,
+    num_nodes: int,
+    endpoint: str | None,
+    node_rank: int | None,
+    wait_s: float,
+    thresholds: InterconnectThresholds,
+    on_wait: Callable[[str], None],
+) -> ClusterSurvey:
+    """Return the survey of all nodes, of which this is one; every node must ask for it. `on_wait` is told of waits."""
+    if endpoint is None:
+        raise UsageError("--nnodes needs --rdzv-endpoint", hint="give HOST:PORT of the first node, the same on all")
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("nodes meet through torch, which is not installed", hint="pip install torch")
+    from paraplan.hardware.cluster_survey import survey_nodes
+    from paraplan.hardware.json_topology import read_report
+    from paraplan.launch.nodes.endpoint import Endpoint
+    from paraplan.launch.nodes.exchange import NodeText, exchange_texts
+
+    mine = NodeText(rank=node_rank, name=socket.gethostname(), text=json.dumps(node.to_report()))
+    _, texts = exchange_texts(
+        mine, endpoint=Endpoint.parse(endpoint), num_nodes=num_nodes, timeout_s=wait_s, on_wait=on_wait
+    )
+    nodes = [read_report(json.loads(text), source=f"node {rank}") for rank, text in enumerate(texts)]
+    return survey_nodes(nodes, thresholds)

@@ -1,0 +1,54 @@
+"""Machines: those of a profile, of a saved topology, or this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paraplan.hardware.cluster import Cluster
+from paraplan.hardware.topology import NodeTopology
+
+
+def load_cluster(source: str | Path | None = None, *, num_nodes: int = 1, gpus_per_node: int | None = None) -> Cluster:
+    """Return `num_nodes` machines of one kind, of each the first `gpus_per_node` GPUs, all of them by default.
+
+    `source` is the name of a profile (`dgx-h100`), the path of one, or None for this machine. Raises `ProfileError`
+    for a profile that does not exist or cannot be read, and `NoGpuError` where this machine has no GPU.
+    """
+    if source is not None:
+        from paraplan.hardware.profile_files import cluster_from_profile
+
+        return cluster_from_profile(str(source), num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+    from paraplan.hardware.this_machine import cluster_of_this_machine
+
+    return cluster_of_this_machine(num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+
+
+def load_cluster_for(
+    num_ranks: int, source: str | Path | None = None, *, num_nodes: int | None = None, gpus_per_node: int | None = None
+) -> Cluster:
+    """Return the machines of `load_cluster`, by default as many as `num_ranks` ranks need."""
+    cluster = load_cluster(source, num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node)
+    if num_nodes is not None or num_ranks <= cluster.num_gpus:
+        return cluster
+    needed = -(-num_ranks // cluster.gpus_per_node)
+    return load_cluster(source, num_nodes=needed, gpus_per_node=gpus_per_node)
+
+
+def probe_topology() -> NodeTopology:
+    """Return the GPUs, links and network interfaces of this machine, as its driver and sysfs tell them.
+
+    Raises `NoGpuError` where there is no GPU or no driver to ask.
+    """
+    from paraplan.hardware.nvml import read_this_machine
+
+    return read_this_machine()
+
+
+def read_topology(text: str, *, source: str = "text") -> NodeTopology:
+    """Return the topology of a text: `nvidia-smi topo -m`, an NCCL XML, `rocm-smi --showtopo`, or paraplan's JSON.
+
+    `source` names the text in errors. Raises `TopologyError` for a text that describes no topology.
+    """
+    from paraplan.hardware.formats import read_topology as read
+
+    return read(text, source=source)

@@ -1,0 +1,163 @@
+"""Which plan to use, and whether a plan is still good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from paraplan.api.estimates import Estimate
+from paraplan.api.frames import framed
+from paraplan.cost.habits import PARAPLAN
+from paraplan.cost.workload import Workload
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import training_notes
+from paraplan.report.short_text import recommendation_lines
+from paraplan.search.fixed import FREE
+from paraplan.search.fixed import Constraints as Constraints
+from paraplan.search.nothing_fits import NothingFitsError as NothingFitsError
+from paraplan.search.objective import Objective
+from paraplan.search.planned import plan_file
+from paraplan.search.recommendation import Recommendation as SearchAnswer
+from paraplan.search.recommendation import SearchRequest as SearchRequest
+from paraplan.search.recommendation import recommendation
+from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
+
+if TYPE_CHECKING:  # another search, which most calls do without
+    from paraplan.search.check import PlanCheck
+
+
+@dataclass(frozen=True, eq=False)
+class Recommendation:
+    """The plan to use, why, and what else there is. `str()` is the short answer; a notebook shows the report."""
+
+    answer: SearchAnswer
+    """The search with what was asked for beside it."""
+    request: SearchRequest
+    """What was asked."""
+
+    @property
+    def workload(self) -> Workload:
+        """What was planned for: other machines, batch or sequence than asked where one of these was to be found."""
+        return self.answer.workload
+
+    @property
+    def result(self) -> SearchResult:
+        """The search as a record, for JSON."""
+        return self.answer.result
+
+    @property
+    def best(self) -> Estimate:
+        """The recommended plan."""
+        return Estimate(self.workload, self.result.best)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The best plan of each choice of axes and ZeRO stage, fastest first."""
+        return self.result.candidates
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What the decision tree asked, and the numbers that decided."""
+        return self.result.decisions
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the training, a sentence each."""
+        return training_notes(self.workload.model, self.workload.training)
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """How many plans each reason ruled out."""
+        return self.result.rejections
+
+    def cut(self, *, num_candidates: int, with_front: bool) -> Recommendation:
+        """Return the answer with fewer candidates, and without its front if so asked."""
+        return replace(self, answer=self.answer.cut(num_candidates=num_candidates, with_front=with_front))
+
+    def commands(self, plan_path: Path | None) -> dict[str, str]:
+        """Return the commands that start the plan, by name."""
+        from paraplan.report.recommendation_json import commands
+
+        return commands(self.answer, plan_path)
+
+    def plan_file(self) -> PlanFile:
+        """Return the recommended plan with what it was made for and what is predicted."""
+        return plan_file(self.answer)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file of the recommended plan."""
+        self.plan_file().save(path)
+
+    def to_dict(self, *, plan_path: Path | None = None, seconds: float = 0.0) -> dict[str, Any]:
+        """Return what `paraplan recommend --json` prints; `seconds` is how long the search took."""
+        from paraplan.report.recommendation_json import recommendation_report
+
+        return recommendation_report(self.answer, plan_path=plan_path, seconds=seconds)
+
+    def to_html(self, *, plan_path: Path | None = None) -> str:
+        """Return the report, one page that needs no network. Raises `UsageError` without vl-convert-python."""
+        from paraplan.report.recommendation_page import recommendation_page
+        from paraplan.search.scaling import scaling
+
+        sizes = scaling(
+            self.workload,
+            price_per_gpu_hour=self.request.price_per_gpu_hour,
+            runnable_only=self.request.framework is None,
+            fixed=self.request.fixed,
+        )
+        return recommendation_page(self.answer, sizes=sizes, commands=self.commands(plan_path))
+
+    def __str__(self) -> str:
+        return "\n".join(recommendation_lines(self.answer))
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html, str(self))
+
+
+def recommend(
+    workload: Workload,
+    *,
+    objective: Objective | Literal["cost"] = "throughput",
+    constraints: Constraints = FREE,
+    num_candidates: int = 10,
+) -> Recommendation:
+    """Return the plan to use, with the decision tree's reasons and the ranked plans.
+
+    Plans are those that paraplan's runtime executes, or all that make sense where the workload is modelled for another
+    framework. Raises `NoPlanFitsError` where no plan fits, with what would help, and `PlanError` for constraints that
+    exclude each other.
+    """
+    framework = None if workload.habits.name == PARAPLAN.name else workload.habits.name
+    request = SearchRequest(
+        objective=objective, framework=framework, fixed=constraints, num_candidates=num_candidates, with_front=True
+    )
+    return answer(workload, request)
+
+
+def answer(workload: Workload, request: SearchRequest) -> Recommendation:
+    """Return the recommendation for a whole request: a search with all that may be asked for beside it.
+
+    Raises as `recommend` does.
+    """
+    return Recommendation(recommendation(workload, request), request)
+
+
+def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) -> PlanCheck:
+    """Return whether a plan suits a workload, uses its GPUs, fits, can be executed, and is fast enough.
+
+    `tolerance` is relative: 0.05 allows a step that takes 5 % longer than the best plan's.
+    """
+    from paraplan.search.check import check_plan
+
+    return check_plan(workload, plan, tolerance=tolerance)
+
+
+def nothing_fits_html(workload: Workload, error: NothingFitsError) -> str:
+    """Return the report of a workload that no plan fits: what was lacking and what would help."""
+    from paraplan.report.recommendation_page import nothing_fits_page
+    from paraplan.search.facts import tree_facts
+    from paraplan.search.tree import decide
+
+    return nothing_fits_page(workload, error, decide(tree_facts(workload)).decisions)

@@ -1,0 +1,21 @@
+"""What plans are made for: a model, its training and the machines, modelled for one framework."""
+
+from __future__ import annotations
+
+from paraplan.cost.workload import Workload as Workload
+from paraplan.errors import UsageError
+from paraplan.hardware.cluster import Cluster as Cluster
+from paraplan.model.spec import ModelSpec
+from paraplan.plan.training import TrainingSpec as TrainingSpec
+
+
+def training_of(model: ModelSpec, *, seq_length: int | None, global_batch_size: int, **fields: object) -> TrainingSpec:
+    """Return the training of a model on sequences of `seq_length` tokens, by default its longest.
+
+    Raises `UsageError` where the model has no longest sequence and none is given.
+    """
+    length = seq_length or model.max_seq_length
+    if length is None:
+        raise UsageError(f"{model.name} does not say how long its sequences are", hint="give --seq-len")
+    values = {"global_batch_size": global_batch_size, "seq_length": length}
+    return TrainingSpec.model_validate(values | fields)

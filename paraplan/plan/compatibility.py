@@ -1,0 +1,311 @@
+"""Whether a plan suits a model, its training and the machines: the one place that says so, with what would do."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Literal
+
+from paraplan.errors import PlanError
+from paraplan.hardware.cluster import Cluster
+from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.spec import ModelSpec
+from paraplan.plan.context_heads import context_reason
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stages import stages_reason
+from paraplan.plan.training import TrainingSpec
+from paraplan.records import Record
+
+Rule = Literal[
+    "precision",
+    "positions",
+    "ranks",
+    "devices_per_process",
+    "global_batch",
+    "tp",
+    "cp",
+    "context_heads",
+    "stages",
+    "ep",
+    "sequence_parallel",
+]
+
+_MOST_LISTED = 64
+
+
+class Incompatibility(Record):
+    """Why a plan does not suit a model, its training or the machines."""
+
+    rule: Rule
+    """What is broken."""
+    value: int | str
+    """What the plan or the training asks for."""
+    limit: int | str
+    """What the value has to divide, equal or stay within."""
+    message: str
+    """The value and the limit in a sentence."""
+    reason: str
+    """The same without the value: what many plans have in common."""
+    allowed: tuple[int | str, ...] = ()
+    """Values that would do, where they can be listed."""
+    hint: str
+    """What to do about it."""
+
+    def error(self) -> PlanError:
+        """Return the error that says so."""
+        return PlanError(self.message, hint=self.hint)
+
+
+def why_incompatible(
+    plan: ParallelPlan, model: ModelSpec, training: TrainingSpec, cluster: Cluster, *, rings_context: bool = False
+) -> Incompatibility | None:
+    """Return the first rule that a plan breaks, None where it suits the model, the training and the machines.
+
+    A plan may leave GPUs idle. `rings_context` says that context parallelism passes keys and values around a ring, and
+    so need not divide heads. Whether the plan fits in memory and which runtime executes it are other questions.
+    """
+    return (
+        why_untrainable(model, training, cluster.gpu)
+        or _ranks(plan, cluster)
+        or _batch(plan, training)
+        or why_degrees_incompatible(
+            model, training, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep, dp=plan.dp, rings_context=rings_context
+        )
+        or _stages(plan, model)
+        or _sequence(plan, training)
+    )
+
+
+def check_compatible(
+    plan: ParallelPlan, model: ModelSpec, training: TrainingSpec, cluster: Cluster, *, rings_context: bool = False
+) -> None:
+    """Raise `PlanError` with the value, the limit and what would do where a plan breaks a rule."""
+    found = why_incompatible(plan, model, training, cluster, rings_context=rings_context)
+    if found is not None:
+        raise found.error()
+
+
+def why_untrainable(model: ModelSpec, training: TrainingSpec, gpu: GpuProfile) -> Incompatibility | None:
+    """Return why no plan can train a model so: an arithmetic that the GPU lacks, a sequence beyond learned positions.
+
+    Rotary and other computed positions have no end.
+    """
+    if training.precision not in gpu.peak_flops_per_s:
+        known = tuple(name for name in ("bf16", "fp16", "fp32") if name in gpu.peak_flops_per_s)
+        return Incompatibility(
+            rule="precision",
+            value=training.precision,
+            limit=" ".join(known),
+            message=f"{gpu.title} has no {training.precision} arithmetic",
+            reason=f"{gpu.title} has no {training.precision} arithmetic",
+            allowed=known,
+            hint="use " + " or ".join(f"--precision {name}" for name in known),
+        )
+    longest = model.max_seq_length
+    if longest is not None and training.seq_length > longest and model.has_learned_positions:
+        return Incompatibility(
+            rule="positions",
+            value=training.seq_length,
+            limit=longest,
+            message=f"--seq-len {training.seq_length} is beyond the {longest} learned positions of {model.name}",
+            reason=f"sequences are longer than the {longest} learned positions of the model",
+            allowed=(longest,),
+            hint=f"use at most --seq-len {longest}",
+        )
+    return None
+
+
+def why_degrees_incompatible(
+    model: ModelSpec,
+    training: TrainingSpec,
+    *,
+    tp: int,
+    pp: int,
+    cp: int,
+    ep: int,
+    dp: int,
+    rings_context: bool = False,
+) -> Incompatibility | None:
+    """Return why no plan of these degrees suits a model and its training, None where one may."""
+    rules = (
+        why_tp(model, tp),
+        None if rings_context else _context_heads(model, tp=tp, cp=cp),
+        why_pp(model, pp),
+        _share("global_batch", dp, training.global_batch_size),
+        _share("cp", cp, training.seq_length),
+        why_ep(model, ep),
+    )
+    return next((found for found in rules if found is not None), None)
+
+
+def why_tp(model: ModelSpec, tp: int) -> Incompatibility | None:
+    """Return why a model's layers cannot be divided over `tp` ranks."""
+    reason = model.tensor_split_reason(tp)
+    if reason is None:
+        return None
+    limit = gcd(*model.tp_limits)
+    is_traced = any(run.block.is_traced for run in model.runs)
+    common = reason if is_traced else "tp does not divide the model's attention and key-value heads"
+    allowed = _divisors(limit)
+    return Incompatibility(
+        rule="tp",
+        value=tp,
+        limit=limit,
+        message=f"tp={tp}: {reason}",
+        reason=common,
+        allowed=allowed,
+        hint=f"use --tp {_listed(allowed)}",
+    )
+
+
+def why_pp(model: ModelSpec, pp: int) -> Incompatibility | None:
+    """Return why a model has too few blocks for `pp` stages."""
+    reason = stages_reason(pp, None, model.num_blocks, model.name)
+    if reason is None:
+        return None
+    return Incompatibility(
+        rule="stages",
+        value=pp,
+        limit=model.num_blocks,
+        message=reason,
+        reason=f"more pipeline stages than the model's {model.num_blocks} blocks",
+        hint=f"use at most {model.num_blocks} stages",
+    )
+
+
+def why_ep(model: ModelSpec, ep: int) -> Incompatibility | None:
+    """Return why the experts of a model cannot go over `ep` ranks."""
+    count = model.num_experts
+    if count % ep == 0:
+        return None
+    reason = f"{model.name} has {f'{count} experts to a layer' if count > 1 else 'no experts'}"
+    allowed = _divisors(count)
+    return Incompatibility(
+        rule="ep",
+        value=ep,
+        limit=count,
+        message=f"ep={ep}: {reason}",
+        reason=reason,
+        allowed=allowed,
+        hint=f"use --ep {_listed(allowed)}",
+    )
+
+
+def _ranks(plan: ParallelPlan, cluster: Cluster) -> Incompatibility | None:
+    devices = plan.devices_per_process
+    if devices > cluster.gpus_per_node:
+        return Incompatibility(
+            rule="devices_per_process",
+            value=devices,
+            limit=cluster.gpus_per_node,
+            message=f"one process divides its micro-batches over {devices} GPUs, and {cluster.name} has "
+            f"{cluster.gpus_per_node}",
+            reason="one process divides its micro-batches over more GPUs than a machine has",
+            hint=f"use --devices-per-process {cluster.gpus_per_node}",
+        )
+    if plan.world_size <= cluster.num_gpus:
+        return None
+    nodes = -(-plan.world_size // cluster.gpus_per_node)
+    return Incompatibility(
+        rule="ranks",
+        value=plan.world_size,
+        limit=cluster.num_gpus,
+        message=f"the plan has dp {plan.dp} x tp {plan.tp} x pp {plan.pp} x cp {plan.cp} = {plan.world_size} ranks, "
+        f"and {cluster.num_nodes} x {cluster.name} has {cluster.num_gpus} GPUs",
+        reason="the plan has more ranks than the machines have GPUs",
+        hint=f"use --nodes {nodes}, or a plan of at most {cluster.num_gpus} ranks",
+    )
+
+
+def _batch(plan: ParallelPlan, training: TrainingSpec) -> Incompatibility | None:
+    wanted, own = training.global_batch_size, plan.global_batch_size
+    if own == wanted:
+        return None
+    count, rest = divmod(wanted, plan.dp * plan.micro_batch_size)
+    hint = f"use {count} micro-batches, or --global-batch {own}" if count and not rest else f"use --global-batch {own}"
+    return Incompatibility(
+        rule="global_batch",
+        value=own,
+        limit=wanted,
+        message=f"the plan's global batch is {own} (micro-batch {plan.micro_batch_size} x {plan.num_microbatches} x "
+        f"dp {plan.dp}), and {wanted} is wanted",
+        reason=f"the plan's global batch is not {wanted}",
+        allowed=(count,) if count and not rest else (),
+        hint=hint,
+    )
+
+
+def _context_heads(model: ModelSpec, *, tp: int, cp: int) -> Incompatibility | None:
+    reason = context_reason(model, tp=tp, cp=cp)
+    if reason is None:
+        return None
+    allowed = tuple(size for size in range(1, _MOST_LISTED + 1) if context_reason(model, tp=tp, cp=size) is None)
+    return Incompatibility(
+        rule="context_heads",
+        value=cp,
+        limit=tp,
+        message=reason,
+        reason="cp, which exchanges tokens for heads, does not divide the model's heads",
+        allowed=allowed,
+        hint=f"use --cp {_listed(allowed)}",
+    )
+
+
+def _share(rule: Literal["global_batch", "cp"], degree: int, total: int) -> Incompatibility | None:
+    if total % degree == 0:
+        return None
+    axis, what, option = (
+        ("cp", f"{total} tokens of a sequence", "--seq-len")
+        if rule == "cp"
+        else ("dp", f"{total} sequences of the global batch", "--global-batch")
+    )
+    common = f"the sequence length of {total}" if rule == "cp" else f"the global batch of {total}"
+    allowed = _divisors(total)
+    return Incompatibility(
+        rule=rule,
+        value=degree,
+        limit=total,
+        message=f"{axis}={degree} does not divide the {what}",
+        reason=f"{axis} does not divide {common}",
+        allowed=allowed,
+        hint=f"use --{axis} {_listed(allowed)}, or another {option}",
+    )
+
+
+def _stages(plan: ParallelPlan, model: ModelSpec) -> Incompatibility | None:
+    reason = stages_reason(plan.num_stages, plan.stage_blocks, model.num_blocks, model.name)
+    if reason is None:
+        return None
+    is_sum = plan.num_stages <= model.num_blocks
+    hint = "make the plan again for this model with paraplan recommend" if is_sum else None
+    return Incompatibility(
+        rule="stages",
+        value=sum(plan.stage_blocks or ()) if is_sum else plan.num_stages,
+        limit=model.num_blocks,
+        message=reason,
+        reason=f"the stages do not hold the model's {model.num_blocks} blocks",
+        hint=hint or f"use at most {model.num_blocks} stages",
+    )
+
+
+def _sequence(plan: ParallelPlan, training: TrainingSpec) -> Incompatibility | None:
+    tokens = training.seq_length // plan.cp
+    if not plan.sequence_parallel or tokens % plan.tp == 0:
+        return None
+    return Incompatibility(
+        rule="sequence_parallel",
+        value=plan.tp,
+        limit=tokens,
+        message=f"sequence parallelism: tp={plan.tp} does not divide the {tokens} tokens of a rank",
+        reason="tp does not divide the tokens of a rank, as sequence parallelism needs it",
+        allowed=_divisors(tokens),
+        hint="leave out --sequence-parallel, or use another --seq-len",
+    )
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, min(number, _MOST_LISTED) + 1) if number % size == 0)
+
+
+def _listed(values: tuple[int | str, ...]) -> str:
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
