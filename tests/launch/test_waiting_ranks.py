@@ -84,9 +84,9 @@ FAULTS = """
         (
             "order",
             # the first to give up closes the connection of the other, whose own timeout may then never come
-            r"a collective timed out: rank (0 waited 3 s in all_reduce|1 waited 3 s in broadcast) number (\d+) of ranks "
-            r"0-1; rank ([01] waited 3 s in \w+ number \2 of ranks 0-1|1 called broadcast instead|0 called all_reduce "
-            r"instead)\n",
+            r"a collective timed out: rank (0 waited 3 s in all_reduce|1 waited 3 s in broadcast) number (\d+) of "
+            r"ranks 0-1; rank ([01] waited 3 s in \w+ number \2 of ranks 0-1|1 called broadcast instead|"
+            r"0 called all_reduce instead)\n",
         ),
         (
             "skip",
