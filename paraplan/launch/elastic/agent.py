@@ -110,7 +110,7 @@ class NodeAgent(ElasticAgent):
     def rendezvous(self, group: WorkerGroup) -> None:
         """Wait for the other nodes; an error says which have come."""
         # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
-        # waits in vain to be told, and one that stays looks for a store on a node that may be gone.
+        # is never told, and one that stays looks for a store on a node that may be gone.
         handler = group.spec.rdzv_handler
         forget_store_of_ranks(handler)
         try:
@@ -223,7 +223,7 @@ class RoundPreparation:
 
 
 def node_facts(script: str, *, first_node: str) -> NodeFacts:
-    """Return the facts of this node; the digest of a script that is no file is its name."""
+    """Return the facts of this node; the digest of anything but a file is its name."""
     known = {"torch": str(torch.__version__), "paraplan": paraplan.__version__, "python": platform.python_version()}
     path = Path(script)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script

@@ -32,7 +32,7 @@ SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
 
 _ANSWER_S = 3.0
-"""How long ranks get to say where they are, before they are stopped because others have waited for them in vain."""
+"""How long ranks get to report where they are, before they are stopped because others timed out or lost them."""
 
 _BOARD_INTERVAL_S = 1.0
 _ALONE_S = 3.0
@@ -205,7 +205,7 @@ class RankProcesses(ProcessContext):
         return sorted(set(self._pids) - set(self._exits))
 
     def _ask_where_ranks_are(self) -> None:
-        """Note where the ranks are that still run, where those that failed may have waited for them in vain."""
+        """Note where the ranks are that still run, unless a rank failed by an error of its own."""
         running = self._running()
         if not running or any(failure.cause is Cause.OWN_ERROR for failure in self._read_failures()):
             return

@@ -165,7 +165,7 @@ def _ask(folder: Path) -> bool:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads lists, dictionaries, texts and numbers, of which torch's dumps consist; nothing else, and runs no code."""
+    """Reads the lists, dictionaries, texts and numbers of torch's dumps; refuses anything else, and runs no code."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Refuse every class and function."""

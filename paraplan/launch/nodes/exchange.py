@@ -17,7 +17,7 @@ from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_sile
 
 _POLL_S = 0.1
 _FAREWELL_S = 10.0
-_PARTING_S = 1.0  # for nodes that come after a failure, to read why they wait in vain
+_PARTING_S = 1.0  # for nodes that come after a failure, to read why nobody comes
 _STORE_S = 60.0  # for one answer of the store, which a busy host may delay; how long nodes wait is their own affair
 
 
@@ -137,7 +137,7 @@ class _Exchange:
         return [self._store.get(f"text/{rank}").decode() for rank in range(self._num_nodes)]
 
     def _end(self, message: str) -> None:
-        """Tell the nodes that wait that it is in vain."""
+        """Tell the nodes that wait why the exchange has failed."""
         self._failed = True
         self._store.set("ended", message)
 

@@ -58,7 +58,7 @@ class Host:
 def read_host_file(path: Path) -> list[Host]:
     """Return the hosts of a file: a name a line, with `slots=8` (Open MPI, DeepSpeed) or `:8` (MPICH) after it.
 
-    Raises `ArgumentError` for a file that cannot be read, and for a line that is no host.
+    Raises `ArgumentError` for a file that cannot be read, and for a line that is not a host.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

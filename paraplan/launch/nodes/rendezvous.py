@@ -162,7 +162,7 @@ def _nobody_error(endpoint: Endpoint, silence: OSError, timeout_s: float) -> NoR
 
 
 def _stranger_error(endpoint: Endpoint, said: str) -> NoRendezvousError:
-    """Return the error of something that takes connections, and is no store of torch's."""
+    """Return the error of something that accepts connections and is not torch's store."""
     is_here = any(map(is_own_address, addresses_of(endpoint.host)))
     listener = find_listener(endpoint.port) if is_here else None
     who = f"another program, {listener}," if listener else "another program"

@@ -314,7 +314,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _leftovers(running: dict[int, int], sessions: set[int] | None) -> list[int]:
-    """Return the children of this process that are no ranks: orphans of ranks, handed up by the kernel."""
+    """Return the children of this process that are not ranks: orphans of ranks, handed up by the kernel."""
     own = os.getpid()
     return [
         pid
