@@ -35,10 +35,9 @@ class Cluster(Record):
         """Number of GPUs of all machines: the world size of a plan that uses them all."""
         return self.num_nodes * self.gpus_per_node
 
-    @property
-    def island_size(self) -> int:
-        """Size of the largest set of GPUs of one machine that NVLink or xGMI connects; 1 without such links."""
-        return max((len(island) for island in self.node.nvlink_islands), default=1)
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes} x {self.name}" if self.num_nodes > 1 else self.name
+        return f"{nodes}: {self.num_gpus} x {self.gpu.title}"
 
     @property
     def gpu_memory_bytes(self) -> int:

@@ -101,6 +101,9 @@ class Exported(Record):
     gaps: tuple[Gap, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return self.text
+
 
 def remarks(subject: Subject, gaps: Iterable[Gap], notes: Iterable[str]) -> list[str]:
     """Return the comment lines of an exported file."""

@@ -37,9 +37,8 @@ def gpus(count: int) -> str:
 def workload_lines(workload: Workload) -> list[str]:
     """Return what is trained, on what, and how, a sentence each."""
     model, cluster, training = workload.model, workload.cluster, workload.training
-    nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
     return [
-        f"{format_count(model.parameters.total)} parameters on {nodes}: {cluster.num_gpus} x {cluster.gpu.title}",
+        f"{format_count(model.parameters.total)} parameters on {cluster}",
         f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.title}",
     ]
 

@@ -15,10 +15,9 @@ if TYPE_CHECKING:  # the search, which an estimate does without
 def workload_lines(workload: Workload) -> tuple[str, ...]:
     """Return what is trained, on what, and how, a line each."""
     model, cluster, training = workload.model, workload.cluster, workload.training
-    nodes = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
     return (
         f"{model.name}, {format_count(model.parameters.total)} parameters",
-        f"{nodes}: {cluster.num_gpus} x {cluster.gpu.title}",
+        str(cluster),
         f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.title}",
     )
 

@@ -1,0 +1,128 @@
+"""Build the site: the pages of paraplan/docs, the notebook as it runs, and the API reference from the docstrings.
+
+    python scripts/build_site.py [FOLDER]        default: build/site
+
+A warning is an error: a link that leads nowhere, a page outside of the table of contents, a public name or one of its
+methods without a docstring. Styles and fonts come with the site, which needs no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import paraplan
+from paraplan.cli.explain import TOPICS
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "paraplan" / "docs"
+NOTEBOOK = PAGES / "planning.ipynb"
+GROUPS = {
+    "Read what is there": ("load_model", "load_cluster", "probe_topology", "read_topology", "load_calibration"),
+    "Plan": ("Workload", "TrainingSpec", "ParallelPlan", "Constraints", "estimate", "recommend", "check"),
+    "Answers": ("Estimate", "Recommendation", "PlanCheck"),
+    "Plans in files and in other tools": ("PlanFile", "load_plan", "export", "Exported", "import_plan", "ImportedPlan"),
+    "Records": ("ModelSpec", "Cluster", "NodeTopology"),
+    "Errors": ("ParaplanError", "PlanError", "NoPlanFitsError"),
+}
+CONFIGURATION = """
+project = "paraplan"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+html_theme = "furo"
+html_title = "paraplan"
+html_extra_path = ["extra"]
+highlight_language = "none"
+myst_heading_anchors = 3
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+"""
+
+
+def undescribed() -> Iterator[str]:
+    """Yield the public names, and the public methods and properties of classes, that have no docstring."""
+    for name in paraplan.__all__:
+        value = getattr(paraplan, name)
+        if name != "__version__" and not inspect.getdoc(value):
+            yield name
+        if inspect.isclass(value):
+            for member, found in vars(value).items():
+                is_described = isinstance(found, property | classmethod) or inspect.isfunction(found)
+                if is_described and not member.startswith("_") and not inspect.getdoc(found):
+                    yield f"{name}.{member}"
+
+
+def reference() -> str:
+    """Return the page of the API reference."""
+    listed = {name for names in GROUPS.values() for name in names}
+    left_out = set(paraplan.__all__) - listed - {"__version__"}
+    if left_out or listed - set(paraplan.__all__):
+        sys.exit(f"GROUPS and paraplan.__all__ differ: {sorted(left_out | (listed - set(paraplan.__all__)))}")
+    parts = ["# Python API\n", "Each name is one of `paraplan`, imported when it is first used.\n"]
+    for title, names in GROUPS.items():
+        parts.append(f"## {title}\n")
+        for name in names:
+            is_class = inspect.isclass(getattr(paraplan, name))
+            kind, options = ("autoclass", ":members:\n") if is_class else ("autofunction", "")
+            parts.append(f"```{{eval-rst}}\n.. {kind}:: paraplan.{name}\n{_indented(options)}```\n")
+    return "\n".join(parts)
+
+
+def _indented(options: str) -> str:
+    return "".join(f"   {line}\n" for line in options.splitlines())
+
+
+def contents() -> str:
+    """Return the first page with the table of contents."""
+    pages = "\n".join(TOPICS)
+    return (
+        "# paraplan\n\nChoose how to train a model on several GPUs, see what it costs, and run it.\n\n"
+        'A <a href="planning.html">notebook</a> shows the Python API at work.\n\n'
+        f"```{{toctree}}\n:maxdepth: 1\n\nreference\n{pages}\n```\n"
+    )
+
+
+def run_notebook(target: Path) -> None:
+    """Write the notebook as it runs, as a page."""
+    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--execute", str(NOTEBOOK), "--output", str(target)]
+    subprocess.run([*command, "--template", "basic"], check=True)
+
+
+def build(site: Path) -> None:
+    """Write the site. Ends the program where anything is missing or broken."""
+    missing = list(undescribed())
+    if missing:
+        sys.exit(f"no docstring: {', '.join(missing)}")
+    source = site.parent / f"{site.name}-source"
+    shutil.rmtree(source, ignore_errors=True)
+    (source / "extra").mkdir(parents=True)
+    for page in PAGES.glob("*.md"):
+        shutil.copy(page, source)
+    (source / "index.md").write_text(contents())
+    (source / "reference.md").write_text(reference())
+    (source / "conf.py").write_text(CONFIGURATION)
+    run_notebook((source / "extra" / "planning.html").resolve())
+    options = ["-W", "--keep-going", "-q", "-b", "html"]
+    done = subprocess.run([sys.executable, "-m", "sphinx", *options, str(source), str(site)], check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    print(f"the site is {site / 'index.html'}")
+
+
+def main() -> None:
+    """Build the site into the folder that is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "site")
+    build(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    main()
