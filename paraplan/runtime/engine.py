@@ -19,7 +19,7 @@ from paraplan.runtime.checkpoints.chunks import ShardLocation
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
-from paraplan.runtime.data_parallel.wrapping import reads_shards
+from paraplan.runtime.data_parallel.wrapping import complete_reductions, reads_shards
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
 from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
@@ -163,9 +163,8 @@ class Engine:
             reduction.begin()
         self._guarded(lambda: self._part.execution.train(micro_batches))
         self._batches.share_state()
-        for reduction in self._part.reductions if has_values else ():
-            reduction.check()
-            reduction.tell(self.num_steps)
+        if has_values:
+            complete_reductions(self._part.reductions, self.num_steps, self._lacking_of_all)
         totals = self._totals.sum("step", loss.tally, rule, has_values=has_values)
         for reduction in self._part.reductions:
             reduction.drop_unused(self.num_steps)
@@ -174,6 +173,10 @@ class Engine:
         self._losses.add(step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._options.checking.has_values)
         self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
         return totals
+
+    def _lacking_of_all(self, lacking: int) -> list[int]:
+        has_stages_in_ddp = self._plan.pp > 1 and self._mesh.replica_group is not None and not self._plan.zero_stage
+        return self._batches.meet("step", lacking) if has_stages_in_ddp else [lacking]
 
     def _update(self, factor: torch.Tensor | None) -> None:
         watch = self._options.watch

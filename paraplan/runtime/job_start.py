@@ -74,12 +74,8 @@ def init(
         )
     precision = _agreed_precision(precision, file)
     check_supported(chosen, precision=precision)
-    reason = compiled_reason(chosen, of_any_model=False) if is_compiled(file) else None
-    if reason is not None:
-        raise UnsupportedPlanError(
-            f"this runtime cannot execute the plan '{chosen.describe()}' with compiled blocks: {reason}",
-            hint="make the plan without --compile, or with other degrees",
-        )
+    if is_compiled(file):
+        _check_compilable(chosen)
     check_devices(chosen, torch.cuda.device_count())
     if is_fake and chosen.offload == "none":  # nothing is told apart, whatever torch.cuda says there
         world = replace(world, device=torch.device("cpu"))
@@ -141,6 +137,16 @@ def _metrics_every(given: int | None) -> int:
         name = METRICS_EVERY_VARIABLE if given is None else "metrics_every"
         raise UsageError(f"{name}={text} is not a number of steps", hint="give a whole number from 1")
     return int(text)
+
+
+def _check_compilable(plan: ParallelPlan) -> None:
+    """Raise `UnsupportedPlanError` for a plan under which no model's blocks can be compiled."""
+    reason = compiled_reason(plan, of_any_model=False)
+    if reason is not None:
+        raise UnsupportedPlanError(
+            f"this runtime cannot execute the plan '{plan.describe()}' with compiled blocks: {reason}",
+            hint="make the plan without --compile, or with other degrees",
+        )
 
 
 def _launched_plan() -> PlanFile | None:

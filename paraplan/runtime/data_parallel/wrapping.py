@@ -272,14 +272,10 @@ class ReplicaReduction:
         self._is_complete, self._missing = False, []
         self._versions = [-1 if one.grad is None else version_of(one.grad) for one in self._parameters]
 
-    def check(self) -> None:
-        """Raise `ModelError` where gradients were not summed, since a pipeline's last micro-batch lacks some."""
-        if not self._is_complete:
-            raise ModelError(
-                "some parameters are not used in the last micro-batch of a step, and the replicas of a pipeline stage "
-                "wait for all of them",
-                hint="turn them off with requires_grad_(False), or use job.prepare(find_unused=True)",
-            )
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients of the step are summed or on their way."""
+        return self._is_complete
 
     def complete(self) -> None:
         """Let DDP have zeros for the parameters that the backward pass has not reached, if there are any."""
@@ -317,6 +313,24 @@ class ReplicaReduction:
             places = [place for place in self._missing if self._versions[place] == -1]
             default_store().set(_UNUSED.format(rank=self._rank), json.dumps({"step": step, "places": places}))
         self._has_told = bool(self._missing)
+
+
+def complete_reductions(
+    reductions: Sequence[ReplicaReduction], step: int, of_all_ranks: Callable[[int], list[int]]
+) -> None:
+    """Have the replicas of a rank sum what the last micro-batch of `step` has left out.
+
+    Raises `ModelError` where some are still incomplete: on every rank of which `of_all_ranks` returns the numbers.
+    """
+    for reduction in reductions:
+        reduction.complete()
+        reduction.tell(step)
+    if any(of_all_ranks(sum(not one.is_complete for one in reductions))):
+        raise ModelError(
+            "some parameters are not used in the last micro-batch of a step, but in earlier ones, and the replicas of "
+            "a pipeline stage wait for all of them",
+            hint="turn them off with requires_grad_(False), or use job.prepare(find_unused=True)",
+        )
 
 
 def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction, ...]:

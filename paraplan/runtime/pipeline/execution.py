@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, has_some
+from paraplan.runtime.data_parallel.wrapping import reductions_of
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.pipeline.schedules import (
     MULTI,
@@ -81,12 +82,15 @@ class PipelineExecution:
         self._replicas = replicas
         self._unsharded = unsharded
         self._context = context
+        self._reductions = reductions_of(*(stage.called for stage in stages))
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
         self._hidden: OrderedDict[Any, list[HiddenShape]] = OrderedDict()
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run forward and backward passes, and leave the gradients of the weighted loss in place."""
         self._run(micro_batches, trains=True)
+        for reduction in self._reductions:  # before parameters of several stages are summed over these
+            reduction.complete()
         for stage in self._stages:
             _lay_out_gradients(stage.module)
         self._replicas.start(self._unsharded)

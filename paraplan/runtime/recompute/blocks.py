@@ -121,9 +121,10 @@ class _WrittenBuffers:
             for name, one in held.items()
             if self._names is None or name in self._names or name in normalized
         }
-        others = {name: version_of(one) for name, one in held.items() if name not in before}
+        versions = {name: version_of(one) for name, one in held.items()}
         yield before
-        late = [name for name, version in others.items() if version_of(held[name]) != version]
+        written = {name for name, version in versions.items() if version_of(held[name]) != version}
+        late = sorted(written - before.keys())
         if late:
             raise UnsupportedPlanError(
                 f"{type(self._block).__name__} writes its buffer {late[0]}, which its first forward pass did not; run "
@@ -131,7 +132,7 @@ class _WrittenBuffers:
                 hint="write the buffer in every forward pass, or use recompute=none",
             )
         if held and self._names is None:
-            self._names = {name for name, value in before.items() if not torch.equal(value, held[name])}
+            self._names = written
         for name in [name for name in before if name not in (self._names or ()) and name not in normalized]:
             del before[name]
 
