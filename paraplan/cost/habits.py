@@ -51,6 +51,7 @@ class Habits(Record):
     feature), 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and keeps 49).
     `is_autocast`: 16-bit training runs under autocast over fp32 parameters, which ZeRO gathers in 16 bits.
     `shards_with_fsdp`: every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones, as FSDP does.
+    `gathers_ends_alone`: an embedding and a head as large as a block are gathered and reduced for themselves.
     `frees_gradients`: gradients are allocated anew in every step; else they stand in buffers of their own.
     `optimizer_step`: how the optimizer goes over its parameters; foreach makes a copy of all of them, for_loop of one.
     `keeps_gathered_inputs`: under sequence parallelism matmuls keep their gathered inputs; Megatron-LM keeps a share of
@@ -111,6 +112,7 @@ class Habits(Record):
     gathers_each_weight: bool = False
     is_autocast: bool = False
     shards_with_fsdp: bool = False
+    gathers_ends_alone: bool = False
     frees_gradients: bool = False
     optimizer_step: Literal["foreach", "for_loop", "fused"] = "fused"
     allocates_every_receive: bool = False
@@ -156,6 +158,7 @@ PARAPLAN = Habits(
     copy_bytes=2,
     is_autocast=True,
     shards_with_fsdp=True,
+    gathers_ends_alone=True,
     frees_gradients=True,
     optimizer_step="foreach",
     allocates_every_receive=True,

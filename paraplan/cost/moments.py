@@ -15,7 +15,7 @@ def end_of_forward(rank: RankMemory) -> StageMemory:
     """Return the moment when all weights have their copies, and the loss has made its tensors."""
     kept = loss_memory.kept_bytes(rank) * (losses_in_flight(rank) - 1) + loss_memory.end_of_forward_bytes(rank)
     return rank.moment(
-        parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=True),
+        parameters=rank.gathered_bytes(num_blocks=0, end=rank.head_alone) + rank.copied_bytes(in_forward=True),
         gradients=rank.gradient_bytes(at_end=False),
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept,
         workspace=rank.unfinished_bytes,
@@ -31,7 +31,7 @@ def loss_backward(rank: RankMemory) -> StageMemory:
     """Return the moment when everything is kept, and the loss makes gradients of the size of the logits."""
     kept = loss_memory.kept_bytes(rank)
     return rank.moment(
-        parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=False),
+        parameters=rank.gathered_bytes(num_blocks=0, end=rank.head_alone) + rank.copied_bytes(in_forward=False),
         gradients=rank.gradient_bytes(at_end=False),
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept * losses_in_flight(rank),
         workspace=np.maximum(0.0, loss_memory.backward_bytes(rank) - kept) + rank.unfinished_bytes,
@@ -65,13 +65,20 @@ def block_backward(rank: RankMemory) -> StageMemory:
     """Return the moment when the last block's backward pass begins: its working set stands beside all that is kept."""
     key = rank.costs.key
     head = rank.costs.head_parameters[key] * rank.stage.is_last
-    fresh = head * np.where(rank.is_fsdp, rank.compute_bytes, np.where(rank.makes_gradients, FP32, 0.0))
+    fresh = np.where(rank.is_fsdp, waiting_head_bytes(rank), head * np.where(rank.makes_gradients, FP32, 0.0))
     return rank.moment(
         parameters=rank.gathered_bytes(num_blocks=2) + rank.copied_bytes(in_forward=False),
         gradients=rank.gradient_bytes(at_end=False) + fresh,
         activations=rank.kept_bytes + rank.passed_bytes + loss_memory.kept_bytes(rank) * (losses_in_flight(rank) - 1),
         workspace=_working_bytes(rank),
     )
+
+
+def waiting_head_bytes(rank: RankMemory) -> Floats:
+    """Return the gradient of the head's matrix under FSDP: as computed, or what its own reduction reads."""
+    head = rank.costs.head_parameters[rank.costs.key] * rank.stage.is_last
+    is_reduced = (rank.head_alone > 0) & (rank.table.zero_stage > 1)
+    return np.asarray(head * np.where(is_reduced, FP32, rank.compute_bytes))
 
 
 def _working_bytes(rank: RankMemory) -> Floats:
@@ -91,7 +98,7 @@ def where(happens: Mask, moment: StageMemory) -> StageMemory:
 def block_reduction(rank: RankMemory) -> StageMemory:
     """Return the moment when the last block's backward pass is done, and FSDP reduces its gradients."""
     key = rank.costs.key
-    head = rank.costs.head_parameters[key] * rank.stage.is_last * rank.compute_bytes
+    head = np.where((rank.head_alone > 0) & (rank.table.zero_stage > 1), 0.0, waiting_head_bytes(rank))
     blocks = np.maximum(rank.stage.num_blocks * rank.in_flight, 1.0)
     moment = rank.moment(
         parameters=rank.gathered_bytes(num_blocks=2),
@@ -111,13 +118,14 @@ def end_of_backward(rank: RankMemory) -> StageMemory:
     # The first gradient stays as it is: another one beside it is that of a later micro-batch, which has fewer others.
     is_first = rank.makes_gradients & rank.accumulates
     is_later = is_first & (embedding > of_one)
+    root = np.where(rank.embedding_alone > 0, rank.embedding_alone, rank.root_parameters - rank.head_alone)
     is_apart = rank.workload.habits.frees_gradients & (rank.table.zero_stage == 0) & (is_later | ~is_first)
     num_others = np.maximum(rank.in_flight - np.where(is_later, 2, 1), 0.0)
     others = of_one * num_others
     copies = rank.copied_bytes(in_forward=False) * num_others / np.maximum(rank.in_flight, 1.0)
     return rank.moment(
-        parameters=rank.gathered_bytes(num_blocks=0) + copies,
-        gradients=rank.gradient_bytes(at_end=True) + rank.reduced_bytes(rank.root_parameters),
+        parameters=rank.gathered_bytes(num_blocks=0, end=rank.embedding_alone) + copies,
+        gradients=rank.gradient_bytes(at_end=True) + rank.reduced_bytes(root),
         activations=others + rank.passed_bytes,
         workspace=np.where(is_apart, embedding, np.where(rank.table.zero_stage == 1, rank.bucket_bytes, 0.0)),
     )

@@ -143,13 +143,31 @@ class RankMemory:
         is_here = self.table.offload == OFFLOADS.index("none")
         return np.where(is_here, self.state_bytes * self.padding / self.state_shards, 0.0)
 
-    def gathered_bytes(self, *, num_blocks: int) -> Floats:
-        """Return what ZeRO has gathered while `num_blocks` blocks are in use.
+    @cached_property
+    def embedding_alone(self) -> Floats:
+        """Parameters of an embedding that FSDP gathers for its own passes; 0 where it is part of the root."""
+        return self._alone(self.costs.embedding_parameters[self.costs.key] * self.stage.is_first)
 
-        FSDP's stages 1 and 2 gather all for a step; stage 3 blocks as they are used, and all outside of the blocks for
-        a whole pass. Other ZeRO-3 gathers the largest unit and its successor, and lets go of what exceeds a limit.
+    @cached_property
+    def head_alone(self) -> Floats:
+        """Parameters of a head that FSDP gathers for its own passes; 0 where it is part of the root."""
+        return self._alone(self.costs.head_parameters[self.costs.key] * self.stage.is_last)
+
+    def _alone(self, end: Floats) -> Floats:
+        habits, model = self.workload.habits, self.workload.model
+        if not habits.gathers_ends_alone or model.tied_embeddings:
+            return np.zeros(len(self.table))
+        is_alone = self.is_fsdp & (self.table.pp == 1) & (end >= self.block_parameters)
+        return np.where(is_alone, end, 0.0)
+
+    def gathered_bytes(self, *, num_blocks: int, end: Floats | float = 0.0) -> Floats:
+        """Return what ZeRO has gathered while `num_blocks` blocks and the parameters of an `end` alone are in use.
+
+        FSDP's stages 1 and 2 gather all for a step; stage 3 blocks as they are used, and what is left outside of them
+        for a whole pass. Other ZeRO-3 gathers the largest unit and its successor, and lets go of what exceeds a limit.
         """
-        units = self.root_parameters + num_blocks * self.block_parameters
+        root = self.root_parameters - self.embedding_alone - self.head_alone
+        units = root + end + num_blocks * self.block_parameters
         if not self.workload.habits.shards_with_fsdp:
             units = np.maximum(
                 2 * np.maximum(self.block_parameters, self.root_parameters), self.workload.habits.live_elements
@@ -219,8 +237,8 @@ class RankMemory:
 
         Gradients that are freed after a step do not exist before the first backward pass. DDP's buckets do, and
         micro-batches add up beside them until the last one is reduced in them. FSDP's stage 1 adds up whole gradients
-        in fp32; the others reduce after every micro-batch, and what the reduction of the root reads stays until the
-        next one.
+        in fp32; the others reduce after every micro-batch, and what the last reduction reads, that of the root or of
+        an embedding alone, stays until the next one.
         """
         habits = self.workload.habits
         each = habits.gradient_bytes if self.is_mixed else FP32
@@ -232,7 +250,8 @@ class RankMemory:
         stands = before | at_end | (not habits.frees_gradients)
         replicated = whole * (stands | is_ddp) + np.where(is_ddp & before, whole, 0.0)
         shard = whole * self.padding / self.shards
-        reduced = np.where(self.table.zero_stage == 1, whole, shard + self.root_parameters * FP32)
+        last = np.where(self.embedding_alone > 0, self.embedding_alone, self.root_parameters - self.head_alone)
+        reduced = np.where(self.table.zero_stage == 1, whole, shard + last * FP32)
         fsdp = np.where(at_end, shard, np.where(before, reduced, 0.0))
         other = np.where(self.table.zero_stage >= 2, whole / self.shards, whole)
         # On their way to the host the shards of one unit at a time are here, which the reduction has anyway.

@@ -90,7 +90,7 @@ def _is_news(texts: tuple[str, ...], record: logging.LogRecord) -> bool:
 
 def _say_summary(job: JobRecord, elapsed_s: float) -> None:
     again = f", started {job.attempts} times" if job.attempts > 1 else ""
-    say(f"all ranks ended well after {elapsed_s:.1f} s{again}; logs: {shown_path(job.folder)}")
+    say(f"all ranks ended after {elapsed_s:.1f} s{again}; logs: {shown_path(job.folder)}")
 
 
 def _run(
@@ -118,7 +118,7 @@ def _run(
         say(f"{stop.sigval.name} ended the job; all ranks have been stopped")
         return 128 + int(stop.sigval)
     except SpawnerLostError as error:
-        say(f"{error}, and the ranks with it; often the system is out of memory")
+        say(f"{error}, and the ranks with it; the host may be out of memory")
         return 128 + signal.SIGKILL
     except (RendezvousError, DistError) as error:
         said, came = f"{type(error).__name__}: {error}", getattr(error, "__notes__", ())
@@ -205,7 +205,7 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
     mine = as_node_failure(job.failures, context)
     of_all = [mine]
     if job.store is not None and job.store.num_nodes > 1:
-        of_all = job.store.exchange_failures(mine, patience_s=_OTHER_NODES_S)
+        of_all = job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
         context = replace(context, is_host_gone=job.store.is_lost)
     first_of_all = first_node_failure(of_all)
     if first_of_all is mine:
@@ -243,7 +243,7 @@ def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:
     before, after = (one.estimate.peak_memory_bytes if one.estimate else None for one in (file, other))
     if after is None or (before is not None and after >= before):
         return None
-    return f"the plan '{other.plan.describe()}' would need {format_bytes(after)}: recommend --objective memory makes it"
+    return f"the plan '{other.plan.describe()}' would need {format_bytes(after)} (recommend --objective memory)"
 
 
 def shown_path(folder: RunFolder | None) -> str:

@@ -37,7 +37,7 @@ class LaunchParser(argparse.ArgumentParser):
         matches = super()._get_option_tuples(option_string)
         torchs = [match for match in matches if not set(match[0].option_strings) & set(OUR_OPTIONS)]
         candidates = torchs or matches
-        is_one_option = len({id(match[0]) for match in candidates}) == 1  # its spellings with - and _ are no choice
+        is_one_option = len({id(match[0]) for match in candidates}) == 1  # its spellings with - and _ are one
         return candidates[:1] if is_one_option else candidates
 
 

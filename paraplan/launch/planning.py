@@ -82,11 +82,14 @@ def make_plan(
     return json.dumps(answer["plan_file"], indent=2) + "\n"
 
 
-def _training_fields(options: tuple[str, ...]) -> dict[str, str]:
+def _training_fields(options: tuple[str, ...]) -> dict[str, str | int]:
     """Return the fields of a training that the options of `paraplan launch` name, in pairs of option and value."""
     names = {"global-batch": "global_batch_size", "seq-len": "seq_length"}
     pairs = zip(options[::2], options[1::2], strict=True)
-    return {names.get(word.removeprefix("--"), word.removeprefix("--")): value for word, value in pairs}
+    return {
+        names.get(word.removeprefix("--"), word.removeprefix("--")): int(value) if value.isdecimal() else value
+        for word, value in pairs
+    }
 
 
 def _no_plan(num_ranks: int, message: str, *, status: int, hint: str | None = None) -> PlanError:

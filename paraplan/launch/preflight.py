@@ -52,7 +52,7 @@ def check_gpus(gpus: Sequence[Gpu], needs: Needs) -> Findings:
             break
         if taken is None or taken < _TAKEN_BYTES:
             continue
-        text = f"GPU {gpu.index} is in use: {format_bytes(taken)} of its memory are taken"
+        text = f"GPU {gpu.index} is in use: {format_bytes(taken)} of its memory are used"
         if needs.peak_bytes is not None and total is not None and needs.peak_bytes > total - taken:
             problems.append(f"{text}, and the plan needs {format_bytes(needs.peak_bytes)}")
         else:
@@ -61,7 +61,7 @@ def check_gpus(gpus: Sequence[Gpu], needs: Needs) -> Findings:
     for gpu in used:
         most[gpu.name] = max(most.get(gpu.name, 0), gpu.nvlink_count or 0)
     warnings += [
-        f"GPU {gpu.index} has {gpu.nvlink_count or 0} of {most[gpu.name]} NVLinks up: collectives wait for it"
+        f"GPU {gpu.index} has {gpu.nvlink_count or 0} of {most[gpu.name]} NVLinks up: it slows every collective"
         for gpu in used
         if gpu.nvlink_count is not None and gpu.nvlink_count < most[gpu.name]
     ]

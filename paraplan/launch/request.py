@@ -39,7 +39,7 @@ class LaunchRequest:
 
     `nodes` and `nproc_per_node` are the spec's, or else the plan's or the machine's. `gpus` are the devices asked for,
     as CUDA_VISIBLE_DEVICES names them; None for all. `planner` says what to make a plan for
-    once the nodes have met; None where there is a plan, or the script makes one.
+    after the rendezvous; None where there is a plan, or the script makes one.
     """
 
     spec: LaunchSpec
@@ -192,7 +192,7 @@ def _check_hang_timeout(spec: LaunchSpec) -> None:
 def _check_streams(option: str, value: str) -> None:
     if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", value):
         raise ArgumentError(
-            f"--{option} {value} names no streams",
+            f"--{option} {value} is not a set of streams",
             hint="use 1 for stdout, 2 for stderr, 3 for both, 0 for none; or one for each local rank, such as 0:3,1:2",
         )
 
@@ -211,7 +211,7 @@ def _check_local_world(nproc_per_node: str, *, num_gpus: int) -> None:
             f"--nproc-per-node {nproc_per_node} is not a number of ranks", hint=f"use {_LOCAL_WORLD_WORDS}"
         ) from None
     if number < 1:
-        raise ArgumentError(f"--nproc-per-node {number} leaves no rank to start", hint=f"use {_LOCAL_WORLD_WORDS}")
+        raise ArgumentError(f"--nproc-per-node {number} starts no rank", hint=f"use {_LOCAL_WORLD_WORDS}")
 
 
 def forks_ranks(spec: LaunchSpec) -> bool:

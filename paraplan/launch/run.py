@@ -182,7 +182,7 @@ def _say_whether_planned(environment: dict[str, str], *, has_bootstrap: bool) ->
     marker = Path(environment[PLAN_READ_VARIABLE])
     if has_bootstrap and not marker.exists():
         say(
-            "the script has not read the plan, and ran without it; paraplan.runtime.init and job.prepare run a plan, "
+            "the script ran without its plan; paraplan.runtime.init and job.prepare run a plan, "
             "accelerate takes some of it"
         )
     marker.unlink(missing_ok=True)
@@ -250,5 +250,5 @@ def _open_log_folder(request: LaunchRequest, spawner: SpawnerHandle, *, keeps_lo
     elif not request.spec.log_dir and not keeps_logs:
         say(f"logs in {folder.path}")
     elif not request.spec.log_dir and not folder.path.is_relative_to(Path.cwd()):
-        say(f"{Path.cwd()} takes no new folder; logs in {folder.path}")
+        say(f"cannot write in {Path.cwd()}; logs in {folder.path}")
     return folder

@@ -30,7 +30,7 @@ class ScriptTraits:
 
 
 def read_traits(path: Path) -> ScriptTraits:
-    """Return the traits of the script at `path`; none for what is no Python text, or cannot be read.
+    """Return the traits of the script at `path`; none for a file that is not Python, or cannot be read.
 
     Only this file is read, not the modules that it imports.
     """

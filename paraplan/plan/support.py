@@ -29,9 +29,9 @@ def unsupported_reason(
     core or of all. Experts go over `tp` like other layers, not over `ep`.
     The optimizer may be offloaded under each of these, parameters under ZeRO-3.
     `num_blocks` is the number of repeated blocks of the model and `precision` that of the training; what is None is not
-    looked at. Blocks that torch.compile compiles (`compiled`) are neither split nor copied. Splits alone decide:
-    whether the plan fits in memory is another question, and whether a model's heads divide over `tp` or `cp` is seen
-    when it is prepared.
+    looked at. Blocks that torch.compile compiles (`compiled`) are not copied, nor split in any model. Splits alone
+    decide: whether the plan fits in memory is another question, and whether a model's heads divide over `tp` or `cp` is
+    seen when it is prepared.
     """
     reasons = (
         _axes_reason(plan),
@@ -71,10 +71,15 @@ def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int, ep: int = 1) -> str 
     return None
 
 
-def compiled_reason(plan: ParallelPlan) -> str | None:
-    """Return why torch.compile cannot compile the blocks of a model under `plan`, None where it can."""
+def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | None:
+    """Return why torch.compile cannot compile the blocks of a model under `plan`, None where it can.
+
+    Blocks that `tp` splits can be compiled where their code names no sizes of whole tensors: not `of_any_model`.
+    """
     if plan.tp > 1 and plan.sequence_parallel:
         return f"tp={plan.tp} with sequence parallelism: torch.compile does not follow code that sees split tokens"
+    if plan.tp > 1 and of_any_model:
+        return f"tp={plan.tp}: whether torch.compile follows split layers depends on the model's code"
     if plan.devices_per_process > 1:
         return f"devices_per_process={plan.devices_per_process}: DataParallel copies blocks anew in every step"
     if plan.virtual_pipeline_size > 1:

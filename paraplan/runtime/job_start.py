@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from paraplan.errors import PlanError, UsageError
+from paraplan.errors import PlanError, UnsupportedPlanError, UsageError
 from paraplan.plan.fake import FAKE_VARIABLE
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.support import check_supported
+from paraplan.plan.support import check_supported, compiled_reason
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.job import Job, is_compiled, leave_group
 from paraplan.runtime.mesh import build_mesh
@@ -73,7 +73,13 @@ def init(
             hint=f"start {chosen.world_size} ranks, or make a plan for {world.size}",
         )
     precision = _agreed_precision(precision, file)
-    check_supported(chosen, precision=precision, compiled=is_compiled(file))
+    check_supported(chosen, precision=precision)
+    reason = compiled_reason(chosen, of_any_model=False) if is_compiled(file) else None
+    if reason is not None:
+        raise UnsupportedPlanError(
+            f"this runtime cannot execute the plan '{chosen.describe()}' with compiled blocks: {reason}",
+            hint="make the plan without --compile, or with other degrees",
+        )
     check_devices(chosen, torch.cuda.device_count())
     if is_fake and chosen.offload == "none":  # nothing is told apart, whatever torch.cuda says there
         world = replace(world, device=torch.device("cpu"))

@@ -43,7 +43,7 @@ def test_help_says_what_the_command_does_and_lists_both_kinds_of_options(tmp_pat
     ("words", "said"),
     [
         ([], "no training script given"),
-        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node 0 leaves no rank to start"),
+        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node 0 starts no rank"),
         (["--nproc-per-node", "two ", "train.py"], "--nproc-per-node two "),
         (["--nproc-per-node", "tpu", "train.py"], "tpu"),
         (["no_such.py"], "there is no script no_such.py"),

@@ -75,7 +75,7 @@ def test_a_node_that_waits_in_vain_says_who_is_missing(sources: list[Path]) -> N
     where = f"127.0.0.1:{free_port()}"
     ((status, out, err),) = finish([start(sources[0], "--nnodes", "2", "--rdzv-endpoint", where, "--wait", "1")])
     assert status == 1
-    assert "1 of 2 nodes did not come" in err
+    assert "1 of 2 nodes did not reach" in err
     assert "missing node 1" in err
     assert "Traceback" not in err
     assert out == ""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paraplan.cost.blocks import block_costs
-from paraplan.cost.known_cuts import KnownCuts, ShardLayout
+from paraplan.cost.known_cuts import Cut, KnownCuts
 from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -17,7 +17,7 @@ MakeWorkload = Callable[..., Workload]
 def test_columns_grow_and_keep_what_was_known() -> None:
     known = KnownCuts()
     for first in range(0, 40, 4):
-        cuts: list[ShardLayout] = [(number, 0) for number in range(first, first + 4)]
+        cuts: list[Cut] = [(number, 0) for number in range(first, first + 4)]
         assert known.missing(cuts) == [0, 1, 2, 3]
         values = np.arange(first, first + 4, dtype=float)
         known.add(cuts, {"one": values, "many": values[:, None] * np.ones(3)})

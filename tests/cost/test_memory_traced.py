@@ -156,7 +156,9 @@ def compare(
     training = TrainingSpec(
         global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision=precision, attention=attention
     )
-    workload = Workload.of(spec, training, cluster_from_profile("dgx-h100"), load_link_speeds())
+    workload = Workload.of(
+        spec, training, cluster_from_profile("dgx-h100", num_nodes=-(-plan.world_size // 8)), load_link_speeds()
+    )
     # No library runs in a trace, so what cuBLAS keeps for itself is left out.
     workload = replace(workload, constants=workload.constants.replace(counts_matmul_workspaces=False))
     predicted = estimate_plan(workload, plan).memory[stage]

@@ -1,4 +1,8 @@
-"""Real launches: `launch(...)` runs the command with a script of the test; `scratch` shows what it left behind."""
+"""Launches: `launch(...)` runs the command with a script of the test; `scratch` shows what it left behind.
+
+`launch_forked(...)` does so in a process that is forked with torch imported, for tests of what a launch says and how
+its ranks end: it costs a fifth of one that starts interpreters. How launches start is for `launch` and `start`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from launching import Launch, Start, WriteScript, launcher_command, launcher_environment
+from forked_launch import Ended
+from forked_launch import launch_forked as run_forked
+from launching import ForkedLaunch, Launch, Start, WriteScript, launcher_command, launcher_environment
+from rank_harness import RankHarness
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,3 +75,11 @@ def start(tmp_path: Path, scratch: Path) -> Start:
         )
 
     return begin
+
+
+@pytest.fixture
+def launch_forked(tmp_path: Path, scratch: Path, ranks: RankHarness) -> ForkedLaunch:
+    def run(*arguments: object, **environment: str) -> Ended:
+        return run_forked(ranks, tmp_path, *map(str, arguments), environment={"TMPDIR": str(scratch)} | environment)
+
+    return run

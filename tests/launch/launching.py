@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from forked_launch import Ended
 from free_ports import free_port as free_port
 
 import paraplan
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
+ForkedLaunch = Callable[..., Ended]
 Start = Callable[..., "subprocess.Popen[str]"]
 WriteScript = Callable[[str], Path]
 

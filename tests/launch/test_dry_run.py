@@ -46,7 +46,7 @@ def test_the_environment_is_what_the_launcher_adds() -> None:
     assert environment["PARAPLAN_PLAN"] == "/plan.json"
 
 
-def test_two_nodes_have_ranks_one_after_the_other_and_the_given_meeting_point() -> None:
+def test_two_nodes_have_ranks_one_after_the_other_and_the_given_endpoint() -> None:
     run = plan_launch(request(nodes=2), ranks_per_node=4, target=target(4))
     assert [(rank.host, rank.local_rank) for rank in run.ranks[3:5]] == [("node 0", 3), ("node 1", 0)]
     assert run.ranks[4].environment["GROUP_RANK"] == "1"

@@ -49,15 +49,15 @@ def listener(answer: bytes | None) -> Iterator[int]:
 
 def test_an_endpoint_that_takes_connections_is_not_waited_for() -> None:
     with listener(None) as port:
-        assert await_answer(Endpoint("127.0.0.1", port), patience_s=PATIENCE_S) is None
+        assert await_answer(Endpoint("127.0.0.1", port), timeout_s=PATIENCE_S) is None
 
 
 @pytest.mark.parametrize(
     ("host", "reason"),
-    [("127.0.0.1", "connection refused: no launcher listens"), ("no-such-host.invalid", "no address of it is known")],
+    [("127.0.0.1", "connection refused: no launcher listens"), ("no-such-host.invalid", "no address is known for it")],
 )
 def test_why_nothing_answers_is_said_in_words(host: str, reason: str) -> None:
-    silence = await_answer(Endpoint(host, free_port()), patience_s=0.3)
+    silence = await_answer(Endpoint(host, free_port()), timeout_s=0.3)
     assert silence is not None
     assert describe_silence(silence).startswith(reason)
 
@@ -65,8 +65,8 @@ def test_why_nothing_answers_is_said_in_words(host: str, reason: str) -> None:
 @pytest.mark.parametrize("host", ["a" * 64, "gpu..a"])
 def test_what_cannot_be_a_host_name_is_refused_at_once(host: str) -> None:
     assert addresses_of(host) == []
-    with pytest.raises(UsageError, match=f"'{host}' is no host name"):
-        await_answer(Endpoint(host, free_port()), patience_s=PATIENCE_S)
+    with pytest.raises(UsageError, match=f"'{host}' is not a host name"):
+        await_answer(Endpoint(host, free_port()), timeout_s=PATIENCE_S)
 
 
 def test_a_connection_that_nothing_answers_may_be_a_firewalls_doing() -> None:

@@ -70,7 +70,7 @@ def test_a_node_whose_ranks_only_lost_connections_points_to_the_other_nodes() ->
     lost = [failed(rank, cause=Cause.COMMUNICATION, record=deep_error(9)) for rank in (2, 3)]
     lines = render_failures(lost, ReportContext(hostname="node7", num_nodes=2)).splitlines()
     assert lines[0].startswith("paraplan: rank 2 lost a connection: ")
-    assert "another node's launcher says why" in lines[1]
+    assert "see the launcher of another node" in lines[1]
     assert MAX_REPORT_LINES - 1 <= len(lines) <= MAX_REPORT_LINES  # a frame is shown whole or not at all
     assert "another node" not in render_failures(lost, CONTEXT)
 

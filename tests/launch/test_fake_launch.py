@@ -369,7 +369,7 @@ def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
         (["--fake", "8", "--seq-len", "64"], "there is no --model"),
         (
             ["--fake", "12", "--model", "gpt2", "--global-batch", "24", "--profile", "dgx-h100"],
-            "--fake 12 is no multiple of the 8 GPUs of a dgx-h100",
+            "--fake 12 is not a multiple of the 8 GPUs of a dgx-h100",
         ),
     ],
 )

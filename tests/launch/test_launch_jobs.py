@@ -16,6 +16,7 @@ from typing import IO
 import pytest
 from launching import (
     PATIENCE_S,
+    ForkedLaunch,
     Launch,
     Start,
     WriteScript,
@@ -52,18 +53,17 @@ def read_ranks(prefix: Path, number: int) -> list[dict[str, object]]:
     return [json.loads(Path(f"{prefix}{rank}").read_text()) for rank in range(number)]
 
 
-@pytest.mark.parametrize(
-    ("start_method", "more", "has_torch"),
-    [
-        ("spawn", "import typing_extensions", True),
-        ("spawn", "", False),  # what imports the standard library alone is forked from a process without torch
-        ("exec", "import typing_extensions", False),
-    ],
+START_METHODS = (
+    ("spawn", "import typing_extensions", True),
+    ("spawn", "", False),  # what imports the standard library alone is forked from a process without torch
+    ("exec", "import typing_extensions", False),
 )
+
+
 def test_a_rank_sees_what_it_sees_under_torchrun(
-    tmp_path: Path, scratch: Path, script: WriteScript, launch: Launch, start_method: str, more: str, has_torch: bool
+    tmp_path: Path, scratch: Path, script: WriteScript, launch: Launch
 ) -> None:
-    train = script(dedent(SHOW_RANK) + more)
+    train = script(SHOW_RANK)
     words = ["--nproc-per-node=2", "--max-restarts=3", train.name]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "theirs"), "--x", "--"],
@@ -74,14 +74,17 @@ def test_a_rank_sees_what_it_sees_under_torchrun(
     )
     assert done.returncode == 0, done.stderr
     theirs = read_ranks(tmp_path / "theirs", 2)  # the path is part of argv, so both write to the same
-    ours = launch(f"--start-method={start_method}", *words, tmp_path / "theirs", "--x", "--")
-    assert ours.returncode == 0, ours.stderr
-    for their, our in zip(theirs, read_ranks(tmp_path / "theirs", 2), strict=True):
-        their_environment, our_environment = their.pop("environment"), our.pop("environment")
-        assert our == their | {"has_torch": has_torch}
-        assert our_environment.keys() == their_environment.keys()
-        for name in their_environment.keys() - CHOSEN_BY_EACH_JOB:
-            assert our_environment[name] == their_environment[name], name
+    environments = [their.pop("environment") for their in theirs]
+    for start_method, more, has_torch in START_METHODS:
+        script(dedent(SHOW_RANK) + more)
+        ours = launch(f"--start-method={start_method}", *words, tmp_path / "theirs", "--x", "--")
+        assert ours.returncode == 0, ours.stderr
+        for their, known, our in zip(theirs, environments, read_ranks(tmp_path / "theirs", 2), strict=True):
+            environment = our.pop("environment")
+            assert our == their | {"has_torch": has_torch}
+            assert environment.keys() == known.keys()
+            for name in known.keys() - CHOSEN_BY_EACH_JOB:
+                assert environment[name] == known[name], name
 
 
 def test_a_dry_run_tells_the_environment_that_ranks_then_have(
@@ -98,7 +101,7 @@ def test_a_dry_run_tells_the_environment_that_ranks_then_have(
 
 
 def test_the_rank_that_failed_is_named_though_another_ended_before_it(
-    scratch: Path, script: WriteScript, launch: Launch
+    scratch: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     train = script(
         """
@@ -116,7 +119,7 @@ def test_the_rank_that_failed_is_named_though_another_ended_before_it(
         dist.all_reduce(torch.ones(1))
         """
     )
-    done = launch("--nproc-per-node", 3, train)
+    done = launch_forked("--nproc-per-node", 3, train)
     report = done.stderr[done.stderr.index("paraplan: rank") :].splitlines()
     assert report[0] == "paraplan: rank 2 failed first: ValueError: the real bug"
     assert report[-1].strip() == "ValueError: the real bug"
@@ -135,7 +138,7 @@ def test_the_rank_that_failed_is_named_though_another_ended_before_it(
     ],
 )
 def test_a_job_ends_with_the_status_of_the_rank_that_failed(
-    scratch: Path, script: WriteScript, launch: Launch, ending: str, status: int, words: str
+    scratch: Path, script: WriteScript, launch_forked: ForkedLaunch, ending: str, status: int, words: str
 ) -> None:
     train = script(
         f"""
@@ -145,7 +148,7 @@ def test_a_job_ends_with_the_status_of_the_rank_that_failed(
         time.sleep(600)
         """
     )
-    done = launch("--nproc-per-node", 2, train)
+    done = launch_forked("--nproc-per-node", 2, train)
     assert done.returncode == status
     assert f"paraplan: rank 1 failed first: {words}" in done.stderr
     assert "rank 0 because the launcher stopped it" in done.stderr
@@ -162,7 +165,9 @@ def test_ranks_that_torch_starts_itself_are_reported_too(scratch: Path, script: 
     assert names_in(scratch) == []
 
 
-def test_a_plan_sets_the_ranks_and_reaches_them(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
+def test_a_plan_sets_the_ranks_and_reaches_them(
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
+) -> None:
     (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=1, pp=2, pipeline_schedule="gpipe")).to_json())
     train = script(
         """
@@ -178,7 +183,7 @@ def test_a_plan_sets_the_ranks_and_reaches_them(tmp_path: Path, script: WriteScr
             raise PlanError("the model is another one", hint="make a plan for this model")
         """
     )
-    done = launch("--plan", "plan.json", train)
+    done = launch_forked("--plan", "plan.json", train)
     assert f"plan 0 2 {tmp_path / 'plan.json'}" in done.stdout
     assert done.returncode == 2
     report = done.stderr[done.stderr.index("paraplan: rank") :].splitlines()
@@ -188,7 +193,9 @@ def test_a_plan_sets_the_ranks_and_reaches_them(tmp_path: Path, script: WriteScr
     assert "Traceback" not in done.stderr
 
 
-def test_failed_ranks_are_started_again_as_often_as_allowed(script: WriteScript, launch: Launch, scratch: Path) -> None:
+def test_failed_ranks_are_started_again_as_often_as_allowed(
+    script: WriteScript, launch_forked: ForkedLaunch, scratch: Path
+) -> None:
     train = script(
         """
         import os, sys
@@ -199,9 +206,9 @@ def test_failed_ranks_are_started_again_as_often_as_allowed(script: WriteScript,
     )
     long_path = scratch / ("x" * 200)  # no socket of the launcher's has a path in it
     long_path.mkdir()
-    done = launch("--nproc-per-node", 2, "--max-restarts", 1, train, TMPDIR=str(long_path))
+    done = launch_forked("--nproc-per-node", 2, "--max-restarts", 1, train, TMPDIR=str(long_path))
     assert (done.returncode, done.stdout.count("attempt 1 of 1")) == (0, 2), done.stderr
-    again = "the script ended itself with exit code 5; all ranks start again (0 of 1 restarts left)"
+    again = "the script ended itself with exit code 5; restarting all ranks (0 of 1 restarts left)"
     assert again in done.stderr
     assert "started 2 times" in done.stderr
     assert names_in(long_path) == []

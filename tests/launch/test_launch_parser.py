@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import Launch, WriteScript
+from launching import ForkedLaunch, WriteScript
 from torch.distributed.run import get_args_parser
 
 from paraplan.launch.parser import OUR_OPTIONS, build_parser, parse_arguments
@@ -114,10 +114,10 @@ def test_mistakes_are_one_sentence_with_something_to_do(words: list[str]) -> Non
 
 
 def test_options_of_previews_are_refused_where_real_ranks_would_leave_them_out(
-    launch: Launch, script: WriteScript
+    launch_forked: ForkedLaunch, script: WriteScript
 ) -> None:
     for words in (["--json"], ["--profile", "dgx-h100"], ["--fake-rank", "2"]):
-        done = launch(*words, script("raise SystemExit(3)"))
+        done = launch_forked(*words, script("raise SystemExit(3)"))
         assert done.returncode == 2
         assert done.stderr.startswith(f"error: {words[0]} ")
         assert "--fake" in done.stderr

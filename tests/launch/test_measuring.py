@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,19 +33,9 @@ def test_one_gpu_has_no_link_to_measure() -> None:
         measure_machine(node, cluster=None, on_gpus=True, max_seconds=1, environment={})
 
 
-@pytest.fixture
-def heeds_interrupts() -> Iterator[None]:
-    """Let children heed Ctrl-C, also where this process was started in the background and ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the children of a process in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_ranks_end_with_the_process_that_asked_for_them(
-    number: signal.Signals, tmp_path: Path, heeds_interrupts: None
-) -> None:
+def test_ranks_end_with_the_process_that_asked_for_them(number: signal.Signals, tmp_path: Path) -> None:
     asking = subprocess.Popen(
         [sys.executable, "-m", "paraplan", "topo", "--measure", "--ranks", "2", "--seconds", "300"],
         env=os.environ | {"TMPDIR": str(tmp_path)},

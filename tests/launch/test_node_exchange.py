@@ -76,7 +76,7 @@ def test_a_rank_that_two_nodes_claim_is_refused() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         first, *claims = [pool.submit(come, rank, name) for rank, name in ((0, "a"), (1, "b"), (1, "c"))]
-        refused, _ = wait(claims, return_when=FIRST_COMPLETED)  # the meeting lasts until node 2 comes, at the very end
+        refused, _ = wait(claims, return_when=FIRST_COMPLETED)  # the exchange lasts until node 2 comes, at the very end
         with pytest.raises(UsageError, match="--node-rank 1 is taken"):
             refused.pop().result()
         last = pool.submit(come, 2, "d")
@@ -119,5 +119,5 @@ def test_endpoints_are_read_in_each_form(text: str, host: str, port: int) -> Non
 
 @pytest.mark.parametrize("text", ["", ":1234", "gpu-a:", "gpu-a:x", "gpu-a:70000", "gpu-a:0"])
 def test_other_endpoints_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no HOST:PORT"):
+    with pytest.raises(UsageError, match="is not HOST:PORT"):
         Endpoint.parse(text)

@@ -35,7 +35,7 @@ def at_once(calls: list[Callable[[], T]]) -> list[T]:
 def test_every_node_reads_the_failures_of_all_and_names_the_same_first_one() -> None:
     told = [failure("a", Cause.COMMUNICATION, 1), failure("b", Cause.OWN_ERROR, 5), failure("c", Cause.STOPPED, 0)]
     nodes = stores(3)
-    calls = [lambda node=node: nodes[node].exchange_failures(told[node], patience_s=PATIENCE_S) for node in range(3)]
+    calls = [lambda node=node: nodes[node].exchange_failures(told[node], timeout_s=PATIENCE_S) for node in range(3)]
     for found in at_once(calls):
         assert {item.host for item in found} == {"a", "b", "c"}
         assert first_node_failure(found) == told[1]
@@ -45,7 +45,7 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
     first, second = stores(2)
     assert not second.has_failure_elsewhere()
     mine = failure("a", Cause.OWN_ERROR, 1)
-    assert first.exchange_failures(mine, patience_s=0.2) == [mine]
+    assert first.exchange_failures(mine, timeout_s=0.2) == [mine]
     assert second.has_failure_elsewhere()
     assert not first.has_failure_elsewhere()
 

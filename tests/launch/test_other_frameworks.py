@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Launch, WriteScript
+from launching import ForkedLaunch, Launch, WriteScript
 from torch import nn
 
 pytestmark = pytest.mark.ranks
@@ -60,10 +60,10 @@ MESH = """
 
 
 def test_a_script_with_a_device_mesh_goes_on_from_its_distributed_checkpoint_after_a_restart(
-    tmp_path: Path, script: WriteScript, launch: Launch
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     train = script(MESH)
-    broken = launch("--nproc-per-node", 4, "--max-restarts", 1, train, tmp_path / "checkpoint", 2)
+    broken = launch_forked("--nproc-per-node", 4, "--max-restarts", 1, train, tmp_path / "checkpoint", 2)
     assert broken.returncode == 0, broken.stderr
     assert "started 2 times" in broken.stderr
     assert (tmp_path / "checkpoint" / ".metadata").exists()

@@ -6,12 +6,12 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from launching import Launch, WriteScript
+from launching import ForkedLaunch, WriteScript
 
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 
-NOT_READ = "the script has not read the plan, and ran without it"
+NOT_READ = "the script ran without its plan"
 MEET = (
     "import torch.distributed as dist\nfrom paraplan import runtime\nfrom paraplan.plan.parallel import ParallelPlan\n"
 )
@@ -28,25 +28,27 @@ SCRIPTS = {
     [("plain", []), ("exits", ["--log-dir", "logs"]), ("runtime", ["--log-dir", "logs"]), ("another plan", [])],
 )
 def test_a_script_that_does_not_read_its_plan_is_told_of(
-    name: str, logs: list[str], tmp_path: Path, script: WriteScript, launch: Launch
+    name: str, logs: list[str], tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     text, is_told = SCRIPTS[name]
     (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
-    done = launch("--plan", "plan.json", *logs, script(text))
+    done = launch_forked("--plan", "plan.json", *logs, script(text))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(NOT_READ) == is_told
     assert not [*tmp_path.rglob("plan-read")]
 
 
-def test_without_a_plan_nothing_is_said_of_one(script: WriteScript, launch: Launch) -> None:
-    done = launch("--nproc-per-node", 2, script("print('trained')"))
+def test_without_a_plan_nothing_is_said_of_one(script: WriteScript, launch_forked: ForkedLaunch) -> None:
+    done = launch_forked("--nproc-per-node", 2, script("print('trained')"))
     assert done.returncode == 0
     assert NOT_READ not in done.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
-def test_a_plan_that_accelerate_takes_was_read(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
+def test_a_plan_that_accelerate_takes_was_read(
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
+) -> None:
     (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
-    done = launch("--plan", "plan.json", script("from accelerate import Accelerator\nAccelerator(cpu=True)"))
+    done = launch_forked("--plan", "plan.json", script("from accelerate import Accelerator\nAccelerator(cpu=True)"))
     assert done.returncode == 0, done.stderr
     assert NOT_READ not in done.stderr

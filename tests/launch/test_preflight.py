@@ -36,10 +36,10 @@ def test_free_gpus_with_all_links_up_are_fine() -> None:
 
 def test_a_gpu_in_use_is_named_and_is_a_problem_where_the_plan_no_longer_fits() -> None:
     gpus = [gpu(0), gpu(1, memory_used_bytes=30 * GIB)]
-    assert check_gpus(gpus, Needs(num_ranks=2)).warnings == ("GPU 1 is in use: 30.0 GiB of its memory are taken",)
+    assert check_gpus(gpus, Needs(num_ranks=2)).warnings == ("GPU 1 is in use: 30.0 GiB of its memory are used",)
     assert check_gpus(gpus, Needs(num_ranks=1)).warnings == ()  # no rank will use it
     found = check_gpus(gpus, Needs(num_ranks=2, peak_bytes=60 * GIB))
-    assert found.problems == ("GPU 1 is in use: 30.0 GiB of its memory are taken, and the plan needs 60.0 GiB",)
+    assert found.problems == ("GPU 1 is in use: 30.0 GiB of its memory are used, and the plan needs 60.0 GiB",)
 
 
 def test_a_plan_for_larger_gpus_is_a_problem() -> None:
@@ -49,7 +49,7 @@ def test_a_plan_for_larger_gpus_is_a_problem() -> None:
 
 def test_a_gpu_with_links_down_is_named() -> None:
     found = check_gpus([gpu(0), gpu(1, nvlink_count=16)], Needs(num_ranks=2))
-    assert found.warnings == ("GPU 1 has 16 of 18 NVLinks up: collectives wait for it",)
+    assert found.warnings == ("GPU 1 has 16 of 18 NVLinks up: it slows every collective",)
 
 
 @pytest.mark.parametrize(

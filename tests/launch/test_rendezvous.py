@@ -65,17 +65,17 @@ def spec(endpoint: str = "127.0.0.1:29400") -> LaunchSpec:
     ("said", "endpoint", "message"),
     [
         ("RendezvousClosedError: ", "127.0.0.1:29400", "the job at 127.0.0.1:29400 has ended: another node"),
-        ("RendezvousTimeoutError: ", "127.0.0.1:29400", "fewer than 2 nodes came to 127.0.0.1:29400 in time"),
+        ("RendezvousTimeoutError: ", "127.0.0.1:29400", "fewer than 2 nodes reached 127.0.0.1:29400 in time"),
         (
             "The client socket has timed out while trying to connect",
             "127.0.0.1:29400",
             "nothing answers at 127.0.0.1:29400",
         ),
-        ("anything", "no-such-host.invalid:1", "no address of no-such-host.invalid is known"),
+        ("anything", "no-such-host.invalid:1", "this node knows no address of no-such-host.invalid"),
         (
             "a new text.\nframes",
             "127.0.0.1:1",
-            "the nodes could not meet at 127.0.0.1:1: a new text",
+            "rendezvous at 127.0.0.1:1 failed: a new text",
         ),
         ("EADDRINUSE port: 1", "127.0.0.1:29400", "port 1 of this host is taken"),
     ],
@@ -88,7 +88,7 @@ def test_what_torch_says_becomes_a_sentence_with_the_address_and_what_it_means(
     assert error.hint
 
 
-def test_the_nodes_that_came_to_an_elastic_meeting_are_named() -> None:
+def test_the_nodes_that_joined_an_elastic_rendezvous_are_named() -> None:
     assert (
         "here are gpu-a, gpu-b"
         in rendezvous_error("RendezvousTimeoutError: ", spec(), NodeRange(3, 3), came=["gpu-a", "gpu-b"]).message
@@ -98,14 +98,14 @@ def test_the_nodes_that_came_to_an_elastic_meeting_are_named() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "nnodes", "warning"),
     [
-        ("no-such-host.invalid:29500", "2", "no address of no-such-host.invalid"),
+        ("no-such-host.invalid:29500", "2", "this node knows no address of no-such-host.invalid"),
         ("no-such-host.invalid:29500", "1", ""),
-        ("127.0.0.1:2", "2", "nodes are to meet at 127.0.0.1, which no other machine reaches"),
+        ("127.0.0.1:2", "2", "other machines cannot reach the rendezvous at 127.0.0.1"),
         ("127.0.0.1:2", "1", ""),
         ("192.0.2.1:2", "2", ""),  # an address of documentation, RFC 5737
     ],
 )
-def test_a_meeting_point_that_nodes_cannot_reach_is_said_before_it_is_waited_for(
+def test_an_endpoint_that_nodes_cannot_reach_is_said_before_it_is_waited_for(
     endpoint: str, nnodes: str, warning: str
 ) -> None:
     warnings = rendezvous_warnings(spec(endpoint), NodeRange.parse(nnodes))
@@ -123,11 +123,11 @@ def test_ctrl_c_while_other_nodes_are_waited_for_ends_the_launch_in_one_line(
     scratch: Path, script: WriteScript, start: Start
 ) -> None:
     port, silent_port = free_port(), free_port()
-    meeting = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint")
+    rendezvous = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint")
     train = script("raise SystemExit(3)")
     with (
-        start(*meeting, f"127.0.0.1:{port}", train) as host,
-        start(*meeting, f"127.0.0.1:{silent_port}", "--rdzv-conf", "is_host=0", train) as guest,
+        start(*rendezvous, f"127.0.0.1:{port}", train) as host,
+        start(*rendezvous, f"127.0.0.1:{silent_port}", "--rdzv-conf", "is_host=0", train) as guest,
     ):
         assert guest.stderr is not None
         read_until(guest.stderr, lambda text: f"waiting for 127.0.0.1:{silent_port}: connection refused" in text)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from training_cases import Decoder, Layer
 
+from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.recompute.blocks import recompute_in_backward
 from paraplan.runtime.structure.blocks import find_blocks
 
@@ -78,3 +79,28 @@ def test_recompute_keeps_gradients_names_and_dropout() -> None:
     assert passes == 2
     assert names == ["linear.weight", "linear.bias"]
     assert torch.equal(*gradients)
+
+
+class WarmingUp(nn.Module):
+    """Counts its passes in a buffer from the second one on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("passes", torch.zeros(()))
+        self.is_warm = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.is_warm:
+            self.passes += 1
+        self.is_warm = True
+        return self.linear(hidden)
+
+
+def test_a_buffer_that_is_written_only_later_is_refused_where_a_block_runs_again() -> None:
+    block = WarmingUp()
+    recompute_in_backward(block)
+    given = torch.ones(2, 4, requires_grad=True)
+    block(given).sum()
+    with pytest.raises(UnsupportedPlanError, match="WarmingUp writes its buffer passes, which its first forward pass"):
+        block(given)

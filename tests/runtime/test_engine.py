@@ -342,6 +342,7 @@ def test_split_blocks_that_cannot_be_compiled_are_named(ranks: RankHarness) -> N
     assert "compile_backend with tp=2: the code of block layers.0 needs the sizes of whole tensors" in block
     assert "compile_backend='aot_eager' with tp=2 with sequence parallelism" in asked
     assert "cannot execute the plan" in planned
+    assert "with compiled blocks" in planned
     assert "tp=2 with sequence parallelism: torch.compile does not follow" in planned
 
 

@@ -227,7 +227,7 @@ def test_compiled_blocks_are_neither_split_nor_copied(workload: MakeWorkload) ->
     for chunk in space.chunks():
         assert set(chunk.table.tp.tolist()) == {1}
         assert set(chunk.table.virtual.tolist()) == {1}
-    assert space.rejected["layers that are split run code that torch.compile does not follow"] > 0
+    assert space.rejected["whether torch.compile follows split layers depends on the model's code"] > 0
     assert space.rejected["copies of blocks are not compiled"] > 0
 
 

@@ -1,4 +1,4 @@
-"""torch's agent of one node with a word before each start of its ranks: the nodes have met, and compare notes."""
+"""torch's agent of one node; before each start of the ranks the nodes compare versions and get a plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOOK_INTERVAL_S = 1.0
 
 @dataclass(frozen=True)
 class Round:
-    """The nodes that have met for one start of the ranks, and this node's place among them."""
+    """The nodes of one rendezvous, which start ranks together, and this node's place among them."""
 
     store: NodeStore
     world_size: int
@@ -40,7 +40,7 @@ class Round:
 
 
 class NodeAgent(ElasticAgent):
-    """torch's local agent that calls `before_start` once its nodes have met, and before their ranks start."""
+    """torch's local agent that calls `before_start` after each rendezvous, before the ranks start."""
 
     def __init__(self, *arguments: Any, before_start: Callable[[Round], None], job: JobRecord, **options: Any) -> None:
         """Take torch's arguments, `before_start`, and the record of the job."""
@@ -55,8 +55,8 @@ class NodeAgent(ElasticAgent):
         """Return how the ranks are, and start them again where a node was lost."""
         result = super().monitor_workers(group)
         if result.state == WorkerState.HEALTHY and self._has_lost_nodes(group):
-            others = "meet again without it" if self._may_go_on_without(group) else "wait for it"
-            self._tell_restart(f"a node has not been heard of for a while; the others {others}")
+            then = "restarting the other nodes without it" if self._may_go_on_without(group) else "waiting for it"
+            self._tell_restart(f"a node is lost: {then}")
             self.restart_workers(group)  # as torch does for a node that is new: it counts as no failure
         elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self.restarts_left > 0:
             self._tell_failure()
@@ -69,7 +69,7 @@ class NodeAgent(ElasticAgent):
         group = self.get_worker_group()
         left, allowed = self.restarts_left - 1, group.spec.max_restarts
         what = describe_failures(self._job.failures, num_nodes=group.group_world_size or 1)
-        self._tell_restart(f"{what}; all ranks start again ({left} of {allowed} restarts left)")
+        self._tell_restart(f"{what}; restarting all ranks ({left} of {allowed} restarts left)")
 
     def _tell_restart(self, reason: str) -> None:
         self._is_restart_told = True
@@ -78,7 +78,7 @@ class NodeAgent(ElasticAgent):
     def restart_workers(self, group: WorkerGroup) -> None:
         """Start all ranks again, and say why."""
         if not self._is_restart_told:  # torch does so for no other reason
-            say("another node has come; all meet again with it")
+            say("a node joined: restarting all ranks")
         self._is_restart_told = False
         super().restart_workers(group)
 
@@ -108,9 +108,9 @@ class NodeAgent(ElasticAgent):
         super().wait_for_nodes()
 
     def rendezvous(self, group: WorkerGroup) -> None:
-        """Meet the other nodes; an error says which have come."""
+        """Wait for the other nodes; an error says which have come."""
         # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
-        # waits in vain to be told, and one that stays looks for a store on a node that may be gone.
+        # is never told, and one that stays looks for a store on a node that may be gone.
         handler = group.spec.rdzv_handler
         forget_store_of_ranks(handler)
         try:
@@ -163,7 +163,7 @@ class RoundPreparation:
     _accelerate: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, this_round: Round) -> None:
-        """Prepare one start. Raises `PlanError` where no plan can be made for the nodes that have met."""
+        """Prepare one start. Raises `PlanError` where no plan can be made for these nodes."""
         try:
             self._prepare(this_round)
         except RemoteError as error:
@@ -184,7 +184,7 @@ class RoundPreparation:
             is_new = not chosen.items() <= self.environment.items()
             self.environment.update(chosen)
             if is_new:
-                say(f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: the way to {host}")
+                say(f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: to reach {host}")
         self.num_rounds += 1
         if self.planner is not None:
             self._plan(this_round, self.planner)
@@ -217,13 +217,13 @@ class RoundPreparation:
         self.job.plan = PlanFile.from_json(text, source=str(path))
         self.environment[self.plan_variable] = str(path)
         if this_round.store.node == 0:
-            ranks = "1 rank that is" if this_round.world_size == 1 else f"{this_round.world_size} ranks that are"
-            again = "" if before is None else f", made again for the {ranks} left or new"
+            num_ranks = this_round.world_size
+            again = "" if before is None else f", made anew for {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
             say(f"plan: {self.job.plan.plan.describe()}{again}")
 
 
 def node_facts(script: str, *, first_node: str) -> NodeFacts:
-    """Return the facts of this node; the digest of a script that is no file is its name."""
+    """Return the facts of this node; the digest of anything but a file is its name."""
     known = {"torch": str(torch.__version__), "paraplan": paraplan.__version__, "python": platform.python_version()}
     path = Path(script)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script

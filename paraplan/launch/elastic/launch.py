@@ -96,7 +96,7 @@ def run_agent(
 ) -> dict[int, Any]:
     """Run the job on this node under torch's elastic agent, until all ranks have ended.
 
-    `before_start` is called with the nodes that have met, before their ranks start. Raises torch's ChildFailedError for
+    `before_start` is called after each rendezvous, before the ranks start. Raises torch's ChildFailedError for
     a failed rank, its SignalException for a signal, and its rendezvous errors.
     """
     start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)

@@ -32,7 +32,7 @@ SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
 
 _ANSWER_S = 3.0
-"""How long ranks get to say where they are, before they are stopped because others have waited for them in vain."""
+"""How long ranks get to report where they are, before they are stopped because others timed out or lost them."""
 
 _BOARD_INTERVAL_S = 1.0
 _ALONE_S = 3.0
@@ -205,7 +205,7 @@ class RankProcesses(ProcessContext):
         return sorted(set(self._pids) - set(self._exits))
 
     def _ask_where_ranks_are(self) -> None:
-        """Note where the ranks are that still run, where those that failed may have waited for them in vain."""
+        """Note where the ranks are that still run, unless a rank failed by an error of its own."""
         running = self._running()
         if not running or any(failure.cause is Cause.OWN_ERROR for failure in self._read_failures()):
             return
@@ -213,7 +213,7 @@ class RankProcesses(ProcessContext):
         self._job.stopped = tuple(map(self._global_rank, stopped))
         running = [rank for rank in running if rank not in stopped]
         files = {rank: folder / STACK_FILE for rank, folder in self._folders().items()}
-        stacks = ask_for_stacks(running, stack_files=files, request_stacks=self._request_stacks, patience_s=_ANSWER_S)
+        stacks = ask_for_stacks(running, stack_files=files, request_stacks=self._request_stacks, timeout_s=_ANSWER_S)
         self._job.stacks = {self._global_rank(rank): stack for rank, stack in stacks.items()}
 
     def _stopped_ranks(self, running: Sequence[int]) -> list[int]:
@@ -235,7 +235,7 @@ class RankProcesses(ProcessContext):
         if verdict is None:
             return False
         folders = {rank: folder for rank, folder in self._folders().items() if rank in running}
-        calls = ask_for_calls(folders, patience_s=_ANSWER_S)
+        calls = ask_for_calls(folders, timeout_s=_ANSWER_S)
         self._job.hang = replace(
             verdict,
             stacks={
@@ -347,7 +347,7 @@ class RankProcesses(ProcessContext):
             self._spawner.signal(signal.SIGKILL)
             self._wait_for_exits(5.0)  # longer only for a rank in uninterruptible sleep, which nobody can end
 
-    def _wait_for_exits(self, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+    def _wait_for_exits(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         while self._is_running() and time.monotonic() < deadline:
-            self._collect(timeout_s=min(0.1, patience_s))
+            self._collect(timeout_s=min(0.1, timeout_s))

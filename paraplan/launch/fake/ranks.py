@@ -161,7 +161,7 @@ def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int) -> Path | None:
     per_node = num_ranks if cluster.gpu.vendor == "cpu" else min(num_ranks, cluster.gpus_per_node)
     if num_ranks % per_node:
         raise ArgumentError(
-            f"--fake {num_ranks} is no multiple of the {per_node} GPUs of a {planner.profile}",
+            f"--fake {num_ranks} is not a multiple of the {per_node} GPUs of a {planner.profile}",
             hint=f"use --fake {num_ranks // per_node * per_node}",
         )
     path = folder / "plan.json"

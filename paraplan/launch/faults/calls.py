@@ -145,10 +145,10 @@ def read_calls(folder: Path) -> RankCalls | None:
     return None
 
 
-def ask_for_calls(folders: Mapping[int, Path], *, patience_s: float) -> dict[int, RankCalls]:
-    """Return the calls of the ranks that answer within `patience_s`, by the keys of `folders`."""
+def ask_for_calls(folders: Mapping[int, Path], *, timeout_s: float) -> dict[int, RankCalls]:
+    """Return the calls of the ranks that answer within `timeout_s`, by the keys of `folders`."""
     asked = [rank for rank, folder in folders.items() if _ask(folder)]
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while any(not (folders[rank] / CALLS_FILE).exists() for rank in asked) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     answers = {rank: read_calls(folders[rank]) for rank in asked}
@@ -165,7 +165,7 @@ def _ask(folder: Path) -> bool:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads lists, dictionaries, texts and numbers, of which torch's dumps consist; nothing else, and runs no code."""
+    """Reads the lists, dictionaries, texts and numbers of torch's dumps; refuses anything else, and runs no code."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Refuse every class and function."""

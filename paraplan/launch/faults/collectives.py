@@ -84,6 +84,11 @@ def describe_timeouts(failures: Sequence[RankFailure], calls: Mapping[int, RankC
         f"{ranks_in_words(ranks)} waited {timed_out.timeout_s:g} s in {timed_out.describe()}"
         for timed_out, ranks in sorted(waited.items(), key=lambda item: -len(item[1]))
     ]
+    if stuck is not None:
+        told = {rank for ranks in waited.values() for rank in ranks}
+        called = dict.fromkeys(stuck.waiting, stuck.call.name) | dict(stuck.others)
+        others = sorted((rank, name) for rank, name in called.items() if rank not in told)
+        parts += [f"rank {rank} called {name} instead" for rank, name in others[:3]]
     stopped = {failure.global_rank for failure in failures if failure.cause is Cause.STOPPED}
     absent: dict[int, int] = dict.fromkeys(sorted(stopped), 0)
     if stuck is not None and stuck.ranks:

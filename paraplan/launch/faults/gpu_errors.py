@@ -81,7 +81,7 @@ def abort_reason(lines: Sequence[str]) -> str | None:
 
 
 def telling_lines(lines: Sequence[str], number: int) -> tuple[str, ...]:
-    """Return the last `number` lines that are no frames of C++, and before them why NCCL or C++ gave up, if earlier."""
+    """Return the last `number` lines without frames of C++, and before them why NCCL or C++ gave up, if earlier."""
     plain = [line for line in lines if not _NATIVE_FRAME.match(line)]
     reasons = [line for line in plain[:-number] if WATCHDOG in line or _ABORTED.match(line)]
     watchdogs = [line for line in reasons if WATCHDOG in line]

@@ -43,7 +43,7 @@ class HangVerdict:
         for stack, ranks in by_number:
             lines.append(f"paraplan: stack of {ranks_in_words(ranks)}, innermost call first")
             lines += [f"  {frame.path}:{frame.line} in {frame.name}" for frame in stack[:_MAX_FRAMES]]
-        lines.append(f"paraplan: the job hangs: no rank has moved for {self.still_s:.0f} s; it is ended")
+        lines.append(f"paraplan: the job hangs: no rank has moved for {self.still_s:.0f} s; ending it")
         for stuck in find_stuck_calls(self.calls)[:3]:
             waiting, *others = stuck.describe()
             lines.append("; ".join([f"  waiting: {waiting}", *others]))

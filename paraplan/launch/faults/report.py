@@ -97,8 +97,10 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     if timeouts is not None:
         head = [timeouts, *[*describe_places(context.stacks, context.stopped), *context.places_elsewhere][:_MAX_PLACES]]
     elif is_elsewhere:
-        says = "the node that hosts the meeting is gone" if context.is_host_gone else "another node's launcher says why"
-        head.append(f"no rank of this node failed by itself: {says}")
+        says = (
+            "the node that hosts the rendezvous is gone" if context.is_host_gone else "see the launcher of another node"
+        )
+        head.append(f"no rank of this node failed first: {says}")
     elif first.cause is Cause.COMMUNICATION and context.ended:
         head.append(_describe_ended(first, context))
     if first.record is not None and first.record.user_hint:

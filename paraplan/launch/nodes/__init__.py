@@ -1,1 +1,1 @@
-"""The nodes of a job: how they are found, meet, and tell each other what they are."""
+"""The nodes of a job: how they are found, wait for each other, and exchange what they know."""

@@ -128,7 +128,7 @@ def _expand_word(word: str) -> list[str]:
 def take_place(spec: LaunchSpec, place: NodePlace) -> tuple[LaunchSpec, str | None]:
     """Return `spec` with a batch system's nodes, rank and rendezvous, and a line about them.
 
-    `spec` as it is, and None, where it says itself where nodes meet. Raises `ArgumentError` for more than one launcher
+    `spec` as it is, and None, where it has a rendezvous of its own. Raises `ArgumentError` for more than one launcher
     on a node, and where no address is known.
     """
     says_where = (

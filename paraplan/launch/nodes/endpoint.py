@@ -26,7 +26,7 @@ _NUM_READS = 5
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the nodes meet."""
+    """Host and port of a rendezvous."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class Endpoint:
             host, port = text, str(DEFAULT_PORT)  # an IPv6 address is all colons: only brackets set a port apart
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise UsageError(f"--rdzv-endpoint {text!r} is no HOST:PORT", hint="write gpu-a:29400, or [fd00::1]:29400")
+            raise UsageError(f"--rdzv-endpoint {text!r} is not HOST:PORT", hint="write gpu-a:29400, or [fd00::1]:29400")
         return cls(host, int(port))
 
     def __str__(self) -> str:
@@ -54,9 +54,9 @@ def meaning_of(host: str) -> str:
 
 
 def await_answer(
-    endpoint: Endpoint, *, patience_s: float, on_wait: Callable[[str], None] = lambda reason: None
+    endpoint: Endpoint, *, timeout_s: float, on_wait: Callable[[str], None] = lambda reason: None
 ) -> OSError | None:
-    """Return None once something accepts connections at `endpoint`; after `patience_s` why nothing does.
+    """Return None once something accepts connections at `endpoint`; after `timeout_s` why nothing does.
 
     `on_wait` is told the reason once, when it has taken a while. Ctrl-C ends the wait at once, also where a name
     service or a network swallows what is asked of it. Raises `UsageError` for what cannot be the name of a host.
@@ -69,19 +69,19 @@ def await_answer(
         while True:
             elapsed_s = time.monotonic() - started
             try:
-                left_s = max(patience_s - elapsed_s, 0.1)
+                left_s = max(timeout_s - elapsed_s, 0.1)
                 socket.create_connection((endpoint.host, endpoint.port), timeout=min(_TRY_S, left_s)).close()
             except OSError as error:
                 elapsed_s = time.monotonic() - started
-                if elapsed_s >= patience_s or is_given_up.is_set():
+                if elapsed_s >= timeout_s or is_given_up.is_set():
                     return error
                 if elapsed_s >= _SAY_AFTER_S and not is_said:
                     is_said = True
                     on_wait(describe_silence(error))
-                is_given_up.wait(min(_PAUSES_S[elapsed_s > 1], patience_s - elapsed_s))
+                is_given_up.wait(min(_PAUSES_S[elapsed_s > 1], timeout_s - elapsed_s))
             except UnicodeError as error:
                 raise UsageError(
-                    f"{endpoint.host!r} is no host name: {error.__cause__ or error}",
+                    f"{endpoint.host!r} is not a host name: {error.__cause__ or error}",
                     hint="give the first node's address",
                 ) from None
             else:
@@ -96,7 +96,7 @@ def await_answer(
 def describe_silence(error: OSError) -> str:
     """Return in words why nothing has answered a connection."""
     if isinstance(error, socket.gaierror):
-        return f"no address of it is known here ({(error.strerror or 'unknown').lower()})"
+        return f"no address is known for it here ({(error.strerror or 'unknown').lower()})"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused: no launcher listens on this port of the machine"
     if isinstance(error, TimeoutError):

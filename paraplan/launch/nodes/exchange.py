@@ -17,7 +17,7 @@ from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_sile
 
 _POLL_S = 0.1
 _FAREWELL_S = 10.0
-_PARTING_S = 1.0  # for nodes that come after a failure, to read why they wait in vain
+_PARTING_S = 1.0  # for nodes that come after a failure, to read why nobody comes
 _STORE_S = 60.0  # for one answer of the store, which a busy host may delay; how long nodes wait is their own affair
 
 
@@ -56,7 +56,7 @@ def exchange_texts(
         )
     deadline = time.monotonic() + timeout_s
     listener = _listen(endpoint, rank=mine.rank)
-    on_wait(f"meeting {num_nodes} nodes at {endpoint}" + ("" if listener is None else ", which this node hosts"))
+    on_wait(f"waiting for {num_nodes} nodes at {endpoint}" + ("" if listener is None else ", which this node hosts"))
     if listener is None:
         _await_host(endpoint, deadline, timeout_s)
     hosts, address = listener is not None, "" if listener is None else str(listener.getsockname()[0])
@@ -77,8 +77,8 @@ def exchange_texts(
             exchange.leave()
     except RuntimeError as error:  # torch's errors of a broken connection
         raise NodesMissingError(
-            f"the node that hosts {endpoint} ended before all {num_nodes} nodes had met",
-            hint="its own message says why; start all nodes again",
+            f"the node that hosts {endpoint} ended before all {num_nodes} nodes had joined",
+            hint="see its own message; start all nodes again",
         ) from error
 
 
@@ -112,7 +112,7 @@ class _Exchange:
             owner = self._store.compare_set(f"owner/{rank}", "", token).decode()
         if rank >= self._num_nodes or owner != token:
             self._failed = True
-            taken = f"more than {self._num_nodes} nodes came" if mine.rank is None else f"--node-rank {rank} is taken"
+            taken = f"more than {self._num_nodes} nodes" if mine.rank is None else f"--node-rank {rank} is taken"
             raise UsageError(
                 f"{taken} at {self._endpoint}" + ("" if owner == token else f", by {owner.rpartition(' ')[0]}"),
                 hint="give each node a --node-rank of its own, and all the same --nnodes",
@@ -137,7 +137,7 @@ class _Exchange:
         return [self._store.get(f"text/{rank}").decode() for rank in range(self._num_nodes)]
 
     def _end(self, message: str) -> None:
-        """Tell the nodes that wait that it is in vain."""
+        """Tell the nodes that wait why the exchange has failed."""
         self._failed = True
         self._store.set("ended", message)
 
@@ -164,7 +164,7 @@ class _Exchange:
         ]
         absent = ", ".join(str(rank) for rank in sorted(missing))
         return NodesMissingError(
-            f"{len(missing)} of {self._num_nodes} nodes did not come to {self._endpoint} within {timeout_s:g} s: "
+            f"{len(missing)} of {self._num_nodes} nodes did not reach {self._endpoint} within {timeout_s:g} s: "
             f"missing {_counted('node', len(missing))} {absent}; here {_counted('is', len(came))} {', '.join(came)}",
             hint=self._hint,
         )
@@ -216,7 +216,7 @@ def _listen(endpoint: Endpoint, *, rank: int | None) -> socket.socket | None:
 
 def _await_host(endpoint: Endpoint, deadline: float, timeout_s: float) -> None:
     """Wait until the endpoint accepts connections; raise `NodesMissingError` where it does not in time."""
-    silence = await_answer(endpoint, patience_s=deadline - time.monotonic())
+    silence = await_answer(endpoint, timeout_s=deadline - time.monotonic())
     if silence is not None:
         raise NodesMissingError(
             f"node 0 is missing: nothing listens at {endpoint} after {timeout_s:g} s ({describe_silence(silence)})",

@@ -58,7 +58,7 @@ class Host:
 def read_host_file(path: Path) -> list[Host]:
     """Return the hosts of a file: a name a line, with `slots=8` (Open MPI, DeepSpeed) or `:8` (MPICH) after it.
 
-    Raises `ArgumentError` for a file that cannot be read, and for a line that is no host.
+    Raises `ArgumentError` for a file that cannot be read, and for a line that is not a host.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -74,11 +74,11 @@ def read_host_file(path: Path) -> list[Host]:
             r"(\w[\w.@-]*|\[[\da-fA-F:.]+\])(?::(\d+)|\s+slots\s*=\s*(\d+))?(\s+max[_-]slots=\d+)?", text
         )
         if match is None:
-            raise ArgumentError(f"{path}:{number}: {text!r} is no host", hint="write gpu-a, or gpu-a slots=8")
+            raise ArgumentError(f"{path}:{number}: {text!r} is not a host", hint="write gpu-a, or gpu-a slots=8")
         slots = match[2] or match[3]
         hosts.append(Host(match[1], int(slots) if slots else None))
     if not hosts:
-        raise ArgumentError(f"the host file {path} names no host", hint="one host name a line")
+        raise ArgumentError(f"the host file {path} names no hosts", hint="one host name a line")
     return hosts
 
 
@@ -123,9 +123,7 @@ def launch_on_hosts(path: Path, *, words: Sequence[str], port: int | None, envir
     """
     hosts = read_host_file(path)
     if len(hosts) > 1 and hosts[0].name in ("localhost", "127.0.0.1", "[::1]"):
-        raise ArgumentError(
-            f"{path}: the other hosts cannot reach {hosts[0].name}", hint="give its name in the network"
-        )
+        raise ArgumentError(f"{path}: other hosts cannot reach {hosts[0].name}", hint="give its name in the network")
     job = _HostJob(hosts, port=port or FIRST_PORT + os.getpid() % NUM_PORTS, words=words, environment=environment)
     return job.run()
 

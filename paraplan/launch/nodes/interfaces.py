@@ -43,7 +43,7 @@ def addresses_of(host: str) -> list[str]:
     """
     try:
         found = run_interruptibly(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
-    except (OSError, UnicodeError):  # the latter for what is no name, as one with a label of 64 characters
+    except (OSError, UnicodeError):  # the latter for an invalid name, as one with a label of 64 characters
         return []
     return sorted({str(entry[4][0]) for entry in found})
 

@@ -1,4 +1,4 @@
-"""How nodes meet: in a static meeting every node says that it has come, and what is said where one has not."""
+"""The rendezvous of nodes: stores whose waits Ctrl-C ends, and messages that name the nodes that are missing."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **o
     once, which in torch's own code it does not. Raises `NoRendezvousError` where nothing answers, or something that is
     not such a store, and torch's errors where it cannot be hosted.
     """
-    endpoint, patience_s = Endpoint(host, port), 2 * timeout.total_seconds()
+    endpoint, timeout_s = Endpoint(host, port), 2 * timeout.total_seconds()
     if not is_master:
         named = _named(endpoint)
         silence = await_answer(
-            endpoint, patience_s=patience_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}")
+            endpoint, timeout_s=timeout_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}")
         )
         if silence is not None:
-            raise _nobody_error(endpoint, silence, patience_s)
+            raise _nobody_error(endpoint, silence, timeout_s)
     try:
         return run_interruptibly(
-            lambda: TCPStore(host, port, is_master=is_master, timeout=timeout, **options), timeout_s=patience_s
+            lambda: TCPStore(host, port, is_master=is_master, timeout=timeout, **options), timeout_s=timeout_s
         )
     except (RuntimeError, TimeoutError) as error:  # torch's DistError is a RuntimeError
         if is_master:
@@ -80,13 +80,13 @@ class InterruptibleBackend(StoreBackend):
         )
         if self._is_cut_off:
             self._is_cut_off = False
-            say("the node that hosts the meeting answers again")
+            say("the node that hosts the rendezvous answers again")
         return answer
 
     def _say_cut_off(self) -> None:
         if not self._is_cut_off:
             self._is_cut_off = True
-            say(f"the node that hosts the meeting has not answered for {WAIT_S:.0f} s; it is waited for")
+            say(f"the node that hosts the rendezvous has not answered for {WAIT_S:.0f} s; waiting for it")
 
 
 def open_static_store(
@@ -99,7 +99,7 @@ def open_static_store(
     node_rank: int,
     **options: Any,
 ) -> TCPStore:
-    """Return the store of a static meeting once all nodes have come; torch's arguments, and this node's rank.
+    """Return the store of a static rendezvous once all nodes have joined; torch's arguments, and this node's rank.
 
     torch waits for the number of nodes alone. Raises `NoRendezvousError` with the nodes that are missing and those that
     are here, and for a rank that two nodes have.
@@ -144,7 +144,7 @@ def _named(endpoint: Endpoint) -> str:
     return f"{endpoint}{meaning_of(endpoint.host)}"
 
 
-def _nobody_error(endpoint: Endpoint, silence: OSError, patience_s: float) -> NoRendezvousError:
+def _nobody_error(endpoint: Endpoint, silence: OSError, timeout_s: float) -> NoRendezvousError:
     addresses = addresses_of(endpoint.host)
     hint = "start the same command on the node that has this address, and let the port through the firewalls"
     if not addresses:
@@ -154,15 +154,15 @@ def _nobody_error(endpoint: Endpoint, silence: OSError, patience_s: float) -> No
     elif any(map(is_own_address, addresses)):
         hint = (
             "it is an address of this node: start the first node (--node-rank 0) here too, or have this one host the "
-            "meeting with --rdzv-conf is_host=true"
+            "rendezvous with --rdzv-conf is_host=true"
         )
     return NoRendezvousError(
-        f"nothing answers at {_named(endpoint)}: {describe_silence(silence)}; tried for {patience_s:g} s", hint=hint
+        f"nothing answers at {_named(endpoint)}: {describe_silence(silence)}; tried for {timeout_s:g} s", hint=hint
     )
 
 
 def _stranger_error(endpoint: Endpoint, said: str) -> NoRendezvousError:
-    """Return the error of something that takes connections, and is no store of torch's."""
+    """Return the error of something that accepts connections and is not torch's store."""
     is_here = any(map(is_own_address, addresses_of(endpoint.host)))
     listener = find_listener(endpoint.port) if is_here else None
     who = f"another program, {listener}," if listener else "another program"
@@ -175,7 +175,7 @@ def _stranger_error(endpoint: Endpoint, said: str) -> NoRendezvousError:
 def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], timeout_s: float) -> NoRendezvousError:
     present = ", ".join(f"{rank} ({host})" for rank, host in here.items())
     return NoRendezvousError(
-        f"{len(missing)} of {len(missing) + len(here)} nodes did not come to {endpoint} within {timeout_s:g} s: "
+        f"{len(missing)} of {len(missing) + len(here)} nodes did not reach {endpoint} within {timeout_s:g} s: "
         f"missing {_nodes_in_words(missing)}; here {'is' if len(here) == 1 else 'are'} {present}",
         hint=_loopback_hint(endpoint.rpartition(":")[0]) or _HINT,
     )
@@ -186,17 +186,17 @@ def _nodes_in_words(ranks: Sequence[int]) -> str:
 
 
 def rendezvous_warnings(spec: LaunchSpec, nodes: NodeRange) -> tuple[str, ...]:
-    """Return what may keep nodes from meeting, of one that is to meet others."""
+    """Return what may make a rendezvous of several nodes fail."""
     host = _endpoint_host(_endpoint(spec))
     if nodes.max == 1 or spec.rdzv_backend not in ("static", "c10d") or not host:
         return ()
     addresses = addresses_of(host)
     if any(map(is_loopback, addresses)):
         named = host if host in addresses else f"{host} ({' or '.join(addresses)})"
-        return (f"nodes are to meet at {named}, which no other machine reaches: --rdzv-endpoint gives another address",)
+        return (f"other machines cannot reach the rendezvous at {named}: give another address with --rdzv-endpoint",)
     if addresses:
         return ()
-    return (f"no address of {host}, where the nodes are to meet, is known on this node; it is asked for again",)
+    return (f"this node knows no address of {host}, where the rendezvous is; asking again",)
 
 
 def _endpoint(spec: LaunchSpec) -> str:
@@ -208,9 +208,9 @@ def _endpoint_host(endpoint: str) -> str:
 
 
 def rendezvous_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequence[str] = ()) -> NoRendezvousError:
-    """Return what torch `said` about a failed meeting as one sentence with something to do.
+    """Return what torch `said` about a failed rendezvous as one sentence with something to do.
 
-    `came` are the nodes that have come to an elastic meeting, as far as it is known.
+    `came` are the nodes that have joined an elastic rendezvous, where known.
     """
     port = re.search(r"\bport: (\d+)", said)
     if port is not None and PORT_TAKEN in said:
@@ -223,23 +223,21 @@ def rendezvous_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Seq
     host = _endpoint_host(endpoint)
     addresses = addresses_of(host)
     if not addresses:
-        return NoRendezvousError(f"no address of {host} is known on this node", hint="give the first node's address")
+        return NoRendezvousError(f"this node knows no address of {host}", hint="give the first node's address")
     means = meaning_of(host)
     if CLOSED_RENDEZVOUS in said:
         return NoRendezvousError(
-            f"the job at {endpoint} has ended: another node has closed the meeting", hint="its own messages say why"
+            f"the job at {endpoint} has ended: another node has closed the rendezvous", hint="see its own messages"
         )
     if any(words in said for words in NOBODY_THERE):
         return NoRendezvousError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
     if came or LATE_RENDEZVOUS in said:
         seen = f"; here {'is' if len(came) == 1 else 'are'} {', '.join(came)}" if came else ""
         return NoRendezvousError(
-            f"fewer than {nodes.min} nodes came to {endpoint}{means} in time{seen}",
+            f"fewer than {nodes.min} nodes reached {endpoint}{means} in time{seen}",
             hint=_loopback_hint(host) or f"{_HINT}; --rdzv-conf join_timeout=SECONDS waits longer",
         )
-    return NoRendezvousError(
-        f"the nodes could not meet at {endpoint}{means}: {said.splitlines()[0].rstrip('.')}", hint=_HINT
-    )
+    return NoRendezvousError(f"rendezvous at {endpoint}{means} failed: {said.splitlines()[0].rstrip('.')}", hint=_HINT)
 
 
 def _loopback_hint(host: str) -> str | None:

@@ -1,6 +1,6 @@
 """What the nodes of a job tell each other: who they are, the plan of this round, and how their ranks failed.
 
-The store is the one in which torch's agents have met; it lives as long as the agent that hosts it.
+It uses the store of torch's rendezvous, which lives as long as the agent that hosts it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paraplan.launch.faults.failures import Cause, NodeFailure
 from paraplan.launch.nodes.native_calls import run_interruptibly
 
 _POLL_S = 0.05
-_PATIENCE_S = 900.0  # longer than a planner may take
+_TIMEOUT_S = 900.0  # longer than a planner may take
 _PREFIX = "paraplan"
 
 
@@ -38,7 +38,7 @@ class NodeFacts:
 
 
 class NodeStore:
-    """The notes of the nodes of one round. Every method takes and gives this node's view; `node` is its rank.
+    """Key-value exchange of the nodes of one rendezvous. Every method is this node's side of it; `node` is its rank.
 
     A signal ends every wait for the store, also where the network to it is gone. `is_lost` says that its host has
     ended.
@@ -90,18 +90,18 @@ class NodeStore:
             raise RemoteError(**answer)
         return str(answer["text"])
 
-    def exchange_failures(self, mine: NodeFailure, *, patience_s: float) -> list[NodeFailure]:
-        """Return how ranks failed on every node that says so within `patience_s`, this node's own first.
+    def exchange_failures(self, mine: NodeFailure, *, timeout_s: float) -> list[NodeFailure]:
+        """Return how ranks failed on every node that says so within `timeout_s`, this node's own first.
 
         Nodes stay until the others have read, since one of them hosts the store. A store that is gone ends the wait.
         """
         found = {self.node: mine}
         try:
             self._set(f"failure/{self.node}", asdict(mine))
-            self._wait(lambda: self._read_failures(found) == self.num_nodes, patience_s)
+            self._wait(lambda: self._read_failures(found) == self.num_nodes, timeout_s)
             self._set(f"read/{self.node}", True)
             readers = [f"read/{node}" for node in found]
-            self._wait(lambda: self._has(*readers), patience_s)
+            self._wait(lambda: self._has(*readers), timeout_s)
         except RuntimeError:  # torch's errors of a broken connection: the host has ended before this node
             self.is_lost = True
         return [mine, *(failure for node, failure in sorted(found.items()) if node != self.node)]
@@ -133,8 +133,8 @@ class NodeStore:
                 found[node] = NodeFailure(**(values | lines | {"cause": Cause(values["cause"])}))
         return len(found)
 
-    def _wait(self, is_done: Callable[[], bool], patience_s: float) -> None:
-        deadline = self._clock() + patience_s
+    def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        deadline = self._clock() + timeout_s
         while not is_done() and self._clock() < deadline:
             self._pause(_POLL_S)
 
@@ -147,11 +147,11 @@ class NodeStore:
 
         Raises `RemoteError` where nothing comes.
         """
-        self._wait(lambda: self._has(name), _PATIENCE_S)
+        self._wait(lambda: self._has(name), _TIMEOUT_S)
         if not self._has(name):
             raise RemoteError(
-                error=f"another node has said nothing about {name.partition('/')[0]} for {_PATIENCE_S:.0f} s",
-                hint="its own messages say why",
+                error=f"another node has not sent its {name.partition('/')[0]} for {_TIMEOUT_S:.0f} s",
+                hint="see its own messages",
                 exit_status=1,
             )
         return self._get(name)

@@ -130,7 +130,7 @@ def _details(error: BaseException, traceback: TracebackType | None) -> dict[str,
 
 
 def _step_of(traceback: TracebackType | None) -> int | None:
-    """Return the step in which an engine of paraplan.runtime was; None where the traceback meets none."""
+    """Return the step in which an engine of paraplan.runtime was; None where there is none in the traceback."""
     engines = sys.modules.get("paraplan.runtime.engine")
     while engines is not None and traceback is not None:
         for value in list(traceback.tb_frame.f_locals.values()):

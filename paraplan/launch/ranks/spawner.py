@@ -187,9 +187,9 @@ class Spawner:
         self._ranks.copier = pid
         self._close(copy.source for copy in copies)
 
-    def _wait_for_copier(self, patience_s: float) -> None:
+    def _wait_for_copier(self, timeout_s: float) -> None:
         """Wait until what the ranks have written is copied: the copier ends with the last writer."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while self._ranks.copier is not None and time.monotonic() < deadline:
             self._reap()
             time.sleep(0.002)
@@ -257,8 +257,8 @@ class Spawner:
         """End what ranks that are gone have left behind: all of it, or only what stayed in their sessions."""
         sessions = None if message["everything"] else self._ranks.sessions
         first = self._leftovers(sessions)
-        for number, patience_s in ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0)):
-            deadline = time.monotonic() + patience_s
+        for number, timeout_s in ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0)):
+            deadline = time.monotonic() + timeout_s
             left = self._leftovers(sessions)
             while left:
                 for pid in left:
@@ -314,7 +314,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _leftovers(running: dict[int, int], sessions: set[int] | None) -> list[int]:
-    """Return the children of this process that are no ranks: orphans of ranks, handed up by the kernel."""
+    """Return the children of this process that are not ranks: orphans of ranks, handed up by the kernel."""
     own = os.getpid()
     return [
         pid

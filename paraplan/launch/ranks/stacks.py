@@ -39,7 +39,7 @@ class Frame:
 def describe_place(stack: Sequence[Frame]) -> str:
     """Return the innermost call, and the line of the user's own code that led there."""
     if not stack:
-        return "no Python code, or not answering"
+        return "native code, or it does not answer"
     own = own_frame(stack)
     if own is None or own == stack[0]:
         return stack[0].describe()
@@ -101,16 +101,16 @@ def ask_for_stacks(
     *,
     stack_files: Mapping[int, Path],
     request_stacks: Callable[[list[int]], None],
-    patience_s: float,
+    timeout_s: float,
 ) -> dict[int, Stack]:
-    """Return the stacks of those of `ranks` that answer within `patience_s`; one that has not begun is not asked."""
+    """Return the stacks of those of `ranks` that answer within `timeout_s`; one that has not begun is not asked."""
     asked = [rank for rank in ranks if rank in stack_files and stack_files[rank].exists()]
     if not asked:
         return {}
     for rank in asked:
         stack_files[rank].write_text("")
     request_stacks(asked)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     before: dict[int, str] = {}
     while True:
         texts = {rank: stack_files[rank].read_text(errors="replace") for rank in asked}

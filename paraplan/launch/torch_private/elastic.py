@@ -30,15 +30,15 @@ class ElasticAgent(LocalElasticAgent):
         return result
 
     def restart_workers(self, group: WorkerGroup) -> None:
-        """Stop all ranks of this node, meet the other nodes again, and start them anew."""
+        """Stop all ranks of this node, wait for the other nodes again, and start them anew."""
         super()._restart_workers(group)
 
     def rendezvous(self, group: WorkerGroup) -> None:
-        """Meet the other nodes. torch's dynamic rendezvous then has a store for the ranks."""
+        """Wait for the other nodes. torch's dynamic rendezvous then has a store for the ranks."""
         super()._rendezvous(group)
 
     def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks once the nodes have met; return their ids by local rank."""
+        """Start the ranks after the rendezvous; return their ids by local rank."""
         started: dict[int, Any] = super()._start_workers(group)
         return started
 

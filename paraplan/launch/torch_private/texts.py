@@ -24,7 +24,7 @@ GLOO_TIMEOUT = re.compile(r"Timed out waiting (?P<timeout_ms>\d+)\s?ms for (?:re
 """What gloo raises on a rank that waited (transport/tcp/unbound_buffer.cc)."""
 
 WATCHDOG = "Watchdog caught collective operation timeout"
-"""What NCCL's watchdog writes on a rank that waited in vain (ProcessGroupNCCL.cpp of torch 2.11 to 2.13)."""
+"""What NCCL's watchdog writes on a rank whose collective timed out (ProcessGroupNCCL.cpp of torch 2.11 to 2.13)."""
 
 NCCL_TIMEOUT = re.compile(
     WATCHDOG + r": WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<name>\w+)"
@@ -56,13 +56,13 @@ SAID_IN_WORDS = {
         "failed to send a keep-alive",
     ),
 }
-"""What torch's loggers say that the launcher says itself, or that is no error: nodes that end one after the other."""
+"""What torch's loggers say that the launcher reports itself, or that is harmless, as nodes that end one by one."""
 
 PORT_TAKEN = "EADDRINUSE"
 CLOSED_RENDEZVOUS = "RendezvousClosed"
 LATE_RENDEZVOUS = "RendezvousTimeout"
 NOBODY_THERE = ("while trying to connect", "has failed", "refused")
-"""What the store and the rendezvous say of nodes that do not meet; the store has one class of error for all."""
+"""What the store and the rendezvous say of a rendezvous that fails; the store has one class of error for all."""
 
 RECORDER_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """What reads the flight recorder of a running rank, of `torch._C._distributed_c10d`; torch's reader takes files."""

@@ -112,11 +112,13 @@ class LossProbe:
         Without `is_strict` a sequence may be computed by statistics of those beside it. Otherwise this raises
         `UnsupportedPlanError` on every rank where the loss of a batch is not made up of those of its parts.
         """
-        in_model = False
-        if not self._is_known(self.value(pieces[0])):
-            in_model = self._is_known(self.value(pieces[0], in_model=True))
-        twice = joined(pieces[0], pieces[0])
-        returned = [self.value(piece, in_model=in_model) for piece in (*pieces, joined(*pieces), twice)]
+        first, in_model = self.value(pieces[0]), False
+        if not self._is_known(first):
+            in_the_model = self.value(pieces[0], in_model=True)
+            in_model = self._is_known(in_the_model)
+            first = in_the_model if in_model else first
+        others = (pieces[1], joined(*pieces), joined(pieces[0], pieces[0]))
+        returned = [first, *(self.value(piece, in_model=in_model) for piece in others)]
         own = None
         if returned[0] is not None:
             own = self._finding([one for one in returned if one is not None], pieces, in_model=in_model)

@@ -19,7 +19,7 @@ from paraplan.plan.parallel import Recompute
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.recompute.policy import Operator, OperatorChoice
 from paraplan.runtime.recompute.split_backward import checkpoint_for_split_backward
-from paraplan.runtime.torch_private import function_modes
+from paraplan.runtime.torch_private import function_modes, version_of
 
 
 def recompute_blocks(
@@ -121,7 +121,15 @@ class _WrittenBuffers:
             for name, one in held.items()
             if self._names is None or name in self._names or name in normalized
         }
+        others = {name: version_of(one) for name, one in held.items() if name not in before}
         yield before
+        late = [name for name, version in others.items() if version_of(held[name]) != version]
+        if late:
+            raise UnsupportedPlanError(
+                f"{type(self._block).__name__} writes its buffer {late[0]}, which its first forward pass did not; run "
+                "again in the backward pass it would write it twice",
+                hint="write the buffer in every forward pass, or use recompute=none",
+            )
         if held and self._names is None:
             self._names = {name for name, value in before.items() if not torch.equal(value, held[name])}
         for name in [name for name in before if name not in (self._names or ()) and name not in normalized]:

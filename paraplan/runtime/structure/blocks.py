@@ -97,7 +97,7 @@ def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, 
 
     Raises `PlanError` where the model has no blocks, or they are to be split or copied.
     """
-    reason = compiled_reason(plan)
+    reason = compiled_reason(plan, of_any_model=False)
     if reason is not None:
         raise UnsupportedPlanError(f"compile_backend={backend!r} with {reason}", hint="leave out compile_backend")
     if stack is None:

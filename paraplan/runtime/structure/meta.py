@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -83,6 +84,26 @@ class _YesToQuestions(TorchFunctionMode):
             return True
         if name == "__contains__":  # tokens of padding, which are warned of
             return False
+        return func(*args, **(kwargs or {}))
+
+
+class QuickNorms(TorchFunctionMode):
+    """Normalises tensors without values by a product, of the same shape and from the same operands.
+
+    torch has the shapes of its own layer norm from Python, which takes longer than all else that a block does on meta.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (F.layer_norm, F.rms_norm) and type(args[0]) is torch.Tensor and args[0].is_meta:
+            # Named where they are called by nn.LayerNorm and nn.RMSNorm or not; the norm's shape is no operand.
+            operands = [one for one in (*args[2:4], *(kwargs or {}).values()) if isinstance(one, torch.Tensor)]
+            if all(one.dtype == args[0].dtype for one in operands):
+                result = args[0] * 1
+                for one in operands:
+                    result = result * one
+                return result.contiguous()
         return func(*args, **(kwargs or {}))
 
 
