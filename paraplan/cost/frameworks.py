@@ -47,6 +47,7 @@ NEMO_AUTOMODEL = FSDP.replace(
 
 PLAIN_PYTORCH = PARAPLAN.replace(
     name="plain PyTorch",
+    gathers_ends_alone=False,
     source="torch's own autocast, DDP and FSDP2, which paraplan's runtime assembles: what a run is modelled as whose "
     "framework is not known (assumed)",
 )
