@@ -116,6 +116,11 @@ def test_another_framework_is_a_word(job: Workload) -> None:
     assert paraplan.estimate(megatron, plan).peak_memory_bytes != paraplan.estimate(job, plan).peak_memory_bytes
 
 
+def test_a_framework_that_does_not_exist_is_an_error(job: Workload) -> None:
+    with pytest.raises(paraplan.ParaplanError, match="no framework 'megatron_core'"):
+        Workload.of(job.model, job.training, job.cluster, framework="megatron_core")
+
+
 def test_a_topology_is_read_from_text(job: Workload) -> None:
     text = json.dumps(job.cluster.node.to_report())
     assert len(paraplan.read_topology(text).gpus) == 4

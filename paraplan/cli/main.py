@@ -21,6 +21,7 @@ COMMANDS = (
     "topo",
     "estimate",
     "recommend",
+    "verify",
     "check",
     "launch",
     "compare",

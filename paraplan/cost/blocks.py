@@ -159,18 +159,17 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
 def _priced_ends(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
     """Return the columns of the embedding, of the head with the loss, and of what blocks hand on."""
     model, training, habits = workload.model, workload.training, workload.habits
-    ends = replace(cuts, tp=habits.vocabulary_tp(cuts.tp, model.vocabulary))
-    times = KernelTimes(training, workload.cluster.gpu, ends, workload.constants, habits)
+    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, habits)
     boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
     return {
-        "embedding_parameters": _parameters(model.embedding, ends),
+        "embedding_parameters": _parameters(model.embedding, cuts),
         "embedding_saved_bytes": saved_bytes(model.embedding, training, cuts, fused_kernels=habits.fused_kernels),
         "embedding_s": times.moved_s(3.0 * boundary),
-        "head_parameters": _parameters(model.head, ends),
-        "tied_parameters": _largest_weight([model.head], ends, np.ones_like(cuts.tp)),
-        "head_copied_parameters": _copied_parameters(model.head, ends),
+        "head_parameters": _parameters(model.head, cuts),
+        "tied_parameters": _largest_weight([model.head], cuts, np.ones_like(cuts.tp)),
+        "head_copied_parameters": _copied_parameters(model.head, cuts),
         "head_saved_bytes": saved_bytes(model.head, training, cuts, fused_kernels=habits.fused_kernels),
-        "head_output_gradient_bytes": output_gradient_bytes(model.head, training, ends),
+        "head_output_gradient_bytes": output_gradient_bytes(model.head, training, cuts),
         "head_s": times.block_s(model.head)
         + times.block_s(model.head, backward=True)
         + times.loss_s(model.vocab_size or 0),
@@ -184,7 +183,7 @@ def _running_sum(values: list[Floats], order: list[int]) -> Floats:
 
 
 def _as_run(block: BlockSpec, habits: Habits) -> BlockSpec:
-    """Return `block` with what a framework's blocks keep beside fused kernels, and how it divides experts."""
+    """Return `block` with what a framework's blocks keep beside fused kernels."""
     kept = block.saved_fused
     if habits.repeats_key_heads and block.attention is not None:
         repeats = block.attention.num_heads / block.attention.num_kv_heads
@@ -195,22 +194,7 @@ def _as_run(block: BlockSpec, habits: Habits) -> BlockSpec:
     if habits.writes_out_gates:
         names = {one.name for one in kept}
         kept += tuple(one for one in block.saved if one.name == "activated gate" and one.name not in names)
-    block = block if kept is block.saved_fused else block.replace(saved_fused=kept)
-    return block if habits.splits_experts else _with_whole_experts(block)
-
-
-def _with_whole_experts(block: BlockSpec) -> BlockSpec:
-    """Return `block` with routed experts that tensor parallelism leaves whole: every rank runs all of them."""
-    parameters = [one.replace(tp_dim=None) if one.is_expert else one for one in block.parameters]
-    matmuls = [one.replace(split="none") if one.num_experts > 1 else one for one in block.matmuls]
-    saved, saved_fused = (
-        tuple(
-            one.replace(split="none") if one.element_type == "weights" and not one.in_attention_core else one
-            for one in tensors
-        )
-        for tensors in (block.saved, block.saved_fused)
-    )
-    return block.replace(parameters=tuple(parameters), matmuls=tuple(matmuls), saved=saved, saved_fused=saved_fused)
+    return block if kept is block.saved_fused else block.replace(saved_fused=kept)
 
 
 def _parameters(block: BlockSpec, cuts: Cuts) -> Floats:

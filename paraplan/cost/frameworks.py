@@ -1,6 +1,8 @@
-"""Which `Habits` a framework has, by the words in its name."""
+"""Frameworks by name: their `Habits`."""
 
 from __future__ import annotations
+
+import re
 
 from paraplan.cost.habits import (
     COMPOSER,
@@ -10,7 +12,6 @@ from paraplan.cost.habits import (
     FUSED_TRAFFIC,
     HF_TRAINER,
     MEGATRON_2021,
-    MEGATRON_2022,
     MEGATRON_CORE,
     MEGATRON_CORE_LOCAL,
     MEGATRON_DEEPSPEED,
@@ -20,6 +21,7 @@ from paraplan.cost.habits import (
     TORCHTUNE,
     Habits,
 )
+from paraplan.errors import ProfileError, near_names
 
 JAX = FSDP.replace(
     name="JAX (MaxText, Pax)",
@@ -43,57 +45,64 @@ NEMO_AUTOMODEL = FSDP.replace(
     source="as FSDP, with Transformer Engine's layers (the name under which NVIDIA's tables list it)",
 )
 
-ALL_HABITS = (
-    PARAPLAN,
-    MEGATRON_CORE,
-    MEGATRON_CORE_LOCAL,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    FLAGSCALE,
-    MEGATRON_DEEPSPEED,
-    FSDP,
-    COMPOSER,
-    DEEPSPEED_ZERO,
-    HF_TRAINER,
-    NVIDIA_EXAMPLES,
-    TORCHTUNE,
-    PADDLE,
-    JAX,
-    NEMO_AUTOMODEL,
+PLAIN_PYTORCH = PARAPLAN.replace(
+    name="plain PyTorch",
+    gathers_ends_alone=False,
+    source="torch's own autocast, DDP and FSDP2, which paraplan's runtime assembles: what a run is modelled as whose "
+    "framework is not known (assumed)",
 )
+
+ALIASES: dict[str, Habits] = {
+    "paraplan": PARAPLAN,
+    "megatron-core": MEGATRON_CORE,
+    "megatron-bridge": MEGATRON_CORE,
+    "megatron-lm (kwai)": MEGATRON_CORE,
+    "megatron-core transformer-impl=local": MEGATRON_CORE_LOCAL,
+    "megatron-lm te": MEGATRON_CORE,
+    "nemo megatron": MEGATRON_CORE,
+    "nemo": MEGATRON_CORE,
+    "nemo automodel": NEMO_AUTOMODEL,
+    "automodel": NEMO_AUTOMODEL,
+    "megatron": MEGATRON_2021,
+    "megatron-lm": MEGATRON_2021,
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
+    "flagscale": FLAGSCALE,
+    "flagscale megatron-lm": FLAGSCALE,
+    "fsdp": FSDP,
+    "fsdp1": FSDP,
+    "fsdp2": FSDP,
+    "torchtitan": FSDP,
+    "composer": COMPOSER,
+    "deepspeed": DEEPSPEED_ZERO,
+    "deepspeed zero": DEEPSPEED_ZERO,
+    "deepspeed zero megatron-deepspeed": DEEPSPEED_ZERO,
+    "gemini": DEEPSPEED_ZERO,
+    "hf": HF_TRAINER,
+    "nvidia dle": NVIDIA_EXAMPLES,
+    "torchtune": TORCHTUNE,
+    "paddle": PADDLE,
+    "paddlenlp": PADDLE,
+    "jax": JAX,
+    "maxtext": JAX,
+    "pax": JAX,
+    "plain pytorch": PLAIN_PYTORCH,
+}
+"""Frameworks by the words that name them in tables and in `--framework`. An alias holds where all of its words do."""
 
 
 def habits_of(framework: str) -> Habits:
-    """Return the habits of a framework by the words in its name; those of paraplan's runtime for an unknown one."""
-    words = framework.lower()
-    for sign, habits in _SIGNS:
-        if sign in words:
-            return habits
-    return PARAPLAN
+    """Return the habits of a framework. Raises `ProfileError` with near names for an unknown one."""
+    found = known_habits(framework)
+    if found is None:
+        raise ProfileError(f"there is no framework {framework!r}", hint=near_names(framework, ALIASES))
+    return found
 
 
-_SIGNS: tuple[tuple[str, Habits], ...] = (
-    ("deepspeed zero", DEEPSPEED_ZERO),
-    ("megatron-deepspeed", MEGATRON_DEEPSPEED),
-    ("flagscale", FLAGSCALE),
-    ("transformer-impl=local", MEGATRON_CORE_LOCAL),
-    ("megatron-core", MEGATRON_CORE),
-    ("megatron-bridge", MEGATRON_CORE),
-    ("automodel", NEMO_AUTOMODEL),
-    ("+ te", MEGATRON_CORE),
-    ("nemo", MEGATRON_CORE),
-    ("megatron-lm (kwai)", MEGATRON_CORE),
-    ("megatron", MEGATRON_2021),
-    ("composer", COMPOSER),
-    ("torchtitan", FSDP),
-    ("torchtune", TORCHTUNE),
-    ("paddle", PADDLE),
-    ("fsdp", FSDP),
-    ("deepspeed", DEEPSPEED_ZERO),
-    ("gemini", DEEPSPEED_ZERO),
-    ("nvidia dle", NVIDIA_EXAMPLES),
-    ("jax", JAX),
-    ("maxtext", JAX),
-    ("pax", JAX),
-    ("hf", HF_TRAINER),
-)
+def known_habits(framework: str) -> Habits | None:
+    """Return the habits of a framework by the longest alias among the words of its name, None for an unknown one."""
+    found = [alias for alias in ALIASES if all(_has_word(framework.lower(), word) for word in alias.split())]
+    return ALIASES[max(found, key=len)] if found else None
+
+
+def _has_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<![a-z0-9_]){re.escape(word)}(?![a-z0-9_])", text) is not None

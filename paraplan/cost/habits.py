@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paraplan.plan.parallel import ScheduleName
 from paraplan.plan.training import AttentionKind
 from paraplan.records import Record
@@ -62,8 +59,6 @@ class Habits(Record):
     `allocates_every_receive`: a pipeline rank allocates what it receives of all micro-batches at the start.
     `prefetch_elements` is how many parameters ZeRO-3 gathers ahead of their use; what is more is waited for.
     `gathers_each_weight`: ZeRO-3 gathers and scatters the weights of each matmul by themselves, not those of a block.
-    `splits_vocabulary` and `splits_experts`: tensor parallelism divides embedding and head, and routed experts.
-    Without `pads_vocabulary` a vocabulary that tp does not divide is left whole.
     `keeps_dummy_gradients`: Transformer Engine keeps a 16-bit tensor for each distinct shape of weight, where gradients
     are accumulated elsewhere.
     `writes_out_gates`: where other kernels are fused, gated activations are not, and keep the activated gate too;
@@ -109,9 +104,6 @@ class Habits(Record):
     parallel_logit_bytes: float | None = None
     loss_traffic_per_logit: float = 38.0
     keeps_dummy_gradients: bool = False
-    splits_vocabulary: bool = True
-    pads_vocabulary: bool = True
-    splits_experts: bool = True
     bucket_elements: float = 0.0
     uses_tf32: bool = False
     matmul_speedup: float = 1.0
@@ -156,12 +148,6 @@ class Habits(Record):
         What the host needs to start a block is left as it is: nobody has measured it for compiled ones.
         """
         return self.replace(fused_kernels=True, traffic_per_saved_byte=FUSED_TRAFFIC)
-
-    def vocabulary_tp(self, tp: NDArray[np.float64], vocabulary: int) -> NDArray[np.float64]:
-        """Return over how many ranks the embedding and a head of `vocabulary` outputs are divided, for each of `tp`."""
-        if not self.splits_vocabulary:
-            return np.ones_like(tp)
-        return tp if self.pads_vocabulary else np.where((vocabulary > 0) & (vocabulary % tp == 0), tp, 1.0)
 
 
 PARAPLAN = Habits(

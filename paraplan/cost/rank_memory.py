@@ -224,8 +224,7 @@ class RankMemory:
         """Logits of one micro-batch on this rank: 0 away from the last stage."""
         tokens = self.table.micro_batch_size * self.workload.training.seq_length / self.table.cp
         outputs = self.workload.model.vocabulary
-        divisor = self.workload.habits.vocabulary_tp(self.table.tp.astype(float), outputs)
-        return np.asarray(tokens * outputs / divisor * self.stage.is_last)
+        return np.asarray(tokens * outputs / self.table.tp * self.stage.is_last)
 
     @cached_property
     def head_kept_bytes(self) -> Floats:

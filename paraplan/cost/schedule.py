@@ -64,19 +64,6 @@ def pipeline_s(pipelines: Pipelines) -> Floats:
     return np.asarray(seconds[inverse])
 
 
-def bubble_free_s(pipelines: Pipelines) -> Floats:
-    """Return the seconds that no schedule goes below: the busiest rank's work, after and before the other ranks' first.
-
-    Every micro-batch passes the busiest rank, the first one has passed the stages before it, and the last one has to
-    go back through them. With several chunks the ranks' work is not known by runs; the mean is a bound.
-    """
-    stages, count = pipelines.stages, pipelines.num_microbatches
-    each = stages.forward_s + stages.backward_s
-    busiest = np.where(stages.counts > 0, each, 0.0).max(axis=0)
-    mean = stages.total_s / pipelines.pp
-    return np.asarray(count * np.where(pipelines.virtual > 1, mean, np.maximum(busiest, mean)))
-
-
 def _gpipe_s(part: Pipelines) -> Floats:
     """Return GPipe's seconds: two flow shops of equal jobs, one behind the other, `sum + (m - 1) max` each.
 

@@ -16,6 +16,10 @@ FEWEST_ROWS = 4
 """A sweep of fewer plans says little about a ranking."""
 
 
+UNKNOWN_FRAMEWORK = "unknown: modelled as plain PyTorch"
+"""The group of runs whose framework no profile describes."""
+
+
 class ErrorSummary(Record):
     """Errors over rows: mean and median of the absolute errors, the largest, and the mean with its sign."""
 
@@ -101,7 +105,7 @@ def score(predictions: Iterable[RunPrediction], error: str, *, num_worst: int = 
         mean_of_sources=fmean(means) if means else None,
         by_source=by_source,
         by_gpu=_grouped([(row.gpu, value) for row, value in rows]),
-        by_framework=_grouped([(row.framework, value) for row, value in rows]),
+        by_framework=_grouped([(_framework_group(row), value) for row, value in rows]),
         by_parallelism=_grouped([(row.parallelism, value) for row, value in rows]),
         by_reading=_grouped([(row.memory_reading, value) for row, value in rows if row.memory_reading])
         if error == "memory_error"
@@ -149,6 +153,10 @@ def rank_correlation(first: Floats, second: Floats) -> float:
     centred = [values - values.mean() for values in ranks]
     norm = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
     return float((centred[0] * centred[1]).sum() / norm) if norm else 0.0
+
+
+def _framework_group(row: RunPrediction) -> str:
+    return row.framework if row.is_known_framework else UNKNOWN_FRAMEWORK
 
 
 def _grouped(pairs: Sequence[tuple[str, float]]) -> dict[str, ErrorSummary]:

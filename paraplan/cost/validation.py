@@ -6,7 +6,7 @@ import re
 from typing import Literal, get_args
 
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
-from paraplan.cost.frameworks import habits_of
+from paraplan.cost.frameworks import PLAIN_PYTORCH, known_habits
 from paraplan.cost.habits import MEGATRON_2021, MEGATRON_2022, Habits
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
@@ -30,12 +30,14 @@ class RunPrediction(Record):
     `fits` says whether a run ran (True) or ran out of memory (False), `predicted_fits` whether what `nvidia-smi` would
     show is less than the GPU has. `parallelism` names the kinds of splitting without their degrees, `plan` the whole
     plan; `memory_reading` is what the measured peak is.
+    Runs of a framework that is not known are modelled as plain PyTorch.
     """
 
     id: str
     source: str
     gpu: str
     framework: str
+    is_known_framework: bool = True
     parallelism: str = ""
     plan: str = ""
     predicted_step_time_s: float | None = None
@@ -51,8 +53,11 @@ class RunPrediction(Record):
 
 
 def habits_of_run(run: MeasuredRun) -> Habits:
-    """Return the habits of the framework that a run names, with what the run states of gradients, dropout and flags."""
-    habits = habits_of(run.framework)
+    """Return the habits of the framework that a run names, with what the run states of gradients, dropout and flags.
+
+    A framework that is not known is modelled as plain PyTorch.
+    """
+    habits = known_habits(run.framework) or PLAIN_PYTORCH
     notes = run.notes.lower()
     if habits is MEGATRON_2021 and (
         run.sequence_parallel or run.recompute == "selective" or "sequence parallel" in notes
@@ -194,6 +199,7 @@ def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Run
         source=run.source,
         gpu=run.gpu,
         framework=run.framework,
+        is_known_framework=known_habits(run.framework) is not None,
         parallelism=_parallelism(plan),
         plan=plan.describe(),
         predicted_step_time_s=step_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paraplan.hardware.links import CELL
 
@@ -231,8 +231,3 @@ def _continues(line: str, *, is_header: bool) -> bool:
         and all(re.fullmatch(r"[\w.\-]{1,30}", word) for word in words)
         and sum(map(bool, names)) * 2 >= len(words)
     )
-
-
-def with_cells(row: TableRow, cells: tuple[str, ...], tail: str) -> TableRow:
-    """Return a row with other words and another tail, at the characters where they were."""
-    return replace(row, cells=cells, tail=tail, cell_starts=row.cell_starts[: len(cells)])

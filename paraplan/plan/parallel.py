@@ -100,11 +100,6 @@ class ParallelPlan(Record):
         return self.dp * self.tp * self.pp * self.cp
 
     @property
-    def expert_replicas(self) -> int:
-        """Ranks that hold the same experts: those over which their gradients are averaged, and ZeRO shards them."""
-        return self.dp * self.cp // self.ep
-
-    @property
     def num_stages(self) -> int:
         """Pipeline stages, virtual ones counted."""
         return self.pp * self.virtual_pipeline_size

@@ -56,16 +56,3 @@ class RankGrid(Record):
         """Return all groups of `axis`. Every rank is in exactly one of them."""
         firsts = [rank for rank in range(self.world_size) if self.coordinates(rank)[axis] == 0]
         return [self.group(axis, rank) for rank in firsts]
-
-
-def expert_groups(plan: ParallelPlan) -> list[list[int]]:
-    """Return the ranks that share out the experts of a layer: neighbours along dp and cp together, `ep` in a group.
-
-    Ranks at the same place of different groups of one stage hold the same experts (Megatron-Core's parallel_state.py).
-    """
-    grid = RankGrid.of_plan(plan)
-    alike: dict[tuple[int, int], list[int]] = {}
-    for rank in range(grid.world_size):
-        at = grid.coordinates(rank)
-        alike.setdefault((at["pp"], at["tp"]), []).append(rank)
-    return [ranks[first : first + plan.ep] for ranks in alike.values() for first in range(0, len(ranks), plan.ep)]

@@ -94,16 +94,6 @@ class _Together:
         return np.asarray(self.columns[COLUMNS.index(name)])
 
 
-@dataclass(frozen=True, eq=False)
-class Survey:
-    """What is left of the whole space: plans that may be among the best with their prices, and the rest counted."""
-
-    priced: Priced
-    rejections: tuple[Rejection, ...]
-    considered: int
-    num_priced: int
-
-
 @dataclass
 class TooLarge:
     """The plans that do not fit: how many, how much they need, and the one that comes nearest.

@@ -65,6 +65,15 @@ def test_the_recommended_plan_passes_its_own_check(best: Path) -> None:
     assert "\x1b" not in stdout
 
 
+def test_verify_takes_model_training_and_machines_from_the_plan_file(best: Path, slow: Path) -> None:
+    status, stdout, stderr = run("verify", str(best), "--tolerance", "0")
+    assert (status, stderr) == (0, "")
+    assert stdout == run(*RECOMMEND, "--check", str(best), "--tolerance", "0")[1]
+    assert run("verify", str(slow))[0] == 1
+    status, stdout, _ = run("verify", str(best), "--profile", "dgx-h100", "--gpus-per-node", "4")
+    assert (status, "8 ranks" in stdout) == (1, True)
+
+
 def test_a_plan_that_is_slower_than_the_tolerance_ends_with_1(slow: Path) -> None:
     status, stdout, stderr = run(*RECOMMEND, "--check", str(slow))
     assert status == 1

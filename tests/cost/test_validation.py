@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from paraplan.cost.described_run import workload_of_run
-from paraplan.cost.frameworks import ALL_HABITS, habits_of
-from paraplan.cost.habits import FSDP, MEGATRON_CORE, MEGATRON_DEEPSPEED, PARAPLAN
+from paraplan.cost.frameworks import ALIASES, PLAIN_PYTORCH, habits_of
+from paraplan.cost.habits import DEEPSPEED_ZERO, FSDP, MEGATRON_CORE, MEGATRON_DEEPSPEED, PARAPLAN
+from paraplan.cost.scoring import UNKNOWN_FRAMEWORK, score
 from paraplan.cost.validation import (
     habits_of_run,
     is_standard,
@@ -15,7 +16,7 @@ from paraplan.cost.validation import (
     training_of_run,
 )
 from paraplan.cost.workload import Workload
-from paraplan.errors import PlanError
+from paraplan.errors import PlanError, ProfileError
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.profile_files import list_gpus
 from paraplan.model.named import known_configs
@@ -102,16 +103,32 @@ def test_a_mixture_of_experts_is_known_by_its_name_and_its_experts_go_over_ep() 
         ("NeMo / Megatron-Core", MEGATRON_CORE),
         ("Megatron-DeepSpeed", MEGATRON_DEEPSPEED),
         ("torchtitan (FSDP2)", FSDP),
-        ("something new", PARAPLAN),
+        ("DeepSpeed ZeRO-3 (Megatron-DeepSpeed)", DEEPSPEED_ZERO),
+        ("Megatron-LM 23e00ed + TE 2.11", MEGATRON_CORE),
+        ("paraplan", PARAPLAN),
     ],
 )
 def test_frameworks_are_known_by_the_words_of_their_names(framework: str, habits: object) -> None:
     assert habits_of(framework) == habits
 
 
-def test_every_habit_names_its_source() -> None:
-    assert all(habits.source for habits in ALL_HABITS)
-    assert len({habits.name for habits in ALL_HABITS}) == len(ALL_HABITS)
+@pytest.mark.parametrize("framework", ["something new", "papaxos", "vfsdpx", "megatron_core", ""])
+def test_an_unknown_framework_is_an_error_and_not_paraplans_runtime(framework: str) -> None:
+    with pytest.raises(ProfileError, match="there is no framework") as refused:
+        habits_of(framework)
+    assert refused.value.hint
+
+
+def test_runs_of_an_unknown_framework_are_a_group_of_their_own() -> None:
+    row = run(framework="InternEvo", measured_step_time_s=1.0)
+    assert habits_of_run(row) == PLAIN_PYTORCH
+    prediction = predict_run(row, workload_of_run(row, list_gpus(), load_link_speeds()), plan_of_run(row))
+    assert not prediction.is_known_framework
+    assert list(score([prediction], "step_time_error").by_framework) == [UNKNOWN_FRAMEWORK]
+
+
+def test_every_framework_names_its_source() -> None:
+    assert all(habits.source for habits in ALIASES.values())
 
 
 def test_the_precision_of_gradients_is_that_of_the_row() -> None:

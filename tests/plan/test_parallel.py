@@ -57,8 +57,3 @@ def test_a_plan_describes_itself_in_the_words_of_the_field() -> None:
     assert plan.describe() == "dp4 x pp2, ZeRO-1, 1f1b, micro-batch 1 x 8, recompute full"
     assert ParallelPlan().describe() == "one process, micro-batch 1 x 1"
     assert ParallelPlan(dp=4, cp=2, ep=8).describe() == "dp4 x cp2 x ep8, DDP, micro-batch 1 x 1"
-
-
-def test_experts_have_a_replica_for_each_group_of_ranks_that_shares_them_out() -> None:
-    assert ParallelPlan(dp=4, cp=2, ep=2).expert_replicas == 4
-    assert ParallelPlan(dp=4).expert_replicas == 4

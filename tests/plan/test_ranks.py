@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
-from paraplan.plan.ranks import RankGrid, expert_groups
+from paraplan.plan.ranks import RankGrid
 
 degrees = st.integers(min_value=1, max_value=4)
 orders = st.sampled_from(list(permutations(MEGATRON_RANK_ORDER)))
@@ -61,13 +61,3 @@ def test_megatron_order_puts_tensor_parallel_ranks_side_by_side() -> None:
 def test_a_rank_outside_the_world_is_an_error_with_both_numbers() -> None:
     with pytest.raises(PlanError, match=r"rank 4 .* 4 ranks"):
         RankGrid.of_plan(ParallelPlan(dp=4)).coordinates(4)
-
-
-def test_experts_go_over_neighbours_along_dp_and_cp() -> None:
-    plan = ParallelPlan(dp=4, tp=2, ep=2, sequence_parallel=True)
-    assert expert_groups(plan) == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    across = ParallelPlan(dp=2, cp=2, pp=2, ep=4, pipeline_schedule="1f1b")
-    assert expert_groups(across) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    inside = across.replace(rank_order=("dp", "cp", "pp", "tp"), ep=2)
-    assert expert_groups(inside) == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    assert expert_groups(ParallelPlan(dp=2)) == [[0], [1]]
