@@ -8,7 +8,7 @@ import pytest
 import torch
 from rank_harness import RankHarness
 from torch import nn
-from training_cases import HIDDEN, TOKENS, VOCABULARY, loss_fn
+from training_cases import HIDDEN, TOKENS, VOCABULARY, Layer, loss_fn
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
@@ -110,3 +110,48 @@ def test_layers_that_some_steps_or_all_leave_out_train_as_in_one_process(ranks: 
             assert has_gradient == [bool(sequences) for sequences in STEPS]
             for name, value in parameters.items():
                 torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5)
+
+
+class TiedWithAFlag(nn.Module):
+    """A layer before the blocks that a flag beside the tokens switches off, and ends that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.sometimes = nn.Linear(HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor, flag: bool = True) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        if flag:
+            hidden = hidden + self.sometimes(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def flagged(plan: ParallelPlan | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    job = runtime.init(plan, shows_progress=False)
+    engine = job.prepare(
+        TiedWithAFlag(),
+        loss_fn=loss_fn,
+        optimizer=adamw,
+        example_inputs={"tokens": torch.zeros(2, TOKENS, dtype=torch.long), "flag": True},
+    )
+    rows, losses = slice(job.dp_rank * BATCH // job.dp, (job.dp_rank + 1) * BATCH // job.dp), []
+    for step, flag in enumerate((True, False, True)):
+        inputs, targets = batch_of(step)
+        losses.append(engine.step({"tokens": inputs[rows], "flag": flag}, targets[rows]).item())
+    return losses, {name: engine.whole(name).clone() for name in engine.parameters}
+
+
+@pytest.mark.ranks
+def test_layers_that_a_step_of_a_pipeline_leaves_out_train_as_in_one_process(ranks: RankHarness) -> None:
+    plan = ParallelPlan(dp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2)
+    losses, parameters = ranks.run_alone(flagged, None)
+    for found, values in ranks.run(flagged, plan, size=4):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in values.items():
+            torch.testing.assert_close(value, parameters[name], rtol=1e-4, atol=1e-5)
