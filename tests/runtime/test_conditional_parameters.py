@@ -112,30 +112,36 @@ def test_layers_that_some_steps_or_all_leave_out_train_as_in_one_process(ranks: 
                 torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5)
 
 
-class TiedWithAFlag(nn.Module):
-    """A layer before the blocks that a flag beside the tokens switches off, and ends that are tied."""
+class WithAFlag(nn.Module):
+    """A layer before the blocks that a flag beside the tokens switches off.
 
-    def __init__(self) -> None:
+    The embedding is that of the head too, or is read by every stage without a gradient.
+    """
+
+    def __init__(self, *, is_tied: bool) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
+        self.is_tied = is_tied
+        if is_tied:
+            self.head.weight = self.embedding.weight
         self.sometimes = nn.Linear(HIDDEN, HIDDEN)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
 
     def forward(self, tokens: torch.Tensor, flag: bool = True) -> torch.Tensor:
         hidden = self.embedding(tokens)
+        scale = None if self.is_tied else 1.0 + hidden.detach()
         if flag:
             hidden = hidden + self.sometimes(hidden)
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = layer(hidden, scale)
         return self.head(hidden)
 
 
-def flagged(plan: ParallelPlan | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+def flagged(plan: ParallelPlan | None, is_tied: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     job = runtime.init(plan, shows_progress=False)
     engine = job.prepare(
-        TiedWithAFlag(),
+        WithAFlag(is_tied=is_tied),
         loss_fn=loss_fn,
         optimizer=adamw,
         example_inputs={"tokens": torch.zeros(2, TOKENS, dtype=torch.long), "flag": True},
@@ -148,10 +154,11 @@ def flagged(plan: ParallelPlan | None) -> tuple[list[float], dict[str, torch.Ten
 
 
 @pytest.mark.ranks
-def test_layers_that_a_step_of_a_pipeline_leaves_out_train_as_in_one_process(ranks: RankHarness) -> None:
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_layers_that_a_step_of_a_pipeline_leaves_out_train_as_in_one_process(ranks: RankHarness, is_tied: bool) -> None:
     plan = ParallelPlan(dp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2)
-    losses, parameters = ranks.run_alone(flagged, None)
-    for found, values in ranks.run(flagged, plan, size=4):
+    losses, parameters = ranks.run_alone(flagged, None, is_tied)
+    for found, values in ranks.run(flagged, plan, is_tied, size=4):
         assert found == pytest.approx(losses, rel=1e-5)
         for name, value in values.items():
             torch.testing.assert_close(value, parameters[name], rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -271,6 +271,14 @@ class ReplicaReduction:
         """Take note of the gradients before the last backward pass of a step."""
         self._is_complete, self._missing = False, []
         self._versions = [-1 if one.grad is None else version_of(one.grad) for one in self._parameters]
+
+    def leave_out(self, parameters: Collection[nn.Parameter]) -> None:
+        """Take the zeros of those of `parameters` away that no replica has reached: who holds them too may have."""
+        for place in [place for place in self._missing if self._parameters[place] in parameters]:
+            gradient = self._parameters[place].grad
+            if gradient is not None and not bool(gradient.any()):
+                self._parameters[place].grad = None
+                self._missing.remove(place)
 
     @property
     def is_complete(self) -> bool:

@@ -88,9 +88,12 @@ class PipelineExecution:
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run forward and backward passes, and leave the gradients of the weighted loss in place."""
+        for reduction in self._reductions:
+            reduction.begin()
         self._run(micro_batches, trains=True)
         for reduction in self._reductions:  # before parameters of several stages are summed over these
             reduction.complete()
+            reduction.leave_out(self._ties.parameters)
         for stage in self._stages:
             _lay_out_gradients(stage.module)
         self._replicas.start(self._unsharded)
@@ -231,6 +234,11 @@ class TiedGradients:
             group = groups[tie.ranks]
             if group is not None and parameters[tie.name].requires_grad:
                 self._held.append((parameters[tie.name], group))
+
+    @property
+    def parameters(self) -> frozenset[nn.Parameter]:
+        """Those of this rank that other stages hold too."""
+        return frozenset(parameter for parameter, _ in self._held)
 
     def sum_gradients(self) -> None:
         """Add up the gradients of every tied parameter of this rank over its holders.
