@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ TOLERANCES = {"loss": 1e-5, "gradient": 1e-4, "parameter": 1e-3, "buffer": 1e-3}
 _ROUGH = {"muon": 50.0}
 """How much more is allowed to an optimizer that computes in bf16."""
 _SMALLEST = 1e-3  # of the largest of all: tensors smaller than that are measured against it
+_SHIFTS = (3, 5)  # one alone may be luckier than any plan
 _NOISE_FACTOR = 10.0  # how much more than the noise of one process is no finding
 
 Tensors = dict[str, torch.Tensor]
@@ -82,12 +83,12 @@ def train_plain(recipe: Recipe, *, shift: int = 0) -> Trace:
     return trace
 
 
-def reference_of(recipe: Recipe, folder: Path, *, is_first: bool) -> Callable[[], tuple[Trace, Trace]]:
-    """Return what reads the plain training of `recipe`, and one with other rounding. The first rank makes the file."""
+def reference_of(recipe: Recipe, folder: Path, *, is_first: bool) -> Callable[[], tuple[Trace, list[Trace]]]:
+    """Return what reads the plain training of `recipe`, and some with other rounding. The first rank makes the file."""
     path = folder / f"{abs(hash(repr(recipe)))}.pt"  # ranks are forks of one process: their hashes agree
     if is_first and not path.exists():
         beside = path.with_suffix(f".{os.getpid()}")
-        torch.save((train_plain(recipe), train_plain(recipe, shift=3)), beside)
+        torch.save((train_plain(recipe), [train_plain(recipe, shift=shift) for shift in _SHIFTS]), beside)
         beside.rename(path)
     return lambda: torch.load(path, weights_only=False)
 
@@ -113,7 +114,7 @@ def _tried(case: Case, folder: Path, ends: list[Callable[[], None]]) -> Answer:
     read = reference_of(recipe, folder, is_first=os.environ.get("RANK", "0") == "0")
     job = runtime.init(case.plan, shows_progress=False)
     ends.append(job.close)
-    expected, other = read()
+    expected, others = read()
     torch.manual_seed(recipe.seed + 1000 * job.world.rank)  # other weights on every rank but the first
     inputs, _ = make_batch(recipe, 0)
     engine = job.prepare(
@@ -146,30 +147,28 @@ def _tried(case: Case, folder: Path, ends: list[Callable[[], None]]) -> Answer:
         )
     found.parameters = {name: engine.whole(name).clone() for name in engine.parameters}
     found.buffers = _buffers(engine)
-    return compare(expected, other, found, job.world, roughness=_ROUGH.get(recipe.optimizer, 1.0))
+    return compare(expected, others, found, job.world, roughness=_ROUGH.get(recipe.optimizer, 1.0))
 
 
-def compare(expected: Trace, other: Trace, found: Trace, world: World, *, roughness: float = 1.0) -> Answer:
-    """Return how far `found`, of this rank, is from `expected`; `other` is as near to that as rounding allows."""
+def compare(expected: Trace, others: Sequence[Trace], found: Trace, world: World, *, roughness: float = 1.0) -> Answer:
+    """Return how far `found`, of this rank, is from `expected`; `others` are as near to that as rounding allows."""
     held = frozenset(found.parameters)
     names = frozenset(expected.parameters)
     if not held <= names:
         return Answer("wrong", message=f"parameters that the model has not: {sorted(held - names)}")
-    parts: list[tuple[str, int, Tensors, Tensors, Tensors]] = []
-    for step, losses in enumerate(zip(expected.losses, other.losses, found.losses, strict=True)):
-        one, two, three = ({"loss": torch.tensor(loss)} for loss in losses)
-        parts.append(("loss", step, one, two, three))
+    traces = (expected, found, *others)
+    parts: list[tuple[str, int, list[Tensors]]] = []
+    for step in range(NUM_STEPS):
+        parts.append(("loss", step, [{"loss": torch.tensor(trace.losses[step])} for trace in traces]))
         graded = held & expected.gradients[step].keys() | found.gradients[step].keys()
-        one, two, three = (
-            {name: trace.gradients[step].get(name, torch.zeros(())) for name in graded}
-            for trace in (expected, other, found)
-        )
-        parts.append(("gradient", step, one, two, three))
-    parts.append(("parameter", NUM_STEPS - 1, expected.parameters, other.parameters, found.parameters))
-    parts.append(("buffer", NUM_STEPS - 1, expected.buffers, other.buffers, found.buffers))
-    for index, (quantity, step, one, two, three) in enumerate(parts):
+        gradients = [{name: trace.gradients[step].get(name, torch.zeros(())) for name in graded} for trace in traces]
+        parts.append(("gradient", step, gradients))
+    parts.append(("parameter", NUM_STEPS - 1, [trace.parameters for trace in traces]))
+    parts.append(("buffer", NUM_STEPS - 1, [trace.buffers for trace in traces]))
+    for index, (quantity, step, (one, three, *rounded)) in enumerate(parts):
         least = TOLERANCES[quantity] * (roughness if step else 1.0)
-        tolerance = max(least, _NOISE_FACTOR * max(errors(one, two).values(), default=0.0))
+        noise = max((error for two in rounded for error in errors(one, two).values()), default=0.0)
+        tolerance = max(least, _NOISE_FACTOR * noise)
         found_errors = errors({name: one[name] for name in three if name in one}, three)
         wrong = {name: error for name, error in found_errors.items() if not error <= tolerance}
         if wrong:
