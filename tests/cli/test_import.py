@@ -125,7 +125,7 @@ def test_limits_hold_under_the_old_spelling(deepspeed: Path) -> None:
         (["import", "{other}"], "no configuration of DeepSpeed, accelerate or Megatron-LM"),
         (["import", "{ds}", *GPT2, "--nodes", "2"], "train_batch_size=64 is not"),
         (
-            ["import", *GPT2, "--", *"--tensor-model-parallel-size 5 --micro-batch-size 1".split()],
+            ["import", *GPT2, "--", *["--tensor-model-parallel-size", "5", "--micro-batch-size", "1"]],
             "do not divide the 8",
         ),
         (["estimate", *GPT2[1:], "--from-deepspeed", "{ds}", "--from-megatron", MEGATRON], "contradict each other"),
