@@ -18,7 +18,7 @@ from paraplan.units import one_line, parse_bytes
 if TYPE_CHECKING:  # the search, which most commands do without
     from paraplan.api.estimates import Estimate
     from paraplan.api.workloads import Workload
-    from paraplan.search.check import Finding
+    from paraplan.search.verification import Finding
 
 CI_PANEL = "Checks for continuous integration"
 

@@ -18,10 +18,9 @@ from paraplan.units import format_bandwidth, format_bytes, format_count, format_
 
 if TYPE_CHECKING:
     from paraplan.api.recommendations import Recommendation
-    from paraplan.search.budget import Budget, SizeOffer
-    from paraplan.search.changes import Comparison
-    from paraplan.search.explain import Explanation
+    from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.results import Candidate, SearchResult
+    from paraplan.search.sizes import Budget, SizeOffer
 
 _EQUAL = 1.02
 

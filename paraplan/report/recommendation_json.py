@@ -7,8 +7,7 @@ from typing import Any
 
 from paraplan.interop.commands import launch_command, torchrun_command
 from paraplan.report.estimate_json import estimate_report
-from paraplan.search.planned import cluster_reference
-from paraplan.search.recommendation import Recommendation
+from paraplan.search.recommendation import Recommendation, cluster_reference
 
 
 def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:

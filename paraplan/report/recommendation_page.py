@@ -19,10 +19,10 @@ from paraplan.report.plan_sections import (
     workload_lines,
 )
 from paraplan.report.ranked_rows import with_recommended
-from paraplan.search.budget import Budget, SizeOffer
-from paraplan.search.nothing_fits import NothingFitsError
+from paraplan.search.failure import NothingFitsError
 from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
+from paraplan.search.sizes import Budget, SizeOffer
 from paraplan.units import format_bytes, format_count, format_seconds
 
 _MOST_ROWS = 12

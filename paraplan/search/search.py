@@ -10,15 +10,12 @@ from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.kernels import effective_peak
 from paraplan.cost.table import Ints
 from paraplan.cost.workload import Workload
-from paraplan.search.facts import tree_facts
-from paraplan.search.fixed import FREE, Constraints
-from paraplan.search.front import pareto_front, spread
-from paraplan.search.nothing_fits import nothing_fits
-from paraplan.search.objective import Objective, rank, simplest_of_the_best
-from paraplan.search.results import Candidate, SearchResult
+from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.evaluation import MemorySurvey, Priced, TimeSurvey, kinds_of, pareto_front, spread
+from paraplan.search.failure import nothing_fits
+from paraplan.search.results import Candidate, Objective, SearchResult, rank, simplest_of_the_best
 from paraplan.search.space import PlanSpace
-from paraplan.search.survey import MemorySurvey, Priced, TimeSurvey, kinds_of
-from paraplan.search.tree import TreeAnswer, decide, family
+from paraplan.search.tree import TreeAnswer, decide, family, tree_facts
 
 WORTH_NAMING = 1.02
 """A plan outside the tree's answer is named where it is faster by more than this factor."""

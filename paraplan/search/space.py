@@ -24,9 +24,9 @@ from paraplan.plan.compatibility import (
 )
 from paraplan.plan.parallel import Axis
 from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
-from paraplan.search.fixed import FREE, Constraints, Degree, check_axes, check_micro_batch, nothing_has_all
-from paraplan.search.orders import RankOrders
-from paraplan.search.splits import BalancedSplits
+from paraplan.search.constraints import FREE, Constraints, Degree, check_axes, check_micro_batch, nothing_has_all
+from paraplan.search.rank_orders import RankOrders
+from paraplan.search.stage_splits import BalancedSplits
 
 CHUNK_ROWS = 32_000
 """Plans that are priced at a time: what a chunk needs stays in the caches, and memory does not grow with the space."""

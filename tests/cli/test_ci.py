@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from paraplan.cli.ci import annotation, junit_xml
 from paraplan.cli.main import app
 from paraplan.plan.files import PlanFile
-from paraplan.search.check import Finding
+from paraplan.search.verification import Finding
 
 ROOT = Path(__file__).parent.parent.parent
 GPT2 = ["gpt2", "--profile", "dgx-h100", "--seq-len", "1024"]

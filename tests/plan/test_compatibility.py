@@ -27,9 +27,9 @@ from paraplan.plan.compatibility import why_incompatible
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
-from paraplan.search.changes import step_here
-from paraplan.search.check import check_plan
+from paraplan.search.comparison import step_here
 from paraplan.search.space import PlanSpace
+from paraplan.search.verification import check_plan
 
 MakeWorkload = Callable[..., Workload]
 LLAMA: dict[str, Any] = {"model": "llama-3-8b", "global_batch_size": 64, "seq_length": 8192}

@@ -7,7 +7,7 @@ import pytest
 
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
-from paraplan.search.fixed import FREE, Constraints
+from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace
 

@@ -12,12 +12,12 @@ from paraplan.cost.table import SCHEDULES, Floats
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.support import unsupported_reason
-from paraplan.search.bound import least_step_s
-from paraplan.search.fixed import Constraints
-from paraplan.search.orders import ORDERS
+from paraplan.search.constraints import Constraints
+from paraplan.search.lower_bound import least_step_s
+from paraplan.search.rank_orders import ORDERS
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace, all_degrees
-from paraplan.search.splits import BalancedSplits
+from paraplan.search.stage_splits import BalancedSplits
 from paraplan.search.what_fits import fewest_gpus, fewest_nodes, largest_batch, longest_sequence
 
 MakeWorkload = Callable[..., Workload]

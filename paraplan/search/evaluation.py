@@ -1,4 +1,4 @@
-"""The survey of a whole space: memory of every plan, the time of those that fit and may be among the best."""
+"""The evaluation of a whole space: memory of every plan, the time of those that fit and may be among the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paraplan.cost.stages import even_stage, fullest_ranks, running_parameters
 from paraplan.cost.table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.search.bound import least_step_s
+from paraplan.search.lower_bound import least_step_s
 from paraplan.search.results import Rejection
 from paraplan.search.space import PlanSpace
 from paraplan.units import format_bytes, format_bytes_apart
@@ -265,3 +265,35 @@ class TimeSurvey:
         table = plans.table(rows).with_orders(np.array([number for each in orders for number in each]))
         seconds = step_times(self.workload, table).step_time_s
         return Priced(table, seconds, plans.peak_bytes[rows]), rows
+
+
+NOTICEABLE = 0.99
+"""A plan joins the front where it takes less than this share of the memory of the one before it."""
+
+
+_CELLS = 16
+"""A picture is divided into so many cells each way."""
+
+
+def pareto_front(priced: Priced) -> list[int]:
+    """Return the rows of the front, the fastest first: each next one is slower and needs less memory, noticeably so."""
+    rows: list[int] = []
+    for row in np.lexsort((priced.peak_bytes, priced.seconds)):
+        if not rows or priced.peak_bytes[row] < NOTICEABLE * priced.peak_bytes[rows[-1]]:
+            rows.append(int(row))
+    return rows
+
+
+def spread(priced: Priced) -> list[int]:
+    """Return the rows of plans that show how all of them lie: of each cell of time and memory the fastest plan."""
+    time, memory = np.log(priced.seconds), np.log(np.maximum(priced.peak_bytes, 1.0))
+    cell = _cell(time) * _CELLS + _cell(memory)
+    order = np.argsort(priced.seconds, kind="stable")
+    _, firsts = np.unique(cell[order], return_index=True)
+    return [int(row) for row in order[np.sort(firsts)]]
+
+
+def _cell(values: Floats) -> Ints:
+    low, high = float(values.min()), float(values.max())
+    scaled = (values - low) / max(high - low, 1e-12) * _CELLS
+    return np.minimum(scaled.astype(np.int64), _CELLS - 1)
