@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paraplan.api.machines import load_cluster, load_cluster_for
-from paraplan.api.plans import make_plan, micro_batches
+from paraplan.api.plans import AXES, make_plan, micro_batches
 from paraplan.api.workloads import Cluster, TrainingSpec, Workload, training_of
 from paraplan.cli.options import (
     MOST_RANKS,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paraplan.api.recommendations import Constraints
     from paraplan.model.spec import ModelSpec
     from paraplan.plan.files import PlanFile
-    from paraplan.plan.parallel import ParallelPlan
+    from paraplan.plan.parallel import Degree, ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,25 +145,30 @@ class TrainingChoices:
         return training_of(model, seq_length=self.seq_len, global_batch_size=self.global_batch, **asked)
 
 
-def _degree(name: str, what: str) -> Any:
-    return typer.Option(f"--{name}", min=1, max=MOST_RANKS, rich_help_panel=PLAN_PANEL, help=what)
+_RANKS_OF = {axis.name: axis.ranks for axis in AXES}
+
+
+def _count(name: str, what: str) -> Any:
+    return typer.Option(f"--{name}", metavar="N", min=1, max=MOST_RANKS, rich_help_panel=PLAN_PANEL, help=what)
+
+
+def _degree(axis: Degree) -> Any:
+    return _count(axis, _RANKS_OF[axis])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoices:
     """A plan's fields. `estimate` takes what is not given as 1 or off; `recommend` keeps what is given."""
 
-    dp: Annotated[int | None, _degree("dp", "Data-parallel ranks.")] = None
-    tp: Annotated[int | None, _degree("tp", "Tensor-parallel ranks.")] = None
-    pp: Annotated[int | None, _degree("pp", "Pipeline stages.")] = None
-    cp: Annotated[int | None, _degree("cp", "Context-parallel ranks.")] = None
-    ep: Annotated[
-        int | None, _degree("ep", "Ranks of dp x cp that share out a mixture's experts (expert parallelism).")
-    ] = None
+    dp: Annotated[int | None, _degree("dp")] = None
+    tp: Annotated[int | None, _degree("tp")] = None
+    pp: Annotated[int | None, _degree("pp")] = None
+    cp: Annotated[int | None, _degree("cp")] = None
+    ep: Annotated[int | None, _degree("ep")] = None
     zero: Annotated[
         int | None, typer.Option("--zero", min=0, max=3, rich_help_panel=PLAN_PANEL, help="ZeRO stage; 0 is DDP.")
     ] = None
-    micro_batch: Annotated[int | None, _degree("micro-batch", "Sequences of one micro-batch.")] = None
+    micro_batch: Annotated[int | None, _count("micro-batch", "Sequences of one micro-batch.")] = None
     recompute: Annotated[
         RecomputeName | None,
         typer.Option("--recompute", rich_help_panel=PLAN_PANEL, help="Activation checkpointing."),

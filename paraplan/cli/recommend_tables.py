@@ -62,7 +62,7 @@ def _print_head(console: Console, answer: Recommendation) -> None:
     if result.fastest is not None:
         gain = result.best.step.step_time_s / result.fastest.step.step_time_s - 1
         plan = result.fastest.plan
-        options = " ".join(f"--{name} {getattr(plan, name)}" for name in ("dp", "tp", "pp", "cp", "ep"))
+        options = " ".join(f"--{axis} {degree}" for axis, degree in plan.degrees.items())
         console.print(
             f"Outside the tree's answer, predicted {gain:.0%} faster: {plan.describe()} "
             f"(take it with {options.removesuffix(' --ep 1')})"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from math import prod
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +14,33 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Axis = Literal["pp", "dp", "cp", "tp"]
+
+Degree = Literal["dp", "tp", "pp", "cp", "ep"]
+
+
+class AxisInfo(NamedTuple):
+    """One way to spread a training over ranks: a field of `ParallelPlan` that holds its degree."""
+
+    name: Degree
+    """The field, which is also the option of the command line and the word in descriptions."""
+    ranks: str
+    """What the degree counts, as help says it."""
+    multiplies_ranks: bool = True
+    """False where the ranks are those of other axes."""
+
+
+AXES = (
+    AxisInfo("dp", "Data-parallel ranks."),
+    AxisInfo("tp", "Tensor-parallel ranks."),
+    AxisInfo("pp", "Pipeline stages."),
+    AxisInfo("cp", "Context-parallel ranks."),
+    AxisInfo(
+        "ep",
+        "Ranks of dp x cp that share out a mixture's experts (expert parallelism).",
+        multiplies_ranks=False,
+    ),
+)
+"""The axes in the order of descriptions. Degrees in constraints, options and tables are these."""
 
 MEGATRON_RANK_ORDER: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
@@ -97,7 +125,12 @@ class ParallelPlan(Record):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.pp * self.cp
+        return prod(getattr(self, axis.name) for axis in AXES if axis.multiplies_ranks)
+
+    @property
+    def degrees(self) -> dict[Degree, int]:
+        """The degree of each axis by its name."""
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
     @property
     def num_stages(self) -> int:
@@ -111,9 +144,7 @@ class ParallelPlan(Record):
 
     def describe(self) -> str:
         """Return the plan in the words of the field: `dp4 x pp2, ZeRO-1, 1f1b, micro-batch 2 x 8, recompute full`."""
-        axes = " x ".join(
-            f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(self, axis) > 1
-        )
+        axes = " x ".join(f"{axis}{degree}" for axis, degree in self.degrees.items() if degree > 1)
         parts = [axes or "one process"]
         if self.devices_per_process > 1:
             parts.append(f"DataParallel over {self.devices_per_process} GPUs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paraplan.cost.estimate import PlanEstimate, StepEstimate, estimate_plan, why_unsuitable
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlanFile
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
 from paraplan.search.results import SearchResult
@@ -84,11 +84,7 @@ def _listed(parts: list[ComparedPart], word: str) -> str:
 
 
 _FIELDS = (
-    "dp",
-    "tp",
-    "pp",
-    "cp",
-    "ep",
+    *(axis.name for axis in AXES),
     "zero_stage",
     "zero_shards",
     "sequence_parallel",

@@ -14,7 +14,7 @@ from paraplan.cost.memory import RankMemory, host_bytes
 from paraplan.cost.stages import even_stage, fullest_ranks, running_parameters
 from paraplan.cost.table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.cost.workload import Workload
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.search.lower_bound import least_step_s
 from paraplan.search.results import Rejection
 from paraplan.search.space import PlanSpace
@@ -188,7 +188,7 @@ def exceeds_host(workload: Workload, table: PlanTable, costs: BlockCosts | None 
 
 def kinds_of(table_like: Callable[[str], Ints]) -> tuple[Ints, Ints]:
     """Return the first row of each choice of axes and ZeRO stage, and the choice of each row."""
-    return first_rows(*(table_like(name).astype(np.int64) for name in ("dp", "tp", "pp", "cp", "ep", "zero_stage")))
+    return first_rows(*(table_like(name).astype(np.int64) for name in (*(axis.name for axis in AXES), "zero_stage")))
 
 
 @dataclass

@@ -22,9 +22,9 @@ from paraplan.plan.compatibility import (
     why_tp,
     why_untrainable,
 )
-from paraplan.plan.parallel import Axis
+from paraplan.plan.parallel import AXES, Axis, Degree
 from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
-from paraplan.search.constraints import FREE, Constraints, Degree, check_axes, check_micro_batch, nothing_has_all
+from paraplan.search.constraints import FREE, Constraints, check_axes, check_micro_batch, nothing_has_all
 from paraplan.search.rank_orders import RankOrders
 from paraplan.search.stage_splits import BalancedSplits
 
@@ -54,7 +54,7 @@ class Degrees:
     @property
     def named(self) -> dict[Degree, int]:
         """All degrees by name."""
-        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
 
 @dataclass(frozen=True, eq=False)
