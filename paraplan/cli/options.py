@@ -59,6 +59,7 @@ class ObjectiveName(StrEnum):
     """Values of --objective."""
 
     throughput = "throughput"
+    fastest = "fastest"
     memory = "memory"
     cost = "cost"
     simplicity = "simplicity"

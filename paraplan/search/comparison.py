@@ -40,8 +40,8 @@ class Explanation(Record):
     because: str
 
 
-def explain(best: PlanEstimate, second: PlanEstimate, *, is_named: bool = True) -> Explanation:
-    """Return why `best` beats `second`, part by part; `is_named` says that the decision tree names the second too."""
+def explain(best: PlanEstimate, second: PlanEstimate, *, by_memory: bool = False) -> Explanation:
+    """Return why `best` beats `second`, part by part; `by_memory` says that the ranking went by memory."""
     names = [name for name in StepEstimate.model_fields if name.endswith("_s") and name not in _NOT_PARTS]
     parts = tuple(
         ComparedPart(name=name, best_s=getattr(best.step, name), second_s=getattr(second.step, name)) for name in names
@@ -54,7 +54,7 @@ def explain(best: PlanEstimate, second: PlanEstimate, *, is_named: bool = True) 
         parts=parts,
         best_memory_bytes=best.peak_memory_bytes,
         second_memory_bytes=second.peak_memory_bytes,
-        because=_because(parts, best, second, is_named=is_named),
+        because=_because(parts, best, second, by_memory=by_memory),
     )
 
 
@@ -63,14 +63,12 @@ def part_words(name: str) -> str:
     return name.removesuffix("_s").replace("_", " ")
 
 
-def _because(parts: tuple[ComparedPart, ...], best: PlanEstimate, second: PlanEstimate, *, is_named: bool) -> str:
+def _because(parts: tuple[ComparedPart, ...], best: PlanEstimate, second: PlanEstimate, *, by_memory: bool) -> str:
     gap = second.step.step_time_s - best.step.step_time_s
     saved = sorted((part for part in parts if part.difference_s > 0), key=lambda part: -part.difference_s)
     spent = sorted((part for part in parts if part.difference_s < 0), key=lambda part: part.difference_s)
     if gap <= 0:
-        why = "it is simpler" if is_named else "the decision tree names its family, and not that of the second"
-        if is_named and best.peak_memory_bytes < second.peak_memory_bytes:
-            why = "it needs less memory"
+        why = "it needs less memory" if by_memory else "it is simpler"
         return f"it is {format_seconds(-gap)} slower, and chosen because {why}"
     words = f"it saves {_listed(saved, 'of')}"
     if spent:

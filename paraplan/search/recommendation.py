@@ -124,10 +124,8 @@ def _explanation(result: SearchResult) -> Explanation | None:
     if result.second is None:
         return None
     from paraplan.search.comparison import explain
-    from paraplan.search.tree import family
 
-    is_named = family(result.second.plan) in result.families or family(result.best.plan) not in result.families
-    return explain(result.best, result.second, is_named=is_named)
+    return explain(result.best, result.second, by_memory=result.objective == "memory")
 
 
 def _offload(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
 from paraplan.cost.estimate import PlanEstimate
-from paraplan.cost.table import Floats, Ints, PlanTable
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.cost.table import Floats, Ints
+from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.records import Record
+
+Objective = Literal["throughput", "fastest", "memory", "simplicity"]
+Baseline = Literal["DDP", "FSDP", "guide"]
 
 
 class Decision(Record):
@@ -33,49 +37,64 @@ class Rejection(Record):
 
 
 class Candidate(Record):
-    """One ranked plan, as far as the table shows it. `in_tree` says that the decision tree names its family."""
+    """One ranked plan, as far as the table shows it."""
 
     plan: ParallelPlan
     in_tree: bool
+    """True where Hugging Face's guide names its family."""
     step_time_s: float
     tokens_per_s_per_gpu: float
     mfu: float
     peak_memory_bytes: int
+    fits: bool = True
+    baseline: Baseline | None = None
+    """Why it stands in the table beside the best: everybody knows what it is."""
 
 
 class SearchResult(Record):
-    """The answer of a search.
-
-    `best` is the plan to use, `second` the best of those with other axes or ZeRO stage, where it was asked for.
-    `fastest` stands beside it where a plan outside the tree's families is faster by over 2 %. `candidates` are the
-    best plan of each choice of axes and ZeRO stage, fastest first; `front` the plans that no other one beats in both
-    time and memory, and `cloud` some of all that were priced, where they were asked for. `remark` says why a plan that
-    is not the fastest is recommended.
-    `plans_considered` counts the whole space, `plans_priced` those whose memory was computed, `times_priced` those
-    whose time was: the others cannot be among the best. `is_runnable` is False for plans that were made for another
-    framework, which paraplan does not launch.
-    """
+    """The answer of a search."""
 
     decisions: tuple[Decision, ...]
+    """What the decision tree of Hugging Face's guide asked, and the numbers that decided."""
     families: tuple[str, ...]
+    """The families of plans that it names."""
     best: PlanEstimate
+    """The plan to use: the simplest of those within the tolerance of the fastest."""
     fastest: PlanEstimate | None
+    """The fastest plan, where a simpler one is recommended."""
     candidates: tuple[Candidate, ...]
+    """The best plan of each choice of axes and ZeRO stage, fastest first."""
+    baselines: tuple[Candidate, ...]
+    """Plans that everybody knows, also where they do not fit: plain DDP and FSDP, and the guide's."""
     rejections: tuple[Rejection, ...]
     plans_considered: int
+    """The whole space."""
     plans_priced: int = 0
+    """Plans whose memory was computed."""
     times_priced: int = 0
+    """Plans whose time was computed: the others cannot be among the best."""
+    guide: PlanEstimate | None = None
+    """The fastest plan of the guide's families, where the recommended plan is of none of them."""
     second: PlanEstimate | None = None
+    """The best of those with other axes or ZeRO stage, where it was asked for."""
     front: tuple[Candidate, ...] = ()
+    """The plans that no other one beats in both time and memory, where they were asked for."""
     cloud: tuple[Candidate, ...] = ()
+    """Some of all that were priced, where they were asked for."""
     remark: str | None = None
+    """Why a plan that is not the fastest is recommended, and what the guide would choose."""
+    objective: Objective = "throughput"
+    """What the ranking went by."""
     is_runnable: bool = True
+    """False for plans that were made for another framework, which paraplan does not launch."""
 
 
-Objective = Literal["throughput", "memory", "simplicity"]
+TOLERANCE: dict[Objective, float] = {"throughput": 0.1, "fastest": 0.0, "memory": 0.01, "simplicity": 0.2}
+"""The simplest plan within this share of the best is recommended.
 
-EQUAL: dict[Objective, float] = {"throughput": 1.01, "memory": 1.01, "simplicity": 1.02}
-"""Plans within this factor of the best count as equal, and the simplest of them is recommended."""
+For throughput this is the mean error of predicted step times over sources (`paraplan explain cost-model`): plans that
+are closer cannot be told apart.
+"""
 
 
 def rank(objective: Objective, *, seconds: Floats, peak_bytes: Floats) -> Ints:
@@ -84,16 +103,13 @@ def rank(objective: Objective, *, seconds: Floats, peak_bytes: Floats) -> Ints:
     return np.lexsort(keys).astype(np.int64)
 
 
-def simplest_of_the_best(
-    objective: Objective, table: PlanTable, rows: list[int], *, seconds: Floats, peak_bytes: Floats
-) -> int:
-    """Return the row with the fewest axes, and then the least else to it, among those equal to the first of `rows`."""
-    values = peak_bytes if objective == "memory" else seconds
-    close = [row for row in rows if values[row] <= EQUAL[objective] * values[rows[0]]]
-    return min(close, key=lambda row: _complexity(table, row))
+def complexity(column: Callable[[str], Ints]) -> Ints:
+    """Return how much there is to each plan, by its columns: what makes it harder to run, to debug and to explain.
 
-
-def _complexity(table: PlanTable, row: int) -> tuple[int, ...]:
-    axes = sum(int(degrees[row] > 1) for degrees in (table.pp, table.tp, table.cp, table.ep))
-    choices = (table.zero_stage[row], table.virtual[row] > 1, table.recompute[row], table.offload[row])
-    return axes, *map(int, choices)
+    Each axis beside dp, offload, virtual stages, uneven stages, sharding in groups and ranks in another order than
+    Megatron-LM's count 2, offloaded parameters 4, and sharding over dp (ZeRO) 1.
+    """
+    twice = [column(axis.name) > 1 for axis in AXES if axis.name != "dp"]
+    twice += [column("virtual") > 1, *(column(name) > 0 for name in ("split", "shards", "order"))]
+    counted = sum((each.astype(np.int64) for each in twice), start=column("offload").astype(np.int64))
+    return np.asarray(2 * counted + (column("zero_stage") > 0))
