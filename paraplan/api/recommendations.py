@@ -13,7 +13,7 @@ from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import training_notes
-from paraplan.report.short_text import recommendation_lines
+from paraplan.report.short_text import Line, recommendation_lines
 from paraplan.search.constraints import FREE
 from paraplan.search.constraints import Constraints as Constraints
 from paraplan.search.failure import NothingFitsError as NothingFitsError
@@ -107,8 +107,13 @@ class Recommendation:
         )
         return recommendation_page(self.answer, sizes=sizes, commands=self.commands(plan_path))
 
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The short answer, line by line."""
+        return recommendation_lines(self.answer)
+
     def __str__(self) -> str:
-        return "\n".join(recommendation_lines(self.answer))
+        return "\n".join(map(str, self.lines))
 
     def _repr_html_(self) -> str:
         return framed(self.to_html, str(self))
