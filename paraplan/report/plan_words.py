@@ -81,9 +81,8 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
         why = f"{share:.0%} of the step is {cause}" if share > 0.25 else "kernels this small do not fill the GPU"
         found.append(f"only {step.mfu:.1%} of the GPUs' peak is used: {why}{_scarcity(workload)}")
     elif step.pipeline_bubble_s > LARGE_BUBBLE * step.step_time_s:
-        found.append(
-            f"{step.pipeline_bubble_s / step.step_time_s:.0%} of the step is waiting in the pipeline{_scarcity(workload)}"
-        )
+        bubble = step.pipeline_bubble_s / step.step_time_s
+        found.append(f"{bubble:.0%} of the step is waiting in the pipeline{_scarcity(workload)}")
     used = estimate.peak_memory_bytes / estimate.usable_memory_bytes
     if estimate.fits and used > FULL_MEMORY:
         left = format_bytes(estimate.usable_memory_bytes - estimate.peak_memory_bytes)
