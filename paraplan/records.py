@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
+
+SourceKind = Literal["documented", "source code", "measured", "assumed", "memory"]
+"""How good the source of a figure is: published by its maker or a paper, read in code, measured by somebody, taken from
+something like it, or remembered and not verified."""
 
 
 class Record(BaseModel):

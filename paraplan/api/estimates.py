@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from paraplan.api.frames import framed
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate, StepEstimate, estimate_plan
 from paraplan.cost.fitting import FitRow, LargestLayer, largest_layer, what_fits
-from paraplan.cost.habits import PARAPLAN
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.report.estimate_json import estimate_report, warnings_of
@@ -60,7 +59,7 @@ class Estimate:
     @property
     def is_runnable_framework(self) -> bool:
         """True where paraplan's own runtime is modelled."""
-        return self.workload.habits.name == PARAPLAN.name
+        return self.workload.framework.is_own_runtime
 
     @property
     def warnings(self) -> tuple[str, ...]:

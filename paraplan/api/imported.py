@@ -8,7 +8,7 @@ from typing import Literal
 
 from paraplan.api.estimates import Estimate, estimate
 from paraplan.cost.estimate import estimate_plan
-from paraplan.cost.frameworks import habits_of
+from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.interop.export import TARGETS
@@ -146,7 +146,7 @@ def _best_expressed(setup: Setup, theirs: Workload) -> Estimate | None:
 
 def modelled_for(workload: Workload, framework: str) -> Workload:
     """Return a workload modelled for another framework."""
-    return replace(workload, habits=habits_of(framework))
+    return replace(workload, framework=load_framework(framework))
 
 
 def _read(path: Path) -> str:

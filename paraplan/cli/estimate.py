@@ -15,7 +15,7 @@ from paraplan.api.estimates import estimate as estimate_plan
 from paraplan.api.machines import load_cluster_for
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan, make_plan, micro_batches
-from paraplan.api.workloads import Workload, training_of
+from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinTokensOption
 from paraplan.cli.ci_limits import Limits, check_limits
 from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOption, FromMegatronOption
@@ -33,7 +33,6 @@ from paraplan.cli.options import (
     DevicesOption,
     DpOption,
     EpOption,
-    FrameworkName,
     GpusPerNodeOption,
     JsonOption,
     MicroBatchOption,
@@ -134,7 +133,7 @@ def estimate(
     virtual_stages: VirtualStagesOption = 1,
     sequence_parallel: SequenceParallelOption = False,
     offload: OffloadOption = OffloadName.none,
-    framework: PricedFrameworkOption = FrameworkName.paraplan,
+    framework: PricedFrameworkOption = OWN_RUNTIME,
     plan_path: PlanOption = None,
     html: HtmlOption = None,
     trace: TraceOption = None,
@@ -175,7 +174,7 @@ def estimate(
         "attention": attention,
         "compiled": compiled,
     }
-    modelled = framework.value
+    modelled = framework
     if plan_path is not None:
         file = load_plan(plan_path)
         plan, seq_len, choices = _from_file(plan_path, file, options_given(ctx), seq_len, choices)
@@ -249,7 +248,7 @@ def _print(result: Estimate, traced: list[TracedMemory] | None, *, as_json: bool
     from paraplan.cli import estimate_tables  # rich, which --json does without
 
     if not result.is_runnable_framework:
-        typer.echo(f"Predicted for {result.workload.habits.name}, which paraplan does not launch:")
+        typer.echo(f"Predicted for {result.workload.framework.title}, which paraplan does not launch:")
     estimate_tables.print_heading(result)
     estimate_tables.print_estimate(result)
     if traced is not None:

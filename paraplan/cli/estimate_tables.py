@@ -160,7 +160,7 @@ def _print_fitting(console: Console, estimate: Estimate) -> None:
     layer = estimate.largest_layer
     size = f"{layer.name}, {format_count(layer.num_parameters)} parameters"
     workload = estimate.workload
-    has_ep = workload.model.num_experts > 1 and workload.habits.has_expert_parallel
+    has_ep = workload.model.num_experts > 1 and workload.framework.data_parallel.has_expert_parallel
     ways = "tp, ep or ZeRO-3" if has_ep else "tp or ZeRO-3"
     verdict = "fits a GPU alone" if layer.fits else f"fits no GPU: a pipeline alone cannot train it, {ways} can"
     console.print(f"Largest layer: {size}, trains in {format_bytes(layer.training_state_bytes)} and {verdict}")

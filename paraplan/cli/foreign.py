@@ -76,7 +76,7 @@ def estimate_foreign(foreign: Foreign, options: dict[str, Any], given: frozenset
     plain = Workload.of(spec, training, cluster)
     theirs = modelled_for(plain, imported.framework)
     if setup.attention is None and "attention" not in given:
-        usual = training.replace(attention=theirs.habits.default_attention)
+        usual = training.replace(attention=theirs.framework.kernels.default_attention)
         plain, theirs = replace(plain, training=usual), replace(theirs, training=usual)
     path = options["calibration"]
     compared = alternatives(imported, calibrated(theirs, path), calibrated(plain, path))
@@ -124,7 +124,7 @@ def _print(compared: Alternatives) -> None:
     setup, now = compared.setup, compared.now
     for note in setup.notes:
         typer.echo(f"note: {note}", err=True)
-    typer.echo(f"As {setup.tool} runs it, modelled for {now.workload.habits.name}:")
+    typer.echo(f"As {setup.tool} runs it, modelled for {now.workload.framework.title}:")
     estimate_tables.print_heading(now)
     estimate_tables.print_estimate(now)
     typer.echo("\nWhat would be faster")

@@ -72,17 +72,6 @@ class FindName(StrEnum):
     longest_sequence = "longest-sequence"
 
 
-class FrameworkName(StrEnum):
-    """Values of --framework."""
-
-    paraplan = "paraplan"
-    megatron_core = "megatron-core"
-    megatron_deepspeed = "megatron-deepspeed"
-    deepspeed = "deepspeed"
-    torchtitan = "torchtitan"
-    fsdp = "fsdp"
-
-
 class OffloadName(StrEnum):
     """Values of --offload."""
 
@@ -240,18 +229,22 @@ FixedOffloadOption = Annotated[
     OffloadName | None, typer.Option("--offload", rich_help_panel=FIXED_PANEL, help="Only this offload.")
 ]
 FrameworkOption = Annotated[
-    FrameworkName,
+    str,
     typer.Option(
         "--framework",
-        help="Plan for another framework: all that it may run, priced by its habits. paraplan does not launch it.",
+        metavar="NAME|FILE",
+        help="Plan for another framework: a profile's name (megatron-core, torchtitan, deepspeed, ...) or JSON file. "
+        "paraplan does not launch it.",
         rich_help_panel=SEARCH_PANEL,
     ),
 ]
 PricedFrameworkOption = Annotated[
-    FrameworkName,
+    str,
     typer.Option(
         "--framework",
-        help="Whose habits lay out memory and time; a plan file's own by default.",
+        metavar="NAME|FILE",
+        help="Framework whose memory layout and overlap are assumed: a profile's name or a JSON file; by default that "
+        "of the plan file.",
         rich_help_panel=PLAN_PANEL,
     ),
 ]

@@ -13,7 +13,7 @@ from paraplan.api.machines import load_cluster
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.recommendations import Constraints, SearchRequest
-from paraplan.api.workloads import Workload, training_of
+from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
 from paraplan.cli.ci_plan import check_plan_file, refuse_beside_check
 from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, require_files, write_files
@@ -38,7 +38,6 @@ from paraplan.cli.options import (
     FixedSequenceParallelOption,
     FixedTpOption,
     FixedZeroOption,
-    FrameworkName,
     FrameworkOption,
     GpusPerNodeOption,
     JsonOption,
@@ -101,7 +100,7 @@ def recommend(
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = None,
-    framework: FrameworkOption = FrameworkName.paraplan,
+    framework: FrameworkOption = OWN_RUNTIME,
     dp: FixedDpOption = None,
     tp: FixedTpOption = None,
     pp: FixedPpOption = None,
@@ -177,7 +176,7 @@ def recommend(
     batch = require_batch(global_batch, cluster)
     training = training_of(spec, seq_length=seq_len, global_batch_size=batch, compiled=compiled, **chosen)
     earlier = None if like is None else load_plan(like)
-    workload = calibrated(Workload.of(spec, training, cluster, framework=framework.value), calibration)
+    workload = calibrated(Workload.of(spec, training, cluster, framework=framework), calibration)
     fixed = Constraints(
         dp=dp,
         tp=tp,
@@ -194,14 +193,13 @@ def recommend(
     if check is not None:
         others: dict[str, object] = {"-o": output, "--find": find, "--like": like, "--html": html, "--trace": trace}
         others |= dict.fromkeys(fixed.words, True)
-        refuse_beside_check(others | {"--framework": None if framework is FrameworkName.paraplan else framework})
+        refuse_beside_check(others | {"--framework": None if workload.framework.is_own_runtime else framework})
         check_plan_file(workload, check, tolerance=tolerance, github=github, junit=junit, as_json=as_json)
         return
-    is_own = framework is FrameworkName.paraplan
     question = SearchRequest(
         objective=objective.value,
         find=find.value if find else None,
-        framework=None if is_own else framework.value,
+        framework=None if workload.framework.is_own_runtime else workload.framework.name,
         fixed=fixed,
         num_candidates=top if html is None else max(top, MANY_KINDS),
         explains=explain,

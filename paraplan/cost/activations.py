@@ -18,7 +18,7 @@ _FIXED_BYTES = {"fp32": 4.0, "mask": 1.0}
 class Cuts:
     """Ways in which plans cut a block, one entry a cut.
 
-    `keeps_gathered_inputs` says that matmuls keep what sequence parallelism gathers for them, as `Habits` has it.
+    `keeps_gathered_inputs` is that of `TensorParallelProfile`.
     `tokens` counts those of one micro-batch on one rank, `own_tokens` those of one of its sequences; `sequence_tp` the
     ranks that share the tensors outside of the tensor-parallel regions. `is_autocast` says that the model runs under
     autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits. `is_compiled` says

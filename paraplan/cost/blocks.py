@@ -14,7 +14,7 @@ from paraplan.cost.activations import (
     saved_bytes,
     transient_bytes,
 )
-from paraplan.cost.habits import Habits
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.kernels import KernelTimes
 from paraplan.cost.known_cuts import Cut
 from paraplan.cost.table import RECOMPUTES, Floats, Ints, Mask, PlanTable, distinct_rows
@@ -88,15 +88,15 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
     """
     columns, key = distinct_rows(*cut_columns(table))
     cuts: list[Cut] = list(zip(*(column.tolist() for column in columns), strict=True))
-    known, habits = workload.known_cuts, workload.habits
+    known, framework = workload.known_cuts, workload.framework
     missing = known.missing(cuts)
     if missing or not known.rows:
         new = Cuts.of_columns(
             [column[missing] for column in columns],
             workload.training,
-            autocast=habits.is_autocast,
-            keeps_gathered_inputs=habits.keeps_gathered_inputs,
-            rings_context=habits.rings_context,
+            autocast=framework.storage.is_autocast,
+            keeps_gathered_inputs=framework.tensor_parallel.keeps_gathered_inputs,
+            rings_context=framework.kernels.ring_attention,
         )
         known.add([cuts[position] for position in missing], _priced(workload, new))
     rows = np.array([known.rows[cut] for cut in cuts], dtype=np.int64)
@@ -105,16 +105,16 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
 
 def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
     """Return the columns of `BlockCosts` for some cuts."""
-    model, training, habits = workload.model, workload.training, workload.habits
+    model, training, framework = workload.model, workload.training, workload.framework
     ends = _priced_ends(workload, cuts)
     if training.compiled:  # the blocks, not what stands around them
-        cuts, habits = replace(cuts, is_compiled=True), habits.compiled()
-    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, habits)
+        cuts, framework = replace(cuts, is_compiled=True), framework.compiled()
+    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, framework)
     kinds = list(dict.fromkeys(run.block for run in model.runs))
     order = [kinds.index(run.block) for run in model.runs for _ in range(run.count)]
-    kinds = [_as_run(kind, habits) for kind in kinds]
+    kinds = [_as_run(kind, framework) for kind in kinds]
     parameters = [_parameters(kind, cuts) for kind in kinds]
-    fused = habits.fused_kernels
+    fused = framework.kernels.fused
     kept, later_kept = (
         [_kept_bytes(kind, workload, cuts, fused_kernels=fused, is_first=is_first) for kind in kinds]
         for is_first in (True, False)
@@ -158,17 +158,17 @@ def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
 
 def _priced_ends(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
     """Return the columns of the embedding, of the head with the loss, and of what blocks hand on."""
-    model, training, habits = workload.model, workload.training, workload.habits
-    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, habits)
+    model, training, framework = workload.model, workload.training, workload.framework
+    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, framework)
     boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
     return {
         "embedding_parameters": _parameters(model.embedding, cuts),
-        "embedding_saved_bytes": saved_bytes(model.embedding, training, cuts, fused_kernels=habits.fused_kernels),
+        "embedding_saved_bytes": saved_bytes(model.embedding, training, cuts, fused_kernels=framework.kernels.fused),
         "embedding_s": times.moved_s(3.0 * boundary),
         "head_parameters": _parameters(model.head, cuts),
         "tied_parameters": _largest_weight([model.head], cuts, np.ones_like(cuts.tp)),
         "head_copied_parameters": _copied_parameters(model.head, cuts),
-        "head_saved_bytes": saved_bytes(model.head, training, cuts, fused_kernels=habits.fused_kernels),
+        "head_saved_bytes": saved_bytes(model.head, training, cuts, fused_kernels=framework.kernels.fused),
         "head_output_gradient_bytes": output_gradient_bytes(model.head, training, cuts),
         "head_s": times.block_s(model.head)
         + times.block_s(model.head, backward=True)
@@ -182,16 +182,16 @@ def _running_sum(values: list[Floats], order: list[int]) -> Floats:
     return np.concatenate([np.zeros((len(columns), 1)), np.cumsum(columns, axis=1)], axis=1)
 
 
-def _as_run(block: BlockSpec, habits: Habits) -> BlockSpec:
+def _as_run(block: BlockSpec, framework: FrameworkProfile) -> BlockSpec:
     """Return `block` with what a framework's blocks keep beside fused kernels."""
     kept = block.saved_fused
-    if habits.repeats_key_heads and block.attention is not None:
+    if framework.kernels.repeats_key_heads and block.attention is not None:
         repeats = block.attention.num_heads / block.attention.num_kv_heads
         kept = tuple(
             one.replace(elements_per_token=one.elements_per_token * repeats) if one.name in ("key", "value") else one
             for one in kept
         )
-    if habits.writes_out_gates:
+    if framework.kernels.writes_out_gates:
         names = {one.name for one in kept}
         kept += tuple(one for one in block.saved if one.name == "activated gate" and one.name not in names)
     return block if kept is block.saved_fused else block.replace(saved_fused=kept)

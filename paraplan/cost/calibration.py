@@ -10,15 +10,14 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from paraplan.cost.described_run import workload_of_run
+from paraplan.cost.described_run import BundledData, workload_of_run
 from paraplan.cost.estimate import step_times
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.table import Floats, PlanTable
 from paraplan.cost.validation import estimate_run, plan_of_run
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.link_speed import LinkSpeedTable
-from paraplan.hardware.profiles import GpuProfile
-from paraplan.model.named import Fields
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.runs import MeasuredRun
 from paraplan.records import Record
@@ -29,7 +28,6 @@ NOISE = 0.08
 and the clock of a shared machine are taken to be off by."""
 
 NETWORK_KINDS = ("rdma", "tcp")
-HOST_SECONDS = ("host_s_per_block", "gather_host_s", "reduce_host_s")
 _STEP, _ROUNDS = 0.02, 8
 
 KnobName = Literal["matmul", "attention", "memory", "host", "node_links", "network", "optimizer"]
@@ -110,7 +108,7 @@ def scaled(workload: Workload, factors: Mapping[KnobName, float]) -> Workload:
     def factor(name: KnobName) -> float:
         return factors.get(name, 1.0)
 
-    constants, habits = workload.constants, workload.habits
+    constants, framework = workload.constants, workload.framework
     flash = tuple(
         row.replace(forward=row.forward * factor("attention"), backward=row.backward * factor("attention"))
         for row in constants.flash_attention
@@ -126,31 +124,36 @@ def scaled(workload: Workload, factors: Mapping[KnobName, float]) -> Workload:
             fused_optimizer_bytes=constants.fused_optimizer_bytes * factor("optimizer"),
             unfused_optimizer_bytes=constants.unfused_optimizer_bytes * factor("optimizer"),
         ),
-        habits=habits.replace(**{name: getattr(habits, name) * factor("host") for name in HOST_SECONDS}),
+        framework=_with_host_time(framework, factor("host")),
         links=_scaled_links(workload.links, factors),
     )
 
 
-def calibrate_to_runs(
-    runs: Sequence[MeasuredRun],
-    gpus: list[GpuProfile],
-    links: LinkSpeedTable,
-    *,
-    source: str,
-    known: Mapping[str, Fields] | None = None,
-) -> Calibration:
+def _with_host_time(framework: FrameworkProfile, factor: float) -> FrameworkProfile:
+    data_parallel = framework.data_parallel
+    return framework.changed(
+        kernels={"host_s_per_block": framework.kernels.host_s_per_block * factor},
+        data_parallel={
+            "gather_host_s": data_parallel.gather_host_s * factor,
+            "reduce_host_s": data_parallel.reduce_host_s * factor,
+        },
+    )
+
+
+def calibrate_to_runs(runs: Sequence[MeasuredRun], data: BundledData | None = None, *, source: str) -> Calibration:
     """Return the calibration to the step times of `runs`; runs without one, or that cannot be priced, are skipped.
 
-    `source` says where the runs are from, `known` which models are meant by name. Raises `PlanError` for fewer than
+    `source` says where the runs are from, `data` what their names mean. Raises `PlanError` for fewer than
     three runs that can be used.
     """
     usable, skipped, used = [], [], []
+    data = data or BundledData()
     for run in runs:
         try:
             if run.measured_step_time_s is None:
                 raise PlanError("no step time was measured", hint="fill in measured_step_time_s")
-            workload = workload_of_run(run, gpus, links, known)
-            plan = estimate_run(run, workload, plan_of_run(run)).plan
+            workload = workload_of_run(run, data)
+            plan = estimate_run(run, workload, plan_of_run(run, workload.framework)).plan
             usable.append(CalibrationRun(workload, plan, run.measured_step_time_s))
             used.append(run)
         except (ParaplanError, ValidationError) as error:
@@ -232,7 +235,7 @@ class _Prices:
         groups: dict[tuple[str, ...], list[int]] = {}
         for index, run in enumerate(runs):
             workload = run.workload
-            parts = (workload.model, workload.training, workload.cluster, workload.habits)
+            parts = (workload.model, workload.training, workload.cluster, workload.framework)
             groups.setdefault(tuple(part.model_dump_json() for part in parts), []).append(index)
         self._groups = [
             (np.array(rows), runs[rows[0]].workload, PlanTable.of_plans([runs[row].plan for row in rows]))

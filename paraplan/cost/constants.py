@@ -105,6 +105,10 @@ class CostConstants(Record):
     communicator_bytes: int = GIB // 2
     allocated_per_reserved: float = 0.94
     counts_matmul_workspaces: bool = True
+    cublas_workspace_bytes: int | None = None
+    """What CUBLAS_WORKSPACE_CONFIG sets for each thread; None: the default of torch on the architecture."""
+    block_matmul_speedup: float = 1.0
+    """How many times as fast as in 16 bits the linear layers of blocks run in training with 8-bit matmuls."""
 
     def flash_speed(self, *, generation: int, cuda_capability: float | None) -> FlashSpeed:
         """Return what FlashAttention of a generation reaches on a GPU; GPUs that are not NVIDIA's count as Ampere."""

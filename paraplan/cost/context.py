@@ -34,7 +34,7 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
     if not (table.cp > 1).any():
         return zeros, zeros
     training, model = workload.training, workload.model
-    rings = workload.habits.rings_context
+    rings = workload.framework.kernels.ring_attention
     attentions = [(run.block.attention, run.count) for run in model.runs]
     widths = [
         _width(attention, table, keys_alone=rings) * count for attention, count in attentions if attention is not None

@@ -158,7 +158,7 @@ def _slice(workload: Workload, plan: ParallelPlan, slot: RankSlot, operation: Pi
     tp_s, cp_s, ep_s, pp_s = lengths
     # Of tensor parallelism, sequence parallelism makes gathers and scatters, which move the same bytes each way.
     split: tuple[Collective, ...] = ("all_gather", "reduce_scatter") if plan.sequence_parallel else ("all_reduce",)
-    exchange: Collective = "send_recv" if workload.habits.rings_context else "all_to_all"
+    exchange: Collective = "send_recv" if workload.framework.kernels.ring_attention else "all_to_all"
     parts: list[tuple[Axis, dict[Collective, float], float]] = [
         ("tp", dict.fromkeys(split, 1.0), tp_s),
         ("cp", {exchange: 1.0}, cp_s),
@@ -182,7 +182,7 @@ def _reduction_kinds(workload: Workload, plan: ParallelPlan) -> dict[Collective,
     """
     if not plan.zero_stage:
         return {"all_reduce": 1.0}
-    gradient = workload.habits.gradient_bytes if workload.is_mixed_precision else 4.0
+    gradient = workload.framework.storage.gradient_bytes if workload.is_mixed_precision else 4.0
     parameter, count = float(workload.training.activation_bytes), plan.num_microbatches
     scattered = {1: 1, 2: count, 3: count}[plan.zero_stage] * gradient
     gathered = {1: 1, 2: 1, 3: 2 * count}[plan.zero_stage] * parameter

@@ -136,7 +136,7 @@ def fits(workload: Workload, peak_bytes: Floats) -> Mask:
 
 def why_unsuitable(workload: Workload, plan: ParallelPlan) -> Incompatibility | None:
     """Return why a plan does not suit the model, the training and the machines of a workload, None where it does."""
-    rings = workload.habits.rings_context
+    rings = workload.framework.kernels.ring_attention
     return why_incompatible(plan, workload.model, workload.training, workload.cluster, rings_context=rings)
 
 
@@ -201,7 +201,7 @@ def _memory_record(
     total = sum(parts.values())
     at_least, at_most = (
         workload.constants.device_bytes(
-            held, num_gpus=workload.cluster.num_gpus, context_bytes=workload.habits.context_bytes
+            held, num_gpus=workload.cluster.num_gpus, context_bytes=workload.framework.storage.context_bytes
         )
         for held in (total, cached)
     )

@@ -97,13 +97,17 @@ def _numbered(kinds: list[tuple[int, Recompute]]) -> list[tuple[int, int]]:
 
 def largest_layer(workload: Workload) -> LargestLayer:
     """Return the layer of the model with most parameters; where it does not fit alone, only tp or ZeRO can split it."""
-    model, habits = workload.model, workload.habits
+    model, framework = workload.model, workload.framework
     layers: list[tuple[str, BlockSpec]] = [("embedding", model.embedding), ("head", model.head)]
     layers += [(f"block {number}", block) for number, block in enumerate(model.blocks)]
     name, block = max(layers, key=lambda layer: layer[1].num_parameters)
     states = optimizer_states(model, workload.training.optimizer)
     state = {"embedding": states.embedding, "head": states.head}.get(name, states.blocks)
-    weights = habits.weight_bytes + habits.gradient_bytes + habits.master_bytes if workload.is_mixed_precision else 8.0
+    weights = (
+        framework.storage.weight_bytes + framework.storage.gradient_bytes + framework.storage.master_bytes
+        if workload.is_mixed_precision
+        else 8.0
+    )
     state_bytes = round(block.num_parameters * (weights + state))
     return LargestLayer(
         name=name,

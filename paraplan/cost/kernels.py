@@ -9,7 +9,7 @@ import numpy as np
 
 from paraplan.cost.activations import Cuts, saved_bytes
 from paraplan.cost.constants import CostConstants
-from paraplan.cost.habits import Habits
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.table import Floats, Mask
 from paraplan.hardware.profiles import GpuProfile, KernelFit, Precision
 from paraplan.model.spec import Attention, BlockSpec, Matmul
@@ -44,12 +44,12 @@ class KernelTimes:
     gpu: GpuProfile
     cuts: Cuts
     constants: CostConstants
-    habits: Habits
+    framework: FrameworkProfile
 
     def block_s(self, block: BlockSpec, *, backward: bool = False) -> Floats:
         """Return the seconds of the forward or the backward pass of one block, one entry a cut."""
-        traffic = saved_bytes(block, self.training, self.cuts, fused_kernels=self.habits.fused_kernels)
-        traffic = traffic * self.habits.traffic_per_saved_byte * (2.0 if backward else 1.0)
+        traffic = saved_bytes(block, self.training, self.cuts, fused_kernels=self.framework.kernels.fused)
+        traffic = traffic * self.framework.kernels.traffic_per_saved_byte * (2.0 if backward else 1.0)
         attention = sum(
             (self._attention_s(one, backward=backward) for one in (block.attention, block.cross_attention) if one),
             np.zeros_like(self.cuts.tp),
@@ -64,12 +64,12 @@ class KernelTimes:
                 block,
                 self.training,
                 self.cuts,
-                fused_kernels=self.habits.fused_kernels,
+                fused_kernels=self.framework.kernels.fused,
                 without_attention_core=without,
             )
             for without in (False, True)
         )
-        traffic = (whole - rest) * self.habits.traffic_per_saved_byte
+        traffic = (whole - rest) * self.framework.kernels.traffic_per_saved_byte
         traffic = traffic + self._unfused_softmax_bytes(block, backward=False)
         core = self._attention_s(block.attention, backward=False) if block.attention else 0.0
         return np.asarray(core + self.moved_s(traffic))
@@ -77,7 +77,7 @@ class KernelTimes:
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""
         logits = self.cuts.tokens * vocab_size / self.cuts.tp
-        return self.moved_s(logits * self.habits.loss_traffic_per_logit)
+        return self.moved_s(logits * self.framework.loss.traffic_per_logit)
 
     def moved_s(self, num_bytes: Floats) -> Floats:
         """Return the seconds to move `num_bytes` through the GPU's memory."""
@@ -100,7 +100,7 @@ class KernelTimes:
         if is_fp32.any():
             whole = replace(self, training=self.training.replace(precision="fp32"))
             each = np.where(is_fp32, whole._products_s(shapes), each)
-        speedup = self.habits.matmul_speedup if block.attention is not None else 1.0  # heads stay in 16 bits
+        speedup = self.constants.block_matmul_speedup if block.attention is not None else 1.0  # heads stay in 16 bits
         seconds = experts * each / speedup
         of_kind = dict(zip(distinct, seconds, strict=True))
         for kind in kinds:
@@ -168,12 +168,14 @@ class KernelTimes:
 
     def _peak(self) -> float:
         tf32 = self.gpu.peak("tf32")
-        if self.training.precision == "fp32" and self.habits.uses_tf32 and tf32 is not None:
+        if self.training.precision == "fp32" and self.framework.kernels.uses_tf32 and tf32 is not None:
             return tf32
         return effective_peak(self.gpu, self.training)
 
     def _uses_tensor_cores(self) -> bool:
-        return self.training.precision != "fp32" or (self.habits.uses_tf32 and self.gpu.peak("tf32") is not None)
+        return self.training.precision != "fp32" or (
+            self.framework.kernels.uses_tf32 and self.gpu.peak("tf32") is not None
+        )
 
     def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
         flops = self.cuts.tokens * attention.flops_per_token(self.cuts.seq_length) / self.cuts.tp
@@ -185,7 +187,7 @@ class KernelTimes:
             efficiency, computed = constants.eager_attention_efficiency / slower, 1.0
         else:
             speed = constants.flash_speed(
-                generation=self.habits.flash_generation, cuda_capability=self.gpu.cuda_capability
+                generation=self.framework.kernels.flash_generation, cuda_capability=self.gpu.cuda_capability
             )
             # The papers count the scores that the backward pass makes again (Dao 2023, section 4.1).
             flops = flops * (2.5 if backward else 1.0)
@@ -198,7 +200,7 @@ class KernelTimes:
 
     def _unfused_softmax_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return what eager attention's softmax moves beyond a fused one, where that does not take its scores."""
-        multiple = self.habits.fused_softmax_heads
+        multiple = self.framework.kernels.fused_softmax_heads
         if multiple == 1 or block.attention is None or self.training.attention != "eager":
             return np.zeros_like(self.cuts.tp)
         heads = block.attention.num_heads / self.cuts.tp

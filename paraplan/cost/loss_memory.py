@@ -13,7 +13,7 @@ _KEPT_BYTES = HALF + FP32
 
 def end_of_forward_bytes(rank: RankMemory) -> Floats:
     """Return what stands when a forward pass has made its loss: beside what that keeps, the logits themselves."""
-    fused = rank.workload.habits.logit_bytes
+    fused = rank.framework.loss.logit_bytes
     whole = min(HALF + _KEPT_BYTES, fused) if rank.is_mixed else 2 * FP32
     divided = HALF + FP32 if rank.is_mixed else 2 * FP32
     return rank.num_logits * np.where(_is_divided(rank), divided, whole)
@@ -21,7 +21,7 @@ def end_of_forward_bytes(rank: RankMemory) -> Floats:
 
 def kept_bytes(rank: RankMemory) -> Floats:
     """Return what the loss of one micro-batch keeps for its backward pass; of divided logits the fp32 softmax."""
-    whole = min(_KEPT_BYTES, rank.workload.habits.logit_bytes) if rank.is_mixed else FP32
+    whole = min(_KEPT_BYTES, rank.framework.loss.logit_bytes) if rank.is_mixed else FP32
     return rank.num_logits * np.where(_is_divided(rank), FP32, whole)
 
 
@@ -30,14 +30,14 @@ def backward_bytes(rank: RankMemory) -> Floats:
 
     A first half of a backward pass frees nothing: the fp32 log-probabilities stand beside the 16-bit gradients too.
     """
-    habits = rank.workload.habits
-    whole = habits.logit_bytes if rank.is_mixed else 3 * FP32
+    framework = rank.framework
+    whole = framework.loss.logit_bytes if rank.is_mixed else 3 * FP32
     is_plain = rank.is_mixed and whole >= _KEPT_BYTES + FP32
     unfreed = np.where(rank.takes_halves, HALF if is_plain else 0.0, 0.0)
-    divided = (habits.parallel_logit_bytes or 0.0) if rank.is_mixed else FP32
+    divided = (framework.loss.parallel_logit_bytes or 0.0) if rank.is_mixed else FP32
     return rank.num_logits * np.where(_is_divided(rank), divided, whole + unfreed)
 
 
 def _is_divided(rank: RankMemory) -> Mask:
     """Return the plans whose loss is computed on logits that tensor parallelism divided, by code of its own."""
-    return np.asarray((rank.table.tp > 1) & (rank.workload.habits.parallel_logit_bytes is not None))
+    return np.asarray((rank.table.tp > 1) & (rank.framework.loss.parallel_logit_bytes is not None))

@@ -59,7 +59,7 @@ def cached_bytes(rank: RankMemory, peak: StageMemory) -> Floats:
     In the first step sizes grow: tensors of blocks, of the loss, then flat copies of gradients. They stand side by
     side, although never all are live. Frameworks on other allocators hold their peak.
     """
-    if rank.workload.habits.matmul_workspaces == "none":
+    if rank.framework.storage.matmul_workspaces == "none":
         return peak.total_bytes
     beside = loss_memory.backward_bytes(rank) + rank.bucket_bytes + rank.flat_step_bytes
     return np.asarray(np.maximum(peak.total_bytes, moments.block_backward(rank).total_bytes + beside))
@@ -71,7 +71,7 @@ def host_bytes(rank: RankMemory) -> Floats:
     An offloaded optimizer brings its state, fp32 parameters to update and fp32 gradients to update by (Ren et al. 2021,
     ZeRO-Offload, section 4.1); offloaded parameters are those fp32 parameters.
     """
-    has_masters = rank.is_mixed and rank.workload.habits.master_bytes > 0  # among the state already
+    has_masters = rank.is_mixed and rank.framework.storage.master_bytes > 0  # among the state already
     states = rank.state_bytes / rank.state_shards
     copies = (1 if has_masters else 2) * FP32 * rank.parameters / rank.state_shards
     return np.where(rank.table.offload == OFFLOADS.index("none"), 0.0, states + copies)

@@ -42,7 +42,7 @@ def head_backward(rank: RankMemory) -> StageMemory:
     """Return the moment when the gradient of the head's matrix is there, and the head has let go of the rest."""
     copies = rank.copied_bytes(in_forward=False)
     head = rank.costs.head_copied_parameters[rank.costs.key] * rank.stage.is_last
-    own_copy = np.minimum(head * rank.workload.habits.copy_bytes, copies)
+    own_copy = np.minimum(head * rank.framework.storage.autocast_copy_bytes, copies)
     becomes = np.where(rank.makes_gradients, head * FP32, 0.0)
     earlier = loss_memory.kept_bytes(rank) * (losses_in_flight(rank) - 1)
     moment = rank.moment(
@@ -51,7 +51,7 @@ def head_backward(rank: RankMemory) -> StageMemory:
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + earlier,
         workspace=head_gradient_bytes(rank) * rank.stage.is_last,
     )
-    return where(~rank.takes_halves & ~rank.is_fsdp & rank.workload.habits.frees_gradients, moment)
+    return where(~rank.takes_halves & ~rank.is_fsdp & rank.framework.storage.frees_gradients, moment)
 
 
 def head_gradient_bytes(rank: RankMemory) -> Floats:
@@ -119,7 +119,7 @@ def end_of_backward(rank: RankMemory) -> StageMemory:
     is_first = rank.makes_gradients & rank.accumulates
     is_later = is_first & (embedding > of_one)
     root = np.where(rank.embedding_alone > 0, rank.embedding_alone, rank.root_parameters - rank.head_alone)
-    is_apart = rank.workload.habits.frees_gradients & (rank.table.zero_stage == 0) & (is_later | ~is_first)
+    is_apart = rank.framework.storage.frees_gradients & (rank.table.zero_stage == 0) & (is_later | ~is_first)
     num_others = np.maximum(rank.in_flight - np.where(is_later, 2, 1), 0.0)
     others = of_one * num_others
     copies = rank.copied_bytes(in_forward=False) * num_others / np.maximum(rank.in_flight, 1.0)

@@ -8,8 +8,9 @@ from functools import cached_property
 import numpy as np
 
 from paraplan.cost.blocks import BlockCosts
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.optimizers import OptimizerStates, optimizer_states
-from paraplan.cost.shard_padding import shard_padding
+from paraplan.cost.shard_padding import optimizer_shards, shard_padding
 from paraplan.cost.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
 from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable
 from paraplan.cost.workload import Workload
@@ -65,15 +66,17 @@ class RankMemory:
     @classmethod
     def of(cls, workload: Workload, table: PlanTable, costs: BlockCosts, stage: StageBlocks) -> RankMemory:
         """Return what a rank of `stage` holds under each plan."""
-        states = optimizer_states(workload.model, workload.training.optimizer, workload.habits.state_bytes)
+        states = optimizer_states(
+            workload.model, workload.training.optimizer, workload.framework.storage.optimizer_state_bytes
+        )
         key = costs.key
         blocks = stage.sum(costs, costs.parameters)
         is_tied = stage.is_last & (table.pp > 1) & workload.model.tied_embeddings
         embedding = np.where(stage.is_first, costs.embedding_parameters[key], costs.tied_parameters[key] * is_tied)
         head = costs.head_parameters[key] * stage.is_last
-        master = workload.habits.master_bytes if workload.is_mixed_precision else 0.0
+        master = workload.framework.storage.master_bytes if workload.is_mixed_precision else 0.0
         state_bytes = blocks * states.blocks + embedding * states.embedding + head * states.head
-        shards = _shards(table, costs, stage, blocks + embedding + head)
+        shards = optimizer_shards(table, costs, stage, blocks + embedding + head)
         chunks = chunk_in_flight(table, stage)
         return cls(
             workload=workload,
@@ -92,6 +95,11 @@ class RankMemory:
             padding=shard_padding(workload, table),
         )
 
+    @property
+    def framework(self) -> FrameworkProfile:
+        """The framework that is modelled."""
+        return self.workload.framework
+
     @cached_property
     def is_mixed(self) -> bool:
         """Whether matmuls run in 16 bits."""
@@ -105,7 +113,7 @@ class RankMemory:
     @cached_property
     def is_fsdp(self) -> Mask:
         """Plans whose shards FSDP gathers, at any ZeRO stage."""
-        return np.asarray((self.table.zero_stage >= 1) & self.workload.habits.shards_with_fsdp)
+        return np.asarray((self.table.zero_stage >= 1) & self.framework.data_parallel.uses_fsdp)
 
     @cached_property
     def accumulates(self) -> Mask:
@@ -126,7 +134,7 @@ class RankMemory:
     @cached_property
     def weight_bytes(self) -> Floats:
         """Parameters that stay from step to step: whole, or the shards of FSDP and ZeRO-3 unless they are offloaded."""
-        each = self.workload.habits.weight_bytes if self.is_mixed else FP32
+        each = self.framework.storage.weight_bytes if self.is_mixed else FP32
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
         shard = np.where(self.offloads_parameters, 0.0, self.padding / self.shards)
         return np.asarray(self.parameters * each * np.where(is_sharded, shard, 1.0))
@@ -154,8 +162,8 @@ class RankMemory:
         return self._alone(self.costs.head_parameters[self.costs.key] * self.stage.is_last)
 
     def _alone(self, end: Floats) -> Floats:
-        habits, model = self.workload.habits, self.workload.model
-        if not habits.gathers_ends_alone or model.tied_embeddings:
+        framework, model = self.framework, self.workload.model
+        if not framework.data_parallel.wraps_embedding_and_head or model.tied_embeddings:
             return np.zeros(len(self.table))
         is_alone = self.is_fsdp & (self.table.pp == 1) & (end >= self.block_parameters)
         return np.where(is_alone, end, 0.0)
@@ -168,9 +176,10 @@ class RankMemory:
         """
         root = self.root_parameters - self.embedding_alone - self.head_alone
         units = root + end + num_blocks * self.block_parameters
-        if not self.workload.habits.shards_with_fsdp:
+        if not self.framework.data_parallel.uses_fsdp:
             units = np.maximum(
-                2 * np.maximum(self.block_parameters, self.root_parameters), self.workload.habits.live_elements
+                2 * np.maximum(self.block_parameters, self.root_parameters),
+                self.framework.data_parallel.max_live_elements,
             )
         live = np.minimum(units, self.parameters)
         gathers_all = self.is_fsdp & (self.table.zero_stage < 3)
@@ -182,7 +191,7 @@ class RankMemory:
 
         With full recompute a forward pass drops those of the blocks at its end, and a backward pass has one block's.
         """
-        if not (self.workload.habits.copy_bytes and self.is_mixed):
+        if not (self.framework.storage.autocast_copy_bytes and self.is_mixed):
             return np.zeros(len(self.table))
         running = self.costs.copied_parameters
         blocks = self.stage.sum(self.costs, running)
@@ -190,7 +199,7 @@ class RankMemory:
         one_block = blocks if in_forward else np.minimum(blocks, self.block_parameters)
         of_all = self.stage.sum_in_flight(self.costs, running, self.chunks_in_flight)
         kept = np.where(self.table.recompute == _FULL, one_block, of_all) + head * self.head_in_flight
-        return np.where(self.table.zero_stage == 0, kept * self.workload.habits.copy_bytes, 0.0)
+        return np.where(self.table.zero_stage == 0, kept * self.framework.storage.autocast_copy_bytes, 0.0)
 
     @cached_property
     def kept_bytes(self) -> Floats:
@@ -212,9 +221,9 @@ class RankMemory:
         """
         boundary = self.costs.boundary_bytes[self.costs.key]
         neighbours = (~self.stage.is_first).astype(float) + ~self.stage.is_last
-        if self.workload.habits.keeps_both_boundaries:
+        if self.framework.pipeline.keeps_both_boundaries:
             return np.where(self.table.pp > 1, (neighbours * self.in_flight + 3) * boundary, 0.0)
-        if not self.workload.habits.allocates_every_receive:
+        if not self.framework.pipeline.allocates_every_receive:
             return np.where(self.table.pp > 1, 2 * boundary, 0.0)
         received = neighbours * self.table.num_microbatches
         return np.where(self.table.pp > 1, (received + self.in_flight * ~self.stage.is_last) * boundary, 0.0)
@@ -240,14 +249,14 @@ class RankMemory:
         in fp32; the others reduce after every micro-batch, and what the last reduction reads, that of the root or of
         an embedding alone, stays until the next one.
         """
-        habits = self.workload.habits
-        each = habits.gradient_bytes if self.is_mixed else FP32
+        framework = self.framework
+        each = framework.storage.gradient_bytes if self.is_mixed else FP32
         if self.accumulates_apart:
             each += HALF
         whole = self.parameters * each
         before = self.has_earlier_gradients & (not at_end)
-        is_ddp = self.is_replica & habits.frees_gradients & ~self.averages_flat_copies
-        stands = before | at_end | (not habits.frees_gradients)
+        is_ddp = self.is_replica & framework.storage.frees_gradients & ~self.averages_flat_copies
+        stands = before | at_end | (not framework.storage.frees_gradients)
         replicated = whole * (stands | is_ddp) + np.where(is_ddp & before, whole, 0.0)
         shard = whole * self.padding / self.shards
         last = np.where(self.embedding_alone > 0, self.embedding_alone, self.root_parameters - self.head_alone)
@@ -276,7 +285,7 @@ class RankMemory:
     @cached_property
     def flat_average_bytes(self) -> Floats:
         """Flat copies of all gradients, in which the runtime averages those of replicas before a step."""
-        copies = self.is_replica & self.averages_flat_copies & self.workload.habits.frees_gradients
+        copies = self.is_replica & self.averages_flat_copies & self.framework.storage.frees_gradients
         return np.where(copies, self.parameters * FP32, 0.0)
 
     @cached_property
@@ -297,8 +306,10 @@ class RankMemory:
         blocks = self.stage.sum(self.costs, self.costs.output_gradient_bytes)
         sent = self.costs.boundary_bytes[self.costs.key]
         again = self.stage.sum(self.costs, self.costs.recomputed_bytes)
-        if self.workload.habits.copy_bytes and self.is_mixed:
-            copied = self.stage.sum(self.costs, self.costs.copied_parameters) * self.workload.habits.copy_bytes
+        if self.framework.storage.autocast_copy_bytes and self.is_mixed:
+            copied = (
+                self.stage.sum(self.costs, self.costs.copied_parameters) * self.framework.storage.autocast_copy_bytes
+            )
             again = again + np.where((self.table.recompute == _FULL) & (self.table.zero_stage == 0), copied, 0.0)
         return np.where(self.takes_halves, blocks + head + sent + again, 0.0)
 
@@ -320,7 +331,7 @@ class RankMemory:
     def makes_gradients(self) -> Mask:
         """Plans whose gradients do not exist before the backward pass that makes them."""
         is_alone = (self.table.dp * self.table.cp == 1) & ~self.has_earlier_gradients
-        return np.asarray(is_alone & self.workload.habits.frees_gradients)
+        return np.asarray(is_alone & self.framework.storage.frees_gradients)
 
     def reduced_bytes(self, parameters: Floats) -> Floats:
         """Return the gradients of a unit of `parameters` while FSDP reduces them: as computed, and to be reduced."""
@@ -333,35 +344,35 @@ class RankMemory:
         Workspaces of matrix libraries, Transformer Engine's dummies, the scores' buffer of Megatron-LM's own attention,
         and from ZeRO-2 on the bucket in which DeepSpeed gathers gradients to reduce.
         """
-        habits, key = self.workload.habits, self.costs.key
-        dummies = self.costs.distinct_weight_parameters[key] * (HALF if habits.keeps_dummy_gradients else 0)
-        scores = self.costs.score_bytes[key] if habits.keeps_score_buffer else 0.0
+        framework, key = self.framework, self.costs.key
+        dummies = self.costs.distinct_weight_parameters[key] * (HALF if framework.storage.keeps_dummy_gradients else 0)
+        scores = self.costs.score_bytes[key] if framework.kernels.keeps_score_buffer else 0.0
         bucket = np.where(self.table.zero_stage >= 2, self.bucket_bytes, 0.0)
         return np.asarray(matmul_workspace_bytes(self.workload) + dummies + scores + bucket)
 
     @cached_property
     def bucket_bytes(self) -> Floats:
         """One bucket of a framework that sends gradients, or parameters, in buckets of a fixed size."""
-        elements = np.minimum(self.workload.habits.bucket_elements, self.parameters)
+        elements = np.minimum(self.framework.data_parallel.bucket_elements, self.parameters)
         return np.where(self.table.zero_stage >= 1, elements * self.compute_bytes, 0.0)
 
     @cached_property
     def accumulates_apart(self) -> bool:
         """Whether gradients are accumulated in fp32 beside those that backward passes make."""
-        habits = self.workload.habits
-        return habits.accumulates_apart and self.is_mixed and habits.gradient_bytes == FP32
+        framework = self.framework
+        return framework.storage.accumulates_separately and self.is_mixed and framework.storage.gradient_bytes == FP32
 
     @cached_property
     def flat_step_bytes(self) -> Floats:
         """Flat copies of this rank's share of the gradients that a step makes, unless these are flat already."""
-        each = 0.0 if self.accumulates_apart else self.workload.habits.flat_step_bytes
+        each = 0.0 if self.accumulates_apart else self.framework.storage.flat_step_bytes
         return np.asarray(self.parameters / self.state_shards * each)
 
     @cached_property
     def step_copies_bytes(self) -> Floats:
         """What an optimizer step allocates: of all parameters at once, or of one after the other."""
         flat = self.flat_step_bytes
-        if self.workload.habits.optimizer_step == "fused":
+        if self.framework.storage.optimizer_step == "fused":
             return flat
         costs, states = self.costs, self.states
         weight = costs.largest_weight_parameters[costs.key]
@@ -370,7 +381,7 @@ class RankMemory:
             costs.head_parameters[costs.key] * self.stage.is_last,
         )
         one = states.loop_copies * np.maximum(weight, ends) + states.left_over * weight
-        loops = self.is_fsdp | (self.workload.habits.optimizer_step == "for_loop") | (states.foreach_copies is None)
+        loops = self.is_fsdp | (self.framework.storage.optimizer_step == "for_loop") | (states.foreach_copies is None)
         copies = np.where(loops, one, self.parameters * (states.foreach_copies or 0.0)) / self.state_shards
         return np.asarray(flat + copies * FP32)
 
@@ -383,12 +394,3 @@ class RankMemory:
             activation_bytes=activations,
             workspace_bytes=self.standing_workspace_bytes + workspace,
         )
-
-
-def _shards(table: PlanTable, costs: BlockCosts, stage: StageBlocks, parameters: Floats) -> Floats:
-    """Return by how much ZeRO divides `parameters`: experts only over the ranks that hold the same ones."""
-    shards = table.shard_size.astype(float)
-    if not (table.ep > 1).any():
-        return shards
-    experts = stage.sum(costs, costs.expert_parameters)
-    return np.asarray(shards * parameters / np.maximum(parameters + experts * (table.ep - 1), 1.0))

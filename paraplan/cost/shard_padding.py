@@ -6,6 +6,8 @@ from collections import Counter
 
 import numpy as np
 
+from paraplan.cost.blocks import BlockCosts
+from paraplan.cost.stages import StageBlocks
 from paraplan.cost.table import Floats, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import ModelSpec
@@ -17,7 +19,7 @@ def shard_padding(workload: Workload, table: PlanTable) -> Floats:
 
     Without tp the runtime divides each parameter along `sharded_dimension`, with it along the first.
     """
-    if not workload.habits.shards_with_fsdp:
+    if not workload.framework.data_parallel.uses_fsdp:
         return np.ones(len(table))
     kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
     known, asked = workload.known_paddings, list(zip(*(column.tolist() for column in kinds), strict=True))
@@ -26,6 +28,15 @@ def shard_padding(workload: Workload, table: PlanTable) -> Floats:
         elements = _elements_by_shape(workload.model)
         known.update((one, _mean_padding(elements, one[0], chooses=one[1] == 1)) for one in missing)
     return np.array([known[one] for one in asked])[kind]
+
+
+def optimizer_shards(table: PlanTable, costs: BlockCosts, stage: StageBlocks, parameters: Floats) -> Floats:
+    """Return by how much ZeRO divides `parameters`: experts only over the ranks that hold the same ones."""
+    shards = table.shard_size.astype(float)
+    if not (table.ep > 1).any():
+        return shards
+    experts = stage.sum(costs, costs.expert_parameters)
+    return np.asarray(shards * parameters / np.maximum(parameters + experts * (table.ep - 1), 1.0))
 
 
 def _elements_by_shape(model: ModelSpec) -> Counter[tuple[int, ...]]:

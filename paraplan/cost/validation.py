@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, get_args
 
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
-from paraplan.cost.frameworks import PLAIN_PYTORCH, known_habits
-from paraplan.cost.habits import MEGATRON_2021, MEGATRON_2022, Habits
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FrameworkCatalog
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.runs import MeasuredRun
 from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
 from paraplan.records import Record
-from paraplan.units import GIB, MIB
+from paraplan.units import GIB
 
-# Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
-# (core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors.
-LOSS_FUSION_BYTES = 10.0
-
+COMPILED_LOSS_BYTES = 10.0
+"""Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
+(core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors."""
 
 MemoryReading = Literal["max_allocated", "max_reserved", "nvidia-smi", "not stated"]
 
@@ -52,51 +50,46 @@ class RunPrediction(Record):
     skipped: str | None = None
 
 
-def habits_of_run(run: MeasuredRun) -> Habits:
-    """Return the habits of the framework that a run names, with what the run states of gradients, dropout and flags.
+def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> FrameworkProfile:
+    """Return the profile of the framework that a run names, with what the run states of gradients, dropout and flags.
 
     A framework that is not known is modelled as plain PyTorch.
     """
-    habits = known_habits(run.framework) or PLAIN_PYTORCH
-    notes = run.notes.lower()
-    if habits is MEGATRON_2021 and (
-        run.sequence_parallel or run.recompute == "selective" or "sequence parallel" in notes
-    ):
-        habits = MEGATRON_2022
-    if "deterministic" in run.notes:
-        habits = habits.replace(is_deterministic=True)
-    if "cross-entropy-loss-fusion" in run.notes:
-        habits = habits.replace(logit_bytes=LOSS_FUSION_BYTES)
-    context = re.search(r"includes (?:the )?(\d+) (MB|MiB) CUDA context", run.memory_metric)
-    if context:
-        habits = habits.replace(context_bytes=int(context[1]) * (MIB if context[2] == "MiB" else 10**6))
-    stated = re.search(r"dropout attention [\d.]+ hidden ([\d.]+\d)", run.notes)
-    if stated:
-        habits = habits.replace(dropout=float(stated[1]))
-    words = run.grad_dtype.lower() or ("fp32" if "fp32 grads" in notes else "")
-    if words.startswith("fp32") and "reduce" not in words:
-        return habits.replace(gradient_bytes=4)
-    return habits.replace(gradient_bytes=2) if words.startswith(("bf16", "fp16")) else habits
+    framework = frameworks.find(run.framework) or frameworks.load(FALLBACK_FRAMEWORK)
+    later = framework.with_sequence_parallel
+    if later and (run.sequence_parallel or run.recompute == "selective"):
+        framework = frameworks.load(later)
+    storage: dict[str, float] = {}
+    if run.context_bytes is not None:
+        storage["context_bytes"] = run.context_bytes
+    precision = run.grad_dtype.lower()
+    if precision.startswith(("bf16", "fp16")):
+        storage["gradient_bytes"] = 2
+    elif precision.startswith("fp32") and "reduce" not in precision:
+        storage["gradient_bytes"] = 4
+    return framework.changed(
+        storage=storage,
+        kernels={} if run.dropout is None else {"dropout": run.dropout},
+        loss={"logit_bytes": COMPILED_LOSS_BYTES} if run.compiled_loss else {},
+    )
 
 
-def padded_vocabulary(run: MeasuredRun, vocab_size: int) -> int:
-    """Return the vocabulary as it was trained.
-
-    Megatron pads it to a multiple of 128 tp (its argument --make-vocab-size-divisible-by), others take it as it is.
-    """
-    if "megatron" not in run.framework.lower() and "nemo" not in run.framework.lower():
+def padded_vocabulary(run: MeasuredRun, framework: FrameworkProfile, vocab_size: int) -> int:
+    """Return the vocabulary as the framework pads it."""
+    unit = framework.tensor_parallel.vocabulary_multiple
+    if unit == 1:
         return vocab_size
-    unit = 128 * (run.tp or 1)
+    unit *= run.tp or 1
     return -(-vocab_size // unit) * unit
 
 
-def training_of_run(run: MeasuredRun, habits: Habits) -> TrainingSpec:
+def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSpec:
     """Return the training of a run. Blank: bf16, AdamW, and the framework's usual attention kernel."""
     precision: TrainingPrecision = "bf16"
     for known in get_args(TrainingPrecision):
         if run.precision.lower() == known:
             precision = known
-    attention: AttentionKind = habits.default_attention
+    attention: AttentionKind = framework.kernels.default_attention
     if run.flash_attention is not None:
         attention = "flash" if run.flash_attention else "eager"
     return TrainingSpec(
@@ -115,10 +108,10 @@ def _optimizer(words: str) -> OptimizerName:
     return next((name for name in ("adafactor", "muon", "sgd") if name in words), "adamw")
 
 
-def plan_of_run(run: MeasuredRun) -> ParallelPlan:
+def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
     """Return the plan of a run. Blank: degrees of 1, dp what is left of the GPUs, micro-batches of 1, 1F1B.
 
-    A blank `sequence_parallel` holds where NeMo and torchtitan do it. Experts that Megatron-Core spreads over tp too
+    A blank `sequence_parallel` is what the framework does by default. Experts that Megatron-Core spreads over tp too
     (its --expert-tensor-parallel-size 1) stand as split by tp and spread over the rest: the same share of them.
     Raises `PlanError` or `ValueError` (pydantic's) for degrees and batches that contradict each other.
     """
@@ -148,7 +141,7 @@ def plan_of_run(run: MeasuredRun) -> ParallelPlan:
             "cp": cp,
             "ep": ep,
             "zero_stage": min(zero_stage, 1) if pp > 1 else zero_stage,
-            "sequence_parallel": tp > 1 and _splits_sequences(run),
+            "sequence_parallel": tp > 1 and _splits_sequences(run, framework),
             "micro_batch_size": micro_batch,
             "num_microbatches": run.num_microbatches or max(1, round(run.global_batch / dp / micro_batch)),
             "pipeline_schedule": None if pp == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b",
@@ -158,17 +151,16 @@ def plan_of_run(run: MeasuredRun) -> ParallelPlan:
     )
 
 
-def _splits_sequences(run: MeasuredRun) -> bool:
+def _splits_sequences(run: MeasuredRun, framework: FrameworkProfile) -> bool:
     """Return whether tensor parallelism divides sequences too.
 
-    Blank: as NeMo's recipes and torchtitan do it. Megatron-Core refuses experts over ranks beside tp without it.
+    Megatron-Core refuses experts over ranks beside tp without it.
     """
     if (run.ep or 1) > 1:
         return True
     if run.sequence_parallel is not None:
         return run.sequence_parallel
-    words = run.framework.lower()
-    return any(sign in words for sign in ("megatron-core", "megatron-bridge", "nemo", "torchtitan"))
+    return framework.tensor_parallel.sequence_parallel_by_default
 
 
 def estimate_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> PlanEstimate:
@@ -186,20 +178,22 @@ def estimate_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> Pl
     return estimate
 
 
-def predict_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> RunPrediction:
+def predict_run(
+    run: MeasuredRun, workload: Workload, plan: ParallelPlan, *, is_known_framework: bool = True
+) -> RunPrediction:
     """Return the prediction of one run, as `estimate_run` makes it, beside what was measured."""
     estimate = estimate_run(run, workload, plan)
     plan = estimate.plan
     measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
     reading = _reading(run.memory_metric)
-    predicted_bytes = _as_read(estimate, workload, reading, run.memory_metric.lower())
+    predicted_bytes = _as_read(estimate, workload, reading, run.memory_rank)
     step_s = estimate.step.step_time_s
     return RunPrediction(
         id=run.id,
         source=run.source,
         gpu=run.gpu,
         framework=run.framework,
-        is_known_framework=known_habits(run.framework) is not None,
+        is_known_framework=is_known_framework,
         parallelism=_parallelism(plan),
         plan=plan.describe(),
         predicted_step_time_s=step_s,
@@ -233,14 +227,13 @@ def _reading(metric: str) -> MemoryReading:
     return "max_reserved" if "reserved" in words else "max_allocated"
 
 
-def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading, words: str) -> int:
+def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading, rank: str) -> int:
     """Return the peak in the unit of a measurement; what is not stated is taken as `nvidia-smi` shows it.
 
-    `words` may say that it is the last rank's, else it is the largest of all ranks. `nvidia-smi` shows one machine: of
-    several, where the words do not say more, the first, which has the first pipeline stages.
+    `rank` is the run's `memory_rank`. `nvidia-smi` shows one machine: the first has the first pipeline stages.
     """
-    stages = estimate.memory[-1:] if "last rank" in words else estimate.memory
-    if reading == "nvidia-smi" and not re.search(r"\b(max|all|every)\b", words):
+    stages = estimate.memory[-1:] if rank == "last" else estimate.memory
+    if reading == "nvidia-smi" and not rank:
         ranks_of_stage = max(1, estimate.plan.world_size // estimate.plan.pp)
         stages = stages[: max(1, workload.cluster.gpus_per_node // ranks_of_stage)]
     if reading == "max_allocated":
@@ -249,7 +242,7 @@ def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading,
     if reading != "max_reserved":
         return on_device
     return on_device - workload.constants.device_bytes(
-        0, num_gpus=workload.cluster.num_gpus, context_bytes=workload.habits.context_bytes
+        0, num_gpus=workload.cluster.num_gpus, context_bytes=workload.framework.storage.context_bytes
     )
 
 

@@ -41,22 +41,23 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     that makes it does so or ranks keep shards of gradients. What happens once a step is divided among its
     micro-batches. Copies on a stream of their own count in full: they take bandwidth from what runs beside them.
     """
-    habits, is_mixed = workload.habits, workload.is_mixed_precision
-    kept_bytes = habits.gradient_bytes if is_mixed else 4.0
+    storage, profile = workload.framework.storage, workload.framework.data_parallel
+    is_mixed = workload.is_mixed_precision
+    kept_bytes = storage.gradient_bytes if is_mixed else 4.0
     once = 1.0 / table.num_microbatches
     is_whole, keeps_shards, is_zero_3 = table.zero_stage == 0, table.zero_stage >= 2, table.zero_stage == 3
-    gathers = np.where(is_zero_3, 1.0, np.where(is_whole, 0.0, once) * habits.shards_with_fsdp)
+    gathers = np.where(is_zero_3, 1.0, np.where(is_whole, 0.0, once) * profile.uses_fsdp)
     again = 1.0 * is_zero_3
     reductions = np.where(keeps_shards, 1.0, np.where(is_whole, 0.0, once))
-    cast = np.where(is_whole, AUTOCAST_BYTES if habits.is_autocast and is_mixed else 0.0, 0.0)
+    cast = np.where(is_whole, AUTOCAST_BYTES if storage.is_autocast and is_mixed else 0.0, 0.0)
     made_bytes = np.where(cast > 0, 4.0, float(workload.training.activation_bytes))
-    adds = np.where(keeps_shards, 0.0, 0.0 if habits.fuses_accumulation else 1.0 - once)
+    adds = np.where(keeps_shards, 0.0, 0.0 if profile.fuses_accumulation else 1.0 - once)
     has_replicas = is_whole & (table.dp * table.cp > 1) & (table.devices == 1)
-    reduced = reductions * habits.reduce_traffic[kept_bytes > 2] + once * habits.replica_traffic * has_replicas
+    reduced = reductions * profile.reduce_traffic[kept_bytes > 2] + once * profile.replica_traffic * has_replicas
     return WeightWork(
         cast=cast,
-        forward=gathers * habits.gather_traffic,
-        backward=again * habits.gather_traffic + reduced + adds * (made_bytes + 2.0 * kept_bytes),
-        forward_host_s=gathers * habits.gather_host_s,
-        backward_host_s=again * habits.gather_host_s + reductions * habits.reduce_host_s,
+        forward=gathers * profile.gather_traffic,
+        backward=again * profile.gather_traffic + reduced + adds * (made_bytes + 2.0 * kept_bytes),
+        forward_host_s=gathers * profile.gather_host_s,
+        backward_host_s=again * profile.gather_host_s + reductions * profile.reduce_host_s,
     )

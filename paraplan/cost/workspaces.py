@@ -16,12 +16,13 @@ _HOPPER = 9
 
 def matmul_workspace_bytes(workload: Workload) -> int:
     """Return the bytes of the workspaces that matmuls keep on a GPU of the workload; none where it is no NVIDIA GPU."""
-    gpu, kind = workload.cluster.gpu, workload.habits.matmul_workspaces
+    gpu, kind = workload.cluster.gpu, workload.framework.storage.matmul_workspaces
     if gpu.vendor != "nvidia" or kind == "none" or not workload.constants.counts_matmul_workspaces:
         return 0
     is_hopper = (gpu.cuda_capability or 0) >= _HOPPER
-    is_large = is_hopper or workload.habits.is_deterministic
-    total = _THREADS * (_TORCH_HOPPER_BYTES if is_large else _TORCH_BYTES)
+    of_torch = _TORCH_HOPPER_BYTES if is_hopper else _TORCH_BYTES
+    stated = workload.constants.cublas_workspace_bytes
+    total = _THREADS * (of_torch if stated is None else stated)
     if kind == "transformer_engine":
         total += _ENGINE_HOPPER_BYTES if is_hopper else _ENGINE_BYTES
     return total

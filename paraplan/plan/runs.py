@@ -28,11 +28,12 @@ WORDS = {
     "activation": dict.fromkeys(("silu", "swish"), "swiglu") | {"relu2": "squared_relu"},
     "flash_attention": dict.fromkeys(("flash", "fa2", "fa3"), "1") | {"eager": "0"},
     "recompute": {"true": "full", "yes": "full", "1": "full", "false": "none", "no": "none", "0": "none"},
+    "memory_rank": dict.fromkeys(("max", "every"), "all"),
     "zero_stage": {"fsdp": "3", "full": "3", "ddp": "0", "none": "0"},
 }
 """Other spellings of cells, by column."""
 
-ZERO_ALLOWED = ("zero_stage",)
+ZERO_ALLOWED = ("zero_stage", "dropout")
 MICROBATCHES_PER_STAGE = 4
 
 
@@ -83,11 +84,27 @@ class MeasuredRun(Record):
     measured_tokens_per_s_per_gpu: float | None = None
     measured_peak_mem_gib: float | None = None
     memory_metric: str = ""
+    """What was read: max_allocated, max_reserved or nvidia-smi."""
+    memory_rank: str = ""
+    """Whose memory was read: "last" is the last rank, "all" the largest of all. Blank: of nvidia-smi the largest on the
+    first machine, else the largest of all."""
+    context_bytes: int | None = None
+    """The CUDA context, where nvidia-smi counted it and somebody looked."""
     fit_status: str = ""
     quality: str = ""
     nonstandard_features: str = ""
     grad_dtype: str = ""
+    """In what gradients are accumulated: fp32, bf16 or fp16."""
+    dropout: float | None = None
+    """Dropout rate of the hidden states."""
+    deterministic: bool | None = None
+    """Matmuls had to repeat bit by bit (CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
+    compiled_loss: bool | None = None
+    """The loss was compiled (Megatron-LM's --cross-entropy-loss-fusion)."""
+    head: str = ""
+    """"classifier" for a model without an LM head."""
     notes: str = ""
+    """For people; nothing is read from them."""
 
 
 class UnusableRow(Record):

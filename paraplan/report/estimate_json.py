@@ -6,7 +6,6 @@ from typing import Any
 
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.fitting import largest_layer, what_fits
-from paraplan.cost.habits import PARAPLAN
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
@@ -17,7 +16,7 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
     """Return what to know of an estimate, a sentence each: of its training, and whether paraplan runs the plan."""
     notes = training_notes(workload.model, workload.training)
     reason = unsupported_reason(plan, num_blocks=workload.model.num_blocks, precision=workload.training.precision)
-    if reason is None or workload.habits.name != PARAPLAN.name:
+    if reason is None or not workload.framework.is_own_runtime:
         return notes
     return (*notes, f"paraplan's own runtime does not execute this plan: {reason}")
 

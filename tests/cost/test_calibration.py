@@ -17,8 +17,6 @@ from paraplan.cost.calibration import (
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import list_gpus
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.runs import MeasuredRun
 
@@ -93,7 +91,7 @@ def test_two_runs_are_too_few(workload: MakeWorkload) -> None:
 def test_a_calibration_file_says_what_it_was_fitted_to_and_is_read_back() -> None:
     rows = [measured(id=f"run {size}", micro_batch=size) for size in (1, 2, 4)]
     rows += [measured(id="untimed", measured_step_time_s=None), measured(id="odd", gpu="Abacus-1")]
-    fitted = calibrate_to_runs(rows, list_gpus(), load_link_speeds(), source="runs.csv")
+    fitted = calibrate_to_runs(rows, source="runs.csv")
     assert (fitted.num_runs, fitted.gpus, fitted.frameworks) == (3, ("A100-80GB",), ("FSDP",))
     assert [line.split(":")[0] for line in fitted.skipped] == ["untimed", "odd"]
     assert read_calibration(fitted.to_json(), source="file") == fitted

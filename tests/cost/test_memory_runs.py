@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from paraplan.cost.frameworks import habits_of
-from paraplan.cost.habits import FLAGSCALE, MEGATRON_CORE, MEGATRON_DEEPSPEED, PADDLE, TORCHTUNE
+from paraplan.cost.described_run import BundledData, workload_of_run
+from paraplan.cost.framework_files import load_framework
 from paraplan.cost.scoring import score_fits
-from paraplan.cost.validation import RunPrediction, habits_of_run, plan_of_run, predict_run, training_of_run
+from paraplan.cost.validation import RunPrediction, plan_of_run, predict_run, training_of_run
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.runs import MeasuredRun
 from paraplan.units import GIB, MIB
+
+MEGATRON_CORE = load_framework("megatron-core")
+MEGATRON_DEEPSPEED = load_framework("megatron-deepspeed")
 
 MakeWorkload = Callable[..., Workload]
 
@@ -49,29 +52,34 @@ def test_optimizers_are_known_by_their_words(words: str, optimizer: str) -> None
     assert training_of_run(run(optimizer=words), MEGATRON_CORE).optimizer == optimizer
 
 
-@pytest.mark.parametrize(
-    ("framework", "habits"),
-    [("torchtune FSDP", TORCHTUNE), ("PaddlePaddle 2.5.1 (PaddleNLP)", PADDLE), ("FlagScale (Megatron-LM)", FLAGSCALE)],
-)
-def test_more_frameworks_are_known_by_the_words_of_their_names(framework: str, habits: object) -> None:
-    assert habits_of(framework) == habits
+def test_columns_of_a_run_change_what_is_modelled() -> None:
+    data = BundledData()
+    plain = run(framework="Megatron-Core CI, transformer-impl=transformer_engine")
+    stated = plain.replace(deterministic=True, compiled_loss=True, dropout=0.0, context_bytes=1113 * MIB)
+    before, after = (workload_of_run(one, data) for one in (plain, stated))
+    assert before.framework == MEGATRON_CORE
+    assert before.constants.cublas_workspace_bytes is None
+    assert after.constants.cublas_workspace_bytes == 32 * MIB
+    assert after.framework.loss.logit_bytes == 10
+    assert after.framework.kernels.dropout == 0
+    assert after.framework.storage.context_bytes == 1113 * MIB
 
 
-def test_flags_in_the_notes_change_the_habits() -> None:
-    framework = "Megatron-Core CI, transformer-impl=transformer_engine"
-    habits = habits_of_run(run(framework=framework, notes="flags: deterministic-mode, cross-entropy-loss-fusion"))
-    assert habits.is_deterministic
-    assert habits.logit_bytes == 10
-    stated = habits_of_run(run(framework=framework, notes="biases=1; dropout attention 0.0 hidden 0.0; rope"))
-    assert stated.dropout == 0
-    assert habits_of_run(run(framework=framework)) == MEGATRON_CORE
-    shown = run(memory_metric="nvidia-smi (GB as printed, includes 1113 MiB CUDA context)")
-    assert habits_of_run(shown).context_bytes == 1113 * MIB
+def test_a_classifier_has_no_lm_head() -> None:
+    made = workload_of_run(run(head="classifier"), BundledData())
+    assert made.model.vocab_size == 1
+
+
+def test_nothing_is_read_from_notes() -> None:
+    notes = "deterministic-mode; cross-entropy-loss-fusion; no LM head; fp32 grads; sequence parallel"
+    data = BundledData()
+    plain, noted = (workload_of_run(run(framework="Megatron-LM", notes=text), data) for text in ("", notes))
+    assert (noted.framework, noted.constants, noted.model) == (plain.framework, plain.constants, plain.model)
 
 
 def test_a_batch_smaller_than_one_micro_batch_a_rank_is_a_contradiction() -> None:
     with pytest.raises(PlanError, match="a global batch of 2 is less than dp=8 micro-batches of 2"):
-        plan_of_run(run(dp=8, micro_batch=2, global_batch=2))
+        plan_of_run(run(dp=8, micro_batch=2, global_batch=2), MEGATRON_CORE)
 
 
 def test_fits_counts_what_ran_and_what_ran_out_of_memory() -> None:
@@ -95,16 +103,16 @@ def test_a_run_that_no_gpu_holds_is_predicted_to_run_out_of_memory(workload: Mak
     measured = run(dp=8, micro_batch=64, global_batch=512, fit_status="oom", memory_metric="nvidia-smi")
     for size, fits in ((64, False), (1, True)):
         one = measured.replace(micro_batch=size)
-        predicted = predict_run(one, workload(global_batch_size=512), plan_of_run(one))
+        predicted = predict_run(one, workload(global_batch_size=512), plan_of_run(one, MEGATRON_CORE))
         assert (predicted.fits, predicted.predicted_fits) == (False, fits)
 
 
 def test_nvidia_smi_sees_more_under_deepspeeds_pipeline_than_the_allocator_hands_out(workload: MakeWorkload) -> None:
     measured = run(framework="Megatron-DeepSpeed", dp=8, zero_stage=1, memory_metric="nvidia-smi")
-    made = replace(workload(), habits=MEGATRON_DEEPSPEED)
-    shown = predict_run(measured, made, plan_of_run(measured)).predicted_peak_memory_bytes
+    made = replace(workload(), framework=MEGATRON_DEEPSPEED)
+    shown = predict_run(measured, made, plan_of_run(measured, MEGATRON_DEEPSPEED)).predicted_peak_memory_bytes
     allocated = predict_run(
-        measured.replace(memory_metric="max_allocated"), made, plan_of_run(measured)
+        measured.replace(memory_metric="max_allocated"), made, plan_of_run(measured, MEGATRON_DEEPSPEED)
     ).predicted_peak_memory_bytes
     assert shown is not None
     assert allocated is not None
