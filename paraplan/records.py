@@ -30,3 +30,14 @@ class Record(BaseModel):
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return the record as JSON text."""
         return self.model_dump_json(indent=indent)
+
+
+class Source(Record):
+    """Where the values of a record come from."""
+
+    fields: tuple[str, ...] = ()
+    """The values that it covers; none named: all that no other source of the record names."""
+    source: str
+    """Document, file or measurement."""
+    source_kind: SourceKind
+    """How good it is."""

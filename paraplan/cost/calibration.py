@@ -109,17 +109,13 @@ def scaled(workload: Workload, factors: Mapping[KnobName, float]) -> Workload:
         return factors.get(name, 1.0)
 
     constants, framework = workload.constants, workload.framework
-    flash = tuple(
-        row.replace(forward=row.forward * factor("attention"), backward=row.backward * factor("attention"))
-        for row in constants.flash_attention
-    )
     return replace(
         workload,
         constants=constants.replace(
             matmul_efficiency=constants.matmul_efficiency * factor("matmul"),
             plain_matmul_efficiency=constants.plain_matmul_efficiency * factor("matmul"),
             eager_attention_efficiency=constants.eager_attention_efficiency * factor("attention"),
-            flash_attention=flash,
+            flash_attention_factor=constants.flash_attention_factor * factor("attention"),
             memory_bandwidth_efficiency=constants.memory_bandwidth_efficiency * factor("memory"),
             fused_optimizer_bytes=constants.fused_optimizer_bytes * factor("optimizer"),
             unfused_optimizer_bytes=constants.unfused_optimizer_bytes * factor("optimizer"),

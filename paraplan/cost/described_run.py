@@ -26,9 +26,6 @@ from paraplan.plan.runs import SHAPES, MeasuredRun
 from paraplan.units import KIB
 
 DEFAULT_VOCABULARY = 50304
-FP8_SPEEDUP = 2.0
-"""Dense FP8 to dense bf16 on tensor cores, in the data sheets of Ada, Hopper and Blackwell; FP4 is taken for FP8."""
-FIRST_FP8_CAPABILITY = 8.9
 DETERMINISTIC_WORKSPACE_BYTES = 8 * 4096 * KIB
 """CUBLAS_WORKSPACE_CONFIG=:4096:8, which torch asks for where matmuls must repeat bit by bit."""
 
@@ -67,8 +64,8 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         # A classifier: the vocabulary stays in the embedding alone.
         model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
     cluster = described_cluster(machines, data.gpus)
-    if re.search("fp[48]", run.precision) and (cluster.gpu.cuda_capability or 0.0) >= FIRST_FP8_CAPABILITY:
-        constants = constants.replace(block_matmul_speedup=FP8_SPEEDUP)
+    if re.search("fp[48]", run.precision):
+        constants = constants.replace(block_matmul_speedup=cluster.gpu.shared.fp8_speedup)
     if run.deterministic:
         constants = constants.replace(cublas_workspace_bytes=DETERMINISTIC_WORKSPACE_BYTES)
     training = training_of_run(run, framework)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from paraplan.plan.parallel import ScheduleName
 from paraplan.plan.training import AttentionKind
-from paraplan.records import Record, SourceKind
+from paraplan.records import Record, Source
 
 OWN_RUNTIME = "paraplan"
 """The profile of paraplan's own runtime."""
@@ -16,17 +16,6 @@ OWN_RUNTIME = "paraplan"
 FUSED_TRAFFIC = 1.6
 """Bytes that a forward pass of fused kernels moves outside of matmuls for each byte that it saves for the backward
 pass, counted by operation: a GPT block moves 54 bytes and saves 34 for each hidden feature."""
-
-
-class Source(Record):
-    """Where the values of a group come from."""
-
-    fields: tuple[str, ...] = ()
-    """The values that it covers; none named: all that no other source of the group names."""
-    source: str
-    """Document, file or measurement."""
-    source_kind: SourceKind
-    """How good it is."""
 
 
 class _Group(Record):

@@ -34,25 +34,23 @@ class FrameworkCatalog:
         return sorted(path.stem for path in self._folder.glob("*.json"))
 
     def load(self, name_or_path: str) -> FrameworkProfile:
-        """Return a profile by name, by alias, or by the path of a .json file.
+        """Return a profile by name or alias, or by the path of a .json file.
 
         Raises `ProfileError` for an unknown name, with near ones, and for a file at fault, with the field.
         """
         if name_or_path.endswith(".json"):
             return self._read(Path(name_or_path).expanduser())
-        found = self.find(name_or_path)
-        if found is None:
+        name = self._known_names(name_or_path).get(name_or_path.strip().lower())
+        if name is None:
             raise ProfileError(
                 f"there is no framework {name_or_path!r}",
                 hint=near_names(name_or_path, {*self.names(), *self._known_aliases()}),
             )
-        return found
+        return self._bundled(name)
 
     def find(self, text: str) -> FrameworkProfile | None:
         """Return the profile that a text such as `Megatron-LM + TE 2.11` names, None for an unknown one."""
         words = text.strip().lower()
-        if (self._folder / f"{words}.json").is_file():
-            return self._bundled(words)
         aliases = self._known_aliases()
         found = [alias for alias in aliases if all(_has_word(words, word) for word in alias.split())]
         return self._bundled(aliases[max(found, key=len)]) if found else None
@@ -61,6 +59,11 @@ class FrameworkCatalog:
         if name not in self._loaded:
             self._loaded[name] = self._read(self._folder / f"{name}.json")
         return self._loaded[name]
+
+    def _known_names(self, text: str) -> Mapping[str, str]:
+        """Return names and aliases; of one name without reading the other files."""
+        name = text.strip().lower()
+        return {name: name} if (self._folder / f"{name}.json").is_file() else self._known_aliases()
 
     def _known_aliases(self) -> Mapping[str, str]:
         if not self._aliases:

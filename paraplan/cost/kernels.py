@@ -162,8 +162,7 @@ class KernelTimes:
         lines = [_divides(64, size) for size in dimensions]
         if self.training.precision == "fp32":
             return np.ones_like(self.cuts.tp)
-        reads_lines = (self.gpu.cuda_capability or 0) >= 8
-        slower = np.where(np.all(lines, axis=0) | (not reads_lines), 1.0, self.constants.unaligned_line_slowdown)
+        slower = np.where(np.all(lines, axis=0), 1.0, self.gpu.shared.unaligned_line_slowdown)
         return np.asarray(np.where(np.all(whole, axis=0), slower, self.constants.unaligned_slowdown))
 
     def _peak(self) -> float:
@@ -186,15 +185,13 @@ class KernelTimes:
             slower = constants.unaligned_slowdown if attention.qk_head_dim % 8 else 1.0
             efficiency, computed = constants.eager_attention_efficiency / slower, 1.0
         else:
-            speed = constants.flash_speed(
-                generation=self.framework.kernels.flash_generation, cuda_capability=self.gpu.cuda_capability
-            )
+            speed = self.gpu.shared.attention_speed(self.framework.kernels.flash_generation)
             # The papers count the scores that the backward pass makes again (Dao 2023, section 4.1).
             flops = flops * (2.5 if backward else 1.0)
             measured = self._attention_rate(backward=backward)
             if measured is not None:
                 return np.asarray((0.5 if attention.is_causal else 1.0) * flops / measured)
-            efficiency = speed.backward if backward else speed.forward
+            efficiency = (speed.backward if backward else speed.forward) * constants.flash_attention_factor
             computed = 0.5 if attention.is_causal else 1.0
         return np.asarray(computed * flops / (self._peak() * efficiency))
 

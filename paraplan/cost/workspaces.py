@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from paraplan.cost.workload import Workload
-from paraplan.units import KIB, MIB
 
-# torch keeps one for each thread that multiplies, and a backward pass runs on a thread of its own
-# (aten/src/ATen/cuda/CublasHandlePool.cpp: `:4096:2:16:8`, and 32 MiB from Hopper on).
 _THREADS = 2
-_TORCH_BYTES, _TORCH_HOPPER_BYTES = 2 * 4096 * KIB + 8 * 16 * KIB, 32 * MIB
-# Transformer Engine keeps one more (pytorch/module/base.py, `get_cublas_workspace_size_bytes`).
-_ENGINE_BYTES, _ENGINE_HOPPER_BYTES = 4 * MIB, 32 * MIB
-_HOPPER = 9
+"""torch keeps a workspace for each thread that multiplies, and a backward pass runs on a thread of its own."""
 
 
 def matmul_workspace_bytes(workload: Workload) -> int:
@@ -19,10 +13,6 @@ def matmul_workspace_bytes(workload: Workload) -> int:
     gpu, kind = workload.cluster.gpu, workload.framework.storage.matmul_workspaces
     if gpu.vendor != "nvidia" or kind == "none" or not workload.constants.counts_matmul_workspaces:
         return 0
-    is_hopper = (gpu.cuda_capability or 0) >= _HOPPER
-    of_torch = _TORCH_HOPPER_BYTES if is_hopper else _TORCH_BYTES
     stated = workload.constants.cublas_workspace_bytes
-    total = _THREADS * (of_torch if stated is None else stated)
-    if kind == "transformer_engine":
-        total += _ENGINE_HOPPER_BYTES if is_hopper else _ENGINE_BYTES
-    return total
+    total = _THREADS * (gpu.shared.torch_workspace_bytes if stated is None else stated)
+    return total + (gpu.shared.engine_workspace_bytes if kind == "transformer_engine" else 0)

@@ -62,8 +62,7 @@ def described_cluster(machines: DescribedMachines, gpus: list[GpuProfile] | None
     8 GPUs a node, or the largest number below that divides all; NVLink between all GPUs of a node where the GPU has
     NVLink and the link is not said to be PCIe. V100 and P100 divide their links over their peers where no NVSwitch is
     named: eight stand as in the DGX-1, fewer give a third of their links to each of up to 3 peers. Between nodes one
-    NIC for each GPU, of 400 Gb/s for Hopper and later, 200 Gb/s for Ampere, 12.5 Gb/s before (one 100 Gb/s port for
-    eight).
+    NIC for each GPU, of the rate that its architecture usually has.
     """
     gpu = gpu_by_label(machines.gpu, gpus)
     usual = max(size for size in range(1, 9) if machines.num_gpus % size == 0)
@@ -74,7 +73,7 @@ def described_cluster(machines: DescribedMachines, gpus: list[GpuProfile] | None
     num_nodes = max(1, machines.num_gpus // per_node)
     if num_nodes * per_node != machines.num_gpus:
         raise ProfileError(f"{machines.num_gpus} GPUs are no whole number of nodes of {per_node}")
-    bits_per_s = machines.network_bits_per_s_per_gpu or _usual_network(gpu)
+    bits_per_s = machines.network_bits_per_s_per_gpu or gpu.shared.usual_network_bits_per_s
     network = NetworkProfile(
         name="described",
         title=f"{bits_per_s / 1e9:g} Gb/s per GPU",
@@ -117,11 +116,6 @@ def _node(gpu: GpuProfile, count: int, link: str) -> NodeTopology:
         )
     gpus = tuple(Gpu(index=index, memory_total_bytes=gpu.memory_bytes) for index in range(count))
     return NodeTopology(source="description", gpus=gpus, links=tuple(links))
-
-
-def _usual_network(gpu: GpuProfile) -> float:
-    capability = gpu.cuda_capability or 0.0
-    return 400e9 if capability >= 9 else 200e9 if capability >= 8 else 12.5e9
 
 
 def _key(name: str) -> str:
