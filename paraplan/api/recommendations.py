@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paraplan.api.estimates import Estimate
 from paraplan.api.frames import framed
+from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -63,8 +64,8 @@ class Recommendation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the training, a sentence each."""
-        return training_notes(self.workload.model, self.workload.training)
+        """What to know of the training, and of speeds that are assumed, a sentence each."""
+        return training_notes(self.workload.model, self.workload.training) + assumed_speeds(self.workload)
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:

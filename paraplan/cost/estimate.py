@@ -140,6 +140,20 @@ def why_unsuitable(workload: Workload, plan: ParallelPlan) -> Incompatibility | 
     return why_incompatible(plan, workload.model, workload.training, workload.cluster, rings_context=rings)
 
 
+def assumed_speeds(workload: Workload) -> tuple[str, ...]:
+    """Return in a sentence what nobody measured of the GPU's speed; none where all of it was."""
+    gpu, training = workload.cluster.gpu, workload.training
+    if gpu.vendor == "cpu" or (gpu.calibration is not None and gpu.calibration.fit(training.precision) is not None):
+        return ()
+    parts = []
+    if gpu.reached_matmul_flops_per_s is None and training.precision != "fp32":
+        parts.append(f"matmuls reach {workload.constants.usual_reached_share:.0%} of the peak")
+    attention = gpu.shared.attention_speed(workload.framework.kernels.flash_generation)
+    if training.attention != "eager" and attention.source_kind in ("assumed", "memory"):
+        parts.append(f"FlashAttention reaches {attention.forward:.0%} of the peak")
+    return (f"assumed, not measured on {gpu.title}: {', '.join(parts)}",) if parts else ()
+
+
 def estimate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
     """Return the memory of every stage and the step time of one plan.
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from paraplan.hardware.architecture import ArchitectureProfile
 from paraplan.hardware.topology import NodeTopology
-from paraplan.records import Record
+from paraplan.records import Record, SourceKind
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
@@ -86,6 +86,8 @@ class GpuProfile(Record):
     peer_access: bool | None = None
     calibration: KernelCalibration | None = None
     source: str
+    source_kind: SourceKind | None = None
+    """How good the weakest part of the source is; None where nobody said."""
     architecture_profile: ArchitectureProfile | None = Field(default=None, exclude=True, repr=False)
     """What GPUs of the architecture share, filled in from `profiles/architectures` where a profile is loaded."""
 
@@ -115,6 +117,8 @@ class NetworkProfile(Record):
     latency_s: float = Field(gt=0)
     protocol: Literal["rdma", "tcp"] = "rdma"
     source: str
+    source_kind: SourceKind | None = None
+    """How good the weakest part of the source is; None where nobody said."""
 
     @property
     def node_bandwidth_bytes_per_s(self) -> float:
@@ -157,3 +161,5 @@ class MachineProfile(Record):
     measured: tuple[MeasuredCollective, ...] = ()
     notes: tuple[str, ...] = ()
     source: str
+    source_kind: SourceKind | None = None
+    """How good the weakest part of the source is; None where nobody said."""
