@@ -14,18 +14,16 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import training_notes
 from paraplan.report.short_text import recommendation_lines
-from paraplan.search.fixed import FREE
-from paraplan.search.fixed import Constraints as Constraints
-from paraplan.search.nothing_fits import NothingFitsError as NothingFitsError
-from paraplan.search.objective import Objective
-from paraplan.search.planned import plan_file
+from paraplan.search.constraints import FREE
+from paraplan.search.constraints import Constraints as Constraints
+from paraplan.search.failure import NothingFitsError as NothingFitsError
 from paraplan.search.recommendation import Recommendation as SearchAnswer
 from paraplan.search.recommendation import SearchRequest as SearchRequest
-from paraplan.search.recommendation import recommendation
-from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
+from paraplan.search.recommendation import plan_file, recommendation
+from paraplan.search.results import Candidate, Decision, Objective, Rejection, SearchResult
 
 if TYPE_CHECKING:  # another search, which most calls do without
-    from paraplan.search.check import PlanCheck
+    from paraplan.search.verification import PlanCheck
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +97,7 @@ class Recommendation:
     def to_html(self, *, plan_path: Path | None = None) -> str:
         """Return the report, one page that needs no network. Raises `UsageError` without vl-convert-python."""
         from paraplan.report.recommendation_page import recommendation_page
-        from paraplan.search.scaling import scaling
+        from paraplan.search.sizes import scaling
 
         sizes = scaling(
             self.workload,
@@ -149,7 +147,7 @@ def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) ->
 
     `tolerance` is relative: 0.05 allows a step that takes 5 % longer than the best plan's.
     """
-    from paraplan.search.check import check_plan
+    from paraplan.search.verification import check_plan
 
     return check_plan(workload, plan, tolerance=tolerance)
 
@@ -157,7 +155,6 @@ def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) ->
 def nothing_fits_html(workload: Workload, error: NothingFitsError) -> str:
     """Return the report of a workload that no plan fits: what was lacking and what would help."""
     from paraplan.report.recommendation_page import nothing_fits_page
-    from paraplan.search.facts import tree_facts
-    from paraplan.search.tree import decide
+    from paraplan.search.tree import decide, tree_facts
 
     return nothing_fits_page(workload, error, decide(tree_facts(workload)).decisions)

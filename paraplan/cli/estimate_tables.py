@@ -143,7 +143,7 @@ def _print_fitting(console: Console, estimate: Estimate) -> None:
     plan = estimate.plan
     rows = estimate.capacity
     recomputes = list(dict.fromkeys(row.recompute for row in rows))
-    kept = [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(plan, axis) > 1]
+    kept = [f"{axis}{getattr(plan, axis)}" for axis in plan.degrees if axis != "dp" and getattr(plan, axis) > 1]
     kept += [f"offload {plan.offload}"] if plan.offload != "none" else []
     console.print(
         f"\n[bold]What would fit[/bold] on {rows[0].num_gpus} GPUs{''.join(f', {word}' for word in kept)}\n"

@@ -13,15 +13,14 @@ from rich.table import Table
 from paraplan.api.explanations import part_words
 from paraplan.cli.estimate_tables import print_estimate, print_warnings, print_workload
 from paraplan.cli.terminal import make_console
-from paraplan.report.ranked_rows import with_recommended
+from paraplan.report.ranked_rows import table_rows, words_of
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paraplan.api.recommendations import Recommendation
-    from paraplan.search.budget import Budget, SizeOffer
-    from paraplan.search.changes import Comparison
-    from paraplan.search.explain import Explanation
+    from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.results import Candidate, SearchResult
+    from paraplan.search.sizes import Budget, SizeOffer
 
 _EQUAL = 1.02
 
@@ -60,14 +59,6 @@ def _print_head(console: Console, answer: Recommendation) -> None:
         console.print(_indented(line))
     if beside.offload is not None:
         print_warnings(console, [beside.offload])
-    if result.fastest is not None:
-        gain = result.best.step.step_time_s / result.fastest.step.step_time_s - 1
-        plan = result.fastest.plan
-        options = " ".join(f"--{name} {getattr(plan, name)}" for name in ("dp", "tp", "pp", "cp", "ep"))
-        console.print(
-            f"Outside the tree's answer, predicted {gain:.0%} faster: {plan.describe()} "
-            f"(take it with {options.removesuffix(' --ep 1')})"
-        )
 
 
 def _indented(text: str) -> Padding:
@@ -95,9 +86,10 @@ def _print_tree_and_plans(console: Console, result: SearchResult) -> None:
     for decision in result.decisions:
         console.print(Padding(f"{decision.question} [bold]{decision.outcome}[/bold]", (0, 2)))
         console.print(Padding(f"[dim]{decision.because}[/dim]", (0, 4)))
-    console.print("\n[bold]Plans[/bold], best first (* = a family that the tree names)")
+    order = "least memory" if result.objective == "memory" else "fastest"
+    console.print(f"\n[bold]Plans[/bold], {order} first (* = suggested by Hugging Face's guide)")
     shown = without_equals(result.candidates, result.best.plan)
-    console.print(_plans(with_recommended(shown, result), result))
+    console.print(_plans(table_rows(shown, result), result))
     if hidden := len(result.candidates) - len(shown):
         more = "more puts" if hidden == 1 else "more put"
         console.print(f"   [dim]{hidden} {more} cp in the place of dp, not over 2 % faster (--json lists them)[/dim]")
@@ -197,12 +189,12 @@ def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:
         chosen = candidate.plan == result.best.plan
         table.add_row(
             "*" if candidate.in_tree else "",
-            candidate.plan.describe(),
+            words_of(candidate),
             format_seconds(candidate.step_time_s),
             format_count(float(f"{candidate.tokens_per_s_per_gpu:.3g}")),
             f"{candidate.mfu:.1%}",
-            format_bytes(candidate.peak_memory_bytes),
-            style="bold green" if chosen else "",
+            format_bytes(candidate.peak_memory_bytes) + ("" if candidate.fits else ", too large"),
+            style="bold green" if chosen else "" if candidate.fits else "dim",
         )
     return table
 

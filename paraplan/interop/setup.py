@@ -97,7 +97,7 @@ class Fields:
         """Return the error of a value that is not what was expected."""
         found = repr(self.values.get(key))
         shown = found if len(found) <= 60 else found[:57] + "..."
-        return PlanError(f"{self.source}: {self.path}{key}: expected {expected}, found {shown}", hint="mend that key")
+        return PlanError(f"{self.source}: {self.path}{key}: expected {expected}, found {shown}", hint="fix that key")
 
     def _value(self, key: str) -> object:
         value = self.values.get(key)

@@ -22,11 +22,11 @@ from paraplan.plan.compatibility import (
     why_tp,
     why_untrainable,
 )
-from paraplan.plan.parallel import Axis
+from paraplan.plan.parallel import AXES, Axis, Degree
 from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
-from paraplan.search.fixed import FREE, Constraints, Degree, check_axes, check_micro_batch, nothing_has_all
-from paraplan.search.orders import RankOrders
-from paraplan.search.splits import BalancedSplits
+from paraplan.search.constraints import FREE, Constraints, check_axes, check_micro_batch, nothing_has_all
+from paraplan.search.rank_orders import RankOrders
+from paraplan.search.stage_splits import BalancedSplits
 
 CHUNK_ROWS = 32_000
 """Plans that are priced at a time: what a chunk needs stays in the caches, and memory does not grow with the space."""
@@ -54,7 +54,7 @@ class Degrees:
     @property
     def named(self) -> dict[Degree, int]:
         """All degrees by name."""
-        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
 
 @dataclass(frozen=True, eq=False)

@@ -208,7 +208,7 @@ def test_a_factory_that_fails_is_shown_with_its_own_error(
 def test_a_trace_stands_beside_the_estimate_part_by_part(script: str) -> None:
     pytest.importorskip("torch", reason="a trace runs the engine")
     model = ["estimate", f"{script}:build", "--profile", "dgx-h100", "--seq-len", "128"]
-    plan = ["--pp", "2", "--global-batch", "64", "--micro-batch", "16", "--precision", "fp32", "--trace"]
+    plan = ["--pp", "2", "--global-batch", "64", "--micro-batch", "16", "--precision", "fp32", "--trace-memory"]
     answer = report(*model, *plan)
     assert [stage["pipeline_stage"] for stage in answer["traced_memory"]] == [0, 1]
     for estimated, traced in zip(answer["predicted_for_trace"], answer["traced_memory"], strict=True):
@@ -223,7 +223,8 @@ def test_a_trace_of_a_plan_that_the_runtime_cannot_run_is_an_error(script: str) 
     pytest.importorskip("torch", reason="a trace runs the engine")
     too_few_micro_batches = ["--pp", "2", "--schedule", "1f1b", "--global-batch", "1"]
     status, _, stderr = run(
-        *["estimate", f"{script}:build", "--profile", "dgx-h100", "--seq-len", "64", "--trace"], *too_few_micro_batches
+        *["estimate", f"{script}:build", "--profile", "dgx-h100", "--seq-len", "64", "--trace-memory"],
+        *too_few_micro_batches,
     )
     assert status == 2
     assert "this runtime cannot execute the plan" in stderr

@@ -175,25 +175,28 @@ def test_a_plan_that_offloads_says_what_it_costs_and_what_would_do_without() -> 
     assert fewest["warnings"][0].endswith("It would fit with 16 GPUs (--nodes 2)")
 
 
-def test_a_faster_plan_outside_of_the_tree_is_had_with_the_options_that_are_named() -> None:
-    slow = ["recommend", "qwen2.5-7b", "--profile", "rtx-4090-x4", "--seq-len", "4096", "--global-batch", "64"]
-    fastest = json.loads(run(*slow, "--json")[1])["fastest"]["plan"]
-    text = run(*slow, "--top", "1", "--explain")[1]
-    table = text.partition("best first")[2].partition("Ruled out")[0]
-    assert table.count("GiB") == 2  # the fastest, and below it the recommended one, which is not among the first
+def test_a_simpler_plan_says_what_it_costs_and_the_fastest_is_to_be_had() -> None:
+    job = ["recommend", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
+    answer = json.loads(run(*job, "--json")[1])
+    assert answer["fastest"]["step"]["step_time_s"] < answer["estimate"]["step"]["step_time_s"]
+    text = run(*job, "--top", "1", "--explain")[1]
+    table = text.partition("fastest first")[2].partition("Ruled out")[0]
+    assert table.count("GiB") == 3  # the fastest, the recommended one, which is plain FSDP, and DDP, which is too large
     words = " ".join(text.split())
-    assert "slower, and chosen because the decision tree names its family" in words
-    options = words.partition("(take it with ")[2].partition(")")[0]
-    assert options
-    assert json.loads(run(*slow, *options.split(), "--json")[1])["plan"] == fastest
+    assert "slower, and chosen because it is simpler" in words
+    assert "simpler than dp4 x pp2, ZeRO-1, interleaved_1f1b v2" in words
+    assert json.loads(run(*job, "--objective", "fastest", "--json")[1])["plan"] == answer["fastest"]["plan"]
 
 
 def test_plans_that_differ_in_cp_for_dp_alone_are_counted_in_a_line() -> None:
     small = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
     shown, answer = run(*small)[1], json.loads(run(*small, "--json")[1])
-    table = shown.partition("best first")[2].partition("Ruled out")[0]
+    table = shown.partition("fastest first")[2].partition("Ruled out")[0]
     hidden = int(table.partition(" more put")[0].split()[-1])
-    assert table.count("GiB") + hidden == len(answer["candidates"]) == 10
+    beside = {json.dumps(one["plan"]) for one in answer["baselines"]} - {
+        json.dumps(one["plan"]) for one in answer["candidates"]
+    }
+    assert table.count("GiB") + hidden - len(beside) == len(answer["candidates"]) == 10
 
 
 def test_experts_go_over_ranks_where_the_framework_has_it() -> None:

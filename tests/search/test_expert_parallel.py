@@ -15,9 +15,9 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
-from paraplan.search.bound import least_step_s
-from paraplan.search.fixed import Constraints
-from paraplan.search.orders import ORDERS
+from paraplan.search.constraints import Constraints
+from paraplan.search.lower_bound import least_step_s
+from paraplan.search.rank_orders import ORDERS
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace, all_degrees
 

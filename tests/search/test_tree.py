@@ -10,8 +10,7 @@ import pytest
 from paraplan.cost.workload import Workload
 from paraplan.hardware.interconnect import Verdict
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.search.facts import tree_facts
-from paraplan.search.tree import TreeAnswer, TreeFacts, decide, family
+from paraplan.search.tree import TreeAnswer, TreeFacts, decide, family, tree_facts
 
 MakeWorkload = Callable[..., Workload]
 

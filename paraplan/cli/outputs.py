@@ -1,7 +1,9 @@
-"""What `paraplan recommend` and `paraplan estimate` write: the report that people look at, and the other files."""
+"""The files that `paraplan recommend` and `paraplan estimate` write: report, trace and plan."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paraplan.cli.inputs import require_folder, write_beside_and_rename
-from paraplan.cli.step_trace import write_trace
 
 if TYPE_CHECKING:  # the search, which an estimate does without
     from paraplan.api.estimates import Estimate
@@ -22,6 +23,14 @@ if TYPE_CHECKING:  # the search, which an estimate does without
 HtmlOption = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE", help="Write a report with charts, one file that needs no network."),
+]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write the predicted step as a trace for Perfetto and paraplan compare (.json, .json.gz).",
+    ),
 ]
 
 MANY_KINDS = 40
@@ -66,11 +75,21 @@ def write_files(answer: Recommendation, *, plan_path: Path | None, trace: Path |
         _write(html, text)
 
 
-def write_estimate(estimate: Estimate, path: Path) -> None:
-    """Write the report of one plan. Raises `UsageError` for a path or a library that is not there."""
-    with _drawing():
-        text = estimate.to_html()
-    _write(path, text)
+def write_estimate_files(estimate: Estimate, *, trace: Path | None, html: Path | None) -> None:
+    """Write what was asked for of one plan: the predicted step, the report. Raises as `write_files` does."""
+    if trace is not None:
+        write_trace(estimate, trace)
+    if html is not None:
+        with _drawing():
+            text = estimate.to_html()
+        _write(html, text)
+
+
+def write_trace(estimate: Estimate, path: Path) -> None:
+    """Write the predicted step. Raises `UsageError` for a path that cannot be written."""
+    text = json.dumps(estimate.to_trace()).encode() + b"\n"
+    write_beside_and_rename(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    typer.echo(f"trace: {path}; open it in https://ui.perfetto.dev, or compare it with a run's", err=True)
 
 
 def _write(path: Path, text: str) -> None:

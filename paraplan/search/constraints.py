@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from paraplan.errors import PlanError
-from paraplan.plan.parallel import Offload, Recompute, ScheduleName
-
-Degree = Literal["tp", "pp", "cp", "dp", "ep"]
-_DEGREES: tuple[Degree, ...] = ("tp", "pp", "cp", "dp", "ep")
+from paraplan.plan.parallel import AXES, Degree, Offload, Recompute, ScheduleName
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,8 @@ class Constraints:
     @property
     def axes(self) -> dict[Degree, int]:
         """The fixed degrees."""
-        return {axis: degree for axis in _DEGREES if (degree := getattr(self, axis)) is not None}
+        names = [axis.name for axis in AXES]
+        return {axis: degree for axis in names if (degree := getattr(self, axis)) is not None}
 
 
 FREE = Constraints()

@@ -1,22 +1,88 @@
-"""What changed between a plan that was made before and the plan for the machines of now, and why."""
+"""Two plans beside each other: the best and the second, an earlier one and the one of now."""
 
 from __future__ import annotations
 
-from paraplan.cost.estimate import estimate_plan, why_unsuitable
+from paraplan.cost.estimate import PlanEstimate, StepEstimate, estimate_plan, why_unsuitable
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlanFile
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
 from paraplan.search.results import SearchResult
 from paraplan.units import format_bytes_apart, format_seconds
 
+_NOT_PARTS = ("step_time_s", "tokens_per_s_per_gpu", "model_flops_per_s_per_gpu", "mfu", "data_parallel_wire_s")
+
+
+class ComparedPart(Record):
+    """One part of a step in seconds, under the better and under the other plan."""
+
+    name: str
+    best_s: float
+    second_s: float
+
+    @property
+    def difference_s(self) -> float:
+        """Seconds that the other plan spends more."""
+        return self.second_s - self.best_s
+
+
+class Explanation(Record):
+    """Two plans compared: the parts sum to the steps. `because` names the parts that decide, largest first."""
+
+    best: str
+    second: str
+    best_step_s: float
+    second_step_s: float
+    parts: tuple[ComparedPart, ...]
+    best_memory_bytes: int
+    second_memory_bytes: int
+    because: str
+
+
+def explain(best: PlanEstimate, second: PlanEstimate, *, by_memory: bool = False) -> Explanation:
+    """Return why `best` beats `second`, part by part; `by_memory` says that the ranking went by memory."""
+    names = [name for name in StepEstimate.model_fields if name.endswith("_s") and name not in _NOT_PARTS]
+    parts = tuple(
+        ComparedPart(name=name, best_s=getattr(best.step, name), second_s=getattr(second.step, name)) for name in names
+    )
+    return Explanation(
+        best=best.plan.describe(),
+        second=second.plan.describe(),
+        best_step_s=best.step.step_time_s,
+        second_step_s=second.step.step_time_s,
+        parts=parts,
+        best_memory_bytes=best.peak_memory_bytes,
+        second_memory_bytes=second.peak_memory_bytes,
+        because=_because(parts, best, second, by_memory=by_memory),
+    )
+
+
+def part_words(name: str) -> str:
+    """Return the words of a part's field: `pipeline_bubble_s` is `pipeline bubble`."""
+    return name.removesuffix("_s").replace("_", " ")
+
+
+def _because(parts: tuple[ComparedPart, ...], best: PlanEstimate, second: PlanEstimate, *, by_memory: bool) -> str:
+    gap = second.step.step_time_s - best.step.step_time_s
+    saved = sorted((part for part in parts if part.difference_s > 0), key=lambda part: -part.difference_s)
+    spent = sorted((part for part in parts if part.difference_s < 0), key=lambda part: part.difference_s)
+    if gap <= 0:
+        why = "it needs less memory" if by_memory else "it is simpler"
+        return f"it is {format_seconds(-gap)} slower, and chosen because {why}"
+    words = f"it saves {_listed(saved, 'of')}"
+    if spent:
+        words += f" and spends {_listed(spent, 'more on')}"
+    return f"{words}: {format_seconds(gap)} in all ({gap / best.step.step_time_s:.1%})"
+
+
+def _listed(parts: list[ComparedPart], word: str) -> str:
+    shown = [f"{format_seconds(abs(part.difference_s))} {word} {part_words(part.name)}" for part in parts[:2]]
+    return " and ".join(shown)
+
+
 _FIELDS = (
-    "dp",
-    "tp",
-    "pp",
-    "cp",
-    "ep",
+    *(axis.name for axis in AXES),
     "zero_stage",
     "zero_shards",
     "sequence_parallel",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
-from paraplan.search.fixed import Constraints
+from paraplan.search.constraints import Constraints
+from paraplan.search.evaluation import TooLarge
 from paraplan.search.space import PlanSpace
-from paraplan.search.survey import TooLarge
 from paraplan.search.what_fits import fewest_nodes, longest_sequence, some_plan_fits
 from paraplan.units import format_bytes, format_bytes_apart
 

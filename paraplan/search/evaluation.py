@@ -1,4 +1,4 @@
-"""The survey of a whole space: memory of every plan, the time of those that fit and may be among the best."""
+"""The evaluation of a whole space: memory of every plan, the time of those that fit and may be among the best."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from paraplan.cost.memory import RankMemory, host_bytes
 from paraplan.cost.stages import even_stage, fullest_ranks, running_parameters
 from paraplan.cost.table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.cost.workload import Workload
-from paraplan.plan.parallel import ParallelPlan
-from paraplan.search.bound import least_step_s
+from paraplan.plan.parallel import AXES, ParallelPlan
+from paraplan.search.lower_bound import least_step_s
 from paraplan.search.results import Rejection
 from paraplan.search.space import PlanSpace
 from paraplan.units import format_bytes, format_bytes_apart
 
 SLACK = 1.02
-"""Plans up to this factor slower than the best ones are priced too: among equals the simplest is recommended."""
+"""Kinds up to this factor slower than the last one shown are priced too: prices of all stages may change the order."""
 
 _ROUNDING = 1 + 1e-9
+_FIRST_ROWS = 64
 _MOST_ROWS = 16_000
 """Plans whose time is priced at once."""
 
@@ -67,10 +68,10 @@ class Fitting:
         if self.splits is None or len(table.splits) > len(self.splits):
             self.splits = table.splits
 
-    def together(self) -> _Together:
+    def together(self) -> FittingPlans:
         """Return all plans as arrays."""
         assert self.splits is not None
-        return _Together(
+        return FittingPlans(
             np.concatenate(self.columns, axis=1),
             np.concatenate(self.peaks),
             np.concatenate(self.least),
@@ -80,7 +81,9 @@ class Fitting:
 
 
 @dataclass(frozen=True, eq=False)
-class _Together:
+class FittingPlans:
+    """The plans that fit, as columns."""
+
     columns: Ints
     peak_bytes: Floats
     least_s: Floats
@@ -88,9 +91,11 @@ class _Together:
     splits: Ints
 
     def table(self, rows: Ints) -> PlanTable:
+        """Return some of them as a table."""
         return PlanTable.of_columns(self.columns[:, rows].astype(np.int64)).with_splits(self.splits)
 
     def column(self, name: str) -> Ints:
+        """Return one column of all."""
         return np.asarray(self.columns[COLUMNS.index(name)])
 
 
@@ -188,66 +193,85 @@ def exceeds_host(workload: Workload, table: PlanTable, costs: BlockCosts | None 
 
 def kinds_of(table_like: Callable[[str], Ints]) -> tuple[Ints, Ints]:
     """Return the first row of each choice of axes and ZeRO stage, and the choice of each row."""
-    return first_rows(*(table_like(name).astype(np.int64) for name in ("dp", "tp", "pp", "cp", "ep", "zero_stage")))
+    return first_rows(*(table_like(name).astype(np.int64) for name in (*(axis.name for axis in AXES), "zero_stage")))
 
 
 @dataclass
 class TimeSurvey:
     """The second half: the time of plans that may be among the best, those with the least time first.
 
-    A plan is left out where its least time is above the best time of its kind (axes and ZeRO stage), or above that of
-    the `num_kinds`-th best kind and, if the decision tree names its family, of the best of those. With `fronts`, plans
-    stay that may be faster than all that need as little memory. With `smallest_first` memory takes the place of time.
+    `run` leaves out a plan whose least time is above the best time of its kind (axes and ZeRO stage), or above that of
+    the `num_kinds`-th best kind. With `fronts`, plans stay that may be faster than all that need as little memory. With
+    `smallest_first` memory takes the place of time. `find` prices the fastest plans of some other choice.
     """
 
     workload: Workload
     orders: list[list[int]]
+    plans: FittingPlans
     num_kinds: int
-    is_in_tree: Callable[[ParallelPlan], bool]
     smallest_first: bool = False
     fronts: bool = False
     found: list[Priced] = field(default_factory=list)
     num_priced: int = 0
 
-    def run(self, fitting: Fitting) -> Priced:
-        """Return the priced plans."""
-        plans = fitting.together()
+    def __post_init__(self) -> None:
+        self._seconds = np.full(len(self.plans.least_s), np.inf)
+
+    def run(self) -> None:
+        """Price the plans that may be among the best of their kind, and their kind among the best."""
+        plans = self.plans
         firsts, kind = kinds_of(plans.column)
-        named = np.array([self.is_in_tree(plans.table(np.array([row])).plan(0)) for row in firsts])
         best = np.full(len(firsts), np.inf)
         waiting = np.argsort(plans.peak_bytes if self.smallest_first else plans.least_s, kind="stable")
         # The most promising plans of the most promising kinds come first: they say what the others have to beat.
         promising = np.sort(first_rows(kind[waiting])[0])
-        in_tree = promising[named[kind[waiting[promising]]]]
         is_first = np.zeros(len(waiting), dtype=bool)
-        is_first[promising[: self.num_kinds]] = is_first[in_tree[: self.num_kinds]] = True
+        is_first[promising[: self.num_kinds]] = True
         waiting = np.concatenate([waiting[is_first], waiting[~is_first]])
         size = int(is_first.sum())
         while len(waiting):
             batch, waiting = waiting[:size], waiting[size:]
-            priced, rows = self._price(plans, batch)
+            priced, rows = self._price(batch)
             np.minimum.at(best, kind[rows], priced.peak_bytes if self.smallest_first else priced.seconds)
-            self.found.append(priced)
-            self.num_priced += len(priced)
-            waiting = waiting[self._may_matter(plans, waiting, kind, named, best)]
+            waiting = waiting[self._may_matter(waiting, kind, best)]
             size = min(4 * size, _MOST_ROWS)
-        table = PlanTable.concatenate([each.table for each in self.found])
+
+    def find(self, among: Mask, *, at_most_s: float = np.inf) -> float:
+        """Price plans until the fastest of `among` is known, if it takes at most `at_most_s`; return its seconds."""
+        best = float(self._seconds[among].min(initial=np.inf))
+        rows = np.flatnonzero(among & np.isinf(self._seconds) & (self.plans.least_s < min(best, at_most_s)))
+        rows = rows[np.argsort(self.plans.least_s[rows], kind="stable")]
+        size = _FIRST_ROWS
+        while len(rows):
+            batch, rows = rows[:size], rows[size:]
+            self._price(batch)
+            best = min(best, float(self._seconds[batch].min()))
+            rows = rows[self.plans.least_s[rows] < min(best, at_most_s)]
+            size = min(4 * size, _MOST_ROWS)
+        return best
+
+    @property
+    def fastest_s(self) -> float:
+        """The least time of all that was priced."""
+        return float(self._seconds.min())
+
+    def priced(self) -> Priced:
+        """Return all plans that were priced."""
         return Priced(
-            table,
+            PlanTable.concatenate([each.table for each in self.found]),
             np.concatenate([each.seconds for each in self.found]),
             np.concatenate([each.peak_bytes for each in self.found]),
         )
 
-    def _may_matter(self, plans: _Together, rows: Ints, kind: Ints, named: Mask, best: Floats) -> Mask:
+    def _may_matter(self, rows: Ints, kind: Ints, best: Floats) -> Mask:
         known = np.sort(best)
         limit = known[min(self.num_kinds, len(known)) - 1] * SLACK
-        in_tree = (best[named].min() if named.any() else np.inf) * SLACK
         # Of a kind only the best plan is shown, so that nothing has to be close to it.
-        limits = np.minimum(best * _ROUNDING, np.maximum(limit, np.where(named, in_tree, 0.0)))
-        least = (plans.peak_bytes if self.smallest_first else plans.least_s)[rows]
+        limits = np.minimum(best * _ROUNDING, limit)
+        least = (self.plans.peak_bytes if self.smallest_first else self.plans.least_s)[rows]
         matters = least <= limits[kind[rows]]
         if self.fronts:
-            matters |= plans.least_s[rows] < self._front_s(plans.peak_bytes[rows])
+            matters |= self.plans.least_s[rows] < self._front_s(self.plans.peak_bytes[rows])
         return np.asarray(matters)
 
     def _front_s(self, peak_bytes: Floats) -> Floats:
@@ -258,10 +282,46 @@ class TimeSurvey:
         fastest = np.concatenate([[np.inf], np.minimum.accumulate(seconds[order])])
         return np.asarray(fastest[np.searchsorted(peaks[order], peak_bytes, side="right")])
 
-    def _price(self, plans: _Together, rows: Ints) -> tuple[Priced, Ints]:
-        """Return the prices of some plans under each order of ranks that is worth it, and the row of each."""
-        orders = [self.orders[number] for number in plans.degrees[rows]]
+    def _price(self, rows: Ints) -> tuple[Priced, Ints]:
+        """Price some plans under each order of ranks that is worth it; return the prices and the row of each."""
+        orders = [self.orders[number] for number in self.plans.degrees[rows]]
         rows = np.repeat(rows, [len(each) for each in orders])
-        table = plans.table(rows).with_orders(np.array([number for each in orders for number in each]))
+        table = self.plans.table(rows).with_orders(np.array([number for each in orders for number in each]))
         seconds = step_times(self.workload, table).step_time_s
-        return Priced(table, seconds, plans.peak_bytes[rows]), rows
+        np.minimum.at(self._seconds, rows, seconds)
+        priced = Priced(table, seconds, self.plans.peak_bytes[rows])
+        self.found.append(priced)
+        self.num_priced += len(priced)
+        return priced, rows
+
+
+NOTICEABLE = 0.99
+"""A plan joins the front where it takes less than this share of the memory of the one before it."""
+
+
+_CELLS = 16
+"""A picture is divided into so many cells each way."""
+
+
+def pareto_front(priced: Priced) -> list[int]:
+    """Return the rows of the front, the fastest first: each next one is slower and needs less memory, noticeably so."""
+    rows: list[int] = []
+    for row in np.lexsort((priced.peak_bytes, priced.seconds)):
+        if not rows or priced.peak_bytes[row] < NOTICEABLE * priced.peak_bytes[rows[-1]]:
+            rows.append(int(row))
+    return rows
+
+
+def spread(priced: Priced) -> list[int]:
+    """Return the rows of plans that show how all of them lie: of each cell of time and memory the fastest plan."""
+    time, memory = np.log(priced.seconds), np.log(np.maximum(priced.peak_bytes, 1.0))
+    cell = _cell(time) * _CELLS + _cell(memory)
+    order = np.argsort(priced.seconds, kind="stable")
+    _, firsts = np.unique(cell[order], return_index=True)
+    return [int(row) for row in order[np.sort(firsts)]]
+
+
+def _cell(values: Floats) -> Ints:
+    low, high = float(values.min()), float(values.max())
+    scaled = (values - low) / max(high - low, 1e-12) * _CELLS
+    return np.minimum(scaled.astype(np.int64), _CELLS - 1)
