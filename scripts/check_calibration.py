@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from columns_of_notes import with_columns
 
-from paraplan.cost.calibration import CalibrationRun, KnobName, calibrate, scaled
-from paraplan.cost.described_run import BundledData, workload_of_run
+from paraplan.accuracy.calibration import CalibrationRun, KnobName, calibrate, scaled
+from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
+from paraplan.accuracy.prediction import is_standard, plan_of_run
+from paraplan.accuracy.run_workload import BundledData, workload_of_run
 from paraplan.cost.estimate import step_times
 from paraplan.cost.table import PlanTable
-from paraplan.cost.validation import is_standard, plan_of_run
-from paraplan.plan.runs import MeasuredRun, read_runs
 
 SYSTEMS = {
     "vtrain-multi-node": "",

@@ -19,8 +19,8 @@ from typing import Any
 
 from columns_of_notes import with_columns
 
-from paraplan.cost.scoring import ErrorSummary, Score, score
-from paraplan.cost.validation import RunPrediction
+from paraplan.accuracy.prediction import RunPrediction
+from paraplan.accuracy.scoring import ErrorSummary, Score, score
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paraplan.cost.calibration import Calibration, calibrate_to_runs, read_calibration
-from paraplan.cost.described_run import BundledData
+from paraplan.accuracy.calibration import Calibration, calibrate_to_runs, read_calibration
+from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow, read_runs
+from paraplan.accuracy.run_workload import BundledData
 from paraplan.errors import PlanError
 from paraplan.model.named import known_configs
-from paraplan.plan.runs import MeasuredRun, UnusableRow, read_runs
 
 
 def load_calibration(path: str | Path) -> Calibration:

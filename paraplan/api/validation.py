@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paraplan.cost.calibration import Calibration
-from paraplan.cost.described_run import BundledData, workload_of_run
-from paraplan.cost.scoring import FitScore, Score, SweepScore, score, score_fits, score_sweeps
-from paraplan.cost.validation import RunPrediction, is_standard, plan_of_run, predict_run
+from paraplan.accuracy.calibration import Calibration
+from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow, read_runs
+from paraplan.accuracy.prediction import RunPrediction, is_standard, plan_of_run, predict_run
+from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.accuracy.scoring import FitScore, Score, SweepScore, score, score_fits, score_sweeps
 from paraplan.errors import ParaplanError
 from paraplan.model.named import known_configs
-from paraplan.plan.runs import MeasuredRun, UnusableRow, read_runs
 
 Row = tuple[MeasuredRun | UnusableRow, RunPrediction]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from paraplan.accuracy.calibration import calibrate_to_runs
+from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
 from paraplan.cli.main import app
-from paraplan.cost.calibration import calibrate_to_runs
-from paraplan.plan.runs import MeasuredRun, read_runs
 
 HEADER = (
     "id,source,gpu,num_gpus,layers,hidden,heads,vocab,seq_len,global_batch,precision,framework,quality,"

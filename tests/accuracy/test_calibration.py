@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paraplan.cost.calibration import (
+from paraplan.accuracy.calibration import (
     KNOBS,
     Calibration,
     CalibrationRun,
@@ -14,11 +14,11 @@ from paraplan.cost.calibration import (
     read_calibration,
     scaled,
 )
+from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.runs import MeasuredRun
 
 MakeWorkload = Callable[..., Workload]
 PLANS = (

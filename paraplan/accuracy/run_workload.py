@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
+from paraplan.accuracy.machines import DescribedMachines, described_cluster
+from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
+from paraplan.accuracy.prediction import framework_of_run, padded_vocabulary, training_of_run
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import FrameworkCatalog
-from paraplan.cost.validation import framework_of_run, padded_vocabulary, training_of_run
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
-from paraplan.hardware.described import DescribedMachines, described_cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profile_files import list_gpus
 from paraplan.hardware.profiles import GpuProfile
@@ -22,7 +23,6 @@ from paraplan.model.named import Fields, named_config
 from paraplan.model.reader import read_fields
 from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
 from paraplan.model.spec import BlockSpec, ModelSpec
-from paraplan.plan.runs import SHAPES, MeasuredRun
 from paraplan.units import KIB
 
 DEFAULT_VOCABULARY = 50304

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from paraplan.cost.described_run import BundledData, workload_of_run
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import RunPrediction, plan_of_run, predict_run, training_of_run
+from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.accuracy.scoring import score_fits
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.scoring import score_fits
-from paraplan.cost.validation import RunPrediction, plan_of_run, predict_run, training_of_run
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
-from paraplan.plan.runs import MeasuredRun
 from paraplan.units import GIB, MIB
 
 MEGATRON_CORE = load_framework("megatron-core")

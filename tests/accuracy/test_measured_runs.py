@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from paraplan.accuracy.measured_runs import REQUIRED_COLUMNS, MeasuredRun, UnusableRow, read_runs
 from paraplan.errors import PlanError
-from paraplan.plan.runs import REQUIRED_COLUMNS, MeasuredRun, UnusableRow, read_runs
 
 HEADER = "id,gpu,num_gpus,layers,hidden,heads,seq_len,global_batch,tp,sequence_parallel,measured_step_time_s,notes"
 

@@ -4,21 +4,21 @@ from collections.abc import Callable
 
 import pytest
 
-from paraplan.cost.described_run import BundledData, workload_of_run
-from paraplan.cost.framework_files import FrameworkCatalog, load_framework
-from paraplan.cost.scoring import UNKNOWN_FRAMEWORK, score
-from paraplan.cost.validation import (
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import (
     framework_of_run,
     is_standard,
     plan_of_run,
     predict_run,
     training_of_run,
 )
+from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.accuracy.scoring import UNKNOWN_FRAMEWORK, score
+from paraplan.cost.framework_files import FrameworkCatalog, load_framework
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.model.named import known_configs
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.runs import MeasuredRun
 
 MEGATRON_CORE = load_framework("megatron-core")
 PLAIN_PYTORCH = load_framework("plain-pytorch")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FrameworkCatalog
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan, Recompute
-from paraplan.plan.runs import MeasuredRun
 from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
 from paraplan.records import Record
 from paraplan.units import GIB

@@ -7,9 +7,9 @@ from statistics import fmean
 
 import numpy as np
 
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import RunPrediction
 from paraplan.cost.table import Floats
-from paraplan.cost.validation import RunPrediction
-from paraplan.plan.runs import MeasuredRun
 from paraplan.records import Record
 
 FEWEST_ROWS = 4

@@ -10,16 +10,16 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from paraplan.cost.described_run import BundledData, workload_of_run
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import estimate_run, plan_of_run
+from paraplan.accuracy.run_workload import BundledData, workload_of_run
 from paraplan.cost.estimate import step_times
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.table import Floats, PlanTable
-from paraplan.cost.validation import estimate_run, plan_of_run
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.link_speed import LinkSpeedTable
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.runs import MeasuredRun
 from paraplan.records import Record
 
 FEWEST_RUNS = 3

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from paraplan.accuracy.machines import DescribedMachines, described_cluster, gpu_by_label
 from paraplan.errors import ProfileError
-from paraplan.hardware.described import DescribedMachines, described_cluster, gpu_by_label
 from paraplan.hardware.topology import LinkType
 
 

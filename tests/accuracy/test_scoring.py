@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paraplan.cost.scoring import rank_correlation, score, score_fits, score_sweeps, summarize
-from paraplan.cost.validation import RunPrediction
-from paraplan.plan.runs import MeasuredRun
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import RunPrediction
+from paraplan.accuracy.scoring import rank_correlation, score, score_fits, score_sweeps, summarize
 
 
 def prediction(error: float, *, source: str = "paper", **values: object) -> RunPrediction:
