@@ -17,8 +17,8 @@ from columns_of_notes import with_columns
 
 from paraplan.accuracy.calibration import CalibrationRun, KnobName, calibrate, scaled
 from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
-from paraplan.accuracy.prediction import is_standard, plan_of_run
-from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.accuracy.prediction import is_standard
+from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.cost.estimate import step_times
 from paraplan.cost.table import PlanTable
 

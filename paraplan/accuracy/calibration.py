@@ -11,8 +11,8 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.accuracy.prediction import estimate_run, plan_of_run
-from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.accuracy.prediction import estimate_run
+from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.cost.estimate import step_times
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.table import Floats, PlanTable

@@ -1,4 +1,4 @@
-"""The workload of a measured run: its model, training, machines, and the framework that ran it."""
+"""What a measured run ran: its model, training, machines, framework and plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import get_args
 
 from paraplan.accuracy.machines import DescribedMachines, described_cluster
 from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
-from paraplan.accuracy.prediction import framework_of_run, padded_vocabulary, training_of_run
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
-from paraplan.cost.framework_files import FrameworkCatalog
+from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FrameworkCatalog
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
@@ -23,9 +22,14 @@ from paraplan.model.named import Fields, named_config
 from paraplan.model.reader import read_fields
 from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
 from paraplan.model.spec import BlockSpec, ModelSpec
+from paraplan.plan.parallel import ParallelPlan, Recompute
+from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
 from paraplan.units import KIB
 
 DEFAULT_VOCABULARY = 50304
+COMPILED_LOSS_BYTES = 10.0
+"""Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
+(core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors."""
 DETERMINISTIC_WORKSPACE_BYTES = 8 * 4096 * KIB
 """CUBLAS_WORKSPACE_CONFIG=:4096:8, which torch asks for where matmuls must repeat bit by bit."""
 
@@ -79,6 +83,119 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         framework=framework,
         constants=constants,
     )
+
+
+def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> FrameworkProfile:
+    """Return the profile of the framework that a run names, with what the run states of gradients, dropout and flags.
+
+    A framework that is not known is modelled as plain PyTorch.
+    """
+    framework = frameworks.find(run.framework) or frameworks.load(FALLBACK_FRAMEWORK)
+    later = framework.with_sequence_parallel
+    if later and (run.sequence_parallel or run.recompute == "selective"):
+        framework = frameworks.load(later)
+    storage: dict[str, float] = {}
+    if run.context_bytes is not None:
+        storage["context_bytes"] = run.context_bytes
+    precision = run.grad_dtype.lower()
+    if precision.startswith(("bf16", "fp16")):
+        storage["gradient_bytes"] = 2
+    elif precision.startswith("fp32") and "reduce" not in precision:
+        storage["gradient_bytes"] = 4
+    return framework.changed(
+        storage=storage,
+        kernels={} if run.dropout is None else {"dropout": run.dropout},
+        loss={"logit_bytes": COMPILED_LOSS_BYTES} if run.compiled_loss else {},
+    )
+
+
+def padded_vocabulary(run: MeasuredRun, framework: FrameworkProfile, vocab_size: int) -> int:
+    """Return the vocabulary as the framework pads it."""
+    unit = framework.tensor_parallel.vocabulary_multiple
+    if unit == 1:
+        return vocab_size
+    unit *= run.tp or 1
+    return -(-vocab_size // unit) * unit
+
+
+def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSpec:
+    """Return the training of a run. Blank: bf16, AdamW, and the framework's usual attention kernel."""
+    precision: TrainingPrecision = "bf16"
+    for known in get_args(TrainingPrecision):
+        if run.precision.lower() == known:
+            precision = known
+    attention: AttentionKind = framework.kernels.default_attention
+    if run.flash_attention is not None:
+        attention = "flash" if run.flash_attention else "eager"
+    return TrainingSpec(
+        global_batch_size=run.global_batch,
+        seq_length=run.seq_len,
+        precision=precision,
+        optimizer=_optimizer(run.optimizer.lower()),
+        attention=attention,
+        compiled=bool(run.torch_compile),
+    )
+
+
+def _optimizer(words: str) -> OptimizerName:
+    if "adam" in words:
+        return "adamw_8bit" if "8-bit" in words or "8bit" in words else "adamw"
+    return next((name for name in ("adafactor", "muon", "sgd") if name in words), "adamw")
+
+
+def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
+    """Return the plan of a run. Blank: degrees of 1, dp what is left of the GPUs, micro-batches of 1, 1F1B.
+
+    A blank `sequence_parallel` is what the framework does by default. Experts that Megatron-Core spreads over tp too
+    (its --expert-tensor-parallel-size 1) stand as split by tp and spread over the rest: the same share of them.
+    Raises `PlanError` or `ValueError` (pydantic's) for degrees and batches that contradict each other.
+    """
+    tp, pp, cp, ep = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
+    dp = run.dp or max(1, run.num_gpus // (tp * pp * cp))
+    if dp * tp * pp * cp != run.num_gpus:
+        raise PlanError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} is not num_gpus={run.num_gpus}")
+    if dp * cp % ep and ep % tp == 0:
+        ep //= tp
+    micro_batch = run.micro_batch or 1
+    if run.dp and run.micro_batch and run.global_batch < dp * micro_batch and run.num_microbatches is None:
+        raise PlanError(
+            f"a global batch of {run.global_batch} is less than dp={dp} micro-batches of {micro_batch}",
+            hint="one of the three is wrong",
+        )
+    zero_stage = (run.zero_stage or 0) if dp * cp > 1 else 0
+    virtual = (run.vpp or 1) if pp > 1 else 1
+    recompute: Recompute = "none"
+    for known in get_args(Recompute):
+        if run.recompute == known:
+            recompute = known
+    return ParallelPlan.model_validate(
+        {
+            "dp": dp,
+            "tp": tp,
+            "pp": pp,
+            "cp": cp,
+            "ep": ep,
+            "zero_stage": min(zero_stage, 1) if pp > 1 else zero_stage,
+            "sequence_parallel": tp > 1 and _splits_sequences(run, framework),
+            "micro_batch_size": micro_batch,
+            "num_microbatches": run.num_microbatches or max(1, round(run.global_batch / dp / micro_batch)),
+            "pipeline_schedule": None if pp == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b",
+            "virtual_pipeline_size": virtual,
+            "recompute": recompute,
+        }
+    )
+
+
+def _splits_sequences(run: MeasuredRun, framework: FrameworkProfile) -> bool:
+    """Return whether tensor parallelism divides sequences too.
+
+    Megatron-Core refuses experts over ranks beside tp without it.
+    """
+    if (run.ep or 1) > 1:
+        return True
+    if run.sequence_parallel is not None:
+        return run.sequence_parallel
+    return framework.tensor_parallel.sequence_parallel_by_default
 
 
 def _named_model(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[str, Fields]) -> ModelSpec | None:

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from paraplan.accuracy.calibration import Calibration
 from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow, read_runs
-from paraplan.accuracy.prediction import RunPrediction, is_standard, plan_of_run, predict_run
-from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.accuracy.prediction import RunPrediction, is_standard, predict_run
+from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.accuracy.scoring import FitScore, Score, SweepScore, score, score_fits, score_sweeps
 from paraplan.errors import ParaplanError
 from paraplan.model.named import known_configs

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.accuracy.prediction import RunPrediction, plan_of_run, predict_run, training_of_run
-from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.accuracy.prediction import RunPrediction, predict_run
+from paraplan.accuracy.run_workload import BundledData, plan_of_run, training_of_run, workload_of_run
 from paraplan.accuracy.scoring import score_fits
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload

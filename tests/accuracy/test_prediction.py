@@ -5,14 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.accuracy.prediction import (
-    framework_of_run,
-    is_standard,
-    plan_of_run,
-    predict_run,
-    training_of_run,
-)
-from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.accuracy.prediction import is_standard, predict_run
+from paraplan.accuracy.run_workload import BundledData, framework_of_run, plan_of_run, training_of_run, workload_of_run
 from paraplan.accuracy.scoring import UNKNOWN_FRAMEWORK, score
 from paraplan.cost.framework_files import FrameworkCatalog, load_framework
 from paraplan.cost.workload import Workload
