@@ -20,7 +20,7 @@ from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
 from paraplan.accuracy.prediction import is_standard
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.cost.estimate import step_times
-from paraplan.cost.table import PlanTable
+from paraplan.cost.plan_table import PlanTable
 
 SYSTEMS = {
     "vtrain-multi-node": "",

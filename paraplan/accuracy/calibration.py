@@ -15,7 +15,7 @@ from paraplan.accuracy.prediction import estimate_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.cost.estimate import step_times
 from paraplan.cost.framework import FrameworkProfile
-from paraplan.cost.table import Floats, PlanTable
+from paraplan.cost.plan_table import Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.link_speed import LinkSpeedTable

@@ -9,7 +9,7 @@ import numpy as np
 
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import RunPrediction
-from paraplan.cost.table import Floats
+from paraplan.cost.plan_table import Floats
 from paraplan.records import Record
 
 FEWEST_ROWS = 4

@@ -16,8 +16,8 @@ from paraplan.units import format_bytes, format_count, format_flops, format_seco
 
 if TYPE_CHECKING:
     from paraplan.api.estimates import Estimate
+    from paraplan.cost.capacity import FitRow
     from paraplan.cost.estimate import MemoryEstimate
-    from paraplan.cost.fitting import FitRow
     from paraplan.cost.workload import Workload
     from paraplan.runtime.fake.run import TracedMemory  # torch, which an estimate does without
 

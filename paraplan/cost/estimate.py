@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts, block_costs
-from paraplan.cost.kernels import effective_peak
-from paraplan.cost.memory import RankMemory, StageMemory, cached_bytes, host_bytes, peak_bytes, peak_of
-from paraplan.cost.stages import are_unlike, even_stage, fullest_ranks, inner_ranks, running_parameters
+from paraplan.cost.blocks.costs import BlockCosts, block_costs
+from paraplan.cost.blocks.kernels import effective_peak
+from paraplan.cost.memory.peak import RankMemory, StageMemory, cached_bytes, host_bytes, peak_bytes, peak_of
+from paraplan.cost.pipeline.stages import are_unlike, even_stage, fullest_ranks, inner_ranks, running_parameters
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.step import StepTime, step_time
-from paraplan.cost.table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.compatibility import Incompatibility, why_incompatible
 from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts

@@ -6,16 +6,16 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts
-from paraplan.cost.bubble import RankSeconds, bubble_s
-from paraplan.cost.collectives import GroupLinks, data_links, expert_links, group_links
-from paraplan.cost.context import context_parallel_s
-from paraplan.cost.experts import Exchanges, expert_exchange_s, sharded_parameters
-from paraplan.cost.offload import offload_gather_s, offload_step_s
-from paraplan.cost.one_process import one_process_s
-from paraplan.cost.stages import StageBlocks, joined_ranks
-from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
-from paraplan.cost.weights import WeightWork, weight_work
+from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.communication.collectives import GroupLinks, data_links, expert_links, group_links
+from paraplan.cost.communication.context import context_parallel_s
+from paraplan.cost.communication.experts import Exchanges, expert_exchange_s, sharded_parameters
+from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
+from paraplan.cost.communication.one_process import one_process_s
+from paraplan.cost.communication.weights import WeightWork, weight_work
+from paraplan.cost.pipeline.bubble import RankSeconds, bubble_s
+from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
+from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis
 

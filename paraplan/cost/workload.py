@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
+from paraplan.cost.cache import KnownCuts
 from paraplan.cost.calibrated import calibrated_constants
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.known_cuts import KnownCuts
 from paraplan.hardware.bus_bandwidth import GroupSpeed
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.estimate import PlanEstimate, assumed_speeds
-from paraplan.cost.fitting import largest_layer, what_fits
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason

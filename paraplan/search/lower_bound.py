@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts, block_costs
-from paraplan.cost.collectives import fastest_links
-from paraplan.cost.context import context_parallel_s
-from paraplan.cost.experts import expert_exchange_s
-from paraplan.cost.offload import offload_gather_s
+from paraplan.cost.blocks.costs import BlockCosts, block_costs
+from paraplan.cost.communication.collectives import fastest_links
+from paraplan.cost.communication.context import context_parallel_s
+from paraplan.cost.communication.experts import expert_exchange_s
+from paraplan.cost.communication.offload import offload_gather_s
+from paraplan.cost.plan_table import RECOMPUTES, SCHEDULES, Floats, PlanTable
 from paraplan.cost.step import optimizer_s
-from paraplan.cost.table import RECOMPUTES, SCHEDULES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.hardware.profiles import Collective
 

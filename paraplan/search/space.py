@@ -10,8 +10,8 @@ from math import gcd
 
 import numpy as np
 
-from paraplan.cost.schedule_simulation import round_size
-from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
+from paraplan.cost.pipeline.simulation import round_size
+from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.compatibility import (

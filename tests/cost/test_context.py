@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from paraplan.cost.context import context_parallel_s
+from paraplan.cost.communication.context import context_parallel_s
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.table import PlanTable
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 

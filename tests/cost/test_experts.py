@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paraplan.cost.blocks import block_costs
-from paraplan.cost.collectives import expert_links
+from paraplan.cost.blocks.costs import block_costs
+from paraplan.cost.communication.collectives import expert_links
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.table import PlanTable
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 

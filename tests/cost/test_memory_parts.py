@@ -8,18 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paraplan.cost import loss_memory
-from paraplan.cost.blocks import block_costs
+from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.memory import host_bytes
-from paraplan.cost.optimizers import optimizer_states
-from paraplan.cost.rank_memory import RankMemory
-from paraplan.cost.stages import chunk_in_flight, even_stage
-from paraplan.cost.table import PlanTable
+from paraplan.cost.memory import loss_memory
+from paraplan.cost.memory.optimizers import optimizer_states
+from paraplan.cost.memory.peak import host_bytes
+from paraplan.cost.memory.rank import RankMemory
+from paraplan.cost.memory.workspaces import matmul_workspace_bytes
+from paraplan.cost.pipeline.stages import chunk_in_flight, even_stage
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
-from paraplan.cost.workspaces import matmul_workspace_bytes
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.reader import read_fields
 from paraplan.model.shapes import TransformerShapes, model_from_shapes

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paraplan.cost.communication.weights import weight_work
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.table import PlanTable
-from paraplan.cost.weights import weight_work
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision

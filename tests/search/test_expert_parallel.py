@@ -10,7 +10,7 @@ import pytest
 
 from paraplan.cost.estimate import peak_memory, step_times
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.table import Floats
+from paraplan.cost.plan_table import Floats
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan

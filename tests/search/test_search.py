@@ -9,7 +9,7 @@ import pytest
 from paraplan.cost.estimate import estimate_plan, peak_memory, step_times
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.table import SCHEDULES, Floats, PlanTable
+from paraplan.cost.plan_table import SCHEDULES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.parallel import ParallelPlan

@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import numpy as np
 
-from paraplan.cost import loss_memory
-from paraplan.cost.rank_memory import FP32, RankMemory, StageMemory
-from paraplan.cost.table import OFFLOADS, Floats, Mask
+from paraplan.cost.memory import loss_memory
+from paraplan.cost.memory.rank import FP32, RankMemory, StageMemory
+from paraplan.cost.plan_table import OFFLOADS, Floats, Mask
 
 
 def end_of_forward(rank: RankMemory) -> StageMemory:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paraplan.cost.schedule_simulation import PipelineTask, input_of, rank_order
-from paraplan.cost.table import Floats, Ints
+from paraplan.cost.pipeline.simulation import PipelineTask, input_of, rank_order
+from paraplan.cost.plan_table import Floats, Ints
 from paraplan.plan.parallel import ScheduleName
 
 EXACT_ROUNDS = 3

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.table import RANK_ORDERS, Floats, Ints, PlanTable, distinct_rows
+from paraplan.cost.plan_table import RANK_ORDERS, Floats, Ints, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.hardware.bus_bandwidth import GroupSpeed, RankGroup, bus_bandwidth, bus_factor
 from paraplan.hardware.profiles import Collective

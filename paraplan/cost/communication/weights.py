@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from paraplan.cost.table import Floats, Ints, PlanTable
+from paraplan.cost.plan_table import Floats, Ints, PlanTable
 from paraplan.cost.workload import Workload
 
 AUTOCAST_BYTES = 6.0

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.schedule_runs import StageRuns
-from paraplan.cost.table import Floats, Ints
+from paraplan.cost.pipeline.runs import StageRuns
+from paraplan.cost.plan_table import Floats, Ints
 
 _ROWS_AT_A_TIME = 2048
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from paraplan.cost.schedule_one_forward import one_forward_one_backward_s
-from paraplan.cost.schedule_recurrence import recurrence_s
-from paraplan.cost.schedule_runs import StageRuns
-from paraplan.cost.table import SCHEDULES, Floats, Ints
+from paraplan.cost.pipeline.one_forward import one_forward_one_backward_s
+from paraplan.cost.pipeline.recurrence import recurrence_s
+from paraplan.cost.pipeline.runs import StageRuns
+from paraplan.cost.plan_table import SCHEDULES, Floats, Ints
 
 _GPIPE = SCHEDULES.index("gpipe")
 _ONE_FORWARD = SCHEDULES.index("1f1b")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paraplan.cost.table import Floats, Ints, Mask, PlanTable
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable
 from paraplan.model.spec import BlockSpec, Parameter, SavedTensor
 from paraplan.plan.training import TrainingSpec
 

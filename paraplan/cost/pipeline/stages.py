@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts
-from paraplan.cost.table import SCHEDULES, Floats, Ints, Mask, PlanTable, distinct_rows, first_rows
+from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.plan_table import SCHEDULES, Floats, Ints, Mask, PlanTable, distinct_rows, first_rows
 from paraplan.model.spec import ModelSpec
 
 _GPIPE = SCHEDULES.index("gpipe")

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost import loss_memory, moments
-from paraplan.cost.rank_memory import RankMemory, StageMemory
-from paraplan.cost.table import Floats
+from paraplan.cost.memory import loss_memory, moments
+from paraplan.cost.memory.rank import RankMemory, StageMemory
+from paraplan.cost.plan_table import Floats
 
 
 def end_of_first_half(rank: RankMemory) -> StageMemory:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.rank_memory import FP32, HALF, RankMemory
-from paraplan.cost.table import Floats, Mask
+from paraplan.cost.memory.rank import FP32, HALF, RankMemory
+from paraplan.cost.plan_table import Floats, Mask
 
 # torch's cross-entropy keeps log-probabilities in 16 bits and a copy of these in fp32 (ATen/native/LossNLL.cpp).
 _KEPT_BYTES = HALF + FP32

@@ -7,18 +7,18 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from paraplan.cost.blocks import block_costs
+from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.estimate import PlanEstimate
-from paraplan.cost.schedule_simulation import (
+from paraplan.cost.pipeline.simulation import (
     OperationKind,
     PipelineOperation,
     StageSeconds,
     Timeline,
     simulate_pipeline,
 )
-from paraplan.cost.stages import even_stage
+from paraplan.cost.pipeline.stages import even_stage
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.step import RankSlot, rank_slots
-from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis, ParallelPlan
 

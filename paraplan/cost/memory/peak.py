@@ -12,9 +12,9 @@ from dataclasses import fields
 
 import numpy as np
 
-from paraplan.cost import halves, loss_memory, moments
-from paraplan.cost.rank_memory import FP32, RankMemory, StageMemory
-from paraplan.cost.table import OFFLOADS, Floats
+from paraplan.cost.memory import halves, loss_memory, moments
+from paraplan.cost.memory.rank import FP32, RankMemory, StageMemory
+from paraplan.cost.plan_table import OFFLOADS, Floats
 
 __all__ = ["RankMemory", "StageMemory", "cached_bytes", "host_bytes", "peak_bytes", "peak_of"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.schedule_recurrence import StageColumns
-from paraplan.cost.table import Floats, Ints
+from paraplan.cost.pipeline.recurrence import StageColumns
+from paraplan.cost.plan_table import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.collectives import GroupLinks, expert_links
-from paraplan.cost.table import RECOMPUTES, Floats, Ints, PlanTable
+from paraplan.cost.communication.collectives import GroupLinks, expert_links
+from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec
 

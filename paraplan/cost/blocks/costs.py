@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paraplan.cost.activations import (
+from paraplan.cost.blocks.kernels import KernelTimes
+from paraplan.cost.blocks.saved_tensors import (
     Cuts,
     cut_columns,
     first_half_bytes,
@@ -14,10 +15,9 @@ from paraplan.cost.activations import (
     saved_bytes,
     transient_bytes,
 )
+from paraplan.cost.cache import Cut
 from paraplan.cost.framework import FrameworkProfile
-from paraplan.cost.kernels import KernelTimes
-from paraplan.cost.known_cuts import Cut
-from paraplan.cost.table import RECOMPUTES, Floats, Ints, Mask, PlanTable, distinct_rows
+from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec, Parameter
 from paraplan.plan.training import TrainingSpec

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from paraplan.cost.table import Floats
+from paraplan.cost.plan_table import Floats
 
 Cut = tuple[int, ...]
 

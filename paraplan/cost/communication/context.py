@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.collectives import GroupLinks, group_links
-from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
+from paraplan.cost.communication.collectives import GroupLinks, group_links
+from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import Attention
 

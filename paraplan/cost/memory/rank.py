@@ -7,14 +7,14 @@ from functools import cached_property
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts
+from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.framework import FrameworkProfile
-from paraplan.cost.optimizers import OptimizerStates, optimizer_states
-from paraplan.cost.shard_padding import optimizer_shards, shard_padding
-from paraplan.cost.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
-from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable
+from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
+from paraplan.cost.memory.shard_padding import optimizer_shards, shard_padding
+from paraplan.cost.memory.workspaces import matmul_workspace_bytes
+from paraplan.cost.pipeline.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
+from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable
 from paraplan.cost.workload import Workload
-from paraplan.cost.workspaces import matmul_workspace_bytes
 
 _FULL = RECOMPUTES.index("full")
 _ZERO_BUBBLE, _INTERLEAVED = SCHEDULES.index("zero_bubble"), SCHEDULES.index("interleaved_1f1b")

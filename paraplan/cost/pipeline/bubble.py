@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.schedule import Pipelines, pipeline_s
-from paraplan.cost.schedule_runs import StageRuns
-from paraplan.cost.table import Floats, Ints, PlanTable
+from paraplan.cost.pipeline.runs import StageRuns
+from paraplan.cost.pipeline.schedule import Pipelines, pipeline_s
+from paraplan.cost.plan_table import Floats, Ints, PlanTable
 
 
 @dataclass(frozen=True, eq=False)

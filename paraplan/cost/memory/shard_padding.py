@@ -6,9 +6,9 @@ from collections import Counter
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts
-from paraplan.cost.stages import StageBlocks
-from paraplan.cost.table import Floats, PlanTable, distinct_rows
+from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.pipeline.stages import StageBlocks
+from paraplan.cost.plan_table import Floats, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.sharding import padded_share, sharded_dimension

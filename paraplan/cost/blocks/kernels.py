@@ -7,10 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
-from paraplan.cost.activations import Cuts, saved_bytes
+from paraplan.cost.blocks.saved_tensors import Cuts, saved_bytes
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
-from paraplan.cost.table import Floats, Mask
+from paraplan.cost.plan_table import Floats, Mask
 from paraplan.hardware.profiles import GpuProfile, KernelFit, Precision
 from paraplan.model.spec import Attention, BlockSpec, Matmul
 from paraplan.plan.training import TrainingSpec

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from paraplan.cost.estimate import fits, peak_memory
-from paraplan.cost.optimizers import optimizer_states
-from paraplan.cost.table import RECOMPUTES, Ints, Mask, PlanTable
+from paraplan.cost.memory.optimizers import optimizer_states
+from paraplan.cost.plan_table import RECOMPUTES, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec
 from paraplan.plan.parallel import ParallelPlan, Recompute

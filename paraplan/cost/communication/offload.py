@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.table import OFFLOADS, Floats, PlanTable
+from paraplan.cost.plan_table import OFFLOADS, Floats, PlanTable
 from paraplan.cost.workload import Workload
 
 CPU_STEP_S_PER_PARAMETER = 1.39e-9

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.collectives import device_links
-from paraplan.cost.table import Floats, PlanTable
+from paraplan.cost.communication.collectives import device_links
+from paraplan.cost.plan_table import Floats, PlanTable
 from paraplan.cost.workload import Workload
 
 _LIKE_PARAMETERS = 4.0
