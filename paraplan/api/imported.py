@@ -158,7 +158,7 @@ def workloads_of(imported: ImportedPlan, workload: Workload, *, has_attention: b
     model, training, cluster = workload.model, workload.training, workload.cluster
     theirs = Workload.of(model, training, cluster, framework=imported.framework)
     if not has_attention:
-        training = training.replace(attention=theirs.habits.default_attention)
+        training = training.replace(attention=theirs.framework.kernels.default_attention)
     return replace(theirs, training=training), replace(workload, training=training)
 
 

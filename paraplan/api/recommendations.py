@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paraplan.api.estimates import Estimate
 from paraplan.api.frames import framed
-from paraplan.cost.habits import PARAPLAN
+from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -62,8 +62,8 @@ class Recommendation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the training, a sentence each."""
-        return training_notes(self.workload.model, self.workload.training)
+        """What to know of the training, and of speeds that are assumed, a sentence each."""
+        return training_notes(self.workload.model, self.workload.training) + assumed_speeds(self.workload)
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
@@ -132,7 +132,7 @@ def recommend(
     framework. Raises `NoPlanFitsError` where no plan fits, with what would help, and `PlanError` for constraints that
     exclude each other.
     """
-    framework = None if workload.habits.name == PARAPLAN.name else workload.habits.name
+    framework = None if workload.framework.is_own_runtime else workload.framework.name
     request = SearchRequest(
         objective=objective, framework=framework, fixed=constraints, num_candidates=num_candidates, with_front=True
     )

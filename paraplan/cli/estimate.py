@@ -15,13 +15,13 @@ from paraplan.api.estimates import Estimate
 from paraplan.api.estimates import estimate as estimate_plan
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
-from paraplan.api.workloads import Workload, training_of
+from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
 from paraplan.cli.ci import LimitOptions
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given
 from paraplan.cli.old_spellings import OldImportOptions
-from paraplan.cli.options import MOST_RANKS, PLAN_PANEL, FrameworkName, JsonOption, ModelArgument
+from paraplan.cli.options import MOST_RANKS, PLAN_PANEL, JsonOption, ModelArgument
 from paraplan.cli.outputs import HtmlOption, TraceOption, require_files, write_estimate_files
 from paraplan.errors import UsageError
 
@@ -65,13 +65,15 @@ class OnePlanOptions:
         ),
     ] = 1
     framework: Annotated[
-        FrameworkName,
+        str,
         typer.Option(
             "--framework",
-            help="Framework whose memory layout and overlap are assumed; a plan file's own by default.",
+            metavar="NAME|FILE",
+            help="Framework whose memory layout and overlap are assumed: a profile's name or a JSON file; by default "
+            "that of the plan file.",
             rich_help_panel=PLAN_PANEL,
         ),
-    ] = FrameworkName.paraplan
+    ] = OWN_RUNTIME
     plan_path: Annotated[
         Path | None,
         typer.Option(
@@ -140,7 +142,7 @@ def estimate(
             old, model, hardware, training, given, limits=limits, html=html, trace=trace, as_json=as_json, plan=plan
         )
         return
-    seq_len, choices, framework = training.seq_len, training.fields, one.framework.value
+    seq_len, choices, framework = training.seq_len, training.fields, one.framework
     if one.plan_path is not None:
         file = load_plan(one.plan_path)
         chosen, seq_len, choices = _from_file(one.plan_path, file, given, seq_len, choices)
@@ -207,7 +209,7 @@ def _print(
     from paraplan.cli import estimate_tables  # rich, which --json does without
 
     if not result.is_runnable_framework:
-        typer.echo(f"Predicted for {result.workload.habits.name}, which paraplan does not launch:")
+        typer.echo(f"Predicted for {result.workload.framework.title}, which paraplan does not launch:")
     estimate_tables.print_heading(result)
     estimate_tables.print_estimate(result, with_details=verbose)
     if traced is not None:

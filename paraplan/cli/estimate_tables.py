@@ -17,8 +17,8 @@ from paraplan.units import format_bytes, format_count, format_flops, format_seco
 
 if TYPE_CHECKING:
     from paraplan.api.estimates import Estimate
+    from paraplan.cost.capacity import FitRow
     from paraplan.cost.estimate import MemoryEstimate
-    from paraplan.cost.fitting import FitRow
     from paraplan.runtime.fake.run import TracedMemory  # torch, which an estimate does without
 
 PARTS = (
@@ -161,7 +161,7 @@ def _print_fitting(console: Console, estimate: Estimate) -> None:
     layer = estimate.largest_layer
     size = f"{layer.name}, {format_count(layer.num_parameters)} parameters"
     workload = estimate.workload
-    has_ep = workload.model.num_experts > 1 and workload.habits.has_expert_parallel
+    has_ep = workload.model.num_experts > 1 and workload.framework.data_parallel.has_expert_parallel
     ways = "tp, ep or ZeRO-3" if has_ep else "tp or ZeRO-3"
     verdict = "fits on one GPU" if layer.fits else f"fits no GPU: a pipeline alone cannot train it, {ways} can"
     console.print(f"Largest layer: {size}, needs {format_bytes(layer.training_state_bytes)} to train, {verdict}")

@@ -73,17 +73,6 @@ class FindName(StrEnum):
     longest_sequence = "longest-sequence"
 
 
-class FrameworkName(StrEnum):
-    """Values of --framework."""
-
-    paraplan = "paraplan"
-    megatron_core = "megatron-core"
-    megatron_deepspeed = "megatron-deepspeed"
-    deepspeed = "deepspeed"
-    torchtitan = "torchtitan"
-    fsdp = "fsdp"
-
-
 class OffloadName(StrEnum):
     """Values of --offload."""
 

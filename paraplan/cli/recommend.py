@@ -13,7 +13,7 @@ import typer
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.recommendations import SearchRequest
-from paraplan.api.workloads import Workload, training_of
+from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
 from paraplan.cli.ci import check_plan_file
 from paraplan.cli.groups import grouped
@@ -22,7 +22,6 @@ from paraplan.cli.old_spellings import OldCheckOptions
 from paraplan.cli.options import (
     SEARCH_PANEL,
     FindName,
-    FrameworkName,
     JsonOption,
     ModelArgument,
     ObjectiveName,
@@ -40,13 +39,15 @@ class SearchOptions:
     """What is searched, and what is shown of it."""
 
     framework: Annotated[
-        FrameworkName,
+        str,
         typer.Option(
             "--framework",
-            help="Plan for another framework: all that it may run, priced as it computes. paraplan does not launch it.",
+            metavar="NAME|FILE",
+            help="Plan for another framework: a profile's name (megatron-core, torchtitan, deepspeed, ...) or JSON "
+            "file. paraplan does not launch it.",
             rich_help_panel=SEARCH_PANEL,
         ),
-    ] = FrameworkName.paraplan
+    ] = OWN_RUNTIME
     objective: Annotated[
         ObjectiveName,
         typer.Option(
@@ -126,7 +127,7 @@ class SearchOptions:
         return SearchRequest(
             objective=self.objective.value,
             find=self.find.value if self.find else None,
-            framework=None if self.framework is FrameworkName.paraplan else self.framework.value,
+            framework=None if self.framework == OWN_RUNTIME else self.framework,
             fixed=plan.constraints(),
             num_candidates=max(self.num_candidates, MANY_KINDS) if for_report else self.num_candidates,
             explains=self.explain,
@@ -168,7 +169,7 @@ def recommend(
     batch = require_batch(training.global_batch, cluster)
     asked = training_of(spec, seq_length=training.seq_len, global_batch_size=batch, **training.fields)
     request = search.request(plan, for_report=html is not None)
-    workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=search.framework.value))
+    workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=search.framework))
     if old.check is not None:
         check_plan_file(
             workload, old.check, tolerance=old.tolerance, github=old.github, junit=old.junit, as_json=as_json

@@ -15,7 +15,7 @@ from paraplan.records import Record
 class Setup(Record):
     """A training as another tool is configured for it; None where its configuration does not say.
 
-    `target` is the tool's name in `export.TARGETS`, `framework` the one by which `cost.habits` knows it. `notes` tell
+    `target` is the tool's name in `export.TARGETS`, `framework` a name or alias in `profiles/frameworks`. `notes` tell
     what was assumed and what has no place in a plan.
     """
 

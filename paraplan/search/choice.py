@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
+from paraplan.cost.blocks.kernels import effective_peak
 from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
-from paraplan.cost.kernels import effective_peak
-from paraplan.cost.table import Ints, Mask
+from paraplan.cost.plan_table import Ints, Mask
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason

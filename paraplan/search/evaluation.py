@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts, block_costs
+from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.estimate import fits, peak_memory, step_times
-from paraplan.cost.memory import RankMemory, host_bytes
-from paraplan.cost.stages import even_stage, fullest_ranks, running_parameters
-from paraplan.cost.table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
+from paraplan.cost.memory.peak import RankMemory, host_bytes
+from paraplan.cost.pipeline.stages import even_stage, fullest_ranks, running_parameters
+from paraplan.cost.plan_table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.search.lower_bound import least_step_s

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts, block_costs
-from paraplan.cost.collectives import fastest_links
-from paraplan.cost.context import context_parallel_s
-from paraplan.cost.experts import expert_exchange_s
-from paraplan.cost.offload import offload_gather_s
+from paraplan.cost.blocks.costs import BlockCosts, block_costs
+from paraplan.cost.communication.collectives import fastest_links
+from paraplan.cost.communication.context import context_parallel_s
+from paraplan.cost.communication.experts import expert_exchange_s
+from paraplan.cost.communication.offload import offload_gather_s
+from paraplan.cost.plan_table import RECOMPUTES, SCHEDULES, Floats, PlanTable
 from paraplan.cost.step import optimizer_s
-from paraplan.cost.table import RECOMPUTES, SCHEDULES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.hardware.profiles import Collective
 
@@ -41,8 +41,8 @@ def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats
     is_full = table.recompute == _FULL
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     all_reduce_s = fastest_links(workload, table.tp, "all_reduce").all_reduce_s(activation)
-    backward_sends = table.sequence_parallel if workload.habits.overlaps_tensor_backward else 2.0
-    kind: Collective = "all_gather" if workload.habits.rings_context else "all_to_all"
+    backward_sends = table.sequence_parallel if workload.framework.tensor_parallel.overlaps_backward else 2.0
+    kind: Collective = "all_gather" if workload.framework.kernels.ring_attention else "all_to_all"
     exchanges: Floats | int = sum(context_parallel_s(workload, table, fastest_links(workload, table.cp, kind)))
     if (table.ep > 1).any():
         tensor = fastest_links(workload, table.tp, "all_reduce")
@@ -62,9 +62,9 @@ def _pipeline_s(workload: Workload, table: PlanTable, costs: BlockCosts, blocks_
     for all others. Interleaved they wait for one chunk of each stage alone, under zero bubble for the forward passes.
     """
     key, num_blocks, pp, count = costs.key, workload.model.num_blocks, table.pp, table.num_microbatches
-    habits = workload.habits
-    boundary = costs.boundary_bytes[key] / np.where(habits.splits_pipeline_sends, table.tp, 1)
-    send_s = habits.boundary_transfers * fastest_links(workload, pp, "send_recv").send_s(boundary)
+    framework = workload.framework
+    boundary = costs.boundary_bytes[key] / np.where(framework.pipeline.splits_sends, table.tp, 1)
+    send_s = framework.pipeline.boundary_transfers * fastest_links(workload, pp, "send_recv").send_s(boundary)
     sends = np.where(pp > 1, table.virtual * send_s, 0.0)
     embedding_s, head_s = costs.embedding_s[key], costs.head_s[key]
     each = (blocks_s + embedding_s + head_s) / pp + sends

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from paraplan.cost.collectives import expert_links, group_links
-from paraplan.cost.table import RANK_ORDERS, Floats, Ints, PlanTable
+from paraplan.cost.communication.collectives import expert_links, group_links
+from paraplan.cost.plan_table import RANK_ORDERS, Floats, Ints, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from paraplan.cost.estimate import PlanEstimate
-from paraplan.cost.table import Floats, Ints
+from paraplan.cost.plan_table import Floats, Ints
 from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.records import Record
 

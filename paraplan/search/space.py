@@ -10,8 +10,8 @@ from math import gcd
 
 import numpy as np
 
-from paraplan.cost.schedule_simulation import round_size
-from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
+from paraplan.cost.pipeline.simulation import round_size
+from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.compatibility import (
@@ -157,7 +157,7 @@ class PlanSpace:
                 self.workload.model,
                 self.workload.training,
                 **degrees.named | {"ep": 1},  # all degrees of ep divide the experts
-                rings_context=self.workload.habits.rings_context,
+                rings_context=self.workload.framework.kernels.ring_attention,
             )
         found = self._known_rules[axes]
         return None if found is None else found.reason
@@ -165,9 +165,9 @@ class PlanSpace:
     def _unsupported_axes(self, degrees: Degrees) -> str | None:
         """Return the reason why no plan of these degrees can be executed, whatever else it chooses."""
         if not self.runnable_only:
-            if degrees.ep == 1 or self.workload.habits.has_expert_parallel:
+            if degrees.ep == 1 or self.workload.framework.data_parallel.has_expert_parallel:
                 return None
-            return f"{self.workload.habits.name} does not spread experts over ep"
+            return f"{self.workload.framework.title} does not spread experts over ep"
         reason = unsupported_axes(**degrees.named)
         return None if reason is None else rule_of(reason)
 
@@ -315,8 +315,8 @@ class PlanSpace:
             training = self.workload.training
             return unsupported_reason(table.plan(row), precision=training.precision, compiled=training.compiled)
         count, pp, schedule = int(table.num_microbatches[row]), int(table.pp[row]), SCHEDULES[table.schedule[row]]
-        if pp > 1 and schedule not in self.workload.habits.schedules:
-            return f"{self.workload.habits.name} has no {schedule} schedule"
+        if pp > 1 and schedule not in self.workload.framework.pipeline.schedules:
+            return f"{self.workload.framework.title} has no {schedule} schedule"
         if table.schedule[row] == _INTERLEAVED and count % round_size(count, pp):
             return "interleaved stages need micro-batches in equal rounds, such as a multiple of pp"
         if table.offload[row] == OFFLOADS.index("parameters") and table.zero_stage[row] < 3:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paraplan.cost.blocks import block_costs
-from paraplan.cost.table import RECOMPUTES, Ints, PlanTable, split_rows
+from paraplan.cost.blocks.costs import block_costs
+from paraplan.cost.plan_table import RECOMPUTES, Ints, PlanTable, split_rows
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.stages import assign_blocks, even_split

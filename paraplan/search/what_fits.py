@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from paraplan.cost.estimate import fits, peak_memory
-from paraplan.cost.table import PlanTable
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster

@@ -263,3 +263,16 @@ def test_compiled_blocks_are_faster_keep_less_and_stand_in_the_plan(tmp_path: Pa
     assert "bf16, adamw, sdpa attention, compiled blocks" in stdout
     assert json.loads(path.read_text(encoding="utf-8"))["training"]["compiled"] is True
     assert "compiled blocks" in run("estimate", "gpt2", "--profile", "dgx-a100", "--plan", str(path))[1]
+
+
+def test_a_framework_is_a_name_or_a_file_of_the_users(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    own = {"sources": [{"source": "train.py", "source_kind": "source code"}], "gradient_bytes": 2}
+    path.write_text(json.dumps({"name": "mine", "title": "My trainer", "based_on": "fsdp", "storage": own}))
+    arguments = ["estimate", "gpt2", "--profile", "dgx-a100", "--seq-len", "1024", "--dp", "8", "--framework"]
+    status, stdout, _ = run(*arguments, str(path))
+    assert (status, stdout.splitlines()[0]) == (0, "Predicted for My trainer, which paraplan does not launch:")
+    status, _, stderr = run(*arguments, "megatron-cor")
+    assert status == 2
+    assert "there is no framework 'megatron-cor'" in stderr
+    assert "did you mean megatron-core" in stderr

@@ -165,7 +165,7 @@ def test_a_sequence_beyond_the_models_length_is_remarked_and_planned(command: tu
     assert warning in words
 
 
-def test_a_plan_for_another_framework_is_estimated_by_its_habits(tmp_path: Path) -> None:
+def test_a_plan_for_another_framework_is_estimated_by_its_profile(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     options = ["--profile", "dgx-h100", "--nodes", "2"]
     made = run("recommend", "mixtral-8x7b", *options, "--seq-len", "4096", "--global-batch", "64", "--ep", "4",

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from paraplan.cost.estimate import estimate_plan, peak_memory, step_times
-from paraplan.cost.habits import MEGATRON_CORE, PARAPLAN, Habits
-from paraplan.cost.table import SCHEDULES, Floats, PlanTable
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework_files import load_framework
+from paraplan.cost.plan_table import SCHEDULES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.parallel import ParallelPlan
@@ -21,6 +22,9 @@ from paraplan.search.search import search
 from paraplan.search.space import PlanSpace, all_degrees
 from paraplan.search.stage_splits import BalancedSplits
 from paraplan.search.what_fits import fewest_gpus, fewest_nodes, largest_batch, longest_sequence
+
+MEGATRON_CORE = load_framework("megatron-core")
+PARAPLAN = load_framework("paraplan")
 
 MakeWorkload = Callable[..., Workload]
 
@@ -52,7 +56,7 @@ def test_a_pipeline_of_unlike_stages_is_recommended_only_where_all_of_them_fit(w
 
 
 def test_a_framework_is_planned_the_schedules_that_it_has(workload: MakeWorkload) -> None:
-    made = replace(workload("gpt2", gpus=4), habits=MEGATRON_CORE)
+    made = replace(workload("gpt2", gpus=4), framework=MEGATRON_CORE)
     space = PlanSpace(made, runnable_only=False)
     schedules = {int(one) for chunk in space.chunks() for one in chunk.table.schedule[chunk.table.pp > 1]}
     assert {SCHEDULES[one] for one in schedules} == {"1f1b", "interleaved_1f1b"}
@@ -105,9 +109,9 @@ def test_replicas_of_small_groups_are_found_where_the_network_is_slow(workload: 
     assert best.step.step_time_s < whole.step.step_time_s
 
 
-@pytest.mark.parametrize(("habits", "nodes"), [(PARAPLAN, 1), (MEGATRON_CORE, 2)])
-def test_no_plan_is_faster_than_its_least_time(workload: MakeWorkload, habits: Habits, nodes: int) -> None:
-    made = replace(workload("llama-3-8b", num_nodes=nodes, seq_length=4096, global_batch_size=16), habits=habits)
+@pytest.mark.parametrize(("framework", "nodes"), [(PARAPLAN, 1), (MEGATRON_CORE, 2)])
+def test_no_plan_is_faster_than_its_least_time(workload: MakeWorkload, framework: FrameworkProfile, nodes: int) -> None:
+    made = replace(workload("llama-3-8b", num_nodes=nodes, seq_length=4096, global_batch_size=16), framework=framework)
     for chunk in PlanSpace(made, False).chunks():
         some = chunk.table.select(np.arange(0, len(chunk.table), 7))
         assert (least_step_s(made, some) <= step_times(made, some).step_time_s * (1 + 1e-9)).all()
