@@ -84,7 +84,7 @@ class RankHarness:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*_IMPORTED_ONCE])
-        self._idle: list[_Worker] = []
+        self._idle: dict[int, list[_Worker]] = {}
 
     def run(
         self,
@@ -101,7 +101,7 @@ class RankHarness:
         """
         with tempfile.TemporaryDirectory() as folder:
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-            workers = [_Worker(self._context) if is_fresh else self._taken() for _ in range(size)]
+            workers = [_Worker(self._context) if is_fresh else self._taken(rank) for rank in range(size)]
             is_well = False
             try:
                 for rank, worker in enumerate(workers):
@@ -127,15 +127,17 @@ class RankHarness:
                 worker.connection.send_bytes(_ALL_ANSWERED)
             else:
                 worker.connection.close()
-        if may_go_on:
-            self._idle += workers
-        else:
-            for worker in workers:
+        for rank, worker in enumerate(workers):
+            if may_go_on:
+                self._idle.setdefault(rank, []).append(worker)
+            else:
                 worker.end()
 
-    def _taken(self) -> _Worker:
-        while self._idle:
-            worker = self._idle.pop(0)
+    def _taken(self, rank: int) -> _Worker:
+        """Return a process that has been this rank, or none yet."""
+        idle = self._idle.get(rank, [])
+        while idle:
+            worker = idle.pop()
             if worker.is_ready():
                 return worker
             worker.end()
@@ -175,8 +177,17 @@ def _run_one(job: _Job, connection: Connection) -> bool:
             _wait_for_the_others(connection)
         if dist.is_initialized():
             dist.destroy_process_group()
+            _forget_groups()
         faulthandler.cancel_dump_traceback_later()
     return answer[0] == "returned" and threading.active_count() == 1 and not multiprocessing.active_children()
+
+
+def _forget_groups() -> None:
+    """Clear what torch keeps of placements of shards: it holds meshes, and these the groups of the last job."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 @contextlib.contextmanager
