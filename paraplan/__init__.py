@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from paraplan.plan.files import PlanFile as PlanFile
     from paraplan.plan.parallel import ParallelPlan as ParallelPlan
     from paraplan.plan.training import TrainingSpec as TrainingSpec
-    from paraplan.search.check import PlanCheck as PlanCheck
-    from paraplan.search.fixed import Constraints as Constraints
+    from paraplan.search.constraints import Constraints as Constraints
+    from paraplan.search.verification import PlanCheck as PlanCheck
 
 __version__ = "0.1.0"
 
@@ -66,8 +66,8 @@ _HOMES = {
     "plan.files": ("PlanFile",),
     "plan.parallel": ("ParallelPlan",),
     "plan.training": ("TrainingSpec",),
-    "search.check": ("PlanCheck",),
-    "search.fixed": ("Constraints",),
+    "search.verification": ("PlanCheck",),
+    "search.constraints": ("Constraints",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
+
+SourceKind = Literal["documented", "source code", "measured", "assumed", "memory"]
+"""How good the source of a figure is: published by its maker or a paper, read in code, measured by somebody, taken from
+something like it, or remembered and not verified."""
 
 
 class Record(BaseModel):
@@ -26,3 +30,14 @@ class Record(BaseModel):
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return the record as JSON text."""
         return self.model_dump_json(indent=indent)
+
+
+class Source(Record):
+    """Where the values of a record come from."""
+
+    fields: tuple[str, ...] = ()
+    """The values that it covers; none named: all that no other source of the record names."""
+    source: str
+    """Document, file or measurement."""
+    source_kind: SourceKind
+    """How good it is."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 SIZES = tuple(8 * 4**power for power in range(8))
 ONE_SEARCH = """
 import json, resource, sys, time
-from paraplan.cost.frameworks import habits_of
+from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.profile_files import cluster_from_profile
@@ -37,7 +37,7 @@ training = TrainingSpec(global_batch_size=int(batch), seq_length=int(length))
 cluster = cluster_from_profile(profile, num_nodes=int(nodes))
 workload = Workload.of(read_model(model), training, cluster, load_link_speeds())
 if framework:
-    workload = replace(workload, habits=habits_of(framework))
+    workload = replace(workload, framework=load_framework(framework))
 result = search(workload, runnable_only=not framework)
 usage = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps({"cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024,

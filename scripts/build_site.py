@@ -30,11 +30,15 @@ GROUPS = {
     "Records": ("ModelSpec", "Cluster", "NodeTopology"),
     "Errors": ("ParaplanError", "PlanError", "NoPlanFitsError"),
 }
+MEMBERS = ":members:\n:undoc-members:\n:exclude-members: model_config\n"
 CONFIGURATION = """
 project = "paraplan"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = "paraplan"
+html_show_copyright = False
+smartquotes = False  # options have two hyphens
+default_role = "code"
 html_extra_path = ["extra"]
 highlight_language = "none"
 myst_heading_anchors = 3
@@ -44,6 +48,14 @@ autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
+
+
+def setup(app):
+    # The fields of a record follow, each with its default: its constructor would say all of them once more.
+    def signature_of(app, what, name, value, options, signature, returns):
+        return ("", None) if what == "class" else (signature, returns)
+
+    app.connect("autodoc-process-signature", signature_of)
 """
 
 
@@ -71,7 +83,7 @@ def reference() -> str:
         parts.append(f"## {title}\n")
         for name in names:
             is_class = inspect.isclass(getattr(paraplan, name))
-            kind, options = ("autoclass", ":members:\n") if is_class else ("autofunction", "")
+            kind, options = ("autoclass", MEMBERS) if is_class else ("autofunction", "")
             parts.append(f"```{{eval-rst}}\n.. {kind}:: paraplan.{name}\n{_indented(options)}```\n")
     return "\n".join(parts)
 

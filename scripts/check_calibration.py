@@ -13,15 +13,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from columns_of_notes import with_columns
 
-from paraplan.cost.calibration import CalibrationRun, KnobName, calibrate, scaled
-from paraplan.cost.described_run import workload_of_run
+from paraplan.accuracy.calibration import CalibrationRun, KnobName, calibrate, scaled
+from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
+from paraplan.accuracy.prediction import is_standard
+from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.cost.estimate import step_times
-from paraplan.cost.table import PlanTable
-from paraplan.cost.validation import is_standard, plan_of_run
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import list_gpus
-from paraplan.plan.runs import MeasuredRun, read_runs
+from paraplan.cost.plan_table import PlanTable
 
 SYSTEMS = {
     "vtrain-multi-node": "",
@@ -39,15 +38,15 @@ TABLES = ("runs.csv", "vtrain_multi.csv", "vtrain_single.csv")
 
 def runs_of(folder: Path, source: str, hidden: str) -> list[CalibrationRun]:
     """Return the standard runs of a source; with a hidden size all of its runs of that size."""
-    gpus, links = list_gpus(), load_link_speeds()
+    data = BundledData()
     found = []
     for name in TABLES:
-        for run in read_runs((folder / name).read_text(), source=name):
+        for run in read_runs(with_columns((folder / name).read_text()), source=name):
             if not isinstance(run, MeasuredRun) or run.source != source or run.measured_step_time_s is None:
                 continue
             if str(run.hidden) == hidden or (not hidden and is_standard(run)):
-                workload = workload_of_run(run, gpus, links)
-                found.append(CalibrationRun(workload, plan_of_run(run), run.measured_step_time_s))
+                workload = workload_of_run(run, data)
+                found.append(CalibrationRun(workload, plan_of_run(run, workload.framework), run.measured_step_time_s))
     return found
 
 

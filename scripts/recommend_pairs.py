@@ -40,9 +40,8 @@ def row(pair: dict[str, Any], number: int) -> str:
     result = search(workload, num_candidates=3)
     best = result.best
     words = best.plan.describe()
-    if result.fastest is not None:
-        gain = best.step.step_time_s / result.fastest.step.step_time_s - 1
-        words += f"; outside the tree {gain:.0%} faster: {result.fastest.plan.describe()}"
+    if result.remark is not None:
+        words += f"; {result.remark}"
     machine = f"{pair['nodes']} x {pair['machine']}" if pair["nodes"] > 1 else pair["machine"]
     measured = pair["tokens_per_s_per_gpu"]
     cells = (

@@ -4,6 +4,7 @@
 
 Step times and peaks come from rows that `paraplan validate` scores: complete, nothing unusual, 16 or 32 bits. Peaks of
 the others have a table of their own: rows with features that a plan does not express, and rows that state too little.
+Tables may state columns in their notes (`columns_of_notes.py`). Rows without a measured step time or peak are counted.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from paraplan.cost.scoring import ErrorSummary, Score, score
-from paraplan.cost.validation import RunPrediction
+from columns_of_notes import with_columns
+
+from paraplan.accuracy.prediction import RunPrediction
+from paraplan.accuracy.scoring import ErrorSummary, Score, score
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
@@ -27,8 +31,12 @@ def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str]:
 
     Beside them stands a sentence about sweeps.
     """
-    command = [sys.executable, "-m", "paraplan", "validate", *files, "--json"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [Path(folder) / f"{number}-{Path(file).name}" for number, file in enumerate(files)]
+        for file, copy in zip(files, copies, strict=True):
+            copy.write_text(with_columns(Path(file).read_text()))
+        command = [sys.executable, "-m", "paraplan", "validate", *map(str, copies), "--json"]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         sys.exit(finished.stderr)
     answer = json.loads(finished.stdout)
@@ -36,11 +44,15 @@ def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str]:
     standard, others = ([row for scored, row in rows if scored == kind] for kind in (True, False))
     step_time = answer["summary"]["step_time"]
     scores = score(standard, "step_time_error"), score(standard, "memory_error"), score(others, "memory_error")
-    return scores, sentence(step_time["sweeps"], step_time["batch_sweeps"])
+    nothing = sum(row.step_time_error is None and row.memory_error is None for _, row in rows)
+    left_out = f"\n{nothing} rows that were not measured, or cannot be predicted, are left out.\n" if nothing else ""
+    return scores, sentence(step_time["sweeps"], step_time["batch_sweeps"]) + left_out
 
 
 def sentence(sweeps: dict[str, Any], batch_sweeps: dict[str, Any]) -> str:
     """Return in words how often the best plan of a sweep is found."""
+    if not sweeps["sweeps"]:
+        return ""
     regret, worst, ranks = sweeps["top1_regret"], sweeps["worst_regret"], sweeps["rank_correlation"]
     return (
         f"Of {len(sweeps['sweeps'])} sweeps, four or more plans that one source measured for one model on one set of "

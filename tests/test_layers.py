@@ -18,6 +18,7 @@ FLOORS = {
     "model": 1,
     "plan": 2,
     "cost": 3,
+    "accuracy": 4,
     "search": 4,
     "runtime": 4,
     "launch": 4,
@@ -32,6 +33,7 @@ MAY_IMPORT = {
     "launch": {0, 1, 2},
     "interop": {0, 1, 2},
     "search": {0, 1, 2, 3},
+    "accuracy": {0, 1, 2, 3},
 }
 EXTERNAL = {
     "torch": ("runtime/", "launch/", "model/trace"),
@@ -39,7 +41,20 @@ EXTERNAL = {
     "typer": ("cli/",),
     "rich": ("cli/", "launch/"),
 }
-ONE_WAY_INSIDE = ("api", "cli", "cost", "hardware", "interop", "launch", "model", "plan", "report", "runtime", "search")
+ONE_WAY_INSIDE = (
+    "accuracy",
+    "api",
+    "cli",
+    "cost",
+    "hardware",
+    "interop",
+    "launch",
+    "model",
+    "plan",
+    "report",
+    "runtime",
+    "search",
+)
 """Packages whose folders, and modules beside them, import one way among themselves."""
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "common", "misc"}
 MAX_MODULE_LINES = 400

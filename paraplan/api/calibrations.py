@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paraplan.cost.calibration import Calibration, calibrate_to_runs, read_calibration
+from paraplan.accuracy.calibration import Calibration, calibrate_to_runs, read_calibration
+from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow, read_runs
+from paraplan.accuracy.run_workload import BundledData
 from paraplan.errors import PlanError
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import list_gpus
 from paraplan.model.named import known_configs
-from paraplan.plan.runs import MeasuredRun, UnusableRow, read_runs
 
 
 def load_calibration(path: str | Path) -> Calibration:
@@ -33,5 +32,5 @@ def fit_to_runs(text: str, *, source: str, title: str) -> Calibration:
     rows = read_runs(text, source=source)
     measured = [row for row in rows if isinstance(row, MeasuredRun)]
     unusable = tuple(f"{row.id}: {row.reason}" for row in rows if isinstance(row, UnusableRow))
-    fitted = calibrate_to_runs(measured, list_gpus(), load_link_speeds(), source=title, known=known_configs())
+    fitted = calibrate_to_runs(measured, BundledData(configs=known_configs()), source=title)
     return fitted.replace(skipped=unusable + fitted.skipped)

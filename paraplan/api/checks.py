@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from paraplan.search.check import limit_findings as limit_findings
+from paraplan.search.verification import limit_findings as limit_findings

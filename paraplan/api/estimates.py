@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paraplan.api.frames import framed
+from paraplan.cost.capacity import FitRow, LargestLayer, largest_layer, what_fits
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate, StepEstimate, estimate_plan
-from paraplan.cost.fitting import FitRow, LargestLayer, largest_layer, what_fits
-from paraplan.cost.habits import PARAPLAN
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.report.estimate_json import estimate_report, warnings_of
-from paraplan.report.short_text import estimate_lines
+from paraplan.report.short_text import Line, estimate_lines
 
 if TYPE_CHECKING:  # imported where it is asked for
-    from paraplan.cost.schedule_simulation import Timeline
+    from paraplan.cost.pipeline.simulation import Timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +59,7 @@ class Estimate:
     @property
     def is_runnable_framework(self) -> bool:
         """True where paraplan's own runtime is modelled."""
-        return self.workload.habits.name == PARAPLAN.name
+        return self.workload.framework.is_own_runtime
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -70,7 +69,7 @@ class Estimate:
     @property
     def timeline(self) -> Timeline | None:
         """When each pipeline rank computes, communicates and idles; None for a plan without a pipeline."""
-        from paraplan.cost.course import pipeline_course
+        from paraplan.cost.timeline import pipeline_course
 
         return pipeline_course(self.workload, self.plan)
 
@@ -105,8 +104,13 @@ class Estimate:
 
         return chrome_trace(self.workload, self.result)
 
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The short answer, line by line."""
+        return estimate_lines(self.workload, self.result)
+
     def __str__(self) -> str:
-        return "\n".join(estimate_lines(self.workload, self.result))
+        return "\n".join(map(str, self.lines))
 
     def _repr_html_(self) -> str:
         return framed(self.to_html, str(self))

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from paraplan.search.explain import part_words as part_words
+from paraplan.search.comparison import part_words as part_words

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from paraplan.api.estimates import Estimate, estimate
 from paraplan.cost.estimate import estimate_plan
-from paraplan.cost.frameworks import habits_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.interop.export import TARGETS
@@ -17,12 +17,18 @@ from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
-from paraplan.plan.files import PlanFile
+from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
 
 Tool = Literal["deepspeed", "accelerate", "megatron-lm"]
 
+_ACCELERATE_KEYS = {"distributed_type", "compute_environment", "num_processes", "fsdp_config", "deepspeed_config"}
+_DEEPSPEED_KEYS = {
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization"),
+    *("bf16", "fp16", "tensor_parallel", "zero_allow_untested_optimizer"),
+}
 _MOST_CANDIDATES = 50
 _WORTH_CHANGING = 1.02
 
@@ -49,13 +55,24 @@ class ImportedPlan:
         """What the configuration leaves open, and what was assumed."""
         return tuple(self.setup.notes)
 
+    def plan_file(self, seq_length: int | None = None) -> PlanFile:
+        """Return the plan, and its training where the configuration or `seq_length` says how long sequences are."""
+        setup = self.setup
+        length = seq_length or setup.seq_length
+        if length is None:
+            return PlanFile(plan=self.plan, framework=self.framework)
+        said = {"precision": setup.precision, "optimizer": setup.optimizer, "attention": setup.attention}
+        fields = {name: value for name, value in said.items() if value is not None}
+        values = {"global_batch_size": self.plan.global_batch_size, "seq_length": length} | fields
+        return PlanFile(plan=self.plan, training=TrainingSpec.model_validate(values), framework=self.framework)
+
     def __str__(self) -> str:
         return "\n".join([f"{self.setup.tool}: {self.plan.describe()}", *(f"note: {note}" for note in self.notes)])
 
 
 def import_plan(
     source: str | Path,
-    tool: Tool,
+    tool: Tool | None = None,
     *,
     num_gpus: int | None = None,
     micro_batch_size: int | None = None,
@@ -64,7 +81,8 @@ def import_plan(
 ) -> ImportedPlan:
     """Return the plan of another tool's configuration: a file, or for Megatron-LM its arguments.
 
-    The keywords fill in what scripts decide. Raises `PlanError` naming the file and key for what is broken.
+    Without `tool` the text says whose it is. The keywords fill in what scripts decide. Raises `PlanError` naming the
+    file and key for what is broken.
     """
     given = Given(
         num_gpus=num_gpus,
@@ -72,17 +90,20 @@ def import_plan(
         global_batch_size=global_batch_size,
         recompute=recompute,
     )
+    words, path = str(source), Path(source)
+    has_arguments = words.lstrip().startswith("--") or tool == "megatron-lm"
+    text = words if has_arguments else _read(path)
+    tool = tool or ("megatron-lm" if has_arguments else _tool_of(text, path))
     if tool == "megatron-lm":
-        return ImportedPlan(read_megatron_lm(str(source), source="--from-megatron", given=given))
-    path = Path(source)
+        return ImportedPlan(read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given))
     if tool == "deepspeed":
-        return ImportedPlan(read_deepspeed(_read(path), source=str(path), given=given))
+        return ImportedPlan(read_deepspeed(text, source=words, given=given))
 
     def read_beside(name: str) -> str:
         beside = path.parent / name
         return _read(beside if beside.exists() else Path(name))
 
-    return ImportedPlan(read_accelerate(_read(path), source=str(path), given=given, read_file=read_beside))
+    return ImportedPlan(read_accelerate(text, source=words, given=given, read_file=read_beside))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +119,25 @@ class Alternatives:
     reason: str | None
     """Why there is nothing to compare with."""
 
+    def plan_file(self) -> PlanFile:
+        """Return the imported plan with the model, training and machines that it was priced for."""
+        workload = self.now.workload
+        model, cluster = workload.model, workload.cluster
+        return PlanFile(
+            plan=self.now.plan,
+            model=ModelReference(
+                name=model.name,
+                source=model.source,
+                num_parameters=model.parameters.total,
+                num_blocks=model.num_blocks,
+            ),
+            training=workload.training,
+            cluster=ClusterReference(
+                name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node
+            ),
+            framework=self.setup.framework,
+        )
+
     @property
     def verdict(self) -> str:
         """What the comparison says, in a sentence."""
@@ -108,6 +148,18 @@ class Alternatives:
         if ratio < _WORTH_CHANGING:
             return "Nothing that was searched is predicted to be over 2 % faster than what runs today."
         return f"'{name}' is predicted to be {ratio:.2f} times as fast as what runs today."
+
+
+def workloads_of(imported: ImportedPlan, workload: Workload, *, has_attention: bool) -> tuple[Workload, Workload]:
+    """Return a workload modelled for the tool's framework, and for paraplan's runtime.
+
+    Unless `has_attention`, both train with the attention that the framework uses by default.
+    """
+    model, training, cluster = workload.model, workload.training, workload.cluster
+    theirs = Workload.of(model, training, cluster, framework=imported.framework)
+    if not has_attention:
+        training = training.replace(attention=theirs.framework.kernels.default_attention)
+    return replace(theirs, training=training), replace(workload, training=training)
 
 
 def alternatives(imported: ImportedPlan, theirs: Workload, ours: Workload) -> Alternatives:
@@ -144,9 +196,20 @@ def _best_expressed(setup: Setup, theirs: Workload) -> Estimate | None:
     return None
 
 
-def modelled_for(workload: Workload, framework: str) -> Workload:
-    """Return a workload modelled for another framework."""
-    return replace(workload, habits=habits_of(framework))
+def _tool_of(text: str, path: Path) -> Tool:
+    """Return whose configuration a text is, by the keys that it must have. Raises `PlanError` for nobody's."""
+    if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
+        return "megatron-lm"
+    keys = set(re.findall(r"""^[\s{,]*["']?(\w+)["']?\s*:""", text, flags=re.MULTILINE))
+    if keys & _ACCELERATE_KEYS:
+        return "accelerate"
+    if keys & _DEEPSPEED_KEYS:
+        return "deepspeed"
+    raise PlanError(
+        f"{path} is no configuration of DeepSpeed, accelerate or Megatron-LM: none of their keys is in it",
+        hint="DeepSpeed's JSON has train_batch_size or zero_optimization, accelerate's file distributed_type, "
+        "Megatron-LM's arguments --tensor-model-parallel-size",
+    )
 
 
 def _read(path: Path) -> str:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from paraplan.errors import PlanError
 from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import AXES as AXES
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.parallel import micro_batches as micro_batches
 

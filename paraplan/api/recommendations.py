@@ -8,24 +8,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paraplan.api.estimates import Estimate
 from paraplan.api.frames import framed
-from paraplan.cost.habits import PARAPLAN
+from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import training_notes
-from paraplan.report.short_text import recommendation_lines
-from paraplan.search.fixed import FREE
-from paraplan.search.fixed import Constraints as Constraints
-from paraplan.search.nothing_fits import NothingFitsError as NothingFitsError
-from paraplan.search.objective import Objective
-from paraplan.search.planned import plan_file
+from paraplan.report.short_text import Line, recommendation_lines
+from paraplan.search.constraints import FREE
+from paraplan.search.constraints import Constraints as Constraints
+from paraplan.search.failure import NothingFitsError as NothingFitsError
 from paraplan.search.recommendation import Recommendation as SearchAnswer
 from paraplan.search.recommendation import SearchRequest as SearchRequest
-from paraplan.search.recommendation import recommendation
-from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
+from paraplan.search.recommendation import plan_file, recommendation
+from paraplan.search.results import Candidate, Decision, Objective, Rejection, SearchResult
 
 if TYPE_CHECKING:  # another search, which most calls do without
-    from paraplan.search.check import PlanCheck
+    from paraplan.search.verification import PlanCheck
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +62,8 @@ class Recommendation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the training, a sentence each."""
-        return training_notes(self.workload.model, self.workload.training)
+        """What to know of the training, and of speeds that are assumed, a sentence each."""
+        return training_notes(self.workload.model, self.workload.training) + assumed_speeds(self.workload)
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
@@ -99,7 +97,7 @@ class Recommendation:
     def to_html(self, *, plan_path: Path | None = None) -> str:
         """Return the report, one page that needs no network. Raises `UsageError` without vl-convert-python."""
         from paraplan.report.recommendation_page import recommendation_page
-        from paraplan.search.scaling import scaling
+        from paraplan.search.sizes import scaling
 
         sizes = scaling(
             self.workload,
@@ -109,8 +107,13 @@ class Recommendation:
         )
         return recommendation_page(self.answer, sizes=sizes, commands=self.commands(plan_path))
 
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The short answer, line by line."""
+        return recommendation_lines(self.answer)
+
     def __str__(self) -> str:
-        return "\n".join(recommendation_lines(self.answer))
+        return "\n".join(map(str, self.lines))
 
     def _repr_html_(self) -> str:
         return framed(self.to_html, str(self))
@@ -129,7 +132,7 @@ def recommend(
     framework. Raises `NoPlanFitsError` where no plan fits, with what would help, and `PlanError` for constraints that
     exclude each other.
     """
-    framework = None if workload.habits.name == PARAPLAN.name else workload.habits.name
+    framework = None if workload.framework.is_own_runtime else workload.framework.name
     request = SearchRequest(
         objective=objective, framework=framework, fixed=constraints, num_candidates=num_candidates, with_front=True
     )
@@ -149,7 +152,7 @@ def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) ->
 
     `tolerance` is relative: 0.05 allows a step that takes 5 % longer than the best plan's.
     """
-    from paraplan.search.check import check_plan
+    from paraplan.search.verification import check_plan
 
     return check_plan(workload, plan, tolerance=tolerance)
 
@@ -157,7 +160,6 @@ def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) ->
 def nothing_fits_html(workload: Workload, error: NothingFitsError) -> str:
     """Return the report of a workload that no plan fits: what was lacking and what would help."""
     from paraplan.report.recommendation_page import nothing_fits_page
-    from paraplan.search.facts import tree_facts
-    from paraplan.search.tree import decide
+    from paraplan.search.tree import decide, tree_facts
 
     return nothing_fits_page(workload, error, decide(tree_facts(workload)).decisions)

@@ -10,16 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paraplan.cost.calibration import Calibration
-from paraplan.cost.described_run import workload_of_run
-from paraplan.cost.scoring import FitScore, Score, SweepScore, score, score_fits, score_sweeps
-from paraplan.cost.validation import RunPrediction, is_standard, plan_of_run, predict_run
+from paraplan.accuracy.calibration import Calibration
+from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow, read_runs
+from paraplan.accuracy.prediction import RunPrediction, is_standard, predict_run
+from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
+from paraplan.accuracy.scoring import FitScore, Score, SweepScore, score, score_fits, score_sweeps
 from paraplan.errors import ParaplanError
-from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
-from paraplan.hardware.profile_files import list_gpus
-from paraplan.hardware.profiles import GpuProfile
-from paraplan.model.named import Fields, known_configs
-from paraplan.plan.runs import MeasuredRun, UnusableRow, read_runs
+from paraplan.model.named import known_configs
 
 Row = tuple[MeasuredRun | UnusableRow, RunPrediction]
 
@@ -116,25 +113,21 @@ def validate(
     Raises `PlanError` for a text that is no table of runs.
     """
     entries = [entry for source, text in tables.items() for entry in read_runs(text, source=source)]
-    gpus, links, known = list_gpus(), load_link_speeds(), known_configs()
-    rows = tuple((entry, _predict(entry, gpus, links, known, calibration)) for entry in entries)
+    data = BundledData(configs=known_configs())
+    rows = tuple((entry, _predict(entry, data, calibration)) for entry in entries)
     return Validation(rows, everything=everything)
 
 
-def _predict(
-    entry: MeasuredRun | UnusableRow,
-    gpus: list[GpuProfile],
-    links: LinkSpeedTable,
-    known: dict[str, Fields],
-    fitted: Calibration | None,
-) -> RunPrediction:
+def _predict(entry: MeasuredRun | UnusableRow, data: BundledData, fitted: Calibration | None) -> RunPrediction:
     if isinstance(entry, UnusableRow):
         return RunPrediction(id=entry.id, source="", gpu="", framework="", skipped=entry.reason)
     try:
-        workload = workload_of_run(entry, gpus, links, known)
+        workload = workload_of_run(entry, data)
         if fitted is not None:
             workload = fitted.applied_to(workload)
-        return predict_run(entry, workload, plan_of_run(entry))
+        is_known = data.frameworks.find(entry.framework) is not None
+        plan = plan_of_run(entry, workload.framework)
+        return predict_run(entry, workload, plan, is_known_framework=is_known)
     except ParaplanError as error:
         reason = error.message
     except ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paraplan.cost.framework import OWN_RUNTIME as OWN_RUNTIME
 from paraplan.cost.workload import Workload as Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.cluster import Cluster as Cluster

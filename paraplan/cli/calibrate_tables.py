@@ -10,7 +10,7 @@ from paraplan.cli.terminal import make_console
 from paraplan.units import format_bandwidth, format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
-    from paraplan.cost.calibration import Calibration
+    from paraplan.accuracy.calibration import Calibration
     from paraplan.hardware.profiles import KernelFit, MachineProfile
 
 

@@ -42,7 +42,7 @@ def check(
     """Train a small model of MODEL's structure under a plan and in one process, and compare every gradient.
 
     The model has fewer layers and heads and is narrower; the plan is run on CPU ranks, in fp32, without dropout, every
-    axis with two ranks or more. Ends with 1 where the two part, and says at which parameter and which axis is to blame.
+    axis with two ranks or more. Exits with status 1 if the two part, and names the parameter and the axis to blame.
 
     Example: paraplan check qwen3-8b --plan plan.json
     """

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paraplan.api.plans import load_plan
 from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.errors import CheckFailedError, UsageError
 from paraplan.units import one_line, parse_bytes
 
 if TYPE_CHECKING:  # the search, which most commands do without
-    from paraplan.search.check import Finding
+    from paraplan.api.estimates import Estimate
+    from paraplan.api.workloads import Workload
+    from paraplan.search.verification import Finding
 
 CI_PANEL = "Checks for continuous integration"
 
@@ -25,42 +30,73 @@ JunitOption = Annotated[
     Path | None,
     typer.Option("--junit", metavar="FILE", help="Write the checks as JUnit XML.", rich_help_panel=CI_PANEL),
 ]
-CheckOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--check",
-        metavar="PLAN",
-        help="Check this plan file and end with 1 where it no longer suits, fits, is supported or is fast.",
-        rich_help_panel=CI_PANEL,
-    ),
-]
 ToleranceOption = Annotated[
     str | None,
     typer.Option(
-        "--tolerance",
-        metavar="PERCENT",
-        help="With --check: how much slower than the best plan is allowed, 5% unless told.",
-        rich_help_panel=CI_PANEL,
+        "--tolerance", metavar="PERCENT", help="How much slower than the best plan is allowed, 5% unless told."
     ),
 ]
-MaxMemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--max-memory",
-        metavar="BYTES",
-        help="End with 1 where the peak on a GPU is above this: 70GiB.",
-        rich_help_panel=CI_PANEL,
-    ),
-]
-MinTokensOption = Annotated[
-    float | None,
-    typer.Option(
-        "--min-tokens-per-s",
-        min=0,
-        help="End with 1 where a GPU trains fewer tokens per second.",
-        rich_help_panel=CI_PANEL,
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """What an estimate has to keep, and how checks are reported; nothing is checked where no limit is given."""
+
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--max-memory",
+            metavar="BYTES",
+            help="Exit with status 1 if the peak on a GPU is above this: 70GiB.",
+            rich_help_panel=CI_PANEL,
+        ),
+    ] = None
+    min_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--min-tokens-per-s",
+            min=0,
+            help="Exit with status 1 if a GPU trains fewer tokens per second.",
+            rich_help_panel=CI_PANEL,
+        ),
+    ] = None
+    github: GithubOption = False
+    junit: JunitOption = None
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """The limit of the peak. Raises `UsageError` for a text that is no number of bytes."""
+        return read_memory_limit(self.max_memory)
+
+    def require(self) -> None:
+        """Raise `UsageError`, before long work, for what is no limit, or for a report of none."""
+        has_limits = self.max_memory_bytes is not None or self.min_tokens_per_s is not None
+        given = {"--github": self.github, "--junit": self.junit is not None}
+        named = " and ".join(name for name, is_given in given.items() if is_given)
+        if named and not has_limits:
+            raise UsageError(
+                f"{named} reports checks, and there are none", hint="add --max-memory or --min-tokens-per-s"
+            )
+
+    def check(self, estimate: Estimate, *, model: str, file: Path | None, as_json: bool) -> None:
+        """Report the limits that are given. Raises `CheckFailedError` where one is broken, or the plan does not fit."""
+        if self.max_memory is None and self.min_tokens_per_s is None:
+            return
+        from paraplan.api.checks import limit_findings  # the search, which an estimate without limits does without
+
+        findings = limit_findings(
+            estimate.result, max_memory_bytes=self.max_memory_bytes, min_tokens_per_s=self.min_tokens_per_s
+        )
+        if not as_json:
+            typer.echo()
+        report_checks(
+            findings,
+            subject=str(file) if file is not None else f"{model}, {estimate.plan.describe()}",
+            file=file,
+            github=self.github,
+            junit=self.junit,
+            quiet=as_json,
+        )
 
 
 def read_tolerance(text: str | None) -> float:
@@ -86,14 +122,24 @@ def read_memory_limit(text: str | None) -> int | None:
         raise UsageError(f"--max-memory: {error}", hint="write it like 70GiB or 80GB") from None
 
 
-def require_checks(
-    has_checks: bool, *, github: bool, junit: Path | None, needs: str, tolerance: str | None = None
+def check_plan_file(
+    workload: Workload, path: Path, *, tolerance: str | None, github: bool, junit: Path | None, as_json: bool
 ) -> None:
-    """Raise `UsageError` where a form of report, or a limit, is asked for and there is nothing to report."""
-    given = {"--github reports checks": github, "--junit reports checks": junit, "--tolerance is a check's": tolerance}
-    said = [words for words, value in given.items() if value not in (None, False)]
-    if said and not has_checks:
-        raise UsageError(f"{said[0]}, and there are none", hint=f"add {needs}")
+    """Check a plan file and report it. Raises `CheckFailedError` where a check does not hold."""
+    from paraplan.api.recommendations import check as check_plan
+
+    check = check_plan(workload, load_plan(path).plan, tolerance=read_tolerance(tolerance))
+    if as_json:
+        report = {
+            "plan": check.plan.model_dump(mode="json"),
+            "passed": check.passed,
+            "checks": [finding.model_dump() for finding in check.findings],
+            "step_time_s": check.estimate.step.step_time_s if check.estimate is not None else None,
+            "best_step_time_s": check.best.step.step_time_s if check.best is not None else None,
+            "best_plan": check.best.plan.model_dump(mode="json") if check.best is not None else None,
+        }
+        typer.echo(json.dumps(report, indent=2))
+    report_checks(check.findings, subject=str(path), file=path, github=github, junit=junit, quiet=as_json)
 
 
 def report_checks(

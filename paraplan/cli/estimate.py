@@ -3,63 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from paraplan.api.estimates import Estimate
 from paraplan.api.estimates import estimate as estimate_plan
-from paraplan.api.machines import load_cluster_for
 from paraplan.api.models import load_model
-from paraplan.api.plans import load_plan, make_plan, micro_batches
-from paraplan.api.workloads import Workload, training_of
-from paraplan.cli.ci import GithubOption, JunitOption, MaxMemoryOption, MinTokensOption
-from paraplan.cli.ci_limits import Limits, check_limits
-from paraplan.cli.foreign_options import FromAccelerateOption, FromDeepspeedOption, FromMegatronOption
-from paraplan.cli.html import HtmlOption, require_files, write_estimate
-from paraplan.cli.inputs import calibrated, options_given
-from paraplan.cli.options import (
-    HARDWARE_PANEL,
-    MOST_RANKS,
-    TRAINING_PANEL,
-    AttentionName,
-    AttentionOption,
-    CalibrationOption,
-    CompileOption,
-    CpOption,
-    DevicesOption,
-    DpOption,
-    EpOption,
-    FrameworkName,
-    GpusPerNodeOption,
-    JsonOption,
-    MicroBatchOption,
-    ModelArgument,
-    OffloadName,
-    OffloadOption,
-    OptimizerChoice,
-    OptimizerOption,
-    PlanOption,
-    PpOption,
-    PrecisionName,
-    PrecisionOption,
-    PricedFrameworkOption,
-    ProfileOption,
-    RecomputeName,
-    RecomputeOption,
-    ScheduleChoice,
-    ScheduleOption,
-    SeqLenOption,
-    SequenceParallelOption,
-    TpOption,
-    VirtualStagesOption,
-    ZeroOption,
-    ZeroShardsOption,
-)
-from paraplan.cli.step_trace import TraceOption, write_trace
+from paraplan.api.plans import load_plan
+from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
+from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
+from paraplan.cli.ci import LimitOptions
+from paraplan.cli.groups import grouped
+from paraplan.cli.inputs import options_given
+from paraplan.cli.old_spellings import OldImportOptions
+from paraplan.cli.options import MOST_RANKS, PLAN_PANEL, JsonOption, ModelArgument
+from paraplan.cli.outputs import HtmlOption, TraceOption, require_files, write_estimate_files
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,147 +31,133 @@ if TYPE_CHECKING:
     from paraplan.plan.training import TrainingSpec
     from paraplan.runtime.fake.run import TracedMemory
 
-_PLAN_OPTIONS = (
-    *("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute", "schedule", "virtual_stages"),
-    *("zero_shards", "devices_per_process"),
-    *("sequence_parallel", "offload", "global_batch"),
-)
-
 app = typer.Typer(add_completion=False)
 
 
-class _EstimateCommand(TyperCommand):
-    """The command, which reads `--trace` without a file as `--trace-memory`."""
+@dataclass(frozen=True, kw_only=True)
+class OnePlanOptions:
+    """What only one plan has, not a search: fields that the search chooses by itself, or a plan file."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        following = [*args[1:], "-"]
-        named = [
-            "--trace-memory" if word == "--trace" and after.startswith("-") else word
-            for word, after in zip(args, following, strict=True)
-        ]
-        return super().parse_args(ctx, named)
+    zero_shards: Annotated[
+        int | None,
+        typer.Option(
+            "--zero-shards",
+            min=2,
+            max=MOST_RANKS,
+            rich_help_panel=PLAN_PANEL,
+            help="ZeRO over groups of so many data-parallel ranks, with replicas between them (hybrid sharding).",
+        ),
+    ] = None
+    virtual_stages: Annotated[
+        int,
+        typer.Option(
+            "--virtual-stages", min=1, max=MOST_RANKS, rich_help_panel=PLAN_PANEL, help="Stages per pipeline rank."
+        ),
+    ] = 1
+    devices_per_process: Annotated[
+        int,
+        typer.Option(
+            "--devices-per-process",
+            min=1,
+            max=MOST_RANKS,
+            rich_help_panel=PLAN_PANEL,
+            help="GPUs over which one process divides its micro-batches (DataParallel).",
+        ),
+    ] = 1
+    framework: Annotated[
+        str,
+        typer.Option(
+            "--framework",
+            metavar="NAME|FILE",
+            help="Framework whose memory layout and overlap are assumed: a profile's name or a JSON file; by default "
+            "that of the plan file.",
+            rich_help_panel=PLAN_PANEL,
+        ),
+    ] = OWN_RUNTIME
+    plan_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            rich_help_panel=PLAN_PANEL,
+            help="A plan file in place of the degrees; it also brings the training that it was made for.",
+        ),
+    ] = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a plan that no search fixes."""
+        return {
+            "zero_shards": self.zero_shards,
+            "devices_per_process": self.devices_per_process,
+            "virtual_pipeline_size": self.virtual_stages,
+        }
 
 
-@app.command(cls=_EstimateCommand)
+_PLAN_OPTIONS = (
+    *(each.name for each in fields(PlanChoices)),
+    *("zero_shards", "virtual_stages", "devices_per_process", "global_batch"),
+)
+
+
+@app.command()
+@grouped
 def estimate(
     ctx: typer.Context,
     model: ModelArgument,
-    profile: ProfileOption = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nodes",
-            min=1,
-            max=MOST_RANKS,
-            help="Number of such machines; by default as many as the plan needs.",
-            rich_help_panel=HARDWARE_PANEL,
-        ),
-    ] = None,
-    gpus_per_node: GpusPerNodeOption = None,
-    seq_len: SeqLenOption = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--global-batch",
-            min=1,
-            max=MOST_RANKS**2,
-            help="Sequences of one step over all GPUs; by default one micro-batch each.",
-            rich_help_panel=TRAINING_PANEL,
-        ),
-    ] = None,
-    precision: PrecisionOption = PrecisionName.bf16,
-    optimizer: OptimizerOption = OptimizerChoice.adamw,
-    attention: AttentionOption = AttentionName.sdpa,
-    compiled: CompileOption = False,
-    dp: DpOption = 1,
-    tp: TpOption = 1,
-    pp: PpOption = 1,
-    cp: CpOption = 1,
-    ep: EpOption = 1,
-    zero: ZeroOption = 0,
-    zero_shards: ZeroShardsOption = None,
-    devices_per_process: DevicesOption = 1,
-    micro_batch: MicroBatchOption = 1,
-    recompute: RecomputeOption = RecomputeName.none,
-    schedule: ScheduleOption = None,
-    virtual_stages: VirtualStagesOption = 1,
-    sequence_parallel: SequenceParallelOption = False,
-    offload: OffloadOption = OffloadName.none,
-    framework: PricedFrameworkOption = FrameworkName.paraplan,
-    plan_path: PlanOption = None,
+    *,
+    hardware: HardwareOptions,
+    training: TrainingChoices,
+    plan: PlanChoices,
+    one: OnePlanOptions,
     html: HtmlOption = None,
     trace: TraceOption = None,
     trace_memory: Annotated[
         bool,
         typer.Option(
             "--trace-memory",
-            help="Also run the plan's own engine on this model, without a GPU or values, and compare its memory; slow. "
-            "--trace without a file means the same.",
+            help="Also run the plan's own engine on this model, without a GPU or values, and compare its memory; slow.",
         ),
     ] = False,
-    from_deepspeed: FromDeepspeedOption = None,
-    from_accelerate: FromAccelerateOption = None,
-    from_megatron: FromMegatronOption = None,
-    max_memory: MaxMemoryOption = None,
-    min_tokens_per_s: MinTokensOption = None,
-    github: GithubOption = False,
-    junit: JunitOption = None,
-    calibration: CalibrationOption = None,
+    limits: LimitOptions,
+    old: OldImportOptions,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what else would fit, and the timeline of a pipeline.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the memory and step time of one plan, part by part.
 
+    Machines are as many as the plan needs, and a rank trains one micro-batch a step, unless told otherwise.
+
     Example: paraplan estimate llama-3-8b --profile dgx-h100 --seq-len 4096 --dp 8 --zero 3 --micro-batch 2
     """
     require_files(html, trace)
-    limits = Limits.of(max_memory=max_memory, min_tokens_per_s=min_tokens_per_s, github=github, junit=junit)
-    if any(given is not None for given in (from_deepspeed, from_accelerate, from_megatron)):
-        from paraplan.cli.foreign import Foreign, estimate_foreign  # readers and the search, which others do without
+    limits.require()
+    given = options_given(ctx)
+    if old.is_given:
+        from paraplan.cli.import_config import estimate_as_before  # readers and the search, which others do without
 
-        foreign = Foreign(deepspeed=from_deepspeed, accelerate=from_accelerate, megatron=from_megatron)
-        result = estimate_foreign(foreign, ctx.params, options_given(ctx))
-        check_limits(result, limits, model=model, file=from_deepspeed or from_accelerate, as_json=as_json)
-        return
-    choices: dict[str, Any] = {
-        "precision": precision,
-        "optimizer": optimizer,
-        "attention": attention,
-        "compiled": compiled,
-    }
-    modelled = framework.value
-    if plan_path is not None:
-        file = load_plan(plan_path)
-        plan, seq_len, choices = _from_file(plan_path, file, options_given(ctx), seq_len, choices)
-        modelled = file.framework or modelled if "framework" not in options_given(ctx) else modelled
-    else:
-        plan = make_plan(
-            dp=dp,
-            tp=tp,
-            pp=pp,
-            cp=cp,
-            ep=ep,
-            zero_stage=zero,
-            zero_shards=zero_shards,
-            devices_per_process=devices_per_process,
-            micro_batch_size=micro_batch,
-            num_microbatches=micro_batches(global_batch or dp * micro_batch, dp=dp, micro_batch_size=micro_batch),
-            pipeline_schedule=(schedule or ScheduleChoice.one_forward_one_backward) if pp > 1 else schedule,
-            virtual_pipeline_size=virtual_stages,
-            recompute=recompute,
-            sequence_parallel=sequence_parallel,
-            offload=offload,
+        estimate_as_before(
+            old, model, hardware, training, given, limits=limits, html=html, trace=trace, as_json=as_json, plan=plan
         )
-    spec = load_model(model, seq_length=seq_len, micro_batch_size=plan.micro_batch_size)
-    cluster = load_cluster_for(plan.world_size, profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
-    training = training_of(spec, seq_length=seq_len, global_batch_size=plan.global_batch_size, **choices)
-    workload = calibrated(Workload.of(spec, training, cluster, framework=modelled), calibration)
-    result = estimate_plan(workload, plan)
-    _print(result, _trace(model, plan, training) if trace_memory else None, as_json=as_json)
-    if trace is not None:
-        write_trace(result, trace)
-    if html is not None:
-        write_estimate(result, html)
-    check_limits(result, limits, model=spec.name, file=plan_path, as_json=as_json)
+        return
+    seq_len, choices, framework = training.seq_len, training.fields, one.framework
+    if one.plan_path is not None:
+        file = load_plan(one.plan_path)
+        chosen, seq_len, choices = _from_file(one.plan_path, file, given, seq_len, choices)
+        framework = framework if "framework" in given else file.framework or framework
+    else:
+        chosen = plan.plan(training.global_batch, **one.fields)
+    spec = load_model(model, seq_length=seq_len, micro_batch_size=chosen.micro_batch_size)
+    cluster = hardware.cluster_for(chosen.world_size)
+    asked = training_of(spec, seq_length=seq_len, global_batch_size=chosen.global_batch_size, **choices)
+    workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=framework))
+    result = estimate_plan(workload, chosen)
+    traced = _trace(model, chosen, asked) if trace_memory else None
+    _print(result, traced, verbose=verbose, next_step=_next_step(ctx), as_json=as_json)
+    write_estimate_files(result, trace=trace, html=html)
+    limits.check(result, model=spec.name, file=one.plan_path, as_json=as_json)
 
 
 def _from_file(
@@ -237,7 +186,18 @@ def _trace(model: str, plan: ParallelPlan, training: TrainingSpec) -> list[Trace
     return trace_stages(model, plan, training, on_stage=say)
 
 
-def _print(result: Estimate, traced: list[TracedMemory] | None, *, as_json: bool) -> None:
+def _next_step(ctx: typer.Context) -> str:
+    """Return the command that searches for a better plan with the same model, machines and training."""
+    kept = [name for name in ("profile", "nodes", "gpus_per_node", "seq_len", "global_batch") if ctx.params[name]]
+    words = [word for name in kept for word in (f"--{name.replace('_', '-')}", str(ctx.params[name]))]
+    if "global_batch" not in kept:
+        words += ["--global-batch", "64"]
+    return shlex.join(["paraplan", "recommend", ctx.params["model"], *words])
+
+
+def _print(
+    result: Estimate, traced: list[TracedMemory] | None, *, verbose: bool, next_step: str, as_json: bool
+) -> None:
     compared = result.without_library_workspaces() if traced is not None else ()
     if as_json:
         report = result.to_dict()
@@ -249,8 +209,9 @@ def _print(result: Estimate, traced: list[TracedMemory] | None, *, as_json: bool
     from paraplan.cli import estimate_tables  # rich, which --json does without
 
     if not result.is_runnable_framework:
-        typer.echo(f"Predicted for {result.workload.habits.name}, which paraplan does not launch:")
+        typer.echo(f"Predicted for {result.workload.framework.title}, which paraplan does not launch:")
     estimate_tables.print_heading(result)
-    estimate_tables.print_estimate(result)
+    estimate_tables.print_estimate(result, with_details=verbose)
     if traced is not None:
         estimate_tables.print_traced(compared, traced)
+    typer.echo(f"\nSearch for a better plan:\n  {next_step}")

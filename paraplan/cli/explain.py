@@ -19,7 +19,7 @@ TOPICS = (
     *("decision-tree", "plans-and-ranks", "training", "runtime", "memory", "cost-model", "recommendations", "reports"),
     *("launch", "faq"),
     *("moving-from-torchrun", "moving-from-accelerate", "moving-from-deepspeed", "moving-from-megatron-lm"),
-    *("export", "ci", "calibrate"),
+    *("export", "ci", "calibrate", "validate"),
 )
 """The pages in the order in which they are listed; `paraplan/docs/<topic>.md` holds each."""
 

@@ -7,17 +7,8 @@ from pathlib import Path
 
 import typer
 
-from paraplan.api.workloads import Cluster, Workload
+from paraplan.api.workloads import Cluster
 from paraplan.errors import UsageError
-
-
-def calibrated(workload: Workload, path: Path | None) -> Workload:
-    """Return a workload with the constants of a calibration file, as it is without one."""
-    if path is None:
-        return workload
-    from paraplan.api.calibrations import load_calibration  # readers of runs, which most calls do without
-
-    return load_calibration(path).applied_to(workload)
 
 
 def options_given(ctx: typer.Context) -> frozenset[str]:

@@ -25,6 +25,7 @@ COMMANDS = (
     "check",
     "launch",
     "compare",
+    "import",
     "export",
     "validate",
     "calibrate",
@@ -32,6 +33,7 @@ COMMANDS = (
     "explain",
 )
 """Subcommands in the order of the help text; `paraplan.cli.<name>.app` holds each."""
+_MODULES = {"import": "import_config"}  # no module can have a keyword's name
 
 
 # Arrays and records make no cycles: collecting every 700 allocations found nothing in a tenth of the planner's time.
@@ -52,7 +54,7 @@ class LazyGroup(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         with _one_blas_thread():
-            module = import_module(f"paraplan.cli.{cmd_name}")
+            module = import_module(f"paraplan.cli.{_MODULES.get(cmd_name, cmd_name)}")
         command = typer.main.get_command(module.app)
         command.name = cmd_name
         return command

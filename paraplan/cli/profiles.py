@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -61,6 +62,7 @@ def list_profiles(
             "machines": [_summary(machine) for machine in machines],
             "gpus": [gpu.model_dump(mode="json") for gpu in gpus],
             "networks": [network.model_dump(mode="json") for network in networks],
+            "source_kinds": _source_kinds(machines, gpus, networks),
         }
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
         return
@@ -72,6 +74,8 @@ def list_profiles(
         print_gpus(gpus)
     if networks:
         print_networks(networks)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in _source_kinds(machines, gpus, networks).items())
+    typer.echo(f"\nWeakest part of each profile's source: {kinds} (memory: remembered, not looked up)")
 
 
 @app.command()
@@ -125,6 +129,11 @@ def _matching(found: list[Any], search: str) -> list[Any]:
     ]
 
 
+def _source_kinds(*found: list[Any]) -> dict[str, int]:
+    kinds = Counter(profile.source_kind or "not stated" for profiles in found for profile in profiles)
+    return dict(kinds.most_common())
+
+
 def _summary(machine: MachineProfile) -> dict[str, Any]:
     return {
         "name": machine.name,
@@ -137,4 +146,5 @@ def _summary(machine: MachineProfile) -> dict[str, Any]:
         "network": machine.network.name if machine.network is not None else None,
         "host_memory_bytes": machine.host_memory_bytes,
         "source": machine.source,
+        "source_kind": machine.source_kind,
     }

@@ -4,55 +4,29 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from paraplan.api.machines import load_cluster
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
-from paraplan.api.recommendations import Constraints, SearchRequest
-from paraplan.api.workloads import Workload, training_of
-from paraplan.cli.ci import CheckOption, GithubOption, JunitOption, ToleranceOption, require_checks
-from paraplan.cli.ci_plan import check_plan_file, refuse_beside_check
-from paraplan.cli.html import MANY_KINDS, HtmlOption, recommended, require_files, write_files
-from paraplan.cli.inputs import calibrated, require_batch
+from paraplan.api.recommendations import SearchRequest
+from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
+from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
+from paraplan.cli.ci import check_plan_file
+from paraplan.cli.groups import grouped
+from paraplan.cli.inputs import require_batch
+from paraplan.cli.old_spellings import OldCheckOptions
 from paraplan.cli.options import (
-    MOST_SEQUENCES,
     SEARCH_PANEL,
-    TRAINING_PANEL,
-    AttentionName,
-    AttentionOption,
-    CalibrationOption,
-    CompileOption,
     FindName,
-    FixedCpOption,
-    FixedDpOption,
-    FixedEpOption,
-    FixedMicroBatchOption,
-    FixedOffloadOption,
-    FixedPpOption,
-    FixedRecomputeOption,
-    FixedScheduleOption,
-    FixedSequenceParallelOption,
-    FixedTpOption,
-    FixedZeroOption,
-    FrameworkName,
-    FrameworkOption,
-    GpusPerNodeOption,
     JsonOption,
     ModelArgument,
-    NodesOption,
     ObjectiveName,
-    OptimizerChoice,
-    OptimizerOption,
-    PrecisionName,
-    PrecisionOption,
-    ProfileOption,
-    SeqLenOption,
 )
-from paraplan.cli.step_trace import TraceOption
+from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
 
 app = typer.Typer(add_completion=False)
 MONEY_PANEL = "Time and money"
@@ -60,39 +34,29 @@ MOST_MONEY = 1e18
 """Tokens, and a price: far beyond any, and finite."""
 
 
-@app.command()
-def recommend(
-    model: ModelArgument,
-    global_batch: Annotated[
-        int | None,
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What is searched, and what is shown of it."""
+
+    framework: Annotated[
+        str,
         typer.Option(
-            "--global-batch",
-            min=1,
-            max=MOST_SEQUENCES,
-            help="Sequences of one step over all GPUs; has to be given.",
-            rich_help_panel=TRAINING_PANEL,
+            "--framework",
+            metavar="NAME|FILE",
+            help="Plan for another framework: a profile's name (megatron-core, torchtitan, deepspeed, ...) or JSON "
+            "file. paraplan does not launch it.",
+            rich_help_panel=SEARCH_PANEL,
         ),
-    ] = None,
-    profile: ProfileOption = None,
-    nodes: NodesOption = 1,
-    gpus_per_node: GpusPerNodeOption = None,
-    seq_len: SeqLenOption = None,
-    precision: PrecisionOption = PrecisionName.bf16,
-    optimizer: OptimizerOption = OptimizerChoice.adamw,
-    attention: AttentionOption = AttentionName.sdpa,
-    compiled: CompileOption = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Write the recommended plan to this file.")
-    ] = None,
+    ] = OWN_RUNTIME
     objective: Annotated[
         ObjectiveName,
         typer.Option(
             "--objective",
-            help="What makes a plan better; cost tries fewer GPUs too, simplicity takes the fewest axes within 2 % of "
-            "the fastest.",
+            help="What makes a plan better. throughput: the simplest plan within 10 % of the fastest (what predictions "
+            "cannot tell apart); simplicity: within 20 %; fastest: no matter how complex; cost tries fewer GPUs too.",
             rich_help_panel=SEARCH_PANEL,
         ),
-    ] = ObjectiveName.throughput,
+    ] = ObjectiveName.throughput
     find: Annotated[
         FindName | None,
         typer.Option(
@@ -100,32 +64,29 @@ def recommend(
             help="Plan for the fewest GPUs that fit, the largest batch in one micro-batch, or the longest sequence.",
             rich_help_panel=SEARCH_PANEL,
         ),
-    ] = None,
-    framework: FrameworkOption = FrameworkName.paraplan,
-    dp: FixedDpOption = None,
-    tp: FixedTpOption = None,
-    pp: FixedPpOption = None,
-    cp: FixedCpOption = None,
-    ep: FixedEpOption = None,
-    zero: FixedZeroOption = None,
-    micro_batch: FixedMicroBatchOption = None,
-    recompute: FixedRecomputeOption = None,
-    schedule: FixedScheduleOption = None,
-    sequence_parallel: FixedSequenceParallelOption = None,
-    offload: FixedOffloadOption = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Rows of the table of plans.")] = 10,
+    ] = None
+    top: Annotated[
+        int | None,
+        typer.Option("--top", metavar="N", min=1, help="Rows of the table of plans: 5 by default, 10 with -v."),
+    ] = None
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show more plans, the decision tree, memory and step by parts."),
+    ] = False
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Show the best plan and the second, part by part.", rich_help_panel=SEARCH_PANEL
+            "--explain",
+            help="Show everything, with the best plan and the second part by part.",
+            rich_help_panel=SEARCH_PANEL,
         ),
-    ] = False,
+    ] = False
     pareto: Annotated[
         bool,
         typer.Option(
             "--pareto", help="Show the plans that none beats in both time and memory.", rich_help_panel=SEARCH_PANEL
         ),
-    ] = False,
+    ] = False
     like: Annotated[
         Path | None,
         typer.Option(
@@ -134,7 +95,7 @@ def recommend(
             help="Say what changes from an earlier plan, and why.",
             rich_help_panel=SEARCH_PANEL,
         ),
-    ] = None,
+    ] = None
     tokens: Annotated[
         float | None,
         typer.Option(
@@ -144,7 +105,7 @@ def recommend(
             help="Tokens to train on: time and GPU-hours (1e12).",
             rich_help_panel=MONEY_PANEL,
         ),
-    ] = None,
+    ] = None
     price: Annotated[
         float | None,
         typer.Option(
@@ -154,69 +115,79 @@ def recommend(
             help="Price of a GPU-hour, in any currency; of 1e9 tokens without --tokens.",
             rich_help_panel=MONEY_PANEL,
         ),
+    ] = None
+
+    @property
+    def num_candidates(self) -> int:
+        """Plans that are ranked."""
+        return self.top or 10
+
+    def request(self, plan: PlanChoices, *, for_report: bool) -> SearchRequest:
+        """Return what is asked of the search; a report ranks many plans and draws their front."""
+        return SearchRequest(
+            objective=self.objective.value,
+            find=self.find.value if self.find else None,
+            framework=None if self.framework == OWN_RUNTIME else self.framework,
+            fixed=plan.constraints(),
+            num_candidates=max(self.num_candidates, MANY_KINDS) if for_report else self.num_candidates,
+            explains=self.explain,
+            with_front=self.pareto or for_report,
+            earlier=None if self.like is None else load_plan(self.like),
+            tokens=1e9 if self.tokens is None and self.price is not None else self.tokens,
+            price_per_gpu_hour=self.price,
+        )
+
+
+@app.command()
+@grouped
+def recommend(
+    model: ModelArgument,
+    *,
+    hardware: HardwareOptions,
+    training: TrainingChoices,
+    plan: PlanChoices,
+    search: SearchOptions,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Write the recommended plan to this file.")
     ] = None,
     html: HtmlOption = None,
     trace: TraceOption = None,
-    check: CheckOption = None,
-    tolerance: ToleranceOption = None,
-    github: GithubOption = False,
-    junit: JunitOption = None,
-    calibration: CalibrationOption = None,
+    old: OldCheckOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Choose how to train MODEL on these GPUs: memory by parts, the decision tree, and ranked plans.
 
+    What is given of a plan is kept: --tp 4 searches plans with four tensor-parallel ranks.
+
     Example: paraplan recommend llama-3-8b --profile dgx-h100 --seq-len 4096 --global-batch 64 -o plan.json
     """
     require_files(html, output, trace)
-    require_checks(check is not None, github=github, junit=junit, needs="--check PLAN", tolerance=tolerance)
+    old.require(html, output, trace)
     started = time.perf_counter()
-    spec = load_model(model, seq_length=seq_len, finds_length=find is FindName.longest_sequence)
-    cluster = load_cluster(profile, num_nodes=nodes, gpus_per_node=gpus_per_node)
-    chosen: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "attention": attention}
-    batch = require_batch(global_batch, cluster)
-    training = training_of(spec, seq_length=seq_len, global_batch_size=batch, compiled=compiled, **chosen)
-    earlier = None if like is None else load_plan(like)
-    workload = calibrated(Workload.of(spec, training, cluster, framework=framework.value), calibration)
-    fixed = Constraints(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=ep,
-        zero_stage=zero,
-        micro_batch_size=micro_batch,
-        recompute=recompute.value if recompute else None,
-        schedule=schedule.value if schedule else None,
-        sequence_parallel=sequence_parallel,
-        offload=offload.value if offload else None,
-    )
-    if check is not None:
-        others: dict[str, object] = {"-o": output, "--find": find, "--like": like, "--html": html, "--trace": trace}
-        others |= dict.fromkeys(fixed.words, True)
-        refuse_beside_check(others | {"--framework": None if framework is FrameworkName.paraplan else framework})
-        check_plan_file(workload, check, tolerance=tolerance, github=github, junit=junit, as_json=as_json)
+    spec = load_model(model, seq_length=training.seq_len, finds_length=search.find is FindName.longest_sequence)
+    cluster = hardware.cluster()
+    batch = require_batch(training.global_batch, cluster)
+    asked = training_of(spec, seq_length=training.seq_len, global_batch_size=batch, **training.fields)
+    request = search.request(plan, for_report=html is not None)
+    workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=search.framework))
+    if old.check is not None:
+        check_plan_file(
+            workload, old.check, tolerance=old.tolerance, github=old.github, junit=old.junit, as_json=as_json
+        )
         return
-    is_own = framework is FrameworkName.paraplan
-    question = SearchRequest(
-        objective=objective.value,
-        find=find.value if find else None,
-        framework=None if is_own else framework.value,
-        fixed=fixed,
-        num_candidates=top if html is None else max(top, MANY_KINDS),
-        explains=explain,
-        with_front=pareto or html is not None,
-        earlier=earlier,
-        tokens=1e9 if tokens is None and price is not None else tokens,
-        price_per_gpu_hour=price,
-    )
-    whole = recommended(workload, question, html)
+    whole = recommended(workload, request, html)
     seconds = time.perf_counter() - started
     write_files(whole, plan_path=output, trace=trace, html=html)
-    answer = whole.cut(num_candidates=top, with_front=pareto)
+    answer = whole.cut(num_candidates=search.num_candidates, with_front=search.pareto)
     if as_json:
         typer.echo(json.dumps(answer.to_dict(plan_path=output, seconds=seconds), indent=2))
         return
     from paraplan.cli.recommend_tables import print_answer  # rich, which --json does without
 
-    print_answer(answer, plan_path=output, seconds=seconds)
+    print_answer(
+        answer,
+        plan_path=output,
+        seconds=seconds,
+        verbose=search.verbose or search.explain,
+        shown_rows=search.top,
+    )

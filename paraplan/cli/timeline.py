@@ -12,7 +12,7 @@ from rich.text import Text
 from paraplan.units import format_seconds
 
 if TYPE_CHECKING:
-    from paraplan.cost.schedule_simulation import PipelineOperation, Timeline
+    from paraplan.cost.pipeline.simulation import PipelineOperation, Timeline
 
 _STYLES = {"forward": "cyan", "backward": "green", "weight": "magenta"}
 _LETTERS = {"forward": "0123456789", "backward": "abcdefghij", "weight": "ABCDEFGHIJ"}

@@ -12,8 +12,8 @@ from rich.table import Table
 from paraplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from paraplan.cost.scoring import ErrorSummary, FitScore, Score, SweepScore
-    from paraplan.cost.validation import RunPrediction
+    from paraplan.accuracy.prediction import RunPrediction
+    from paraplan.accuracy.scoring import ErrorSummary, FitScore, Score, SweepScore
 
 
 def print_scores(

@@ -7,42 +7,38 @@ from typing import Annotated
 
 import typer
 
-from paraplan.api.machines import load_cluster
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.workloads import Workload
-from paraplan.cli.ci import GithubOption, JunitOption
-from paraplan.cli.ci_plan import check_plan_file
-from paraplan.cli.inputs import calibrated
-from paraplan.cli.options import CalibrationOption, GpusPerNodeOption, JsonOption, ProfileOption
+from paraplan.cli.choices import HardwareOptions, TrainingChoices
+from paraplan.cli.ci import GithubOption, JunitOption, ToleranceOption, check_plan_file
+from paraplan.cli.groups import grouped
+from paraplan.cli.inputs import options_given
+from paraplan.cli.options import JsonOption
 from paraplan.errors import UsageError
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
+@grouped
 def verify(
+    ctx: typer.Context,
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, written by paraplan recommend -o.")],
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="The model; by default that of the plan file.")
     ] = None,
-    profile: ProfileOption = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Number of machines.")] = None,
-    gpus_per_node: GpusPerNodeOption = None,
-    tolerance: Annotated[
-        str | None,
-        typer.Option(
-            "--tolerance", metavar="PERCENT", help="How much slower than the best plan is allowed, 5% unless told."
-        ),
-    ] = None,
+    *,
+    hardware: HardwareOptions,
+    training: TrainingChoices,
+    tolerance: ToleranceOption = None,
     github: GithubOption = False,
     junit: JunitOption = None,
-    calibration: CalibrationOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Exit with status 1 if a plan no longer suits its model and machines, fits, can be executed or is fast.
 
-    Model, training and machines are those of the plan file; --profile names other machines, for example those of today.
+    Model, training and machines are those of the plan file where no option names others, for example those of today.
 
     Example: paraplan verify plan.json
     """
@@ -50,13 +46,8 @@ def verify(
     reference = model or (file.model.source or file.model.name if file.model is not None else None)
     if reference is None:
         raise UsageError(f"{plan} does not name its model", hint="give --model")
-    if file.training is None:
-        raise UsageError(f"{plan} does not say what it trains", hint="make it again with paraplan recommend -o")
-    made = file.cluster
-    if profile is None and made is not None:
-        profile, nodes = made.name, nodes or made.num_nodes
-        gpus_per_node = gpus_per_node or made.gpus_per_node
-    cluster = load_cluster(profile, num_nodes=nodes or 1, gpus_per_node=gpus_per_node)
-    spec = load_model(reference, seq_length=file.training.seq_length)
-    workload = calibrated(Workload.of(spec, file.training, cluster), calibration)
+    cluster = hardware.or_of(file).cluster()
+    spec = load_model(reference, seq_length=training.seq_len or (file.training.seq_length if file.training else None))
+    asked = training.or_of(file, spec, plan, options_given(ctx))
+    workload = hardware.calibrated(Workload.of(spec, asked, cluster))
     check_plan_file(workload, plan, tolerance=tolerance, github=github, junit=junit, as_json=as_json)

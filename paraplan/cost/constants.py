@@ -6,62 +6,6 @@ from paraplan.records import Record
 from paraplan.units import GIB
 
 
-class FlashSpeed(Record):
-    """Share of the matmul peak that one generation of FlashAttention reaches on one architecture, causal FLOPs counted.
-
-    `capability` is the major compute capability from which the row holds.
-    """
-
-    generation: int
-    capability: int
-    forward: float
-    backward: float
-    source: str
-
-
-FLASH_SPEEDS = (
-    FlashSpeed(
-        generation=1,
-        capability=0,
-        forward=0.40,
-        backward=0.30,
-        source="Dao 2023, section 1: 30-50 % and 25-35 % on A100",
-    ),
-    FlashSpeed(
-        generation=1,
-        capability=9,
-        forward=0.22,
-        backward=0.18,
-        source="the same kernels' FLOP/s on H100, whose peak is 3.2x",
-    ),
-    FlashSpeed(
-        generation=2,
-        capability=0,
-        forward=0.65,
-        backward=0.55,
-        source="Dao 2023, section 4.1: up to 73 % and 63 % on A100",
-    ),
-    FlashSpeed(
-        generation=2,
-        capability=9,
-        forward=0.38,
-        backward=0.32,
-        source="Dao 2023, section 4.1: up to 335 TFLOP/s on H100",
-    ),
-    FlashSpeed(
-        generation=3, capability=0, forward=0.65, backward=0.55, source="as generation 2: the third needs Hopper"
-    ),
-    FlashSpeed(
-        generation=3,
-        capability=9,
-        forward=0.65,
-        backward=0.52,
-        source="Shah et al. 2024, section 4.1: up to 75 % on H100",
-    ),
-)
-"""From the papers' figures for long sequences, somewhat below their best case."""
-
-
 class CostConstants(Record):
     """Named constants of the memory and time formulas. Defaults are published measurements, not fits to anyone's runs.
 
@@ -75,9 +19,9 @@ class CostConstants(Record):
     of their own best (`GpuProfile.reached_matmul_flops_per_s`), or of `usual_reached_share` of the peak where nobody
     measured it. Without tensor cores a matmul reaches `plain_matmul_efficiency` (14 of 15.7 TFLOP/s on V100,
     transformers-benchmarks on GitHub, micro_bench). A matmul whose operands' rows are no multiple of 16 bytes takes
-    `unaligned_slowdown` times as long; one whose rows are no multiple of 128 bytes touches five sectors of 32 bytes
-    where four would do, from Ampere on (`unaligned_line_slowdown`; NVIDIA, Matrix Multiplication Background User's
-    Guide, requirements of tensor cores).
+    `unaligned_slowdown` times as long (NVIDIA, Matrix Multiplication Background User's Guide, requirements of tensor
+    cores). What FlashAttention reaches is a fact of an architecture (`ArchitectureProfile`); a calibration to runs
+    multiplies it by `flash_attention_factor`.
     Optimizer: a fused AdamW reads gradient, master weight and two states, writes three of them and a 16-bit copy; one
     that goes operation by operation moves 8 bytes for weight decay, 12 and 20 for the averages, 24 for their root and
     quotient, 16 for the step and 12 for clipping (counted in torch/optim/adamw.py), whether by lists or in a loop.
@@ -93,11 +37,10 @@ class CostConstants(Record):
     wave_share: float = 0.5
     small_tile_share: float = 0.7
     usual_last_wave: float = 1.05
-    flash_attention: tuple[FlashSpeed, ...] = FLASH_SPEEDS
+    flash_attention_factor: float = 1.0
     eager_attention_efficiency: float = 0.45
     memory_bandwidth_efficiency: float = 0.80
     unaligned_slowdown: float = 2.0
-    unaligned_line_slowdown: float = 1.25
     overlap_slowdown: float = 1.2
     fused_optimizer_bytes: float = 36.0
     unfused_optimizer_bytes: float = 92.0
@@ -105,12 +48,10 @@ class CostConstants(Record):
     communicator_bytes: int = GIB // 2
     allocated_per_reserved: float = 0.94
     counts_matmul_workspaces: bool = True
-
-    def flash_speed(self, *, generation: int, cuda_capability: float | None) -> FlashSpeed:
-        """Return what FlashAttention of a generation reaches on a GPU; GPUs that are not NVIDIA's count as Ampere."""
-        capability = cuda_capability or 8.0
-        rows = [row for row in self.flash_attention if row.generation == generation and row.capability <= capability]
-        return max(rows, key=lambda row: row.capability)
+    cublas_workspace_bytes: int | None = None
+    """What CUBLAS_WORKSPACE_CONFIG sets for each thread; None: the default of torch on the architecture."""
+    block_matmul_speedup: float = 1.0
+    """How many times as fast as in 16 bits the linear layers of blocks run in training with 8-bit matmuls."""
 
     def optimizer_traffic(self, how: str) -> float:
         """Return the bytes that a step of AdamW moves for each of its parameters, clipping counted; `how` it goes."""

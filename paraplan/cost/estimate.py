@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts, block_costs
-from paraplan.cost.kernels import effective_peak
-from paraplan.cost.memory import RankMemory, StageMemory, cached_bytes, host_bytes, peak_bytes, peak_of
-from paraplan.cost.stages import are_unlike, even_stage, fullest_ranks, inner_ranks, running_parameters
+from paraplan.cost.blocks.costs import BlockCosts, block_costs
+from paraplan.cost.blocks.kernels import effective_peak
+from paraplan.cost.memory.peak import RankMemory, StageMemory, cached_bytes, host_bytes, peak_bytes, peak_of
+from paraplan.cost.pipeline.stages import are_unlike, even_stage, fullest_ranks, inner_ranks, running_parameters
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.step import StepTime, step_time
-from paraplan.cost.table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.compatibility import Incompatibility, why_incompatible
 from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
@@ -136,8 +136,22 @@ def fits(workload: Workload, peak_bytes: Floats) -> Mask:
 
 def why_unsuitable(workload: Workload, plan: ParallelPlan) -> Incompatibility | None:
     """Return why a plan does not suit the model, the training and the machines of a workload, None where it does."""
-    rings = workload.habits.rings_context
+    rings = workload.framework.kernels.ring_attention
     return why_incompatible(plan, workload.model, workload.training, workload.cluster, rings_context=rings)
+
+
+def assumed_speeds(workload: Workload) -> tuple[str, ...]:
+    """Return in a sentence what nobody measured of the GPU's speed; none where all of it was."""
+    gpu, training = workload.cluster.gpu, workload.training
+    if gpu.vendor == "cpu" or (gpu.calibration is not None and gpu.calibration.fit(training.precision) is not None):
+        return ()
+    parts = []
+    if gpu.reached_matmul_flops_per_s is None and training.precision != "fp32":
+        parts.append(f"matmuls reach {workload.constants.usual_reached_share:.0%} of the peak")
+    attention = gpu.shared.attention_speed(workload.framework.kernels.flash_generation)
+    if training.attention != "eager" and attention.source_kind in ("assumed", "memory"):
+        parts.append(f"FlashAttention reaches {attention.forward:.0%} of the peak")
+    return (f"assumed, not measured on {gpu.title}: {', '.join(parts)}",) if parts else ()
 
 
 def estimate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
@@ -201,7 +215,7 @@ def _memory_record(
     total = sum(parts.values())
     at_least, at_most = (
         workload.constants.device_bytes(
-            held, num_gpus=workload.cluster.num_gpus, context_bytes=workload.habits.context_bytes
+            held, num_gpus=workload.cluster.num_gpus, context_bytes=workload.framework.storage.context_bytes
         )
         for held in (total, cached)
     )

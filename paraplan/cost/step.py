@@ -6,16 +6,16 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from paraplan.cost.blocks import BlockCosts
-from paraplan.cost.bubble import RankSeconds, bubble_s
-from paraplan.cost.collectives import GroupLinks, data_links, expert_links, group_links
-from paraplan.cost.context import context_parallel_s
-from paraplan.cost.experts import Exchanges, expert_exchange_s, sharded_parameters
-from paraplan.cost.offload import offload_gather_s, offload_step_s
-from paraplan.cost.one_process import one_process_s
-from paraplan.cost.stages import StageBlocks, joined_ranks
-from paraplan.cost.table import RECOMPUTES, Floats, PlanTable
-from paraplan.cost.weights import WeightWork, weight_work
+from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.communication.collectives import GroupLinks, data_links, expert_links, group_links
+from paraplan.cost.communication.context import context_parallel_s
+from paraplan.cost.communication.experts import Exchanges, expert_exchange_s, sharded_parameters
+from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
+from paraplan.cost.communication.one_process import one_process_s
+from paraplan.cost.communication.weights import WeightWork, weight_work
+from paraplan.cost.pipeline.bubble import RankSeconds, bubble_s
+from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
+from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis
 
@@ -116,7 +116,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
 def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats:
     """Return the seconds of an optimizer step on `sharded` parameters of one rank, on the GPU or offloaded."""
     constants = workload.constants
-    traffic = constants.optimizer_traffic(workload.habits.optimizer_step)
+    traffic = constants.optimizer_traffic(workload.framework.storage.optimizer_step)
     return np.where(
         table.offload > 0,
         offload_step_s(workload, sharded),
@@ -178,7 +178,7 @@ def _slot(
     work: WeightWork,
 ) -> RankSlot:
     """Return the seconds of one micro-batch on a rank; `of_block` are what context and expert parallelism exchange."""
-    key, habits, tp, pp = costs.key, workload.habits, links["tp"], links["pp"]
+    key, framework, tp, pp = costs.key, workload.framework, links["tp"], links["pp"]
     is_full = table.recompute == RECOMPUTES.index("full")
     forward, backward, again = _passes(workload, costs, stage, work)
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
@@ -189,7 +189,7 @@ def _slot(
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time. To start a
     # collective takes what one of a byte takes.
     # One process starts the kernels of all its GPUs, by threads that share Python's lock.
-    host_s = habits.host_s_per_block * table.devices
+    host_s = framework.kernels.host_s_per_block * table.devices
     floor = (host_s + 2.0 * tp.all_reduce_s(np.ones_like(activation))) * stage.num_blocks
     again = np.maximum(again, floor - forward_sends)
     forward = np.maximum(forward, floor + work.forward_host_s * stage.num_blocks - forward_sends)
@@ -199,11 +199,11 @@ def _slot(
     ends = ends + np.maximum(costs.head_s[key], host_s) * stage.is_last
     recompute = np.where(is_full, again, stage.sum(costs, costs.recompute_s))
     transfers = np.where(table.pp > 1, table.virtual, 0)
-    splits = habits.splits_pipeline_sends
+    splits = framework.pipeline.splits_sends
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
     gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
-    sends = transfers * (habits.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
+    sends = transfers * (framework.pipeline.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
     context, expert = of_block.context_s * stage.num_blocks, of_block.expert_s * stage.num_blocks
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
     return RankSlot(
@@ -246,7 +246,7 @@ def _tensor_parallel(
     gradients does not, and inputs are gathered again (Korthikanti et al. 2022, section 4.2.2): one all-reduce exposed
     and two hidden.
     """
-    if not workload.habits.overlaps_tensor_backward:
+    if not workload.framework.tensor_parallel.overlaps_backward:
         return 2.0 * all_reduce_s, 2.0 * all_reduce_s
     hidden = overlap_s(2.0 * all_reduce_s, backward_s / 2.0, slowdown=workload.constants.overlap_slowdown)
     return 2.0 * all_reduce_s, np.asarray((table.sequence_parallel == 1) * all_reduce_s + hidden)
@@ -275,16 +275,16 @@ def _data_parallel(
     around the optimizer step, where nothing hides it. Overlap slows both sides by `overlap_slowdown` (Galvatron,
     section 4).
     """
-    constants, habits = workload.constants, workload.habits
+    constants, profile = workload.constants, workload.framework.data_parallel
     links, replicas = data_links(workload, table)
     parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
     num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
     unit_bytes = float(workload.training.activation_bytes)
-    gradient_bytes = habits.gradient_bytes if workload.is_mixed_precision else 4.0
+    gradient_bytes = workload.framework.storage.gradient_bytes if workload.is_mixed_precision else 4.0
     microbatches = table.num_microbatches
     is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
     # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
-    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if habits.gathers_each_weight else 1
+    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if profile.gathers_each_weight else 1
     units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
     experts = _exchanged_experts(table, costs, stages)
     unit = (parameters - experts) * gradient_bytes / units
@@ -301,16 +301,16 @@ def _data_parallel(
     # A weight whose backward pass is further from its recomputed forward pass than what may stay is gathered again
     # (DeepSpeed, stage3_max_reuse_distance).
     is_full = table.recompute == RECOMPUTES.index("full")
-    lost = np.maximum(0.0, 1 - habits.live_elements / (2 * block)) if habits.live_elements else 0.0
+    lost = np.maximum(0.0, 1 - profile.max_live_elements / (2 * block)) if profile.max_live_elements else 0.0
     gathers = 2.0 + is_full * lost
     wire = np.select(
         [is_zero_3, is_zero_2, is_zero_1],
         [microbatches * (gathers * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],
         all_reduce_s,
     )
-    hidden = [microbatches * compute_s, compute_s * (1.0 if habits.overlaps_zero_1 else 0.0)]
-    behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if habits.overlaps_gradients else 0.0))
-    ahead = np.where(is_zero_3, np.maximum(0.0, 1 - habits.prefetch_elements / block), 0.0)
+    hidden = [microbatches * compute_s, compute_s * (1.0 if profile.overlaps_zero_1 else 0.0)]
+    behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if profile.overlaps_gradients else 0.0))
+    ahead = np.where(is_zero_3, np.maximum(0.0, 1 - profile.prefetch_elements / block), 0.0)
     waited = gathers * gather_s * microbatches * ahead
     # The embedding's gradient is the last of a backward pass, and nothing runs beside what is sent then.
     embedding = costs.embedding_parameters[costs.key] / np.maximum(parameters, 1.0)

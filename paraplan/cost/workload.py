@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
+from paraplan.cost.cache import KnownCuts
 from paraplan.cost.calibrated import calibrated_constants
 from paraplan.cost.constants import CostConstants
-from paraplan.cost.frameworks import habits_of
-from paraplan.cost.habits import PARAPLAN, Habits
-from paraplan.cost.known_cuts import KnownCuts
+from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
+from paraplan.cost.framework_files import load_framework
 from paraplan.hardware.bus_bandwidth import GroupSpeed
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
@@ -21,14 +21,14 @@ from paraplan.plan.training import TrainingSpec
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model, its training, the machines with what their links reach, the constants, and whose runtime executes."""
+    """A model, its training, the machines with what their links reach, the framework, and the constants."""
 
     model: ModelSpec
     training: TrainingSpec
     cluster: Cluster
     links: LinkSpeedTable
+    framework: FrameworkProfile
     constants: CostConstants = field(default_factory=CostConstants)
-    habits: Habits = PARAPLAN
     group_speeds: dict[tuple[int, int, Collective], GroupSpeed] = field(default_factory=dict, init=False, repr=False)
     """What groups of ranks reach, by size, distance and collective, as far as it was asked for."""
     known_cuts: KnownCuts = field(default_factory=KnownCuts, init=False, repr=False)
@@ -44,7 +44,7 @@ class Workload:
         cluster: Cluster,
         links: LinkSpeedTable | None = None,
         *,
-        framework: str | Habits = PARAPLAN,
+        framework: str | FrameworkProfile = OWN_RUNTIME,
     ) -> Self:
         """Return the workload of a framework, paraplan's own runtime by default, with the machine's constants.
 
@@ -54,9 +54,9 @@ class Workload:
         constants = CostConstants()
         if cluster.gpu.vendor == "cpu":
             constants = constants.for_cpu()
-        habits = habits_of(framework) if isinstance(framework, str) else framework
+        profile = load_framework(framework) if isinstance(framework, str) else framework
         found = load_link_speeds() if links is None else links
-        return cls(model, training, cluster, found, calibrated_constants(constants, cluster.gpu), habits)
+        return cls(model, training, cluster, found, profile, calibrated_constants(constants, cluster.gpu))
 
     @cached_property
     def has_equal_links(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paraplan.errors import ProfileError
+from paraplan.hardware.architecture import architecture_of
 from paraplan.hardware.kernel_measurement import (
     KernelCase,
     KernelEvent,
@@ -16,7 +17,7 @@ from paraplan.hardware.kernel_measurement import (
     fit_kernels,
 )
 from paraplan.hardware.link_measurement import LinkReport
-from paraplan.hardware.profile_files import machine_from_topology
+from paraplan.hardware.profile_files import machine_from_topology, with_architecture
 from paraplan.hardware.profiles import GpuProfile, MachineProfile, Precision
 from paraplan.hardware.topology import NodeTopology
 
@@ -115,11 +116,11 @@ def _unknown_gpu(
     first = node.gpus[0]
     if first.memory_total_bytes is None:
         raise ProfileError("the driver does not say how much memory the GPUs have", hint="write their profile by hand")
-    return GpuProfile(
+    gpu = GpuProfile(
         name=(first.name or "gpu").lower().replace(" ", "-"),
         title=first.name or "GPU of unknown name",
         vendor="nvidia",
-        architecture="unknown",
+        architecture=architecture_of(first.compute_capability),
         compute_capability=first.compute_capability,
         memory_bytes=first.memory_total_bytes,
         memory_bandwidth_bytes_per_s=_copied(cases, events),
@@ -127,6 +128,7 @@ def _unknown_gpu(
         pcie_bandwidth_bytes_per_s=_between_ranks(links) or _UNKNOWN_PCIE_BYTES_PER_S,
         source=f"{source}; peaks are the fastest matmuls that were timed",
     )
+    return with_architecture(gpu)
 
 
 def _copied(cases: Sequence[KernelCase], events: Sequence[KernelEvent]) -> float:

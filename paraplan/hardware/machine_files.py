@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from paraplan.hardware.profiles import GpuProfile, MachineProfile, MeasuredCollective, NetworkProfile
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology, PeerAccess
-from paraplan.records import Record
+from paraplan.records import Record, SourceKind
 
 MAX_GPUS = 256
 """More GPUs than any single machine or NVLink domain holds: a larger number in a file is a slip."""
@@ -59,6 +59,7 @@ class MachineFile(Record):
     measured: tuple[MeasuredCollective, ...] = ()
     notes: tuple[str, ...] = ()
     source: str = ""
+    source_kind: SourceKind | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -98,6 +99,7 @@ class MachineFile(Record):
             measured=self.measured,
             notes=self.notes,
             source=self.source or source,
+            source_kind=self.source_kind,
         )
 
     def _gpus(self, gpu: GpuProfile) -> tuple[Gpu, ...]:
@@ -174,6 +176,7 @@ def compact_machine(machine: MachineProfile) -> MachineFile:
             measured=machine.measured,
             notes=machine.notes,
             source=machine.source,
+            source_kind=machine.source_kind,
         )
     pairs_of: dict[tuple[LinkType, int | None, float | None], list[tuple[int, int]]] = {}
     for link in machine.node.links:
@@ -206,6 +209,7 @@ def compact_machine(machine: MachineProfile) -> MachineFile:
         measured=machine.measured,
         notes=machine.notes,
         source=machine.source,
+        source_kind=machine.source_kind,
     )
 
 

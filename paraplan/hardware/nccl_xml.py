@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.links import nvlink_bytes_per_s, xgmi_bytes_per_s
+from paraplan.hardware.architecture import LinkRates
 from paraplan.hardware.nccl_xml_tree import XmlElement, parse_xml
 from paraplan.hardware.pci import PciPlace, is_gpu_class, is_nic_class, is_nvswitch_class, link_between, normal_bus_id
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
@@ -220,22 +220,24 @@ def _make_links(gpus: dict[int, _Device], warnings: list[str]) -> tuple[GpuLink,
     detected = any(device.element is not None for device in gpus.values())
     if not detected and len(gpus) > 1:
         warnings.append("the file has no <gpu> elements, so NVLinks are not in it: how the GPUs are linked is unknown")
-    links = []
+    links, rates = [], LinkRates()
     for first, second in combinations(gpus, 2):
         if first in fast.to_switch and second in fast.to_switch:
             count = min(fast.to_switch[first], fast.to_switch[second])
-            links.append(_link(gpus, first, second, link_type=LinkType.NV, count=count))
+            links.append(_link(gpus, first, second, rates, link_type=LinkType.NV, count=count))
         elif (first, second) in fast.direct:
             link_type, count = fast.direct[first, second]
-            links.append(_link(gpus, first, second, link_type=link_type, count=count))
+            links.append(_link(gpus, first, second, rates, link_type=link_type, count=count))
         elif detected and (between := link_between(gpus[first].place, gpus[second].place)):
             links.append(GpuLink(gpu_a=first, gpu_b=second, link_type=between))
     return tuple(links)
 
 
-def _link(gpus: dict[int, _Device], first: int, second: int, *, link_type: LinkType, count: int) -> GpuLink:
-    rates = [_link_rate(gpus[index], link_type) for index in (first, second)]
-    known = [rate for rate in rates if rate is not None]
+def _link(
+    gpus: dict[int, _Device], first: int, second: int, rates: LinkRates, *, link_type: LinkType, count: int
+) -> GpuLink:
+    each = [_link_rate(rates, gpus[index], link_type) for index in (first, second)]
+    known = [rate for rate in each if rate is not None]
     return GpuLink(
         gpu_a=first,
         gpu_b=second,
@@ -245,10 +247,10 @@ def _link(gpus: dict[int, _Device], first: int, second: int, *, link_type: LinkT
     )
 
 
-def _link_rate(device: _Device, link_type: LinkType) -> float | None:
+def _link_rate(rates: LinkRates, device: _Device, link_type: LinkType) -> float | None:
     if link_type is LinkType.XGMI:
-        return xgmi_bytes_per_s(device.element.attributes.get("gcn", "")) if device.element else None
-    return nvlink_bytes_per_s(compute_capability=_capability(device))
+        return rates.xgmi(device.element.attributes.get("gcn", "")) if device.element else None
+    return rates.nvlink(compute_capability=_capability(device))
 
 
 def _make_nics(devices: list[_Device], gpus: dict[int, _Device], warnings: list[str]) -> Iterator[Nic]:

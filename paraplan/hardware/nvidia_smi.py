@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.links import PEER_STATUS_WORDS, nvlink_bytes_per_s, parse_link_word
+from paraplan.hardware.architecture import LinkRates
+from paraplan.hardware.links import PEER_STATUS_WORDS, parse_link_word
 from paraplan.hardware.nvidia_smi_affinity import Affinity, read_affinity
 from paraplan.hardware.nvidia_smi_devices import ListedGpu, read_listed_gpus
 from paraplan.hardware.nvidia_smi_lines import TableLines, clean_lines, find_tables
@@ -118,7 +119,8 @@ def _make_gpus(
 
 
 def _make_links(matrix: LinkMatrix, gpus: tuple[Gpu, ...], warnings: list[str]) -> tuple[GpuLink, ...]:
-    rates = {gpu.index: nvlink_bytes_per_s(name=gpu.name) for gpu in gpus}
+    of_link = LinkRates()
+    rates = {gpu.index: of_link.nvlink(name=gpu.name) for gpu in gpus}
     words: dict[tuple[int, int], tuple[LinkType, int | None]] = {}
     unknown = set()
     labels = matrix.gpu_labels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from paraplan.hardware.links import nvlink_bytes_per_s
+from paraplan.hardware.architecture import LinkRates
 from paraplan.hardware.nvml_gpus import SeenGpu
 from paraplan.hardware.nvml_questions import Questions
 from paraplan.hardware.topology import GpuLink, LinkType, PeerAccess
@@ -39,18 +39,18 @@ def read_links(ask: Questions, seen: list[SeenGpu]) -> tuple[GpuLink, ...]:
             ask.note(f"GPU {one.gpu.index} has {one.nvlinks.to_unknown} NVLinks to unknown ends")
         if one.nvlinks.active and one.nvlinks.inactive:
             ask.note(f"GPU {one.gpu.index} has {one.nvlinks.inactive} NVLinks that are down or unused")
+    rates = LinkRates()
     return tuple(
-        link for first, second in combinations(seen, 2) if (link := _read_link(ask, first, second)) is not None
+        link for first, second in combinations(seen, 2) if (link := _read_link(ask, first, second, rates)) is not None
     )
 
 
-def _read_link(ask: Questions, first: SeenGpu, second: SeenGpu) -> GpuLink | None:
+def _read_link(ask: Questions, first: SeenGpu, second: SeenGpu, of_link: LinkRates) -> GpuLink | None:
     pair = {"gpu_a": first.gpu.index, "gpu_b": second.gpu.index}
     count = _count_nvlinks(first, second)
     if count:
         rates = [
-            nvlink_bytes_per_s(name=one.gpu.name, compute_capability=one.gpu.compute_capability)
-            for one in (first, second)
+            of_link.nvlink(name=one.gpu.name, compute_capability=one.gpu.compute_capability) for one in (first, second)
         ]
         known = [rate for rate in rates if rate is not None]
         rate = min(known) * count if len(known) == 2 else None

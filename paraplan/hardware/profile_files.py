@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paraplan.errors import ProfileError, UsageError, near_names
+from paraplan.hardware.architecture import ArchitectureProfile, load_architecture
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.machine_files import MachineFile, compact_machine
 from paraplan.hardware.profile_json import read_object, validated
@@ -26,7 +27,7 @@ def load_gpu(name_or_path: str, *, beside: Path | None = None) -> GpuProfile:
     Raises `ProfileError` for an unknown name (with near ones) and for a file at fault (with the field).
     """
     data, where = _load_named("gpus", name_or_path, beside=beside)
-    return validated(GpuProfile, data, where=where)
+    return _gpu(data, where=where)
 
 
 def load_network(name_or_path: str, *, beside: Path | None = None) -> NetworkProfile:
@@ -46,7 +47,25 @@ def load_machine(name_or_path: str) -> MachineProfile:
 
 def list_gpus() -> list[GpuProfile]:
     """Return all bundled kinds of GPU, by name."""
-    return [load_gpu(name) for name in _stems("gpus")]
+    known: dict[str, ArchitectureProfile] = {}
+    paths = [profiles_folder() / "gpus" / f"{name}.json" for name in _stems("gpus")]
+    return [_gpu(read_object(path), where=str(path), known=known) for path in paths]
+
+
+def with_architecture(gpu: GpuProfile, *, beside: Path | None = None) -> GpuProfile:
+    """Return a GPU with what its architecture shares, the unknown one where no file describes it."""
+    return gpu.replace(architecture_profile=load_architecture(gpu.architecture, beside=beside))
+
+
+def _gpu(
+    data: dict[str, Any], *, where: str, prefix: str = "", known: dict[str, ArchitectureProfile] | None = None
+) -> GpuProfile:
+    """Return the GPU of a JSON object; `known` holds the architectures that were read before."""
+    gpu = validated(GpuProfile, data, where=where, prefix=prefix)
+    known = {} if known is None else known
+    if gpu.architecture not in known:
+        known[gpu.architecture] = load_architecture(gpu.architecture, beside=Path(where).parent)
+    return gpu.replace(architecture_profile=known[gpu.architecture])
 
 
 def list_networks() -> list[NetworkProfile]:
@@ -213,7 +232,7 @@ def _machine(data: dict[str, Any], *, where: str) -> MachineProfile:
     if isinstance(reference, str):
         gpu = load_gpu(reference, beside=folder)
     elif isinstance(reference, dict):
-        gpu = validated(GpuProfile, reference, where=where, prefix="gpu.")
+        gpu = _gpu(reference, where=where, prefix="gpu.")
     else:
         raise ProfileError(f"{where}: gpu: must name a GPU or describe one", hint="paraplan profiles list shows names")
     network_reference = rest.pop("network", None)

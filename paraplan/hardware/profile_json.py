@@ -44,7 +44,7 @@ def read_object(path: Path) -> dict[str, Any]:
         hint = "paraplan profiles list shows those that come with it"
         raise ProfileError(f"cannot read {path}: {error.strerror}", hint=hint) from None
     except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
-        raise ProfileError(f"{path} is not JSON: {error}", hint="mend it there") from None
+        raise ProfileError(f"{path} is not JSON: {error}", hint="fix it there") from None
     if not isinstance(data, dict):
         hint = "paraplan profiles show NAME --json writes one to start from"
         raise ProfileError(f"{path} holds no JSON object, which a profile is", hint=hint)
@@ -75,7 +75,7 @@ def validated(record_type: type[RecordT], data: Any, *, where: str, prefix: str 
         message = first["msg"].removeprefix("Value error, ")
         found = "" if isinstance(first["input"], dict) else f" (found {_shortened(first['input'])})"
         label = f"{field}: " if field.removesuffix(".") else ""
-        raise ProfileError(f"{where}: {label}{message}{found}", hint="mend that field") from None
+        raise ProfileError(f"{where}: {label}{message}{found}", hint="fix that field") from None
 
 
 def _check_units(data: Any, *, where: str, prefix: str, field: str = "") -> None:

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from paraplan.hardware.architecture import ArchitectureProfile
 from paraplan.hardware.topology import NodeTopology
-from paraplan.records import Record
+from paraplan.records import Record, SourceKind
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
@@ -55,6 +56,7 @@ class KernelCalibration(Record):
 class GpuProfile(Record):
     """One kind of GPU, from its data sheet. Rates are dense; bandwidth is per direction.
 
+    `architecture` names a file of `profiles/architectures`, or is the path of one that ends in .json.
     `driver_names` are the names under which drivers report it, without the vendor: `H100 80GB HBM3`.
     `peer_access` tells whether one GPU may read another's memory over PCIe; None where nobody said.
     `nvlink_bridge` marks cards whose NVLinks lead over a bridge to other cards, never through NVSwitch.
@@ -84,11 +86,17 @@ class GpuProfile(Record):
     peer_access: bool | None = None
     calibration: KernelCalibration | None = None
     source: str
+    source_kind: SourceKind | None = None
+    """How good the weakest part of the source is; None where nobody said."""
+    architecture_profile: ArchitectureProfile | None = Field(default=None, exclude=True, repr=False)
+    """What GPUs of the architecture share, filled in from `profiles/architectures` where a profile is loaded."""
 
     @property
-    def cuda_capability(self) -> float | None:
-        """The CUDA compute capability as a number, None for other makers' GPUs and where nobody said."""
-        return float(self.compute_capability) if self.vendor == "nvidia" and self.compute_capability else None
+    def shared(self) -> ArchitectureProfile:
+        """What GPUs of the architecture share. Raises `ValueError` for a record that no loader made."""
+        if self.architecture_profile is None:
+            raise ValueError(f"{self.name}: its architecture was not loaded")
+        return self.architecture_profile
 
     def peak(self, precision: Precision) -> float | None:
         """Return the dense matmul peak in FLOP/s, None where the GPU has no such arithmetic."""
@@ -109,6 +117,8 @@ class NetworkProfile(Record):
     latency_s: float = Field(gt=0)
     protocol: Literal["rdma", "tcp"] = "rdma"
     source: str
+    source_kind: SourceKind | None = None
+    """How good the weakest part of the source is; None where nobody said."""
 
     @property
     def node_bandwidth_bytes_per_s(self) -> float:
@@ -151,3 +161,5 @@ class MachineProfile(Record):
     measured: tuple[MeasuredCollective, ...] = ()
     notes: tuple[str, ...] = ()
     source: str
+    source_kind: SourceKind | None = None
+    """How good the weakest part of the source is; None where nobody said."""

@@ -15,7 +15,7 @@ from paraplan.records import Record
 class Setup(Record):
     """A training as another tool is configured for it; None where its configuration does not say.
 
-    `target` is the tool's name in `export.TARGETS`, `framework` the one by which `cost.habits` knows it. `notes` tell
+    `target` is the tool's name in `export.TARGETS`, `framework` a name or alias in `profiles/frameworks`. `notes` tell
     what was assumed and what has no place in a plan.
     """
 
@@ -97,7 +97,7 @@ class Fields:
         """Return the error of a value that is not what was expected."""
         found = repr(self.values.get(key))
         shown = found if len(found) <= 60 else found[:57] + "..."
-        return PlanError(f"{self.source}: {self.path}{key}: expected {expected}, found {shown}", hint="mend that key")
+        return PlanError(f"{self.source}: {self.path}{key}: expected {expected}, found {shown}", hint="fix that key")
 
     def _value(self, key: str) -> object:
         value = self.values.get(key)

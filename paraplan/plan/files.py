@@ -117,7 +117,7 @@ class PlanFile(Record):
             field = ".".join(str(part) for part in first["loc"]) or "plan"
             message = first["msg"].removeprefix("Value error, ")
             raise PlanError(
-                f"{source}: {field}: {message} (found {_shortened(first['input'])})", hint="mend that field"
+                f"{source}: {field}: {message} (found {_shortened(first['input'])})", hint="fix that field"
             ) from None
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from math import prod
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -14,40 +15,83 @@ Offload = Literal["none", "optimizer", "parameters"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Axis = Literal["pp", "dp", "cp", "tp"]
 
+Degree = Literal["dp", "tp", "pp", "cp", "ep"]
+
+
+class AxisInfo(NamedTuple):
+    """One way to spread a training over ranks: a field of `ParallelPlan` that holds its degree."""
+
+    name: Degree
+    """The field, which is also the option of the command line and the word in descriptions."""
+    ranks: str
+    """What the degree counts, as help says it."""
+    multiplies_ranks: bool = True
+    """False where the ranks are those of other axes."""
+
+
+AXES = (
+    AxisInfo("dp", "Data-parallel ranks."),
+    AxisInfo("tp", "Tensor-parallel ranks."),
+    AxisInfo("pp", "Pipeline stages."),
+    AxisInfo("cp", "Context-parallel ranks."),
+    AxisInfo(
+        "ep",
+        "Ranks of dp x cp that share out a mixture's experts (expert parallelism).",
+        multiplies_ranks=False,
+    ),
+)
+"""The axes in the order of descriptions. Degrees in constraints, options and tables are these."""
+
 MEGATRON_RANK_ORDER: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 
 class ParallelPlan(Record):
-    """Degrees of each axis and the choices that go with them. `dp * cp * pp * tp` is the number of ranks.
+    """How a training is spread over ranks, and the choices that go with it.
 
-    `rank_order` lists the axes from outermost to innermost: consecutive ranks differ in the last axis first.
-    `stage_blocks` gives the number of blocks of each pipeline stage, None for an even split.
-    `zero_shards` is the number of neighbours along `dp` that ZeRO shards over, with replicas of these groups between
-    them (hybrid sharding: shard inside a node, replicate between nodes); None for all ranks of `dp` and `cp`.
-    `ep` ranks, neighbours along `cp` and `dp` together, share out the routed experts of every layer and send tokens to
-    them and back, all-to-all: it is no axis of its own, divides `dp * cp`, and leaves `dp * cp / ep` replicas of each
-    expert. Each expert is divided over `tp` as the other layers are (Megatron-Core, expert parallelism; 1 for none).
-    `devices_per_process` GPUs share each micro-batch of a plan of one process, by torch.nn.DataParallel.
-    `global_batch = micro_batch_size * num_microbatches * dp`.
+    `dp * tp * pp * cp` is the number of ranks, `micro_batch_size * num_microbatches * dp` the global batch.
     """
 
     dp: int = Field(default=1, gt=0)
+    """Data-parallel replicas."""
     tp: int = Field(default=1, gt=0)
+    """Tensor-parallel ranks, which share out each matmul of a block."""
     pp: int = Field(default=1, gt=0)
+    """Pipeline ranks."""
     cp: int = Field(default=1, gt=0)
+    """Context-parallel ranks, which share out the tokens of a sequence."""
     ep: int = Field(default=1, gt=0)
+    """Ranks, neighbors along `cp` and `dp` together, that share out the routed experts of every layer.
+
+    Tokens go to them and back, all-to-all. It is no axis of its own: it divides `dp * cp` and leaves `dp * cp / ep`
+    replicas of each expert. Each expert is divided over `tp` as the other layers are (as in Megatron-Core).
+    """
     zero_stage: Literal[0, 1, 2, 3] = 0
+    """0 is DDP; 1 shards the optimizer state, 2 gradients too, 3 parameters too. Beside a pipeline 0 or 1."""
     zero_shards: int | None = Field(default=None, gt=1)
+    """Neighbors along `dp` that ZeRO shards over, with replicas of these groups between them (hybrid sharding).
+
+    None for all ranks of `dp` and `cp`.
+    """
     sequence_parallel: bool = False
+    """Beside `tp`: norms and dropout are split over its ranks too, along the tokens."""
     micro_batch_size: int = Field(default=1, gt=0)
+    """Sequences of one micro-batch."""
     num_microbatches: int = Field(default=1, gt=0)
+    """Micro-batches of a replica in one step: gradient accumulation steps, or what fills a pipeline."""
     pipeline_schedule: ScheduleName | None = None
+    """The order of forward and backward passes; None without a pipeline."""
     virtual_pipeline_size: int = Field(default=1, gt=0)
+    """Stages that each pipeline rank holds (interleaved schedules)."""
     stage_blocks: tuple[int, ...] | None = None
+    """Blocks of each pipeline stage; None for an even split."""
     recompute: Recompute = "none"
+    """Activation checkpointing: nothing, the attention of each block (selective), or whole blocks."""
     offload: Offload = "none"
+    """What lives in host memory: the optimizer state, or parameters too."""
     rank_order: tuple[Axis, ...] = MEGATRON_RANK_ORDER
+    """The axes from outermost to innermost: consecutive ranks differ in the last one first."""
     devices_per_process: int = Field(default=1, gt=0)
+    """GPUs over which the one process of a plan divides its micro-batches, by torch.nn.DataParallel."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -97,7 +141,12 @@ class ParallelPlan(Record):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.pp * self.cp
+        return prod(getattr(self, axis.name) for axis in AXES if axis.multiplies_ranks)
+
+    @property
+    def degrees(self) -> dict[Degree, int]:
+        """The degree of each axis by its name."""
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
     @property
     def num_stages(self) -> int:
@@ -111,9 +160,7 @@ class ParallelPlan(Record):
 
     def describe(self) -> str:
         """Return the plan in the words of the field: `dp4 x pp2, ZeRO-1, 1f1b, micro-batch 2 x 8, recompute full`."""
-        axes = " x ".join(
-            f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(self, axis) > 1
-        )
+        axes = " x ".join(f"{axis}{degree}" for axis, degree in self.degrees.items() if degree > 1)
         parts = [axes or "one process"]
         if self.devices_per_process > 1:
             parts.append(f"DataParallel over {self.devices_per_process} GPUs")

@@ -15,18 +15,20 @@ AttentionKind = Literal["flash", "sdpa", "eager"]
 
 
 class TrainingSpec(Record):
-    """One training step as the user wants it, whatever the plan. The batch is counted in sequences.
-
-    bf16 and fp16 mean mixed precision: matmuls and activations in 16 bits, optimizer state and master weights in fp32.
-    `compiled` says that torch.compile compiles the model's repeated blocks; what stands around them is not.
-    """
+    """One training step as the user wants it, whatever the plan."""
 
     global_batch_size: int = Field(gt=0)
+    """Sequences of one optimizer step over all ranks."""
     seq_length: int = Field(gt=0)
+    """Tokens of a sequence."""
     precision: TrainingPrecision = "bf16"
+    """bf16 and fp16 are mixed: matmuls and activations in 16 bits, optimizer state and master weights in fp32."""
     optimizer: OptimizerName = "adamw"
+    """Decides the bytes of state for each parameter."""
     attention: AttentionKind = "sdpa"
+    """The attention kernel: flash-attention, torch's scaled_dot_product_attention, or all scores written out."""
     compiled: bool = False
+    """True where torch.compile compiles the model's repeated blocks; what stands around them is not compiled."""
 
     @property
     def title(self) -> str:

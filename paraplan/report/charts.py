@@ -8,8 +8,8 @@ from typing import Any
 
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
 from paraplan.report.chart_svg import Spec
-from paraplan.search.budget import SizeOffer
 from paraplan.search.results import Candidate
+from paraplan.search.sizes import SizeOffer
 from paraplan.units import GIB, format_bytes, format_count, format_seconds
 
 MEMORY_PARTS = (

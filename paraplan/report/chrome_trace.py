@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from paraplan.cost.course import Slice, StepCourse, Transfer, step_course
 from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.timeline import Slice, StepCourse, Transfer, step_course
 from paraplan.cost.workload import Workload
 from paraplan.plan.ranks import RankGrid
 from paraplan.report.course_chart import slice_words, transfer_words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paraplan.cost.course import Slice, StepCourse, Transfer
+from paraplan.cost.timeline import Slice, StepCourse, Transfer
 from paraplan.report.chart_svg import Spec
 from paraplan.units import format_seconds
 

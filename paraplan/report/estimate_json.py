@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paraplan.cost.estimate import PlanEstimate
-from paraplan.cost.fitting import largest_layer, what_fits
-from paraplan.cost.habits import PARAPLAN
+from paraplan.cost.capacity import largest_layer, what_fits
+from paraplan.cost.estimate import PlanEstimate, assumed_speeds
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
@@ -15,9 +14,9 @@ from paraplan.plan.training import training_notes
 
 def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
     """Return what to know of an estimate, a sentence each: of its training, and whether paraplan runs the plan."""
-    notes = training_notes(workload.model, workload.training)
+    notes = training_notes(workload.model, workload.training) + assumed_speeds(workload)
     reason = unsupported_reason(plan, num_blocks=workload.model.num_blocks, precision=workload.training.precision)
-    if reason is None or workload.habits.name != PARAPLAN.name:
+    if reason is None or not workload.framework.is_own_runtime:
         return notes
     return (*notes, f"paraplan's own runtime does not execute this plan: {reason}")
 

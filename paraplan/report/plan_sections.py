@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paraplan.cost.course import StepCourse, step_course
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
+from paraplan.cost.timeline import StepCourse, step_course
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlannedPlacement
 from paraplan.report.chart_svg import NARROW, WIDE, ChartRenderer

@@ -1,4 +1,4 @@
-"""The rows of a table of ranked plans: the recommended one is always among them."""
+"""The rows of a table of ranked plans: the recommended one and the baselines are always among them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from paraplan.search.results import Candidate, SearchResult
 from paraplan.search.tree import family
 
 
-def with_recommended(shown: Sequence[Candidate], result: SearchResult) -> tuple[Candidate, ...]:
-    """Return rows of a table and, where it is not among them, the recommended plan as the last one."""
+def table_rows(shown: Sequence[Candidate], result: SearchResult) -> tuple[Candidate, ...]:
+    """Return rows of a table, with the recommended plan and the baselines among them, best first."""
     best = result.best
-    if any(one.plan == best.plan for one in shown):
-        return tuple(shown)
     recommended = Candidate(
         plan=best.plan,
         in_tree=family(best.plan) in result.families,
@@ -21,4 +19,16 @@ def with_recommended(shown: Sequence[Candidate], result: SearchResult) -> tuple[
         mfu=best.step.mfu,
         peak_memory_bytes=best.peak_memory_bytes,
     )
-    return (*shown, recommended)
+    rows = {one.plan: one for one in (*shown, recommended, *result.baselines)}
+    is_memory = result.objective == "memory"
+    return tuple(
+        sorted(rows.values(), key=lambda one: (not one.fits, one.peak_memory_bytes if is_memory else one.step_time_s))
+    )
+
+
+BASELINES = {"DDP": "plain DDP", "FSDP": "plain FSDP", "guide": "the guide's choice"}
+
+
+def words_of(one: Candidate) -> str:
+    """Return a plan as a row names it."""
+    return one.plan.describe() + (f" ({BASELINES[one.baseline]})" if one.baseline else "")

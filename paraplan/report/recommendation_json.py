@@ -7,8 +7,7 @@ from typing import Any
 
 from paraplan.interop.commands import launch_command, torchrun_command
 from paraplan.report.estimate_json import estimate_report
-from paraplan.search.planned import cluster_reference
-from paraplan.search.recommendation import Recommendation
+from paraplan.search.recommendation import Recommendation, cluster_reference
 
 
 def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
@@ -34,7 +33,9 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "found": answer.found,
         "framework": answer.framework,
         "fastest": estimate_report(workload, result.fastest) if result.fastest else None,
+        "guide": estimate_report(workload, result.guide) if result.guide else None,
         "candidates": [candidate.model_dump(mode="json") for candidate in result.candidates],
+        "baselines": [candidate.model_dump(mode="json") for candidate in result.baselines],
         "front": [candidate.model_dump(mode="json") for candidate in result.front],
         "explanation": answer.explanation.model_dump() if answer.explanation else None,
         "comparison": answer.comparison.model_dump() if answer.comparison else None,

@@ -18,11 +18,11 @@ from paraplan.report.plan_sections import (
     step_section,
     workload_lines,
 )
-from paraplan.report.ranked_rows import with_recommended
-from paraplan.search.budget import Budget, SizeOffer
-from paraplan.search.nothing_fits import NothingFitsError
+from paraplan.report.ranked_rows import table_rows, words_of
+from paraplan.search.failure import NothingFitsError
 from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
+from paraplan.search.sizes import Budget, SizeOffer
 from paraplan.units import format_bytes, format_count, format_seconds
 
 _MOST_ROWS = 12
@@ -95,10 +95,6 @@ def _head(answer: Recommendation) -> str:
     lines.append(f'<p class="plan">Recommended: <span class="good">{escape(result.best.plan.describe())}</span></p>')
     if result.remark is not None:
         lines.append(paragraph(f"{result.remark}."))
-    if result.fastest is not None:
-        gain = result.best.step.step_time_s / result.fastest.step.step_time_s - 1
-        words = f"Outside the tree's answer, predicted {gain:.0%} faster: {result.fastest.plan.describe()}."
-        lines.append(paragraph(words))
     lines.append(plan_facts(workload, result.best))
     return "\n".join(lines)
 
@@ -114,7 +110,7 @@ def _decisions(decisions: Sequence[Decision]) -> str:
 
 def _plans(result: SearchResult, renderer: ChartRenderer) -> str:
     """Return all plans by time and memory, the ranked ones as a table, and those that none beats."""
-    ranked = with_recommended(result.candidates[:_MOST_ROWS], result)
+    ranked = table_rows(result.candidates[:_MOST_ROWS], result)
     anchors: dict[str, str] = {}
     for number, each in enumerate([*ranked, *result.front]):
         anchors.setdefault(each.plan.describe(), f"plan-{number}")
@@ -159,14 +155,14 @@ def _plan_table(plans: Sequence[Candidate], result: SearchResult, anchors: dict[
     columns = [
         Column("plan"),
         Column("step", is_number=True),
-        Column("to the chosen", is_number=True),
+        Column("vs. recommended", is_number=True),
         Column("tokens/s per GPU", is_number=True),
         Column("MFU", is_number=True),
         Column("memory", is_number=True),
     ]
     rows = []
     for each in plans:
-        words = each.plan.describe()
+        words = words_of(each)
         is_chosen = each.plan == result.best.plan
         difference = each.step_time_s / result.best.step.step_time_s - 1
         rows.append(
@@ -174,12 +170,12 @@ def _plan_table(plans: Sequence[Candidate], result: SearchResult, anchors: dict[
                 (
                     f"{words} *" if each.in_tree else words,
                     format_seconds(each.step_time_s),
-                    "chosen" if is_chosen else f"{difference:+.1%}",
+                    "recommended" if is_chosen else f"{difference:+.1%}",
                     format_count(float(f"{each.tokens_per_s_per_gpu:.3g}")),
                     f"{each.mfu:.1%}",
-                    format_bytes(each.peak_memory_bytes),
+                    format_bytes(each.peak_memory_bytes) + ("" if each.fits else " (does not fit)"),
                 ),
-                anchor=anchors.pop(words, None),
+                anchor=anchors.pop(each.plan.describe(), None),
                 is_chosen=is_chosen,
             )
         )

@@ -1,4 +1,4 @@
-"""The whole answer to one question: a search and what was asked for beside it."""
+"""The whole answer to one question: a search, what was asked for beside it, and its plan file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Literal
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.hardware.cluster import Cluster
-from paraplan.plan.files import PlanFile, PlannedPlacement
+from paraplan.plan.files import (
+    ClusterReference,
+    ModelReference,
+    PlanFile,
+    PlannedEstimate,
+    PlannedMemory,
+    PlannedPlacement,
+)
 from paraplan.plan.placement import place
 from paraplan.plan.traffic import axis_traffic
-from paraplan.search.fixed import FREE, Constraints
-from paraplan.search.objective import Objective
-from paraplan.search.results import SearchResult
+from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.results import Objective, SearchResult
 from paraplan.search.search import search
 
-if TYPE_CHECKING:  # what most calls do not ask for is imported when it is asked for
-    from paraplan.search.budget import Budget, SizeOffer
-    from paraplan.search.changes import Comparison
-    from paraplan.search.explain import Explanation
+if TYPE_CHECKING:
+    from paraplan.search.comparison import Comparison, Explanation
+    from paraplan.search.sizes import Budget, SizeOffer
+
 
 Find = Literal["fewest-gpus", "largest-batch", "longest-sequence"]
 
@@ -108,7 +114,7 @@ def _searched(
 
     if question.objective != "cost":
         return search_on(workload, explains_failure=True), workload, ()
-    from paraplan.search.budget import cheapest
+    from paraplan.search.sizes import cheapest
 
     best = cheapest(workload, search_on, price_per_gpu_hour=question.price_per_gpu_hour)
     return best.result, best.workload, best.offers
@@ -117,11 +123,9 @@ def _searched(
 def _explanation(result: SearchResult) -> Explanation | None:
     if result.second is None:
         return None
-    from paraplan.search.explain import explain
-    from paraplan.search.tree import family
+    from paraplan.search.comparison import explain
 
-    is_named = family(result.second.plan) in result.families or family(result.best.plan) not in result.families
-    return explain(result.best, result.second, is_named=is_named)
+    return explain(result.best, result.second, by_memory=result.objective == "memory")
 
 
 def _offload(
@@ -129,20 +133,20 @@ def _offload(
 ) -> str | None:
     if result.best.plan.offload == "none":
         return None
-    from paraplan.search.without_offload import offload_remark
+    from paraplan.search.sizes import offload_remark
 
     asked = asked if question.find == "fewest-gpus" else workload.cluster
     return offload_remark(workload, result.best, asked=asked, runnable_only=runnable_only, fixed=question.fixed)
 
 
 def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> Comparison:
-    from paraplan.search.changes import compare_with
+    from paraplan.search.comparison import compare_with
 
     return compare_with(workload, earlier, result)
 
 
 def _budget(workload: Workload, tokens: float, price_per_gpu_hour: float | None, result: SearchResult) -> Budget:
-    from paraplan.search.budget import budget
+    from paraplan.search.sizes import budget
 
     return budget(workload, result.best, tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
 
@@ -182,3 +186,54 @@ def _found(workload: Workload, question: SearchRequest, *, runnable_only: bool) 
         return workload, None
     words = f"the longest sequence that fits: {length} tokens, in a batch of {training.global_batch_size}"
     return replace(workload, training=training.replace(seq_length=length)), words
+
+
+_CLEARLY_LESS = 0.8  # of the memory: a step down that is worth trying after the estimate was exceeded
+
+
+def planned_estimate(result: SearchResult) -> PlannedEstimate:
+    """Return the prediction for the best plan of `result`, by parts of its fullest stage, and a smaller plan."""
+    best = result.best
+    fullest = max(best.memory, key=lambda stage: stage.total_bytes)
+    flops_per_s = best.step.model_flops_per_s_per_gpu * best.plan.world_size
+    limit = _CLEARLY_LESS * best.peak_memory_bytes
+    smaller = [candidate for candidate in result.candidates if candidate.peak_memory_bytes <= limit]
+    return PlannedEstimate(
+        step_time_s=best.step.step_time_s,
+        tokens_per_s_per_gpu=best.step.tokens_per_s_per_gpu,
+        peak_memory_bytes=best.peak_memory_bytes,
+        memory=PlannedMemory(
+            parameter_bytes=fullest.parameter_bytes,
+            gradient_bytes=fullest.gradient_bytes,
+            optimizer_state_bytes=fullest.optimizer_state_bytes,
+            activation_bytes=fullest.activation_bytes,
+            workspace_bytes=fullest.workspace_bytes,
+        ),
+        model_flops_per_step=flops_per_s * best.step.step_time_s,
+        smaller_plan=min(smaller, key=lambda plan: plan.step_time_s).plan.describe() if smaller else None,
+    )
+
+
+def plan_file(answer: Recommendation) -> PlanFile:
+    """Return the plan file of the recommended plan."""
+    model = answer.workload.model
+    return PlanFile(
+        plan=answer.result.best.plan,
+        model=ModelReference(
+            name=model.name,
+            source=model.source,
+            num_parameters=model.parameters.total,
+            num_blocks=model.num_blocks,
+        ),
+        training=answer.workload.training,
+        cluster=cluster_reference(answer),
+        estimate=planned_estimate(answer.result),
+        placement=answer.placement,
+        framework=answer.framework,
+    )
+
+
+def cluster_reference(answer: Recommendation) -> ClusterReference:
+    """Return the machines of the recommended plan as a plan file names them."""
+    cluster = answer.workload.cluster
+    return ClusterReference(name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node)

@@ -1,10 +1,19 @@
-"""What a search answers: decisions of the tree, ranked plans, and why the others were left out."""
+"""What a search returns, and what makes one plan better than another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
 from paraplan.cost.estimate import PlanEstimate
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.cost.plan_table import Floats, Ints
+from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.records import Record
+
+Objective = Literal["throughput", "fastest", "memory", "simplicity"]
+Baseline = Literal["DDP", "FSDP", "guide"]
 
 
 class Decision(Record):
@@ -28,40 +37,79 @@ class Rejection(Record):
 
 
 class Candidate(Record):
-    """One ranked plan, as far as the table shows it. `in_tree` says that the decision tree names its family."""
+    """One ranked plan, as far as the table shows it."""
 
     plan: ParallelPlan
     in_tree: bool
+    """True where Hugging Face's guide names its family."""
     step_time_s: float
     tokens_per_s_per_gpu: float
     mfu: float
     peak_memory_bytes: int
+    fits: bool = True
+    baseline: Baseline | None = None
+    """Why it stands in the table beside the best: everybody knows what it is."""
 
 
 class SearchResult(Record):
-    """The answer of a search.
-
-    `best` is the plan to use, `second` the best of those with other axes or ZeRO stage, where it was asked for.
-    `fastest` stands beside it where a plan outside the tree's families is faster by over 2 %. `candidates` are the
-    best plan of each choice of axes and ZeRO stage, fastest first; `front` the plans that no other one beats in both
-    time and memory, and `cloud` some of all that were priced, where they were asked for. `remark` says why a plan that
-    is not the fastest is recommended.
-    `plans_considered` counts the whole space, `plans_priced` those whose memory was computed, `times_priced` those
-    whose time was: the others cannot be among the best. `is_runnable` is False for plans that were made for another
-    framework, which paraplan does not launch.
-    """
+    """The answer of a search."""
 
     decisions: tuple[Decision, ...]
+    """What the decision tree of Hugging Face's guide asked, and the numbers that decided."""
     families: tuple[str, ...]
+    """The families of plans that it names."""
     best: PlanEstimate
+    """The plan to use: the simplest of those within the tolerance of the fastest."""
     fastest: PlanEstimate | None
+    """The fastest plan, where a simpler one is recommended."""
     candidates: tuple[Candidate, ...]
+    """The best plan of each choice of axes and ZeRO stage, fastest first."""
+    baselines: tuple[Candidate, ...]
+    """Plans that everybody knows, also where they do not fit: plain DDP and FSDP, and the guide's."""
     rejections: tuple[Rejection, ...]
     plans_considered: int
+    """The whole space."""
     plans_priced: int = 0
+    """Plans whose memory was computed."""
     times_priced: int = 0
+    """Plans whose time was computed: the others cannot be among the best."""
+    guide: PlanEstimate | None = None
+    """The fastest plan of the guide's families, where the recommended plan is of none of them."""
     second: PlanEstimate | None = None
+    """The best of those with other axes or ZeRO stage, where it was asked for."""
     front: tuple[Candidate, ...] = ()
+    """The plans that no other one beats in both time and memory, where they were asked for."""
     cloud: tuple[Candidate, ...] = ()
+    """Some of all that were priced, where they were asked for."""
     remark: str | None = None
+    """Why a plan that is not the fastest is recommended, and what the guide would choose."""
+    objective: Objective = "throughput"
+    """What the ranking went by."""
     is_runnable: bool = True
+    """False for plans that were made for another framework, which paraplan does not launch."""
+
+
+TOLERANCE: dict[Objective, float] = {"throughput": 0.1, "fastest": 0.0, "memory": 0.01, "simplicity": 0.2}
+"""The simplest plan within this share of the best is recommended.
+
+For throughput this is the mean error of predicted step times over sources (`paraplan explain cost-model`): plans that
+are closer cannot be told apart.
+"""
+
+
+def rank(objective: Objective, *, seconds: Floats, peak_bytes: Floats) -> Ints:
+    """Return the rows in the order of an objective: by step time, or by peak memory; the other breaks ties."""
+    keys = (seconds, peak_bytes) if objective == "memory" else (peak_bytes, seconds)
+    return np.lexsort(keys).astype(np.int64)
+
+
+def complexity(column: Callable[[str], Ints]) -> Ints:
+    """Return how much there is to each plan, by its columns: what makes it harder to run, to debug and to explain.
+
+    Each axis beside dp, offload, virtual stages, uneven stages, sharding in groups and ranks in another order than
+    Megatron-LM's count 2, offloaded parameters 4, and sharding over dp (ZeRO) 1.
+    """
+    twice = [column(axis.name) > 1 for axis in AXES if axis.name != "dp"]
+    twice += [column("virtual") > 1, *(column(name) > 0 for name in ("split", "shards", "order"))]
+    counted = sum((each.astype(np.int64) for each in twice), start=column("offload").astype(np.int64))
+    return np.asarray(2 * counted + (column("zero_stage") > 0))

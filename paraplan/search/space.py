@@ -10,8 +10,8 @@ from math import gcd
 
 import numpy as np
 
-from paraplan.cost.schedule_simulation import round_size
-from paraplan.cost.table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
+from paraplan.cost.pipeline.simulation import round_size
+from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.compatibility import (
@@ -22,11 +22,11 @@ from paraplan.plan.compatibility import (
     why_tp,
     why_untrainable,
 )
-from paraplan.plan.parallel import Axis
+from paraplan.plan.parallel import AXES, Axis, Degree
 from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
-from paraplan.search.fixed import FREE, Constraints, Degree, check_axes, check_micro_batch, nothing_has_all
-from paraplan.search.orders import RankOrders
-from paraplan.search.splits import BalancedSplits
+from paraplan.search.constraints import FREE, Constraints, check_axes, check_micro_batch, nothing_has_all
+from paraplan.search.rank_orders import RankOrders
+from paraplan.search.stage_splits import BalancedSplits
 
 CHUNK_ROWS = 32_000
 """Plans that are priced at a time: what a chunk needs stays in the caches, and memory does not grow with the space."""
@@ -54,7 +54,7 @@ class Degrees:
     @property
     def named(self) -> dict[Degree, int]:
         """All degrees by name."""
-        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ class PlanSpace:
                 self.workload.model,
                 self.workload.training,
                 **degrees.named | {"ep": 1},  # all degrees of ep divide the experts
-                rings_context=self.workload.habits.rings_context,
+                rings_context=self.workload.framework.kernels.ring_attention,
             )
         found = self._known_rules[axes]
         return None if found is None else found.reason
@@ -165,9 +165,9 @@ class PlanSpace:
     def _unsupported_axes(self, degrees: Degrees) -> str | None:
         """Return the reason why no plan of these degrees can be executed, whatever else it chooses."""
         if not self.runnable_only:
-            if degrees.ep == 1 or self.workload.habits.has_expert_parallel:
+            if degrees.ep == 1 or self.workload.framework.data_parallel.has_expert_parallel:
                 return None
-            return f"{self.workload.habits.name} does not spread experts over ep"
+            return f"{self.workload.framework.title} does not spread experts over ep"
         reason = unsupported_axes(**degrees.named)
         return None if reason is None else rule_of(reason)
 
@@ -315,8 +315,8 @@ class PlanSpace:
             training = self.workload.training
             return unsupported_reason(table.plan(row), precision=training.precision, compiled=training.compiled)
         count, pp, schedule = int(table.num_microbatches[row]), int(table.pp[row]), SCHEDULES[table.schedule[row]]
-        if pp > 1 and schedule not in self.workload.habits.schedules:
-            return f"{self.workload.habits.name} has no {schedule} schedule"
+        if pp > 1 and schedule not in self.workload.framework.pipeline.schedules:
+            return f"{self.workload.framework.title} has no {schedule} schedule"
         if table.schedule[row] == _INTERLEAVED and count % round_size(count, pp):
             return "interleaved stages need micro-batches in equal rounds, such as a multiple of pp"
         if table.offload[row] == OFFLOADS.index("parameters") and table.zero_stage[row] < 3:

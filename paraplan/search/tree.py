@@ -6,8 +6,11 @@ https://huggingface.co/docs/transformers/perf_train_gpu_many
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from paraplan.hardware.interconnect import Verdict
+from paraplan.cost.estimate import estimate_plan, stage_memories
+from paraplan.cost.workload import Workload
+from paraplan.hardware.interconnect import InterconnectThresholds, Verdict, network_verdict, node_verdict
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
 from paraplan.search.results import Decision
@@ -36,6 +39,10 @@ class TreeFacts(Record):
     ddp_step_s: float | None = None
     one_process_step_s: float | None = None
     has_gpus: bool = True
+    sequence_bytes: int = 0
+    """Activations of one sequence under full recompute."""
+    num_experts: int = 1
+    """Routed experts of a layer; 1 without a mixture."""
 
     @property
     def needed_bytes(self) -> int:
@@ -75,7 +82,15 @@ def decide(facts: TreeFacts) -> TreeAnswer:
             decision, named = outcome
             decisions.append(decision)
             families = named or families
+    if facts.num_gpus > 1 and not _fits(facts) and facts.sequence_bytes > facts.usable_memory_bytes:
+        families = (*dict.fromkeys(_with_context(name) for name in families), *families)
     return TreeAnswer(families=families, decisions=tuple(decisions))
+
+
+def _with_context(name: str) -> str:
+    """Return a family with context parallelism too: `TP x DP` is `TP x CP x DP`, ZeRO is `CP x DP`."""
+    axes = [axis for axis in name.split(" x ") if axis in ("PP", "TP")]
+    return " x ".join([*axes, "CP", *(["DP"] if name.endswith("DP") or name == "ZeRO" else [])])
 
 
 def _one_gpu(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
@@ -166,6 +181,28 @@ def _links_between(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
     return Decision(rule=rule, outcome=outcome, because=facts.network.because), named
 
 
+def _sequence(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    """Ask what the guide does not: long sequences need their tokens divided, whatever is done about parameters."""
+    if facts.num_gpus == 1 or _fits(facts):
+        return None
+    numbers = (
+        f"one sequence keeps {format_bytes(facts.sequence_bytes)} of activations under full recompute, against "
+        f"{format_bytes(facts.usable_memory_bytes)} usable per GPU"
+    )
+    is_long = facts.sequence_bytes > facts.usable_memory_bytes
+    outcome = "no: context parallelism divides its tokens" if is_long else "yes"
+    return Decision(rule="do the activations of one sequence fit one GPU?", outcome=outcome, because=numbers), ()
+
+
+def _experts(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    """Ask what the guide does not: experts can stay whole on the ranks that share them out."""
+    if facts.num_gpus == 1 or facts.num_experts == 1:
+        return None
+    outcome = "expert parallelism, where the framework has it, else as other layers"
+    because = f"each token visits a few of the {facts.num_experts} experts of a layer"
+    return Decision(rule="how are experts divided?", outcome=outcome, because=because), ()
+
+
 def _yes_or_no(verdict: Verdict) -> str:
     return "yes" if verdict.is_fast else "no"
 
@@ -174,4 +211,56 @@ def _fits(facts: TreeFacts) -> bool:
     return facts.needed_bytes <= facts.usable_memory_bytes
 
 
-RULES: tuple[Rule, ...] = (_one_gpu, _model_fits, _processes, _largest_layer, _links_inside, _links_between)
+RULES: tuple[Rule, ...] = (
+    *(_one_gpu, _model_fits, _processes, _largest_layer, _links_inside, _links_between),
+    *(_sequence, _experts),
+)
+
+
+_SEQUENCES = 4
+
+
+def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = None) -> TreeFacts:
+    """Return the facts of a workload: memory of one process with the smallest micro-batch, and the links."""
+    training = workload.training
+    alone = ParallelPlan(micro_batch_size=1, num_microbatches=training.global_batch_size, recompute="full")
+    memory = stage_memories(workload, alone)[0]
+    state = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_state_bytes
+    model = workload.model
+    largest = max([*model.blocks, model.embedding, model.head], key=lambda block: block.num_parameters)
+    bytes_per_parameter = state / max(1, model.parameters.total)
+    cluster = workload.cluster
+    limits = thresholds or InterconnectThresholds()
+    inside, between = node_verdict(cluster, limits), network_verdict(cluster, limits)
+    needed = state + memory.activation_bytes + memory.workspace_bytes
+    has_gpus = cluster.gpu.vendor != "cpu"
+    has_choice = has_gpus and cluster.num_nodes == 1 < cluster.num_gpus and needed <= workload.usable_memory_bytes
+    ddp_s, one_process_s = _steps_of_processes(workload) if has_choice else (None, None)
+    return TreeFacts(
+        num_gpus=cluster.num_gpus,
+        num_nodes=cluster.num_nodes,
+        usable_memory_bytes=workload.usable_memory_bytes,
+        training_state_bytes=state,
+        least_step_bytes=memory.activation_bytes + memory.workspace_bytes,
+        largest_layer_bytes=round(largest.num_parameters * bytes_per_parameter),
+        node=inside,
+        network=between,
+        ddp_step_s=ddp_s,
+        one_process_step_s=one_process_s,
+        has_gpus=has_gpus,
+        sequence_bytes=memory.activation_bytes,
+        num_experts=model.num_experts,
+    )
+
+
+def _steps_of_processes(workload: Workload) -> tuple[float, float]:
+    """Return the seconds of a step of one micro-batch, a sequence or a few on each GPU, under DDP and DataParallel."""
+    gpus = workload.cluster.num_gpus
+    each = min(_SEQUENCES, max(1, workload.training.global_batch_size // gpus))
+    made = replace(workload, training=workload.training.replace(global_batch_size=each * gpus))
+    plans = (
+        ParallelPlan(dp=gpus, micro_batch_size=each),
+        ParallelPlan(devices_per_process=gpus, micro_batch_size=each * gpus),
+    )
+    ddp, one_process = (estimate_plan(made, plan).step.step_time_s for plan in plans)
+    return ddp, one_process

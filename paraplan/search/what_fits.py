@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from paraplan.cost.estimate import fits, peak_memory
-from paraplan.cost.table import PlanTable
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
-from paraplan.search.fixed import FREE, Constraints
+from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.evaluation import exceeds_host
 from paraplan.search.space import PlanSpace, divisors
-from paraplan.search.survey import exceeds_host
 
 MOST_NODES = 16_384
 LONGEST_SEQUENCE = 2**24

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from paraplan.cli.ci import annotation, junit_xml
 from paraplan.cli.main import app
 from paraplan.plan.files import PlanFile
-from paraplan.search.check import Finding
+from paraplan.search.verification import Finding
 
 ROOT = Path(__file__).parent.parent.parent
 GPT2 = ["gpt2", "--profile", "dgx-h100", "--seq-len", "1024"]
@@ -54,7 +54,7 @@ def slow(best: Path, tmp_path: Path) -> Path:
 
 
 def test_the_recommended_plan_passes_its_own_check(best: Path) -> None:
-    status, stdout, stderr = run(*RECOMMEND, "--check", str(best), "--tolerance", "0")
+    status, stdout, stderr = run("verify", str(best), "--tolerance", "0")
     assert (status, stderr) == (0, "")
     assert [line.split()[:2] for line in stdout.splitlines()[1:]] == [
         ["pass", "suits"],
@@ -65,26 +65,37 @@ def test_the_recommended_plan_passes_its_own_check(best: Path) -> None:
     assert "\x1b" not in stdout
 
 
-def test_verify_takes_model_training_and_machines_from_the_plan_file(best: Path, slow: Path) -> None:
-    status, stdout, stderr = run("verify", str(best), "--tolerance", "0")
-    assert (status, stderr) == (0, "")
-    assert stdout == run(*RECOMMEND, "--check", str(best), "--tolerance", "0")[1]
-    assert run("verify", str(slow))[0] == 1
+def test_options_name_another_model_training_or_machine_than_the_plan_file(best: Path, tmp_path: Path) -> None:
+    whole = run("verify", str(best), "--model", "gpt2", "--seq-len", "1024", "--global-batch", "64")
+    assert whole == run("verify", str(best))
     status, stdout, _ = run("verify", str(best), "--profile", "dgx-h100", "--gpus-per-node", "4")
     assert (status, "8 ranks" in stdout) == (1, True)
+    assert "global batch is" in run("verify", str(best), "--global-batch", "128")[1]
+    alone = tmp_path / "alone.json"
+    alone.write_text(json.dumps({"plan": json.loads(best.read_text())["plan"]}))
+    assert "does not name its model" in run("verify", str(alone))[2]
+    assert "does not say what it trains" in run("verify", str(alone), "--model", "gpt2", "--profile", "dgx-h100")[2]
+    said = ["--model", *GPT2, "--global-batch", "64"]
+    assert run("verify", str(alone), *said)[0] == 0
+
+
+def test_the_old_spelling_answers_and_says_how_it_is_spelled_now(best: Path) -> None:
+    status, stdout, stderr = run(*RECOMMEND, "--check", str(best), "--tolerance", "0")
+    assert (status, stdout) == run("verify", str(best), "--tolerance", "0")[:2]
+    assert stderr == f"note: recommend --check is now: paraplan verify {best}\n"
 
 
 def test_a_plan_that_is_slower_than_the_tolerance_ends_with_1(slow: Path) -> None:
-    status, stdout, stderr = run(*RECOMMEND, "--check", str(slow))
+    status, stdout, stderr = run("verify", str(slow))
     assert status == 1
     assert "FAIL  speed" in stdout
     assert "1 of 4 checks" in stderr
-    assert run(*RECOMMEND, "--check", str(slow), "--tolerance", "100000%")[0] == 0
+    assert run("verify", str(slow), "--tolerance", "100000%")[0] == 0
 
 
 def test_a_plan_that_no_longer_fits_ends_with_1(best: Path, tmp_path: Path) -> None:
     path = changed(best, tmp_path, dp=8, tp=1, pp=1, zero_stage=0, micro_batch_size=2048, num_microbatches=1)
-    status, stdout, _ = run("recommend", *GPT2, "--global-batch", str(2048 * 8), "--check", str(path))
+    status, stdout, _ = run("verify", str(path), "--global-batch", str(2048 * 8))
     assert status == 1
     assert "FAIL  fits" in stdout
 
@@ -93,7 +104,7 @@ def test_a_plan_that_is_not_supported_ends_with_1(best: Path, tmp_path: Path) ->
     # 1F1B needs a micro-batch for each stage.
     few = {"dp": 1, "tp": 1, "pp": 8, "zero_stage": 0, "micro_batch_size": 16, "num_microbatches": 4}
     path = changed(best, tmp_path, **few, pipeline_schedule="1f1b", sequence_parallel=False)
-    status, stdout, _ = run(*RECOMMEND, "--check", str(path), "--tolerance", "100000")
+    status, stdout, _ = run("verify", str(path), "--tolerance", "100000")
     assert status == 1
     assert "FAIL  supported" in stdout
 
@@ -109,13 +120,13 @@ def test_a_plan_for_other_machines_or_batches_does_not_suit(
     fields: dict[str, object], message: str, best: Path, tmp_path: Path
 ) -> None:
     plain = {"dp": 8, "tp": 1, "pp": 1, "zero_stage": 0, "micro_batch_size": 1, "num_microbatches": 8}
-    status, stdout, _ = run(*RECOMMEND, "--check", str(changed(best, tmp_path, **(plain | fields))))
+    status, stdout, _ = run("verify", str(changed(best, tmp_path, **(plain | fields))))
     assert status == 1
     assert message in stdout
 
 
 def test_github_gets_an_annotation_for_each_failed_check(slow: Path) -> None:
-    _, stdout, _ = run(*RECOMMEND, "--check", str(slow), "--github")
+    _, stdout, _ = run("verify", str(slow), "--github")
     (line,) = [line for line in stdout.splitlines() if line.startswith("::")]
     assert line.startswith(f"::error file={slow},title=paraplan%3A speed::")
     assert "%25 slower" in line
@@ -129,7 +140,7 @@ def test_an_annotation_is_one_line_whatever_is_in_it() -> None:
 
 def test_junit_counts_and_names_the_failures(slow: Path, tmp_path: Path) -> None:
     report = tmp_path / "junit.xml"
-    assert run(*RECOMMEND, "--check", str(slow), "--junit", str(report))[0] == 1
+    assert run("verify", str(slow), "--junit", str(report))[0] == 1
     suites = parsed(report.read_text())
     (suite,) = suites
     assert suite.attrib["tests"] == suites.attrib["tests"] == "4"
@@ -146,7 +157,7 @@ def test_junit_of_hostile_words_is_xml() -> None:
 
 
 def test_json_says_what_passed_and_keeps_stdout_to_itself(slow: Path) -> None:
-    status, stdout, _ = run(*RECOMMEND, "--check", str(slow), "--json", "--github")
+    status, stdout, _ = run("verify", str(slow), "--json", "--github")
     answer = json.loads(stdout)
     assert status == 1
     assert answer["passed"] is False
@@ -168,18 +179,17 @@ def test_estimate_holds_memory_and_rate_against_limits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--check", "{plan}", "--tolerance", "many"], "--tolerance many is no percentage"),
-        (["--check", "{plan}", "--tolerance", "-1"], "no percentage"),
-        (["--github"], "add --check PLAN"),
-        (["--tolerance", "3"], "--tolerance is a check's, and there are none"),
-        (["--check", "{plan}", "--junit", "/no/such/folder/junit.xml"], "cannot write"),
-        (["--check", "/no/such/plan.json"], "/no/such/plan.json"),
-        (["--check", "{plan}", "-o", "plan.json"], "-o beside --check"),
-        (["--check", "{plan}", "--framework", "megatron-core"], "--framework beside --check"),
+        (["verify", "{plan}", "--tolerance", "many"], "--tolerance many is no percentage"),
+        (["verify", "{plan}", "--tolerance", "-1"], "no percentage"),
+        ([*RECOMMEND, "--github"], "use paraplan verify PLAN"),
+        ([*RECOMMEND, "--tolerance", "3"], "--tolerance reports checks, and there are none"),
+        (["verify", "{plan}", "--junit", "/no/such/folder/junit.xml"], "cannot write"),
+        (["verify", "/no/such/plan.json"], "/no/such/plan.json"),
+        ([*RECOMMEND, "--check", "{plan}", "-o", "plan.json"], "leave out -o"),
     ],
 )
 def test_bad_input_is_one_clear_message(arguments: list[str], message: str, best: Path) -> None:
-    status, _, stderr = run(*RECOMMEND, *(word.format(plan=best) for word in arguments))
+    status, _, stderr = run(*(word.format(plan=best) for word in arguments))
     assert status == 2
     assert message in stderr
     assert "Traceback" not in stderr
@@ -239,4 +249,4 @@ def test_the_hook_runs_a_command_that_checks(best: Path) -> None:
     program, *words = hook["entry"].split()
     assert program == "paraplan"
     assert hook["pass_filenames"] is False
-    assert run(*words, *GPT2, "--global-batch", "64", "--check", str(best))[0] == 0
+    assert run(*words, str(best))[0] == 0

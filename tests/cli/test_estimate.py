@@ -65,7 +65,7 @@ def test_every_pipeline_stage_is_shown_and_the_parts_are_named() -> None:
     status, stdout, _ = run(*LLAMA, "--pp", "4", "--dp", "2")
     assert status == 0
     assert all(f"stage  {stage} " in stdout for stage in range(4))
-    words = ("parameters", "gradients", "optimizer", "activations", "workspace", "what is not there just then counts 0")
+    words = ("parameters", "gradients", "optimizer", "activations", "workspace", "shows 0")
     assert all(word in stdout for word in words)
     assert "max_memory_allocated" in stdout
     assert "nvidia-smi" in stdout
@@ -76,7 +76,7 @@ def test_what_would_fit_names_every_zero_stage_and_recompute() -> None:
     assert {(row["zero_stage"], row["recompute"]) for row in rows} == {
         (stage, kind) for stage in range(4) for kind in ("none", "selective", "full")
     }
-    _, stdout, _ = run(*LLAMA, "--seq-len", "4096")
+    _, stdout, _ = run(*LLAMA, "--seq-len", "4096", "-v")
     assert "What would fit on 8 GPUs" in stdout
     assert "Largest layer: head, 525 M parameters" in stdout
 
@@ -208,7 +208,7 @@ def test_a_factory_that_fails_is_shown_with_its_own_error(
 def test_a_trace_stands_beside_the_estimate_part_by_part(script: str) -> None:
     pytest.importorskip("torch", reason="a trace runs the engine")
     model = ["estimate", f"{script}:build", "--profile", "dgx-h100", "--seq-len", "128"]
-    plan = ["--pp", "2", "--global-batch", "64", "--micro-batch", "16", "--precision", "fp32", "--trace"]
+    plan = ["--pp", "2", "--global-batch", "64", "--micro-batch", "16", "--precision", "fp32", "--trace-memory"]
     answer = report(*model, *plan)
     assert [stage["pipeline_stage"] for stage in answer["traced_memory"]] == [0, 1]
     for estimated, traced in zip(answer["predicted_for_trace"], answer["traced_memory"], strict=True):
@@ -223,7 +223,8 @@ def test_a_trace_of_a_plan_that_the_runtime_cannot_run_is_an_error(script: str) 
     pytest.importorskip("torch", reason="a trace runs the engine")
     too_few_micro_batches = ["--pp", "2", "--schedule", "1f1b", "--global-batch", "1"]
     status, _, stderr = run(
-        *["estimate", f"{script}:build", "--profile", "dgx-h100", "--seq-len", "64", "--trace"], *too_few_micro_batches
+        *["estimate", f"{script}:build", "--profile", "dgx-h100", "--seq-len", "64", "--trace-memory"],
+        *too_few_micro_batches,
     )
     assert status == 2
     assert "this runtime cannot execute the plan" in stderr
@@ -262,3 +263,16 @@ def test_compiled_blocks_are_faster_keep_less_and_stand_in_the_plan(tmp_path: Pa
     assert "bf16, adamw, sdpa attention, compiled blocks" in stdout
     assert json.loads(path.read_text(encoding="utf-8"))["training"]["compiled"] is True
     assert "compiled blocks" in run("estimate", "gpt2", "--profile", "dgx-a100", "--plan", str(path))[1]
+
+
+def test_a_framework_is_a_name_or_a_file_of_the_users(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    own = {"sources": [{"source": "train.py", "source_kind": "source code"}], "gradient_bytes": 2}
+    path.write_text(json.dumps({"name": "mine", "title": "My trainer", "based_on": "fsdp", "storage": own}))
+    arguments = ["estimate", "gpt2", "--profile", "dgx-a100", "--seq-len", "1024", "--dp", "8", "--framework"]
+    status, stdout, _ = run(*arguments, str(path))
+    assert (status, stdout.splitlines()[0]) == (0, "Predicted for My trainer, which paraplan does not launch:")
+    status, _, stderr = run(*arguments, "megatron-cor")
+    assert status == 2
+    assert "there is no framework 'megatron-cor'" in stderr
+    assert "did you mean megatron-core" in stderr

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from paraplan.cli.explain import TOPICS, read_topic
 from paraplan.cli.main import app
 from paraplan.cli.timeline import rank_line, windows_of
-from paraplan.cost.schedule_simulation import StageSeconds, simulate_pipeline
+from paraplan.cost.pipeline.simulation import StageSeconds, simulate_pipeline
 from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.ranks import RankGrid
 

@@ -20,7 +20,9 @@ def test_list_names_enough_machines_and_kinds_of_gpu() -> None:
     listed = json.loads(run("list", "--json")[0])
     assert len(listed["machines"]) >= 35
     assert len(listed["gpus"]) >= 30
-    assert all(profile["source"] for kind in listed.values() for profile in kind)
+    assert all(profile["source"] for kind in ("machines", "gpus", "networks") for profile in listed[kind])
+    assert sum(listed["source_kinds"].values()) == sum(len(listed[kind]) for kind in ("machines", "gpus", "networks"))
+    assert listed["source_kinds"]["memory"] > 0
     architectures = {gpu["architecture"] for gpu in listed["gpus"]}
     assert {"Pascal", "Volta", "Turing", "Ampere", "Ada Lovelace", "Hopper", "Blackwell", "CDNA 3"} <= architectures
 

@@ -50,8 +50,27 @@ def test_estimate_prints_the_interface_that_programs_read() -> None:
 def test_the_text_names_the_plan_the_tree_and_the_command() -> None:
     status, stdout, _ = run(*RECOMMEND)
     assert status == 0
-    for expected in ("Recommended:", "Decision tree", "does the model fit one GPU?", "Ruled out", "paraplan launch"):
-        assert expected in stdout
+    assert len(stdout.splitlines()) < 36
+    for label in ("Model ", "Training ", "Machine ", "Plan ", "Memory ", "Speed "):
+        assert any(line.startswith(label) for line in stdout.splitlines())
+    assert "paraplan launch" in stdout
+    details = ("Decision tree", "does the model fit one GPU?", "Ruled out", "Memory per GPU")
+    assert not any(expected in stdout for expected in details)
+    verbose = run(*RECOMMEND, "-v")[1]
+    assert all(expected in verbose for expected in details)
+
+
+def test_what_a_plan_wastes_is_said_with_its_cause() -> None:
+    few = ["recommend", "llama-3-405b", "--profile", "dgx-h100", "--nodes", "2048", "--seq-len", "8192"]
+    words = " ".join(run(*few, "--global-batch", "256", "--cp", "1")[1].split())
+    assert "Caution" in words
+    assert "of the step is waiting in the pipeline (256 sequences for 16384 GPUs)" in words
+    odd = ["recommend", "gpt2", "--profile", "dgx-h100", "--gpus-per-node", "6", "--seq-len", "512"]
+    words = " ".join(run(*odd, "--global-batch", "64")[1].split())
+    assert "6 GPUs do not divide 64 sequences; a global batch of 60 or 66 allows plain data parallelism" in words
+    full = ["estimate", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096", "--dp", "8", "--zero", "3"]
+    words = " ".join(run(*full, "--micro-batch", "2")[1].split())
+    assert "96% of the usable memory is taken, 2.60 GiB are left" in words
 
 
 def test_the_plan_file_holds_plan_model_training_cluster_and_estimate(tmp_path: Path) -> None:
@@ -146,7 +165,7 @@ def test_a_sequence_beyond_the_models_length_is_remarked_and_planned(command: tu
     assert warning in words
 
 
-def test_a_plan_for_another_framework_is_estimated_by_its_habits(tmp_path: Path) -> None:
+def test_a_plan_for_another_framework_is_estimated_by_its_profile(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     options = ["--profile", "dgx-h100", "--nodes", "2"]
     made = run("recommend", "mixtral-8x7b", *options, "--seq-len", "4096", "--global-batch", "64", "--ep", "4",
@@ -175,25 +194,28 @@ def test_a_plan_that_offloads_says_what_it_costs_and_what_would_do_without() -> 
     assert fewest["warnings"][0].endswith("It would fit with 16 GPUs (--nodes 2)")
 
 
-def test_a_faster_plan_outside_of_the_tree_is_had_with_the_options_that_are_named() -> None:
-    slow = ["recommend", "qwen2.5-7b", "--profile", "rtx-4090-x4", "--seq-len", "4096", "--global-batch", "64"]
-    fastest = json.loads(run(*slow, "--json")[1])["fastest"]["plan"]
-    text = run(*slow, "--top", "1", "--explain")[1]
-    table = text.partition("best first")[2].partition("Ruled out")[0]
-    assert table.count("GiB") == 2  # the fastest, and below it the recommended one, which is not among the first
+def test_a_simpler_plan_says_what_it_costs_and_the_fastest_is_to_be_had() -> None:
+    job = ["recommend", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
+    answer = json.loads(run(*job, "--json")[1])
+    assert answer["fastest"]["step"]["step_time_s"] < answer["estimate"]["step"]["step_time_s"]
+    text = run(*job, "--top", "1", "--explain")[1]
+    table = text.partition("fastest first")[2].partition("Ruled out")[0]
+    assert table.count("GiB") == 3  # the fastest, the recommended one, which is plain FSDP, and DDP, which is too large
     words = " ".join(text.split())
-    assert "slower, and chosen because the decision tree names its family" in words
-    options = words.partition("(take it with ")[2].partition(")")[0]
-    assert options
-    assert json.loads(run(*slow, *options.split(), "--json")[1])["plan"] == fastest
+    assert "slower, and chosen because it is simpler" in words
+    assert "chosen over dp4 x pp2, ZeRO-1, interleaved_1f1b v2" in words
+    assert json.loads(run(*job, "--objective", "fastest", "--json")[1])["plan"] == answer["fastest"]["plan"]
 
 
 def test_plans_that_differ_in_cp_for_dp_alone_are_counted_in_a_line() -> None:
     small = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
-    shown, answer = run(*small)[1], json.loads(run(*small, "--json")[1])
-    table = shown.partition("best first")[2].partition("Ruled out")[0]
-    hidden = int(table.partition(" more put")[0].split()[-1])
-    assert table.count("GiB") + hidden == len(answer["candidates"]) == 10
+    shown, answer = run(*small, "-v")[1], json.loads(run(*small, "--json")[1])
+    table = shown.partition("fastest first")[2].partition("Ruled out")[0]
+    hidden = int(table.partition(" similar plan")[0].split()[-1])
+    beside = {json.dumps(one["plan"]) for one in answer["baselines"]} - {
+        json.dumps(one["plan"]) for one in answer["candidates"]
+    }
+    assert table.count("GiB") + hidden - len(beside) == len(answer["candidates"]) == 10
 
 
 def test_experts_go_over_ranks_where_the_framework_has_it() -> None:

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from paraplan.cli.timeline import print_timeline, rank_line, shown_ranks, windows_of
-from paraplan.cost.schedule_simulation import StageSeconds, Timeline, simulate_pipeline
+from paraplan.cost.pipeline.simulation import StageSeconds, Timeline, simulate_pipeline
 from paraplan.plan.parallel import ScheduleName
 
 

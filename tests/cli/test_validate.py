@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from paraplan.accuracy.calibration import calibrate_to_runs
+from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
 from paraplan.cli.main import app
-from paraplan.cost.calibration import calibrate_to_runs
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import list_gpus
-from paraplan.plan.runs import MeasuredRun, read_runs
 
 HEADER = (
     "id,source,gpu,num_gpus,layers,hidden,heads,vocab,seq_len,global_batch,precision,framework,quality,"
@@ -119,14 +117,13 @@ def test_peaks_are_compared_as_they_were_read(tmp_path: Path) -> None:
 
 def test_nvidia_smi_shows_the_first_machine_where_nothing_else_is_said(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
-    row = "paper,A100-80GB,16,24,2048,16,50304,2048,256,fp16,Megatron-DeepSpeed,A,3.0,20.0,{},2,8,8,full\n"
-    metrics = ("nvidia-smi (GB as printed)", "nvidia-smi (max over nodes)", "max_allocated of LAST rank")
-    rows = "".join(f"row{number}," + row.format(metric) for number, metric in enumerate(metrics))
-    path.write_text(f"{HEADER},pp,micro_batch,gpus_per_node,recompute\n{rows}")
+    row = "paper,A100-80GB,16,24,2048,16,50304,2048,256,fp16,Megatron-DeepSpeed,A,3.0,20.0,nvidia-smi,2,8,8,full,"
+    rows = "".join(f"row{rank},{row}{rank}\n" for rank in ("", "all", "last"))
+    path.write_text(f"{HEADER},pp,micro_batch,gpus_per_node,recompute,memory_rank\n{rows}")
     answer = json.loads(CliRunner().invoke(app, ["validate", str(path), "--json"]).stdout)
-    first, of_all, _ = [row["predicted_peak_memory_bytes"] for row in answer["rows"]]
+    first, of_all, last = [row["predicted_peak_memory_bytes"] for row in answer["rows"]]
     # The second stage has the logits of 8 x 2,048 tokens, on the second machine.
-    assert of_all > first + 2e9
+    assert last == of_all > first + 2e9
 
 
 def test_the_text_names_the_worst_rows_and_every_grouping(sweep: Path) -> None:
@@ -145,8 +142,6 @@ def test_the_text_names_the_worst_rows_and_every_grouping(sweep: Path) -> None:
 def test_a_calibration_changes_the_predictions(sweep: Path, tmp_path: Path) -> None:
     fitted = calibrate_to_runs(
         [row for row in read_runs(sweep.read_text(), source="sweep") if isinstance(row, MeasuredRun)],
-        list_gpus(),
-        load_link_speeds(),
         source="sweep",
     )
     path = tmp_path / "calibration.json"
@@ -168,7 +163,7 @@ def test_a_file_that_is_no_calibration_is_one_clear_error(sweep: Path) -> None:
 def test_estimates_and_recommendations_take_a_calibration(command: str, sweep: Path, tmp_path: Path) -> None:
     runs = [row for row in read_runs(sweep.read_text(), source="sweep") if isinstance(row, MeasuredRun)]
     path = tmp_path / "calibration.json"
-    path.write_text(calibrate_to_runs(runs, list_gpus(), load_link_speeds(), source="sweep").to_json())
+    path.write_text(calibrate_to_runs(runs, source="sweep").to_json())
     options = [command, "gpt2", "--profile", "dgx-a100", "--seq-len", "1024", "--global-batch", "64", "--json"]
     times = []
     for extra in ([], ["--calibration", str(path)]):

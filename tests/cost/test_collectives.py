@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from paraplan.cost.collectives import GroupLinks, group_links
-from paraplan.cost.table import PlanTable
+from paraplan.cost.communication.collectives import GroupLinks, group_links
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth
 from paraplan.plan.parallel import Axis, ParallelPlan

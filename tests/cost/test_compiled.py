@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from paraplan.cost.blocks import block_costs
+from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.estimate import estimate_plan
-from paraplan.cost.table import PlanTable
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 

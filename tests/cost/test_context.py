@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from paraplan.cost.context import context_parallel_s
-from paraplan.cost.habits import MEGATRON_CORE
-from paraplan.cost.table import PlanTable
+from paraplan.cost.communication.context import context_parallel_s
+from paraplan.cost.framework_files import load_framework
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
+
+MEGATRON_CORE = load_framework("megatron-core")
 
 MakeWorkload = Callable[..., Workload]
 
@@ -23,7 +25,7 @@ def test_tokens_for_heads_between_nodes_wait_for_each_gpus_own_nic(workload: Mak
     least = 16384 * (8192 + 2 * 2 * 1024) * 2 * 8 / 16 / 50e9
     assert least < across < 1.5 * least
     assert inside < across / 2
-    rings = context_parallel_s(replace(made, habits=MEGATRON_CORE), table)[0]
+    rings = context_parallel_s(replace(made, framework=MEGATRON_CORE), table)[0]
     assert rings[1] < across
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paraplan.cost.course import pipeline_course, step_course
 from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.timeline import pipeline_course, step_course
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 

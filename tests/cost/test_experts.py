@@ -6,13 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paraplan.cost.blocks import block_costs
-from paraplan.cost.collectives import expert_links
+from paraplan.cost.blocks.costs import block_costs
+from paraplan.cost.communication.collectives import expert_links
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
-from paraplan.cost.habits import MEGATRON_CORE
-from paraplan.cost.table import PlanTable
+from paraplan.cost.framework_files import load_framework
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
+
+MEGATRON_CORE = load_framework("megatron-core")
 
 MakeWorkload = Callable[..., Workload]
 DP = ParallelPlan(dp=8, num_microbatches=8)
@@ -22,7 +24,7 @@ DENSE = 46_702_792_704 - EXPERTS
 
 @pytest.fixture
 def mixtral(workload: MakeWorkload) -> Workload:
-    return replace(workload("mixtral-8x7b", seq_length=4096), habits=MEGATRON_CORE)
+    return replace(workload("mixtral-8x7b", seq_length=4096), framework=MEGATRON_CORE)
 
 
 def parts(estimate: PlanEstimate) -> tuple[int, int, int]:
@@ -47,7 +49,7 @@ def test_zero_shards_experts_over_the_ranks_that_hold_the_same_ones(mixtral: Wor
 
 
 def test_groups_of_experts_are_neighbours_and_cross_the_links_between_them(workload: MakeWorkload) -> None:
-    made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), habits=MEGATRON_CORE)
+    made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), framework=MEGATRON_CORE)
     plans = [
         ParallelPlan(dp=8, tp=2, ep=4, sequence_parallel=True),
         ParallelPlan(dp=8, tp=2, ep=8, sequence_parallel=True),
@@ -101,7 +103,7 @@ def test_autocast_leaves_experts_in_fp32_where_the_weights_are(workload: MakeWor
     # ZeRO gathers 16-bit weights, DDP keeps fp32 ones: 67 of 989 TFLOP/s on an H100, and most of the work is experts.
     assert compute_s(made, 0) > 5 * compute_s(made, 1)
     assert compute_s(made, 0) < compute_s(whole, 0)
-    of_fp16 = replace(made, habits=MEGATRON_CORE)
+    of_fp16 = replace(made, framework=MEGATRON_CORE)
     assert compute_s(of_fp16, 0) == pytest.approx(compute_s(of_fp16, 1))
     dense = workload("llama-3-8b", seq_length=4096)
     # Casts of weights, which DDP alone has, are few beside the work of large micro-batches.
@@ -109,5 +111,5 @@ def test_autocast_leaves_experts_in_fp32_where_the_weights_are(workload: MakeWor
 
 
 def test_a_model_without_experts_has_none_to_share_out(workload: MakeWorkload) -> None:
-    made = replace(workload("llama-3-8b", seq_length=4096), habits=MEGATRON_CORE)
+    made = replace(workload("llama-3-8b", seq_length=4096), framework=MEGATRON_CORE)
     assert not block_costs(made, PlanTable.of_plans([DP])).expert_parameters.any()

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paraplan.cost.capacity import FitRow, largest_layer, what_fits
 from paraplan.cost.estimate import evaluate_plan
-from paraplan.cost.fitting import FitRow, largest_layer, what_fits
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.profile_files import cluster_from_profile

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from paraplan.cost.collectives import data_links
+from paraplan.cost.communication.collectives import data_links
 from paraplan.cost.estimate import estimate_plan
-from paraplan.cost.table import PlanTable
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 

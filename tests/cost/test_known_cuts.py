@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from paraplan.cost.blocks import block_costs
-from paraplan.cost.known_cuts import Cut, KnownCuts
-from paraplan.cost.table import PlanTable
+from paraplan.cost.blocks.costs import block_costs
+from paraplan.cost.cache import Cut, KnownCuts
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 

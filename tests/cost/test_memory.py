@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan, peak_memory, stage_memories
-from paraplan.cost.stages import even_stage, in_flight
-from paraplan.cost.table import PlanTable
+from paraplan.cost.pipeline.stages import even_stage, in_flight
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 

@@ -8,25 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paraplan.cost import loss_memory
-from paraplan.cost.blocks import block_costs
+from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.estimate import evaluate_plan
-from paraplan.cost.habits import (
-    COMPOSER,
-    FLAGSCALE,
-    MEGATRON_2022,
-    MEGATRON_CORE,
-    MEGATRON_CORE_LOCAL,
-    MEGATRON_DEEPSPEED,
-    Habits,
-)
-from paraplan.cost.memory import host_bytes
-from paraplan.cost.optimizers import optimizer_states
-from paraplan.cost.rank_memory import RankMemory
-from paraplan.cost.stages import chunk_in_flight, even_stage
-from paraplan.cost.table import PlanTable
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework_files import load_framework
+from paraplan.cost.memory import loss_memory
+from paraplan.cost.memory.optimizers import optimizer_states
+from paraplan.cost.memory.peak import host_bytes
+from paraplan.cost.memory.rank import RankMemory
+from paraplan.cost.memory.workspaces import matmul_workspace_bytes
+from paraplan.cost.pipeline.stages import chunk_in_flight, even_stage
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
-from paraplan.cost.workspaces import matmul_workspace_bytes
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.reader import read_fields
 from paraplan.model.shapes import TransformerShapes, model_from_shapes
@@ -34,16 +27,23 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import OptimizerName
 from paraplan.units import GIB, MIB
 
+COMPOSER = load_framework("composer")
+FLAGSCALE = load_framework("flagscale")
+MEGATRON_2022 = load_framework("megatron-lm-2022")
+MEGATRON_CORE = load_framework("megatron-core")
+MEGATRON_CORE_LOCAL = load_framework("megatron-core-local")
+MEGATRON_DEEPSPEED = load_framework("megatron-deepspeed")
+
 MakeWorkload = Callable[..., Workload]
 H, A, S, V, LAYERS = 512, 8, 256, 1024, 8
 BLOCK = 12 * H * H + 13 * H
 EMBEDDING = (V + S) * H
 
 
-def gpt(workload: MakeWorkload, habits: Habits, **training: object) -> Workload:
+def gpt(workload: MakeWorkload, framework: FrameworkProfile, **training: object) -> Workload:
     shapes = TransformerShapes(num_layers=LAYERS, hidden_size=H, num_heads=A, vocab_size=V, max_seq_length=S)
     made = workload(**{"seq_length": S, "attention": "eager", **training})
-    return replace(made, model=model_from_shapes(shapes), habits=habits)
+    return replace(made, model=model_from_shapes(shapes), framework=framework)
 
 
 def rank(workload: Workload, stage: int = 0, **plan: object) -> RankMemory:
@@ -130,7 +130,7 @@ def test_foreach_steps_copy_all_loops_one_and_fused_none(workload: MakeWorkload)
     assert one(rank(made).step_copies_bytes) == 4 * total
     # FSDP's sharded parameters are stepped through one by one: two copies of the largest, one of another.
     assert one(rank(made, dp=8, zero_stage=1).step_copies_bytes) == 4 * (2 * largest + weight) / 8
-    fused = replace(made, habits=made.habits.replace(optimizer_step="fused"))
+    fused = replace(made, framework=made.framework.changed(storage={"optimizer_step": "fused"}))
     assert one(rank(fused).step_copies_bytes) == 0
     assert one(rank(workload(precision="fp32", optimizer="adafactor")).step_copies_bytes) == 4 * total
     assert one(rank(workload(precision="fp32", optimizer="muon")).step_copies_bytes) == 9 * largest
@@ -178,9 +178,11 @@ def test_activations_of_a_rank_are_those_of_its_chunks_in_flight(workload: MakeW
     assert one(rank(made, 2, **plan).kept_bytes) == pytest.approx((4 + 3) * block)
 
 
-@pytest.mark.parametrize(("tp", "habits", "each"), [(1, MEGATRON_CORE, 6), (4, MEGATRON_CORE, 6), (1, COMPOSER, 4)])
-def test_the_loss_holds_its_bytes_a_logit(workload: MakeWorkload, tp: int, habits: Habits, each: int) -> None:
-    held = rank(gpt(workload, habits), tp=tp, micro_batch_size=B)
+@pytest.mark.parametrize(("tp", "framework", "each"), [(1, MEGATRON_CORE, 6), (4, MEGATRON_CORE, 6), (1, COMPOSER, 4)])
+def test_the_loss_holds_its_bytes_a_logit(
+    workload: MakeWorkload, tp: int, framework: FrameworkProfile, each: int
+) -> None:
+    held = rank(gpt(workload, framework), tp=tp, micro_batch_size=B)
     assert one(loss_memory.backward_bytes(held)) == each * B * S * V / tp
 
 
@@ -207,7 +209,7 @@ def test_deepspeed_flattens_gradients_to_reduce_and_to_step(workload: MakeWorklo
     held = rank(made, dp=4, zero_stage=1)
     assert one(held.bucket_bytes) == 2 * parameters  # less than 5e8
     assert one(held.flat_step_bytes) == 6 * parameters / 4
-    apart = rank(replace(made, habits=made.habits.replace(gradient_bytes=4)), dp=4, zero_stage=1)
+    apart = rank(replace(made, framework=made.framework.changed(storage={"gradient_bytes": 4})), dp=4, zero_stage=1)
     assert one(apart.gradient_bytes(at_end=True)) == (4 + 2) * parameters
     assert one(apart.flat_step_bytes) == 0
 
@@ -221,24 +223,29 @@ def test_ddp_has_buckets_beside_gradients_that_accumulate(workload: MakeWorkload
 
 
 @pytest.mark.parametrize(
-    ("profile", "habits", "size_bytes"),
+    ("profile", "framework", "size_bytes"),
     [
         ("dgx-a100", None, 2 * (8 * MIB + 128 * 1024)),
         ("dgx-h100", None, 2 * 32 * MIB),
         ("dgx-h100", MEGATRON_CORE, 3 * 32 * MIB),
         ("dgx-a100", MEGATRON_CORE, 2 * (8 * MIB + 128 * 1024) + 4 * MIB),
-        ("dgx-a100", MEGATRON_CORE.replace(is_deterministic=True), 2 * 32 * MIB + 4 * MIB),
     ],
 )
 def test_matmuls_keep_the_workspaces_of_their_libraries(
-    workload: MakeWorkload, profile: str, habits: Habits | None, size_bytes: int
+    workload: MakeWorkload, profile: str, framework: FrameworkProfile | None, size_bytes: int
 ) -> None:
     made = workload(profile=profile)
-    assert matmul_workspace_bytes(made if habits is None else replace(made, habits=habits)) == size_bytes
+    assert matmul_workspace_bytes(made if framework is None else replace(made, framework=framework)) == size_bytes
+
+
+def test_a_stated_workspace_takes_the_place_of_torchs_own(workload: MakeWorkload) -> None:
+    made = replace(workload(profile="dgx-a100"), framework=MEGATRON_CORE)
+    made = replace(made, constants=made.constants.replace(cublas_workspace_bytes=32 * MIB))
+    assert matmul_workspace_bytes(made) == 2 * 32 * MIB + 4 * MIB
 
 
 def test_megatrons_own_attention_keeps_a_buffer_of_scores(workload: MakeWorkload) -> None:
-    made, engine = (gpt(workload, habits) for habits in (MEGATRON_CORE_LOCAL, MEGATRON_CORE))
+    made, engine = (gpt(workload, framework) for framework in (MEGATRON_CORE_LOCAL, MEGATRON_CORE))
     scores = 2 * A / 2 * B * S * S
     local, other = (one(rank(one_of, tp=2, micro_batch_size=B).standing_workspace_bytes) for one_of in (made, engine))
     shapes = 3 * H * H + H * H + 8 * H * H
@@ -298,7 +305,7 @@ def test_a_token_is_kept_once_for_every_expert_that_it_goes_to(workload: MakeWor
 
     def kept(experts_per_token: int) -> float:
         model = read_fields(ModelConfig("config", {**fields, "num_experts_per_tok": experts_per_token}))
-        made = replace(workload(seq_length=S, attention="flash"), model=model, habits=MEGATRON_CORE)
+        made = replace(workload(seq_length=S, attention="flash"), model=model, framework=MEGATRON_CORE)
         return block_bytes(made)
 
     # A row of an expert: its input, gate, up and their product, its output; its weight twice in fp32.
@@ -326,6 +333,6 @@ def test_a_position_bias_is_kept_once_for_a_micro_batch(workload: MakeWorkload) 
 
 def test_flagscale_keeps_the_activated_gate_and_keys_for_all_heads(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", seq_length=S, attention="flash")
-    plain, own = (block_bytes(replace(made, habits=habits)) for habits in (MEGATRON_2022, FLAGSCALE))
+    plain, own = (block_bytes(replace(made, framework=framework)) for framework in (MEGATRON_2022, FLAGSCALE))
     # Two bytes for each of the gate's 14,336 features, and for the 24 heads of 128 that 8 of keys and of values lack.
     assert own - plain == S * 2 * (14336 + 2 * 24 * 128)

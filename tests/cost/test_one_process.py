@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
-from paraplan.cost.habits import HF_TRAINER
+from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
+
+HF_TRAINER = load_framework("huggingface-trainer")
 
 MakeWorkload = Callable[..., Workload]
 DDP = ParallelPlan(dp=2, micro_batch_size=4)
@@ -18,7 +20,7 @@ ONE_PROCESS = ParallelPlan(devices_per_process=2, micro_batch_size=8)
 def gpt2(workload: MakeWorkload, profile: str) -> Workload:
     """GPT-2 on two TITAN RTX as in Hugging Face's "Efficient Training on Multiple GPUs": fp32, 4 x 1024 on each."""
     made = workload("gpt2", profile, seq_length=1024, global_batch_size=8, precision="fp32", attention="eager")
-    return replace(made, habits=HF_TRAINER)
+    return replace(made, framework=HF_TRAINER)
 
 
 def test_data_parallel_and_ddp_rank_as_in_the_guide(workload: MakeWorkload) -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraplan.cost.schedule import Pipelines, pipeline_s
-from paraplan.cost.schedule_runs import StageRuns
-from paraplan.cost.schedule_simulation import StageSeconds, Timeline, simulate_pipeline
-from paraplan.cost.table import SCHEDULES
+from paraplan.cost.pipeline.runs import StageRuns
+from paraplan.cost.pipeline.schedule import Pipelines, pipeline_s
+from paraplan.cost.pipeline.simulation import StageSeconds, Timeline, simulate_pipeline
+from paraplan.cost.plan_table import SCHEDULES
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ScheduleName
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.cost.estimate import evaluate_plan, step_times
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.step import overlap_s
-from paraplan.cost.table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
 from paraplan.hardware.profile_files import cluster_from_profile, list_machines
@@ -80,7 +80,9 @@ def test_no_step_is_faster_than_the_peak_of_the_gpu_allows(workload: MakeWorkloa
 def test_recompute_costs_about_a_third_more_compute(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", seq_length=4096)
     # What is gathered and reduced is copied, and that is not done again.
-    made = replace(made, habits=made.habits.replace(gather_traffic=0, reduce_traffic=(0, 0)))
+    made = replace(
+        made, framework=made.framework.changed(data_parallel={"gather_traffic": 0, "reduce_traffic": (0, 0)})
+    )
     step = evaluate_plan(made, ParallelPlan(dp=8, zero_stage=3, num_microbatches=8, recompute="full")).step
     assert step.recompute_s == pytest.approx(step.compute_s / 3, rel=0.15)
 

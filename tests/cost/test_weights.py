@@ -6,13 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paraplan.cost.communication.weights import weight_work
 from paraplan.cost.estimate import evaluate_plan
-from paraplan.cost.habits import COMPOSER, DEEPSPEED_ZERO, FSDP, HF_TRAINER, MEGATRON_2021, MEGATRON_2022, Habits
-from paraplan.cost.table import PlanTable
-from paraplan.cost.weights import weight_work
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework_files import load_framework
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
+
+COMPOSER = load_framework("composer")
+DEEPSPEED_ZERO = load_framework("deepspeed-zero")
+FSDP = load_framework("fsdp")
+HF_TRAINER = load_framework("huggingface-trainer")
+MEGATRON_2021 = load_framework("megatron-lm")
+MEGATRON_2022 = load_framework("megatron-lm-2022")
 
 MakeWorkload = Callable[..., Workload]
 DP = ParallelPlan(dp=8, num_microbatches=4)
@@ -46,23 +54,23 @@ def test_shards_are_copied_when_they_are_gathered_and_reduced(
 
 
 @pytest.mark.parametrize(
-    ("habits", "stage", "backward"),
+    ("framework", "stage", "backward"),
     [
         (MEGATRON_2021, 0, 0.75 * (2 + 2 * 2)),
-        (MEGATRON_2021.replace(gradient_bytes=4), 0, 0.75 * (2 + 2 * 4)),
+        (MEGATRON_2021.changed(storage={"gradient_bytes": 4}), 0, 0.75 * (2 + 2 * 4)),
         (MEGATRON_2022, 0, 0),
         (HF_TRAINER, 0, 0.75 * 12 + 16 / 4),
         (FSDP, 3, 4 + 6),
         (COMPOSER, 3, 18),
-        (COMPOSER.replace(gradient_bytes=2), 3, 8),
+        (COMPOSER.changed(storage={"gradient_bytes": 2}), 3, 8),
         (DEEPSPEED_ZERO, 3, 4 + 12),
         (DEEPSPEED_ZERO, 2, 12),
     ],
 )
 def test_each_framework_moves_its_gradients_as_its_source_does(
-    made: Workload, habits: Habits, stage: int, backward: float
+    made: Workload, framework: FrameworkProfile, stage: int, backward: float
 ) -> None:
-    assert bytes_of(replace(made, habits=habits), DP.replace(zero_stage=stage))[2] == backward
+    assert bytes_of(replace(made, framework=framework), DP.replace(zero_stage=stage))[2] == backward
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -70,7 +78,9 @@ def test_a_step_takes_as_much_longer_as_its_copies_take_at_the_memory_s_bandwidt
     made: Workload, precision: TrainingPrecision
 ) -> None:
     made = replace(made, training=made.training.replace(precision=precision))
-    plain = replace(made, habits=made.habits.replace(gather_traffic=0, reduce_traffic=(0, 0)))
+    plain = replace(
+        made, framework=made.framework.changed(data_parallel={"gather_traffic": 0, "reduce_traffic": (0, 0)})
+    )
     plan = DP.replace(zero_stage=3, micro_batch_size=16)  # more than the host needs to start it
     moved = 124_439_808 * (4 + 4 + 6) / made.memory_bandwidth_bytes_per_s
     steps = [evaluate_plan(each, plan).step for each in (made, plain)]
@@ -88,19 +98,21 @@ def test_the_host_is_the_limit_of_small_blocks_that_are_gathered(workload: MakeW
     assert gathered > reduced > once > whole
     # 12 blocks, two gathers and a reduction each, are more than what the GPU does beside the host's other work.
     assert gathered - whole > 4 * 12 * (0.3e-3 + 0.5e-3) * 0.9
-    without = replace(large, habits=large.habits.replace(gather_host_s=0.0, reduce_host_s=0.0))
+    without = replace(
+        large, framework=large.framework.changed(data_parallel={"gather_host_s": 0.0, "reduce_host_s": 0.0})
+    )
     assert compute_s(large) == pytest.approx(compute_s(without))
 
 
 def test_a_recomputed_pass_casts_again_and_gathers_nothing(made: Workload) -> None:
     plan = DP.replace(recompute="full", micro_batch_size=2)
     bandwidth = made.memory_bandwidth_bytes_per_s
-    uncast = replace(made, habits=made.habits.replace(is_autocast=False, copy_bytes=0))
+    uncast = replace(made, framework=made.framework.changed(storage={"is_autocast": False, "autocast_copy_bytes": 0}))
     casts = [evaluate_plan(each, plan).step.recompute_s for each in (made, uncast)]
     matmuls = 12 * 12 * 768 * 768
     assert casts[0] - casts[1] >= 4 * 6 * matmuls / bandwidth * 0.99
     gathered = [
         evaluate_plan(each, plan.replace(zero_stage=3)).step.recompute_s
-        for each in (made, replace(made, habits=made.habits.replace(gather_traffic=0)))
+        for each in (made, replace(made, framework=made.framework.changed(data_parallel={"gather_traffic": 0})))
     ]
     assert np.ptp(gathered) == 0

@@ -27,9 +27,9 @@ from paraplan.plan.compatibility import why_incompatible
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
-from paraplan.search.changes import step_here
-from paraplan.search.check import check_plan
+from paraplan.search.comparison import step_here
 from paraplan.search.space import PlanSpace
+from paraplan.search.verification import check_plan
 
 MakeWorkload = Callable[..., Workload]
 LLAMA: dict[str, Any] = {"model": "llama-3-8b", "global_batch_size": 64, "seq_length": 8192}
@@ -79,7 +79,7 @@ def test_the_gate_refuses_what_an_estimate_refuses(tmp_path: Path) -> None:
     path.write_text(PlanFile(plan=plan).to_json())
     job = ["llama-3-8b", "--profile", "dgx-h100", "--seq-len", "8193"]
     estimate = CliRunner().invoke(app, ["estimate", *job, "--plan", str(path)])
-    check = CliRunner().invoke(app, ["recommend", *job, "--global-batch", "64", "--check", str(path)])
+    check = CliRunner().invoke(app, ["verify", str(path), "--model", *job, "--global-batch", "64"])
     assert (estimate.exit_code, check.exit_code) == (2, 1)
     message = "tp=8 does not divide the 8193 tokens of a rank"
     assert message in estimate.stderr
@@ -212,7 +212,7 @@ def test_the_command_line_agrees_on_plan_files(made: Workload, plan: ParallelPla
     found, of_own = why_unsuitable(made, plan), why_unsuitable(own, plan)
     estimate = CliRunner().invoke(app, ["estimate", *words, "--plan", str(path)])
     assert (estimate.exit_code, of_own is None or of_own.message in estimate.stderr) == (2 * (of_own is not None), True)
-    check = CliRunner().invoke(app, ["recommend", *words, *batch, "--check", str(path)])
+    check = CliRunner().invoke(app, ["verify", str(path), "--model", *words, *batch])
     assert found is None or (check.exit_code == 1 and found.message in check.stdout), check.stdout
 
 

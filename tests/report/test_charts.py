@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paraplan.cli.estimate_tables import shown_stages as stages_in_text
-from paraplan.cost.course import StepCourse, step_course
 from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.timeline import StepCourse, step_course
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from paraplan.cost.estimate import peak_memory, step_times
-from paraplan.cost.habits import DEEPSPEED_ZERO, MEGATRON_CORE
-from paraplan.cost.table import Floats
+from paraplan.cost.framework_files import load_framework
+from paraplan.cost.plan_table import Floats
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
-from paraplan.search.bound import least_step_s
-from paraplan.search.fixed import Constraints
-from paraplan.search.orders import ORDERS
+from paraplan.search.constraints import Constraints
+from paraplan.search.lower_bound import least_step_s
+from paraplan.search.rank_orders import ORDERS
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace, all_degrees
+
+DEEPSPEED_ZERO = load_framework("deepspeed-zero")
+MEGATRON_CORE = load_framework("megatron-core")
 
 MakeWorkload = Callable[..., Workload]
 
@@ -48,7 +51,7 @@ def mixture(tmp_path: Path) -> str:
 def test_the_search_over_experts_loses_nothing_that_brute_force_finds(
     workload: MakeWorkload, mixture: str, profile: str, nodes: int, batch: int
 ) -> None:
-    made = replace(workload(mixture, profile, num_nodes=nodes, global_batch_size=batch), habits=MEGATRON_CORE)
+    made = replace(workload(mixture, profile, num_nodes=nodes, global_batch_size=batch), framework=MEGATRON_CORE)
     seconds, peaks = _all_plans(made)
     found = search(made, num_candidates=1000, runnable_only=False)
     assert found.candidates[0].step_time_s == pytest.approx(seconds.min())
@@ -76,7 +79,7 @@ def test_every_degree_of_experts_is_tried_once(workload: MakeWorkload, mixture: 
     assert len(degrees) == len(set(degrees))
     assert all(one.dp * one.cp % one.ep == 0 and one.ep in (1, 2, 4) for one in degrees)
     assert {one.ep for one in all_degrees(8)} == {1}
-    made = replace(workload(mixture, "dgx-h100"), habits=MEGATRON_CORE)
+    made = replace(workload(mixture, "dgx-h100"), framework=MEGATRON_CORE)
     found = {(plan.dp * plan.cp, plan.ep) for plan in _plans(PlanSpace(made, False))}
     assert found == {(1, 1), (2, 1), (2, 2), *((4, ep) for ep in (1, 2, 4)), *((8, ep) for ep in (1, 2, 4))}
 
@@ -86,7 +89,7 @@ def _plans(space: PlanSpace) -> list[ParallelPlan]:
 
 
 def test_experts_of_a_large_mixture_are_spread_by_megatron_core(workload: MakeWorkload) -> None:
-    made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), habits=MEGATRON_CORE)
+    made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), framework=MEGATRON_CORE)
     assert search(made, runnable_only=False).best.plan.ep > 1
 
 
@@ -97,14 +100,14 @@ def test_who_cannot_spread_experts_has_those_plans_counted_and_left_out(
     workload: MakeWorkload, mixture: str, runnable_only: bool, words: str
 ) -> None:
     made = workload(mixture, "dgx-h100")
-    made = made if runnable_only else replace(made, habits=DEEPSPEED_ZERO)
+    made = made if runnable_only else replace(made, framework=DEEPSPEED_ZERO)
     found = search(made, num_candidates=1000, runnable_only=runnable_only)
     assert {one.plan.ep for one in found.candidates} == {1}
     assert sum(one.count for one in found.rejections if words in one.reason) > 1000
 
 
 def test_the_runtime_says_why_it_does_not_execute_ep(workload: MakeWorkload, mixture: str) -> None:
-    made = replace(workload(mixture, "dgx-h100"), habits=MEGATRON_CORE)
+    made = replace(workload(mixture, "dgx-h100"), framework=MEGATRON_CORE)
     plan = search(made, runnable_only=False, fixed=Constraints(ep=4)).best.plan
     assert plan.ep == 4
     reason = unsupported_reason(plan)
@@ -123,7 +126,7 @@ def test_the_runtime_says_why_it_does_not_execute_ep(workload: MakeWorkload, mix
 def test_an_ep_that_cannot_be_had_is_an_error_with_what_would_do(
     workload: MakeWorkload, model: str, ep: int, message: str
 ) -> None:
-    made = replace(workload(model, num_nodes=2), habits=MEGATRON_CORE)
+    made = replace(workload(model, num_nodes=2), framework=MEGATRON_CORE)
     with pytest.raises(PlanError) as caught:
         PlanSpace(made, False, Constraints(ep=ep))
     assert str(caught.value).startswith(message)

@@ -7,7 +7,7 @@ import pytest
 
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
-from paraplan.search.fixed import FREE, Constraints
+from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace
 
@@ -70,7 +70,7 @@ def test_all_candidates_have_what_is_fixed(workload: MakeWorkload) -> None:
         (Constraints(tp=16), "--tp 16: 16 does not divide the 32 attention and 8 key", "use --tp 1, 2, 4 or 8"),
         (Constraints(pp=5), "--pp 5: 5 does not divide 8 GPUs", "use --pp 1, 2, 4 or 8"),
         (Constraints(pp=64), "--pp 64: 64 pipeline stages for the 32 blocks", "use --pp 1, 2, 4 or 8"),
-        (Constraints(tp=4, dp=4), "--tp 4 and --dp 4 do not go together on 8 GPUs", "use --tp 1 or 2, or --dp 1 or 2"),
+        (Constraints(tp=4, dp=4), "--dp 4 and --tp 4 do not go together on 8 GPUs", "use --dp 1 or 2, or --tp 1 or 2"),
         (Constraints(tp=4, cp=4), "--tp 4 and --cp 4 do not go together", "use --tp 1 or 2, or --cp 1 or 2"),
         (Constraints(micro_batch_size=3), "--micro-batch 3 divides no rank's share", "1, 2, 4, 8, 16, 32 or 64"),
         (Constraints(pp=2, zero_stage=3), "no plan has all of --pp 2, --zero 3", "ZeRO 0 and 1 alone"),

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from paraplan.cost.workload import Workload
-from paraplan.search.nothing_fits import NothingFitsError
-from paraplan.search.scaling import scaling
+from paraplan.search.failure import NothingFitsError
 from paraplan.search.search import search
+from paraplan.search.sizes import scaling
 
 MakeWorkload = Callable[..., Workload]
 

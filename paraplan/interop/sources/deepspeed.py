@@ -141,7 +141,7 @@ def _quotient(fields: Fields, total: int, divisor: int, words: str) -> int:
     if rest or not share:
         raise PlanError(
             f"{fields.source}: {_TOTAL}={total} is not a multiple of {words}",
-            hint="mend the batch sizes, or say what machines they are for: --profile NAME --nodes N",
+            hint="fix the batch sizes, or say what machines they are for: --profile NAME --nodes N",
         )
     return share
 

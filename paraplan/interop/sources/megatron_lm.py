@@ -127,7 +127,7 @@ def _batch(fields: Fields, given: Given, dp: int) -> tuple[int, int]:
         raise PlanError(
             f"{source}: --global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {dp} "
             "data-parallel ranks",
-            hint="mend the sizes, or say what machines they are for: --profile NAME --nodes N",
+            hint="fix the sizes, or say what machines they are for: --profile NAME --nodes N",
         )
     return micro, steps
 

@@ -1,0 +1,1 @@
+"""Predictions of measured runs: how far they are off, and constants fitted to them."""

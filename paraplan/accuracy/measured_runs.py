@@ -1,0 +1,208 @@
+"""Measured training runs: one row of a RUNS.csv, as `paraplan validate` reads it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from paraplan.errors import PlanError
+from paraplan.records import Record
+
+SHAPES = ("layers", "hidden", "heads")
+REQUIRED_COLUMNS = ("gpu", "num_gpus", *SHAPES, "seq_len")
+"""Without these columns a table is none of runs; in a row the shapes and what others imply may be blank."""
+
+UNKNOWN = ("-", "--", "?", "n/a", "na", "nan", "none", "null", "unknown")
+"""What stands for a blank in columns of numbers."""
+
+WORDS = {
+    "precision": {
+        **dict.fromkeys(("bfloat16", "bf16-mixed", "amp_bf16"), "bf16"),
+        **dict.fromkeys(("float16", "half", "fp16-mixed", "16-mixed", "amp_fp16"), "fp16"),
+        **dict.fromkeys(("float32", "tf32"), "fp32"),
+        **dict.fromkeys(("mixed", "amp"), ""),
+    },
+    "activation": dict.fromkeys(("silu", "swish"), "swiglu") | {"relu2": "squared_relu"},
+    "flash_attention": dict.fromkeys(("flash", "fa2", "fa3"), "1") | {"eager": "0"},
+    "recompute": {"true": "full", "yes": "full", "1": "full", "false": "none", "no": "none", "0": "none"},
+    "memory_rank": dict.fromkeys(("max", "every"), "all"),
+    "zero_stage": {"fsdp": "3", "full": "3", "ddp": "0", "none": "0"},
+}
+"""Other spellings of cells, by column."""
+
+ZERO_ALLOWED = ("zero_stage", "dropout")
+MICROBATCHES_PER_STAGE = 4
+
+
+class MeasuredRun(Record):
+    """One measured run. A blank cell is None; what a row leaves out is decided by whoever predicts it.
+
+    Shapes are those of the whole model, or blank where `model_name` says what it is; `micro_batch` and `global_batch`
+    count sequences; `inter_node_gbps_per_gpu` is in Gb/s, `measured_peak_mem_gib` in GiB, `params_b` in billions.
+    A batch that `read_runs` assumed makes the quality C.
+    """
+
+    id: str
+    source: str = ""
+    gpu: str
+    gpus_per_node: int | None = None
+    num_gpus: int
+    intra_node_link: str = ""
+    inter_node_gbps_per_gpu: float | None = None
+    model_name: str = ""
+    params_b: float | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn_hidden: int | None = None
+    vocab: int | None = None
+    seq_len: int
+    activation: str = ""
+    tied_embeddings: bool | None = None
+    precision: str = ""
+    optimizer: str = ""
+    framework: str = ""
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    vpp: int | None = None
+    sequence_parallel: bool | None = None
+    zero_stage: int | None = None
+    recompute: str = ""
+    flash_attention: bool | None = None
+    torch_compile: bool | None = None
+    micro_batch: int | None = None
+    global_batch: int
+    num_microbatches: int | None = None
+    measured_step_time_s: float | None = None
+    measured_tokens_per_s_per_gpu: float | None = None
+    measured_peak_mem_gib: float | None = None
+    memory_metric: str = ""
+    """What was read: max_allocated, max_reserved or nvidia-smi."""
+    memory_rank: str = ""
+    """Whose memory was read: "last" is the last rank, "all" the largest of all. Blank: of nvidia-smi the largest on the
+    first machine, else the largest of all."""
+    context_bytes: int | None = None
+    """The CUDA context, where nvidia-smi counted it and somebody looked."""
+    fit_status: str = ""
+    quality: str = ""
+    nonstandard_features: str = ""
+    grad_dtype: str = ""
+    """In what gradients are accumulated: fp32, bf16 or fp16."""
+    dropout: float | None = None
+    """Dropout rate of the hidden states."""
+    deterministic: bool | None = None
+    """Matmuls had to repeat bit by bit (CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
+    compiled_loss: bool | None = None
+    """The loss was compiled (Megatron-LM's --cross-entropy-loss-fusion)."""
+    head: str = ""
+    """"classifier" for a model without an LM head."""
+    notes: str = ""
+    """For people; nothing is read from them."""
+
+
+class UnusableRow(Record):
+    """A row that describes no run, and why."""
+
+    id: str
+    reason: str
+
+
+def read_runs(text: str, *, source: str) -> list[MeasuredRun | UnusableRow]:
+    """Read the text of a RUNS.csv, one entry a row in its order.
+
+    Blank cells that others imply are filled in: `num_gpus` from the degrees, the step time from the tokens per second
+    and the other way round, `global_batch` from either. A batch that nothing implies is assumed to be one micro-batch
+    for each of dp, or four for each stage of a pipeline.
+    Raises `PlanError` for a table without the columns that every run needs, and for text that is no table.
+    """
+    reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
+    try:
+        reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
+        missing = [name for name in REQUIRED_COLUMNS if name not in reader.fieldnames]
+        if missing:
+            raise PlanError(
+                f"{source} has no column {', '.join(missing)}",
+                hint="the first line names the columns, with commas between them: "
+                + ", ".join(MeasuredRun.model_fields),
+            )
+        return [_row(row, number) for number, row in enumerate(reader, start=2)]
+    except csv.Error as error:
+        raise PlanError(f"{source} is no table, line {reader.line_num or 1}: {error}", hint="give a CSV file") from None
+
+
+def _row(row: Mapping[str, str | None], number: int) -> MeasuredRun | UnusableRow:
+    cells = {name: (row.get(name) or "").strip() for name in MeasuredRun.model_fields}
+    identity = cells["id"] or f"line {number}"
+    values: dict[str, Any] = {"id": identity}
+    for name, text in cells.items():
+        kind = str(MeasuredRun.model_fields[name].annotation)
+        known = WORDS.get(name, {}).get(text.lower(), text)
+        if not known or name == "id" or ("str" not in kind and known.lower() in UNKNOWN):
+            continue
+        try:
+            value = _value(known.lower() if name in WORDS else known, kind)
+        except ValueError:
+            return UnusableRow(id=identity, reason=f"{name}={text!r} is no {_noun(kind)}")
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in ZERO_ALLOWED:
+            if value < 0:
+                return UnusableRow(id=identity, reason=f"{name}={text} is negative")
+            if value == 0:
+                continue
+        values[name] = value
+    values |= _implied(values)
+    blank = [
+        name for name in REQUIRED_COLUMNS if name not in values and not (name in SHAPES and "model_name" in values)
+    ]
+    if blank:
+        return UnusableRow(id=identity, reason=f"{', '.join(blank)} not given")
+    return MeasuredRun.model_validate(values)
+
+
+def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what cells say about blank ones, see `read_runs`."""
+    found: dict[str, Any] = {}
+    degrees = math.prod(values.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    if "num_gpus" not in values and "dp" in values:
+        found["num_gpus"] = values["dp"] * degrees
+    num_gpus = values.get("num_gpus", found.get("num_gpus"))
+    seq_len, batch = values.get("seq_len"), values.get("global_batch")
+    if num_gpus is None or seq_len is None:
+        return found
+    rate, step_s = values.get("measured_tokens_per_s_per_gpu"), values.get("measured_step_time_s")
+    dp = values.get("dp", max(1, num_gpus // degrees))
+    micro_batch, stages = values.get("micro_batch", 1), values.get("pp", 1)
+    if batch is None and "num_microbatches" in values:
+        batch = micro_batch * values["num_microbatches"] * dp
+    elif batch is None and rate is not None and step_s is not None:
+        batch = max(1, round(rate * num_gpus * step_s / seq_len))
+    elif batch is None:
+        # What was measured is of another batch than this.
+        batch = micro_batch * dp * (MICROBATCHES_PER_STAGE * stages if stages > 1 else 1)
+        return found | {"global_batch": batch, "measured_step_time_s": None, "quality": "C"}
+    if step_s is None and rate is not None:
+        found["measured_step_time_s"] = batch * seq_len / (rate * num_gpus)
+    return found | {"global_batch": batch}
+
+
+def _noun(kind: str) -> str:
+    return "yes or no" if "bool" in kind else "whole number" if "int" in kind else "number"
+
+
+def _value(text: str, kind: str) -> object:
+    if "str" in kind:
+        return text
+    if "bool" in kind:
+        if text.lower() not in ("0", "1", "true", "false", "yes", "no", "0.0", "1.0"):
+            raise ValueError(text)
+        return text.lower() in ("1", "true", "yes", "1.0")
+    number = float(text.lower().removeprefix("zero").lstrip("- ") if "zero" in text.lower() else text.replace(",", ""))
+    if not math.isfinite(number) or ("int" in kind and number != int(number)):
+        raise ValueError(text)
+    return int(number) if "int" in kind else number

@@ -1,0 +1,136 @@
+"""Predictions of measured runs from their configuration alone, and what the predictions are worth."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.cost.estimate import PlanEstimate, evaluate_plan
+from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
+from paraplan.records import Record
+from paraplan.units import GIB
+
+MemoryReading = Literal["max_allocated", "max_reserved", "nvidia-smi", "not stated"]
+
+
+class RunPrediction(Record):
+    """One row of `paraplan validate`. Errors are predicted / measured - 1; what was not measured is None.
+
+    `fits` says whether a run ran (True) or ran out of memory (False), `predicted_fits` whether what `nvidia-smi` would
+    show is less than the GPU has. `parallelism` names the kinds of splitting without their degrees, `plan` the whole
+    plan; `memory_reading` is what the measured peak is.
+    Runs of a framework that is not known are modelled as plain PyTorch.
+    """
+
+    id: str
+    source: str
+    gpu: str
+    framework: str
+    is_known_framework: bool = True
+    parallelism: str = ""
+    plan: str = ""
+    predicted_step_time_s: float | None = None
+    measured_step_time_s: float | None = None
+    step_time_error: float | None = None
+    predicted_peak_memory_bytes: int | None = None
+    measured_peak_memory_bytes: int | None = None
+    memory_error: float | None = None
+    memory_reading: MemoryReading | None = None
+    fits: bool | None = None
+    predicted_fits: bool | None = None
+    skipped: str | None = None
+
+
+def estimate_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> PlanEstimate:
+    """Return the estimate of one run.
+
+    Where the run says nothing of recompute, it is none if that fits the GPU, and full if it does not: the run did fit.
+    Raises `PlanError` for more stages than layers, with the embedding and the head, which Megatron-LM may count as two.
+    """
+    if plan.num_stages > workload.model.num_blocks + 2:
+        raise PlanError(f"{plan.num_stages} pipeline stages, and the model has {workload.model.num_blocks} layers")
+    estimate = evaluate_plan(workload, plan)
+    may_recompute = not run.recompute and run.fit_status != "oom" and "offload" not in run.nonstandard_features.lower()
+    if may_recompute and not _fits(estimate, workload):
+        return evaluate_plan(workload, plan.replace(recompute="full"))
+    return estimate
+
+
+def predict_run(
+    run: MeasuredRun, workload: Workload, plan: ParallelPlan, *, is_known_framework: bool = True
+) -> RunPrediction:
+    """Return the prediction of one run, as `estimate_run` makes it, beside what was measured."""
+    estimate = estimate_run(run, workload, plan)
+    plan = estimate.plan
+    measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
+    reading = _reading(run.memory_metric)
+    predicted_bytes = _as_read(estimate, workload, reading, run.memory_rank)
+    step_s = estimate.step.step_time_s
+    return RunPrediction(
+        id=run.id,
+        source=run.source,
+        gpu=run.gpu,
+        framework=run.framework,
+        is_known_framework=is_known_framework,
+        parallelism=_parallelism(plan),
+        plan=plan.describe(),
+        predicted_step_time_s=step_s,
+        measured_step_time_s=run.measured_step_time_s,
+        step_time_error=step_s / run.measured_step_time_s - 1 if run.measured_step_time_s else None,
+        predicted_peak_memory_bytes=predicted_bytes,
+        measured_peak_memory_bytes=measured_bytes,
+        memory_error=predicted_bytes / measured_bytes - 1 if measured_bytes else None,
+        memory_reading=reading if measured_bytes else None,
+        fits={"fits": True, "oom": False}.get(run.fit_status),
+        predicted_fits=_fits(estimate, workload),
+    )
+
+
+def _fits(estimate: PlanEstimate, workload: Workload) -> bool:
+    return max(stage.device_bytes for stage in estimate.memory) <= workload.cluster.gpu_memory_bytes
+
+
+def _parallelism(plan: ParallelPlan) -> str:
+    axes = " x ".join(axis for axis in ("tp", "pp", "cp", "ep") if getattr(plan, axis) > 1)
+    sharding = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "DDP" if plan.dp > 1 else ""
+    return ", ".join(part for part in (axes, sharding) if part) or "one GPU"
+
+
+def _reading(metric: str) -> MemoryReading:
+    words = metric.lower()
+    if "nvidia-smi" in words or "nvml" in words:
+        return "not stated" if "unknown" in words else "nvidia-smi"
+    if not words or "unknown" in words:
+        return "not stated"
+    return "max_reserved" if "reserved" in words else "max_allocated"
+
+
+def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading, rank: str) -> int:
+    """Return the peak in the unit of a measurement; what is not stated is taken as `nvidia-smi` shows it.
+
+    `rank` is the run's `memory_rank`. `nvidia-smi` shows one machine: the first has the first pipeline stages.
+    """
+    stages = estimate.memory[-1:] if rank == "last" else estimate.memory
+    if reading == "nvidia-smi" and not rank:
+        ranks_of_stage = max(1, estimate.plan.world_size // estimate.plan.pp)
+        stages = stages[: max(1, workload.cluster.gpus_per_node // ranks_of_stage)]
+    if reading == "max_allocated":
+        return max(stage.total_bytes for stage in stages)
+    on_device = max(stage.device_bytes for stage in stages)
+    if reading != "max_reserved":
+        return on_device
+    return on_device - workload.constants.device_bytes(
+        0, num_gpus=workload.cluster.num_gpus, context_bytes=workload.framework.storage.context_bytes
+    )
+
+
+def is_standard(run: MeasuredRun) -> bool:
+    """Return whether a run is a fair test: completely described, nothing unusual, in bf16, fp16 or fp32.
+
+    A table that does not grade its rows is taken at its word.
+    """
+    complete = run.quality in ("A", "B", "") and not run.nonstandard_features
+    return complete and run.precision in (*get_args(TrainingPrecision), "") and run.fit_status != "oom"

@@ -1,0 +1,239 @@
+"""What a measured run ran: its model, training, machines, framework and plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import get_args
+
+from paraplan.accuracy.machines import DescribedMachines, described_cluster
+from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
+from paraplan.cost.constants import CostConstants
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FrameworkCatalog
+from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
+from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
+from paraplan.hardware.profile_files import list_gpus
+from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.config_file import ModelConfig
+from paraplan.model.named import Fields, named_config
+from paraplan.model.reader import read_fields
+from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
+from paraplan.model.spec import BlockSpec, ModelSpec
+from paraplan.plan.parallel import ParallelPlan, Recompute
+from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
+from paraplan.units import KIB
+
+DEFAULT_VOCABULARY = 50304
+COMPILED_LOSS_BYTES = 10.0
+"""Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
+(core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors."""
+DETERMINISTIC_WORKSPACE_BYTES = 8 * 4096 * KIB
+"""CUBLAS_WORKSPACE_CONFIG=:4096:8, which torch asks for where matmuls must repeat bit by bit."""
+
+
+@dataclass(frozen=True)
+class BundledData:
+    """What descriptions of runs refer to by name."""
+
+    gpus: list[GpuProfile] = field(default_factory=list_gpus)
+    """Kinds of GPU."""
+    links: LinkSpeedTable = field(default_factory=load_link_speeds)
+    """Speeds of links."""
+    frameworks: FrameworkCatalog = field(default_factory=FrameworkCatalog)
+    """Framework profiles."""
+    configs: Mapping[str, Fields] = field(default_factory=dict)
+    """Configurations of models by name (`model.named.known_configs`)."""
+
+
+def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
+    """Return what is priced for a run.
+
+    Blank cells: what the model of that name in `data` has; else a GELU, a vocabulary of 50304, and what
+    `described_cluster` assumes. Where the precision is blank, GPUs without bf16 train in fp16.
+    Raises `ParaplanError` for a GPU that no profile describes and for shapes that do not divide.
+    """
+    machines = DescribedMachines(
+        gpu=run.gpu,
+        num_gpus=run.num_gpus,
+        gpus_per_node=run.gpus_per_node,
+        link=run.intra_node_link,
+        network_bits_per_s_per_gpu=run.inter_node_gbps_per_gpu and run.inter_node_gbps_per_gpu * 1e9,
+    )
+    framework, constants = framework_of_run(run, data.frameworks), CostConstants()
+    model = _named_model(run, framework, data.configs) or model_from_shapes(_shapes(run, framework, data.configs))
+    if run.head == "classifier":
+        # A classifier: the vocabulary stays in the embedding alone.
+        model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
+    cluster = described_cluster(machines, data.gpus)
+    if re.search("fp[48]", run.precision):
+        constants = constants.replace(block_matmul_speedup=cluster.gpu.shared.fp8_speedup)
+    if run.deterministic:
+        constants = constants.replace(cublas_workspace_bytes=DETERMINISTIC_WORKSPACE_BYTES)
+    training = training_of_run(run, framework)
+    if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
+        training = training.replace(precision="fp16")
+    return Workload(
+        model=model,
+        training=training,
+        cluster=cluster,
+        links=data.links,
+        framework=framework,
+        constants=constants,
+    )
+
+
+def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> FrameworkProfile:
+    """Return the profile of the framework that a run names, with what the run states of gradients, dropout and flags.
+
+    A framework that is not known is modelled as plain PyTorch.
+    """
+    framework = frameworks.find(run.framework) or frameworks.load(FALLBACK_FRAMEWORK)
+    later = framework.with_sequence_parallel
+    if later and (run.sequence_parallel or run.recompute == "selective"):
+        framework = frameworks.load(later)
+    storage: dict[str, float] = {}
+    if run.context_bytes is not None:
+        storage["context_bytes"] = run.context_bytes
+    precision = run.grad_dtype.lower()
+    if precision.startswith(("bf16", "fp16")):
+        storage["gradient_bytes"] = 2
+    elif precision.startswith("fp32") and "reduce" not in precision:
+        storage["gradient_bytes"] = 4
+    return framework.changed(
+        storage=storage,
+        kernels={} if run.dropout is None else {"dropout": run.dropout},
+        loss={"logit_bytes": COMPILED_LOSS_BYTES} if run.compiled_loss else {},
+    )
+
+
+def padded_vocabulary(run: MeasuredRun, framework: FrameworkProfile, vocab_size: int) -> int:
+    """Return the vocabulary as the framework pads it."""
+    unit = framework.tensor_parallel.vocabulary_multiple
+    if unit == 1:
+        return vocab_size
+    unit *= run.tp or 1
+    return -(-vocab_size // unit) * unit
+
+
+def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSpec:
+    """Return the training of a run. Blank: bf16, AdamW, and the framework's usual attention kernel."""
+    precision: TrainingPrecision = "bf16"
+    for known in get_args(TrainingPrecision):
+        if run.precision.lower() == known:
+            precision = known
+    attention: AttentionKind = framework.kernels.default_attention
+    if run.flash_attention is not None:
+        attention = "flash" if run.flash_attention else "eager"
+    return TrainingSpec(
+        global_batch_size=run.global_batch,
+        seq_length=run.seq_len,
+        precision=precision,
+        optimizer=_optimizer(run.optimizer.lower()),
+        attention=attention,
+        compiled=bool(run.torch_compile),
+    )
+
+
+def _optimizer(words: str) -> OptimizerName:
+    if "adam" in words:
+        return "adamw_8bit" if "8-bit" in words or "8bit" in words else "adamw"
+    return next((name for name in ("adafactor", "muon", "sgd") if name in words), "adamw")
+
+
+def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
+    """Return the plan of a run. Blank: degrees of 1, dp what is left of the GPUs, micro-batches of 1, 1F1B.
+
+    A blank `sequence_parallel` is what the framework does by default. Experts that Megatron-Core spreads over tp too
+    (its --expert-tensor-parallel-size 1) stand as split by tp and spread over the rest: the same share of them.
+    Raises `PlanError` or `ValueError` (pydantic's) for degrees and batches that contradict each other.
+    """
+    tp, pp, cp, ep = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
+    dp = run.dp or max(1, run.num_gpus // (tp * pp * cp))
+    if dp * tp * pp * cp != run.num_gpus:
+        raise PlanError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} is not num_gpus={run.num_gpus}")
+    if dp * cp % ep and ep % tp == 0:
+        ep //= tp
+    micro_batch = run.micro_batch or 1
+    if run.dp and run.micro_batch and run.global_batch < dp * micro_batch and run.num_microbatches is None:
+        raise PlanError(
+            f"a global batch of {run.global_batch} is less than dp={dp} micro-batches of {micro_batch}",
+            hint="one of the three is wrong",
+        )
+    zero_stage = (run.zero_stage or 0) if dp * cp > 1 else 0
+    virtual = (run.vpp or 1) if pp > 1 else 1
+    recompute: Recompute = "none"
+    for known in get_args(Recompute):
+        if run.recompute == known:
+            recompute = known
+    return ParallelPlan.model_validate(
+        {
+            "dp": dp,
+            "tp": tp,
+            "pp": pp,
+            "cp": cp,
+            "ep": ep,
+            "zero_stage": min(zero_stage, 1) if pp > 1 else zero_stage,
+            "sequence_parallel": tp > 1 and _splits_sequences(run, framework),
+            "micro_batch_size": micro_batch,
+            "num_microbatches": run.num_microbatches or max(1, round(run.global_batch / dp / micro_batch)),
+            "pipeline_schedule": None if pp == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b",
+            "virtual_pipeline_size": virtual,
+            "recompute": recompute,
+        }
+    )
+
+
+def _splits_sequences(run: MeasuredRun, framework: FrameworkProfile) -> bool:
+    """Return whether tensor parallelism divides sequences too.
+
+    Megatron-Core refuses experts over ranks beside tp without it.
+    """
+    if (run.ep or 1) > 1:
+        return True
+    if run.sequence_parallel is not None:
+        return run.sequence_parallel
+    return framework.tensor_parallel.sequence_parallel_by_default
+
+
+def _named_model(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[str, Fields]) -> ModelSpec | None:
+    """Return the known model that a run names, None for a run that gives its shapes."""
+    blank = [name for name in SHAPES if getattr(run, name) is None]
+    if not blank:
+        return None
+    fields = named_config(known, run.model_name, num_layers=run.layers)
+    if fields is None:
+        raise PlanError(f"{', '.join(blank)} not given", hint="a model_name that is bundled says them too")
+    vocabulary = padded_vocabulary(run, framework, run.vocab or int(fields["vocab_size"]))
+    config = ModelConfig(run.model_name, fields | {"vocab_size": vocabulary}, run.model_name, run.seq_len)
+    return read_fields(config)
+
+
+def _shapes(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[str, Fields]) -> TransformerShapes:
+    assert run.layers is not None
+    assert run.hidden is not None
+    assert run.heads is not None
+    fields = named_config(known, run.model_name, num_layers=None) or {}
+    if fields.get("hidden_size") != run.hidden or fields.get("num_attention_heads") != run.heads:
+        fields = {}
+    activation: Activation = "swiglu" if fields.get("hidden_act") == "silu" else "gelu"
+    for name in get_args(Activation):
+        if run.activation.lower() == name:
+            activation = name
+    tied = run.tied_embeddings
+    return TransformerShapes(
+        name=run.model_name or run.id,
+        num_layers=run.layers,
+        hidden_size=run.hidden,
+        num_heads=run.heads,
+        num_kv_heads=run.kv_heads or fields.get("num_key_value_heads"),
+        ffn_hidden_size=run.ffn_hidden or fields.get("intermediate_size"),
+        vocab_size=padded_vocabulary(run, framework, run.vocab or fields.get("vocab_size") or DEFAULT_VOCABULARY),
+        max_seq_length=run.seq_len,
+        activation=activation,
+        tied_embeddings=bool(fields.get("tie_word_embeddings") if tied is None else tied),
+        dropout=framework.kernels.dropout,
+        writes_out_gelu=framework.kernels.writes_out_gelu,
+    )

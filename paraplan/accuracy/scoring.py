@@ -1,0 +1,196 @@
+"""What predictions of measured runs are worth: errors by group, and whether the best plan of a sweep is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import RunPrediction
+from paraplan.cost.plan_table import Floats
+from paraplan.records import Record
+
+FEWEST_ROWS = 4
+"""A sweep of fewer plans says little about a ranking."""
+
+
+UNKNOWN_FRAMEWORK = "unknown: modelled as plain PyTorch"
+"""The group of runs whose framework no profile describes."""
+
+
+class ErrorSummary(Record):
+    """Errors over rows: mean and median of the absolute errors, the largest, and the mean with its sign."""
+
+    rows: int
+    mape: float | None = None
+    median_ape: float | None = None
+    max_ape: float | None = None
+    bias: float | None = None
+
+
+class Score(Record):
+    """Errors over rows and by group. `mean_of_sources` weighs every source the same, whatever its rows.
+
+    `by_reading` groups memory by what was read, and is empty for step times.
+
+    `worst` are the ids of the rows with the largest errors.
+    """
+
+    all_rows: ErrorSummary
+    mean_of_sources: float | None
+    by_source: dict[str, ErrorSummary]
+    by_gpu: dict[str, ErrorSummary]
+    by_framework: dict[str, ErrorSummary]
+    by_parallelism: dict[str, ErrorSummary]
+    by_reading: dict[str, ErrorSummary]
+    worst: tuple[str, ...]
+
+
+class Sweep(Record):
+    """Plans that were measured for one model and set of GPUs.
+
+    `rank_correlation` is Spearman's between predicted and measured times of a sequence; `top1_regret` is how much
+    longer the plan with the best prediction took than the best of all, as a share.
+    """
+
+    name: str
+    rows: int
+    rank_correlation: float
+    top1_regret: float
+
+
+class SweepScore(Record):
+    """Means over sweeps, None without any, and the worst regret."""
+
+    sweeps: tuple[Sweep, ...]
+    rank_correlation: float | None
+    top1_regret: float | None
+    worst_regret: float | None
+
+
+class FitScore(Record):
+    """Of runs that ran and of runs that ran out of memory: how many, and for how many it was predicted."""
+
+    ran: int
+    ran_predicted: int
+    out_of_memory: int
+    out_of_memory_predicted: int
+
+
+def summarize(errors: Sequence[float]) -> ErrorSummary:
+    """Return the summary of relative errors; all None without any."""
+    if not errors:
+        return ErrorSummary(rows=0)
+    values = np.array(errors)
+    absolute = np.abs(values)
+    return ErrorSummary(
+        rows=len(errors),
+        mape=float(absolute.mean()),
+        median_ape=float(np.median(absolute)),
+        max_ape=float(absolute.max()),
+        bias=float(values.mean()),
+    )
+
+
+def score(predictions: Iterable[RunPrediction], error: str, *, num_worst: int = 5) -> Score:
+    """Return the score of an error (`step_time_error`, `memory_error`) over the predictions that have it."""
+    rows = [(row, float(value)) for row in predictions if (value := getattr(row, error)) is not None]
+    by_source = _grouped([(row.source, value) for row, value in rows])
+    means = [summary.mape for summary in by_source.values() if summary.mape is not None]
+    worst = sorted(rows, key=lambda pair: -abs(pair[1]))[:num_worst]
+    return Score(
+        all_rows=summarize([value for _, value in rows]),
+        mean_of_sources=fmean(means) if means else None,
+        by_source=by_source,
+        by_gpu=_grouped([(row.gpu, value) for row, value in rows]),
+        by_framework=_grouped([(_framework_group(row), value) for row, value in rows]),
+        by_parallelism=_grouped([(row.parallelism, value) for row, value in rows]),
+        by_reading=_grouped([(row.memory_reading, value) for row, value in rows if row.memory_reading])
+        if error == "memory_error"
+        else {},
+        worst=tuple(row.id for row, _ in worst),
+    )
+
+
+def score_sweeps(pairs: Iterable[tuple[MeasuredRun, RunPrediction]], *, at_one_batch: bool = False) -> SweepScore:
+    """Return how well predictions rank the plans of each sweep: a source's runs of one model on one set of GPUs.
+
+    Plans are ranked by the time of a sequence, since batches differ; `at_one_batch` takes each global batch apart, and
+    looks at smaller differences then. A plan that was measured several times counts once, with its mean. Sweeps of
+    fewer than four plans are left out.
+    """
+    groups: dict[tuple[object, ...], list[tuple[MeasuredRun, RunPrediction]]] = {}
+    for run, prediction in pairs:
+        if prediction.predicted_step_time_s is not None and prediction.measured_step_time_s is not None:
+            key = _sweep_key(run) + ((run.global_batch,) if at_one_batch else ())
+            groups.setdefault(key, []).append((run, prediction))
+    sweeps = [sweep for rows in groups.values() if (sweep := _sweep(rows, at_one_batch=at_one_batch)) is not None]
+    return SweepScore(
+        sweeps=tuple(sweeps),
+        rank_correlation=fmean(sweep.rank_correlation for sweep in sweeps) if sweeps else None,
+        top1_regret=fmean(sweep.top1_regret for sweep in sweeps) if sweeps else None,
+        worst_regret=max((sweep.top1_regret for sweep in sweeps), default=None),
+    )
+
+
+def score_fits(predictions: Iterable[RunPrediction]) -> FitScore:
+    """Return for how many runs it was predicted whether they run or run out of memory."""
+    known = [row for row in predictions if row.skipped is None and row.fits is not None]
+    right = [row.fits for row in known if row.fits == row.predicted_fits]
+    return FitScore(
+        ran=sum(bool(row.fits) for row in known),
+        ran_predicted=right.count(True),
+        out_of_memory=sum(not row.fits for row in known),
+        out_of_memory_predicted=right.count(False),
+    )
+
+
+def rank_correlation(first: Floats, second: Floats) -> float:
+    """Return Spearman's rank correlation; equal values share their mean rank, and 0 where one side has no order."""
+    ranks = [_mean_ranks(values) for values in (first, second)]
+    centred = [values - values.mean() for values in ranks]
+    norm = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
+    return float((centred[0] * centred[1]).sum() / norm) if norm else 0.0
+
+
+def _framework_group(row: RunPrediction) -> str:
+    return row.framework if row.is_known_framework else UNKNOWN_FRAMEWORK
+
+
+def _grouped(pairs: Sequence[tuple[str, float]]) -> dict[str, ErrorSummary]:
+    groups: dict[str, list[float]] = {}
+    for name, value in pairs:
+        groups.setdefault(name, []).append(value)
+    return {name: summarize(values) for name, values in sorted(groups.items())}
+
+
+def _sweep_key(run: MeasuredRun) -> tuple[object, ...]:
+    named = run.model_name if run.hidden is None else ""
+    model = (named, run.layers, run.hidden, run.heads, run.kv_heads, run.ffn_hidden, run.seq_len)
+    return (run.source, *model, run.gpu, run.num_gpus, run.precision, run.framework)
+
+
+def _sweep(rows: Sequence[tuple[MeasuredRun, RunPrediction]], *, at_one_batch: bool) -> Sweep | None:
+    times: dict[str, list[tuple[float, float]]] = {}
+    for run, row in rows:
+        steps = (row.predicted_step_time_s or 0.0, row.measured_step_time_s or 0.0)
+        times.setdefault(row.plan, []).append((steps[0] / run.global_batch, steps[1] / run.global_batch))
+    predicted, measured = np.array([np.mean(pairs, axis=0) for pairs in times.values()]).T
+    if len(predicted) < FEWEST_ROWS:
+        return None
+    run = rows[0][0]
+    chosen = float(measured[int(np.argmin(predicted))])
+    model = run.model_name if run.hidden is None else f"{run.layers} x {run.hidden}"
+    return Sweep(
+        name=f"{run.source}: {model}{f', batch {run.global_batch}' * at_one_batch} on {run.num_gpus} {run.gpu}",
+        rows=len(predicted),
+        rank_correlation=rank_correlation(predicted, measured),
+        top1_regret=chosen / float(measured.min()) - 1,
+    )
+
+
+def _mean_ranks(values: Floats) -> Floats:
+    order = np.sort(values)
+    return (np.searchsorted(order, values, side="left") + np.searchsorted(order, values, side="right") - 1) / 2

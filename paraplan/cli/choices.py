@@ -1,0 +1,232 @@
+"""The options that `estimate` and `recommend` share, in groups, and the records that their values become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paraplan.api.machines import load_cluster, load_cluster_for
+from paraplan.api.plans import AXES, make_plan, micro_batches
+from paraplan.api.workloads import Cluster, TrainingSpec, Workload, training_of
+from paraplan.cli.options import (
+    MOST_RANKS,
+    MOST_SEQUENCES,
+    MOST_TOKENS,
+    PLAN_PANEL,
+    TRAINING_PANEL,
+    AttentionName,
+    CalibrationOption,
+    GpusPerNodeOption,
+    NodesOption,
+    OffloadName,
+    OptimizerChoice,
+    PrecisionName,
+    ProfileOption,
+    RecomputeName,
+    ScheduleChoice,
+)
+from paraplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from paraplan.api.recommendations import Constraints
+    from paraplan.model.spec import ModelSpec
+    from paraplan.plan.files import PlanFile
+    from paraplan.plan.parallel import Degree, ParallelPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions:
+    """The machines, and what is known of them."""
+
+    profile: ProfileOption = None
+    nodes: NodesOption = None
+    gpus_per_node: GpusPerNodeOption = None
+    calibration: CalibrationOption = None
+
+    def cluster(self) -> Cluster:
+        """Return the machines. Raises `ProfileError` and `NoGpuError` as `paraplan.load_cluster` does."""
+        return load_cluster(self.profile, num_nodes=self.nodes or 1, gpus_per_node=self.gpus_per_node)
+
+    def cluster_for(self, num_ranks: int) -> Cluster:
+        """Return the machines, by default as many as `num_ranks` ranks need."""
+        return load_cluster_for(num_ranks, self.profile, num_nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+
+    def or_of(self, file: PlanFile) -> HardwareOptions:
+        """Return the machines that a plan file was made for where no profile is given, with the options beside it."""
+        made = file.cluster
+        if self.profile is not None or made is None:
+            return self
+        return replace(
+            self,
+            profile=made.name,
+            nodes=self.nodes or made.num_nodes,
+            gpus_per_node=self.gpus_per_node or made.gpus_per_node,
+        )
+
+    def calibrated(self, workload: Workload) -> Workload:
+        """Return a workload with the constants of the calibration file, as it is without one."""
+        if self.calibration is None:
+            return workload
+        from paraplan.api.calibrations import load_calibration  # readers of runs, which most calls do without
+
+        return load_calibration(self.calibration).applied_to(workload)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingChoices:
+    """What is trained on, and how a step computes."""
+
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch",
+            min=1,
+            max=MOST_SEQUENCES,
+            help="Sequences of one step over all GPUs.",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = None
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            "--seq-len",
+            min=1,
+            max=MOST_TOKENS,
+            help="Tokens of a sequence; by default the model's longest.",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = None
+    precision: Annotated[
+        PrecisionName,
+        typer.Option(
+            "--precision", help="bf16 and fp16 are mixed: fp32 master weights.", rich_help_panel=TRAINING_PANEL
+        ),
+    ] = PrecisionName.bf16
+    optimizer: Annotated[
+        OptimizerChoice,
+        typer.Option("--optimizer", help="Decides the optimizer state.", rich_help_panel=TRAINING_PANEL),
+    ] = OptimizerChoice.adamw
+    attention: Annotated[
+        AttentionName,
+        CalibrationOption,
+        typer.Option(
+            "--attention", help="The attention kernel; eager keeps all scores.", rich_help_panel=TRAINING_PANEL
+        ),
+    ] = AttentionName.sdpa
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="torch.compile compiles the repeated blocks.", rich_help_panel=TRAINING_PANEL),
+    ] = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `TrainingSpec` beside batch and length."""
+        return {
+            "precision": self.precision,
+            "optimizer": self.optimizer,
+            "attention": self.attention,
+            "compiled": self.compiled,
+        }
+
+    def or_of(self, file: PlanFile, model: ModelSpec, path: Path, given: frozenset[str]) -> TrainingSpec:
+        """Return the training of the plan file at `path`, with the options that are `given` in place of its fields.
+
+        Raises `UsageError` where neither says how large a batch is.
+        """
+        asked = {name: value for name, value in self.fields.items() if name in given}
+        if file.training is not None:
+            sizes = {"global_batch_size": self.global_batch, "seq_length": self.seq_len}
+            return file.training.replace(**asked | {name: size for name, size in sizes.items() if size is not None})
+        if self.global_batch is None:
+            raise UsageError(f"{path} does not say what it trains", hint="give --global-batch and --seq-len")
+        return training_of(model, seq_length=self.seq_len, global_batch_size=self.global_batch, **asked)
+
+
+_RANKS_OF = {axis.name: axis.ranks for axis in AXES}
+
+
+def _count(name: str, what: str) -> Any:
+    return typer.Option(f"--{name}", metavar="N", min=1, max=MOST_RANKS, rich_help_panel=PLAN_PANEL, help=what)
+
+
+def _degree(axis: Degree) -> Any:
+    return _count(axis, _RANKS_OF[axis])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChoices:
+    """A plan's fields. `estimate` takes what is not given as 1 or off; `recommend` keeps what is given."""
+
+    dp: Annotated[int | None, _degree("dp")] = None
+    tp: Annotated[int | None, _degree("tp")] = None
+    pp: Annotated[int | None, _degree("pp")] = None
+    cp: Annotated[int | None, _degree("cp")] = None
+    ep: Annotated[int | None, _degree("ep")] = None
+    zero: Annotated[
+        int | None, typer.Option("--zero", min=0, max=3, rich_help_panel=PLAN_PANEL, help="ZeRO stage; 0 is DDP.")
+    ] = None
+    micro_batch: Annotated[int | None, _count("micro-batch", "Sequences of one micro-batch.")] = None
+    recompute: Annotated[
+        RecomputeName | None,
+        typer.Option("--recompute", rich_help_panel=PLAN_PANEL, help="Activation checkpointing."),
+    ] = None
+    schedule: Annotated[
+        ScheduleChoice | None,
+        typer.Option("--schedule", rich_help_panel=PLAN_PANEL, help="Pipeline schedule; 1f1b by default."),
+    ] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            rich_help_panel=PLAN_PANEL,
+            help="Split norms and dropout over tp.",
+        ),
+    ] = None
+    offload: Annotated[
+        OffloadName | None,
+        typer.Option("--offload", rich_help_panel=PLAN_PANEL, help="What lives in host memory."),
+    ] = None
+
+    def constraints(self) -> Constraints:
+        """Return what a search has to keep."""
+        from paraplan.api.recommendations import Constraints  # the search, which an estimate does without
+
+        return Constraints(
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            zero_stage=self.zero,
+            micro_batch_size=self.micro_batch,
+            recompute=self.recompute.value if self.recompute else None,
+            schedule=self.schedule.value if self.schedule else None,
+            sequence_parallel=self.sequence_parallel,
+            offload=self.offload.value if self.offload else None,
+        )
+
+    def plan(self, global_batch: int | None, **others: Any) -> ParallelPlan:
+        """Return the plan, for one micro-batch a rank unless a global batch is given; `others` are more of its fields.
+
+        Raises `PlanError` where they contradict each other.
+        """
+        dp, pp, micro_batch = self.dp or 1, self.pp or 1, self.micro_batch or 1
+        schedule = self.schedule or (ScheduleChoice.one_forward_one_backward if pp > 1 else None)
+        return make_plan(
+            dp=dp,
+            tp=self.tp or 1,
+            pp=pp,
+            cp=self.cp or 1,
+            ep=self.ep or 1,
+            zero_stage=self.zero or 0,
+            micro_batch_size=micro_batch,
+            num_microbatches=micro_batches(global_batch or dp * micro_batch, dp=dp, micro_batch_size=micro_batch),
+            pipeline_schedule=schedule,
+            recompute=self.recompute or RecomputeName.none,
+            sequence_parallel=bool(self.sequence_parallel),
+            offload=self.offload or OffloadName.none,
+            **others,
+        )

@@ -1,0 +1,1 @@
+"""Costs of the blocks of a model under each sharding."""

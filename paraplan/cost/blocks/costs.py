@@ -1,0 +1,294 @@
+"""What the blocks of a model cost on one rank: parameters, saved bytes, seconds, for every way to cut them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paraplan.cost.blocks.kernels import KernelTimes
+from paraplan.cost.blocks.saved_tensors import (
+    Cuts,
+    cut_columns,
+    first_half_bytes,
+    output_gradient_bytes,
+    saved_bytes,
+    transient_bytes,
+)
+from paraplan.cost.cache import Cut
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, Mask, PlanTable, distinct_rows
+from paraplan.cost.workload import Workload
+from paraplan.model.spec import BlockSpec, Parameter
+from paraplan.plan.training import TrainingSpec
+
+_FULL = RECOMPUTES.index("full")
+_SELECTIVE = RECOMPUTES.index("selective")
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCosts:
+    """Costs of the blocks of a model under K distinct cuts; `key` gives the cut of each plan.
+
+    Arrays are `[K, B + 1]` sums over the first 0..B repeated blocks, so that a stage is a difference of two columns,
+    and `[K]` for embedding, head and the largest block. Bytes and seconds are those of one micro-batch on one rank.
+    `working_bytes` is what the costliest block holds, besides what was kept, while its backward pass runs, and
+    `first_half_bytes` while a backward pass runs that makes the gradients of activations alone;
+    `distinct_weight_parameters` counts the weights of distinct shapes of all blocks, each once;
+    `score_bytes` are those of all scores of one micro-batch in one block, 0 where attention makes none;
+    `largest_gradient_bytes` are those of the largest weight's gradient as a backward pass computes it;
+    `tied_parameters` are those of the head's matrix, which a last stage has beside its own where it is the embedding's;
+    `second_half_bytes` are those of gradients of weights in a backward pass that makes nothing else;
+    `expert_parameters` are those of routed experts among `parameters`, which `ep` divides too;
+    `copied_parameters` are those that autocast keeps a 16-bit copy of. `saved_bytes` are kept in the first pipeline
+    stage, `later_saved_bytes` in the others: under autocast the residual stream differs (`Cuts.residual_bytes`);
+    `recomputed_bytes` are what a later stage's backward pass makes again of them;
+    `output_gradient_bytes` are the gradients of what the matmuls and norms of a later stage give.
+    """
+
+    key: Ints
+    parameters: Floats
+    expert_parameters: Floats
+    copied_parameters: Floats
+    saved_bytes: Floats
+    later_saved_bytes: Floats
+    recomputed_bytes: Floats
+    output_gradient_bytes: Floats
+    forward_s: Floats
+    backward_s: Floats
+    recompute_s: Floats
+    largest_block_parameters: Floats
+    working_bytes: Floats
+    first_half_bytes: Floats
+    distinct_weight_parameters: Floats
+    largest_weight_parameters: Floats
+    largest_gradient_bytes: Floats
+    second_half_bytes: Floats
+    embedding_parameters: Floats
+    embedding_saved_bytes: Floats
+    embedding_s: Floats
+    head_parameters: Floats
+    tied_parameters: Floats
+    head_copied_parameters: Floats
+    head_saved_bytes: Floats
+    head_output_gradient_bytes: Floats
+    head_s: Floats
+    boundary_bytes: Floats
+    score_bytes: Floats
+
+    def select(self, rows: Mask | Ints) -> BlockCosts:
+        """Return the costs for some of the plans."""
+        return replace(self, key=self.key[rows])
+
+
+def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
+    """Return the costs of the blocks of the workload's model under the plans of `table`.
+
+    Cuts that the workload was asked about before are not priced again.
+    """
+    columns, key = distinct_rows(*cut_columns(table))
+    cuts: list[Cut] = list(zip(*(column.tolist() for column in columns), strict=True))
+    known, framework = workload.known_cuts, workload.framework
+    missing = known.missing(cuts)
+    if missing or not known.rows:
+        new = Cuts.of_columns(
+            [column[missing] for column in columns],
+            workload.training,
+            autocast=framework.storage.is_autocast,
+            keeps_gathered_inputs=framework.tensor_parallel.keeps_gathered_inputs,
+            rings_context=framework.kernels.ring_attention,
+        )
+        known.add([cuts[position] for position in missing], _priced(workload, new))
+    rows = np.array([known.rows[cut] for cut in cuts], dtype=np.int64)
+    return BlockCosts(key=rows[key], **known.columns())
+
+
+def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
+    """Return the columns of `BlockCosts` for some cuts."""
+    model, training, framework = workload.model, workload.training, workload.framework
+    ends = _priced_ends(workload, cuts)
+    if training.compiled:  # the blocks, not what stands around them
+        cuts, framework = replace(cuts, is_compiled=True), framework.compiled()
+    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, framework)
+    kinds = list(dict.fromkeys(run.block for run in model.runs))
+    order = [kinds.index(run.block) for run in model.runs for _ in range(run.count)]
+    kinds = [_as_run(kind, framework) for kind in kinds]
+    parameters = [_parameters(kind, cuts) for kind in kinds]
+    fused = framework.kernels.fused
+    kept, later_kept = (
+        [_kept_bytes(kind, workload, cuts, fused_kernels=fused, is_first=is_first) for kind in kinds]
+        for is_first in (True, False)
+    )
+    again = [
+        saved_bytes(kind, training, cuts, fused_kernels=fused, is_first=False) - less
+        for kind, less in zip(kinds, later_kept, strict=True)
+    ]
+    forward = [times.block_s(kind) for kind in kinds]
+    working = [
+        saved_bytes(kind, training, cuts, fused_kernels=fused)
+        - less
+        + transient_bytes(kind, training, cuts, fused_kernels=fused)
+        for kind, less in zip(kinds, kept, strict=True)
+    ]
+    return ends | {
+        "parameters": _running_sum(parameters, order),
+        "expert_parameters": _running_sum([_expert_parameters(kind, cuts) for kind in kinds], order),
+        "copied_parameters": _running_sum([_copied_parameters(kind, cuts) for kind in kinds], order),
+        "saved_bytes": _running_sum(kept, order),
+        "later_saved_bytes": _running_sum(later_kept, order),
+        "recomputed_bytes": _running_sum(again, order),
+        "output_gradient_bytes": _running_sum([output_gradient_bytes(kind, training, cuts) for kind in kinds], order),
+        "forward_s": _running_sum(forward, order),
+        "backward_s": _running_sum([times.block_s(kind, backward=True) for kind in kinds], order),
+        "recompute_s": _running_sum(
+            [_recompute_s(kind, cuts, times, whole) for kind, whole in zip(kinds, forward, strict=True)], order
+        ),
+        "largest_block_parameters": np.max(parameters, axis=0),
+        "working_bytes": np.max(working, axis=0),
+        "first_half_bytes": np.max(
+            [first_half_bytes(kind, training, cuts, fused_kernels=fused) for kind in kinds], axis=0
+        ),
+        "distinct_weight_parameters": _distinct_weights(kinds, cuts),
+        "largest_weight_parameters": _largest_weight(kinds, cuts, np.ones_like(cuts.tp)),
+        "largest_gradient_bytes": _largest_gradient(kinds, training, cuts),
+        "second_half_bytes": np.max([_second_half_bytes(kind, training, cuts) for kind in kinds], axis=0),
+        "score_bytes": _score_bytes(kinds, training, cuts),
+    }
+
+
+def _priced_ends(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
+    """Return the columns of the embedding, of the head with the loss, and of what blocks hand on."""
+    model, training, framework = workload.model, workload.training, workload.framework
+    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, framework)
+    boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
+    return {
+        "embedding_parameters": _parameters(model.embedding, cuts),
+        "embedding_saved_bytes": saved_bytes(model.embedding, training, cuts, fused_kernels=framework.kernels.fused),
+        "embedding_s": times.moved_s(3.0 * boundary),
+        "head_parameters": _parameters(model.head, cuts),
+        "tied_parameters": _largest_weight([model.head], cuts, np.ones_like(cuts.tp)),
+        "head_copied_parameters": _copied_parameters(model.head, cuts),
+        "head_saved_bytes": saved_bytes(model.head, training, cuts, fused_kernels=framework.kernels.fused),
+        "head_output_gradient_bytes": output_gradient_bytes(model.head, training, cuts),
+        "head_s": times.block_s(model.head)
+        + times.block_s(model.head, backward=True)
+        + times.loss_s(model.vocab_size or 0),
+        "boundary_bytes": boundary,
+    }
+
+
+def _running_sum(values: list[Floats], order: list[int]) -> Floats:
+    columns = np.stack(values, axis=1)[:, order]
+    return np.concatenate([np.zeros((len(columns), 1)), np.cumsum(columns, axis=1)], axis=1)
+
+
+def _as_run(block: BlockSpec, framework: FrameworkProfile) -> BlockSpec:
+    """Return `block` with what a framework's blocks keep beside fused kernels."""
+    kept = block.saved_fused
+    if framework.kernels.repeats_key_heads and block.attention is not None:
+        repeats = block.attention.num_heads / block.attention.num_kv_heads
+        kept = tuple(
+            one.replace(elements_per_token=one.elements_per_token * repeats) if one.name in ("key", "value") else one
+            for one in kept
+        )
+    if framework.kernels.writes_out_gates:
+        names = {one.name for one in kept}
+        kept += tuple(one for one in block.saved if one.name == "activated gate" and one.name not in names)
+    return block if kept is block.saved_fused else block.replace(saved_fused=kept)
+
+
+def _parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+    own = [parameter for parameter in block.parameters if not parameter.is_expert]
+    return _divided(own, cuts.tp) + _expert_parameters(block, cuts)
+
+
+def _expert_parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+    return _divided([parameter for parameter in block.parameters if parameter.is_expert], cuts.tp) / cuts.ep
+
+
+def _divided(parameters: list[Parameter], tp: Floats) -> Floats:
+    whole, split = (
+        sum(one.num_elements for one in parameters if (one.tp_dim is not None) == is_split)
+        for is_split in (False, True)
+    )
+    return whole + split / tp
+
+
+def _copied_parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+    """Return the weights that autocast copies: it does not know grouped products, so those of experts stay in fp32."""
+    total = np.zeros_like(cuts.tp)
+    for matmul in (matmul for matmul in block.matmuls if matmul.num_experts == 1):
+        total += matmul.k * matmul.n / (1.0 if matmul.split == "none" else cuts.tp)
+    return total
+
+
+def _distinct_weights(kinds: list[BlockSpec], cuts: Cuts) -> Floats:
+    shapes = {(matmul.k, matmul.n, matmul.split) for kind in kinds for matmul in kind.matmuls}
+    total = np.zeros_like(cuts.tp)
+    for k, n, split in shapes:
+        total += k * n / (1.0 if split == "none" else cuts.tp)
+    return total
+
+
+def _largest_weight(kinds: list[BlockSpec], cuts: Cuts, expert_factor: Floats) -> Floats:
+    largest = np.zeros_like(cuts.tp)
+    for matmul in (matmul for kind in kinds for matmul in kind.matmuls):
+        elements = float(matmul.k * matmul.n * matmul.num_experts)
+        factor = expert_factor / cuts.ep if matmul.num_experts > 1 else 1.0
+        largest = np.maximum(largest, elements * factor / (1.0 if matmul.split == "none" else cuts.tp))
+    return largest
+
+
+def _largest_gradient(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts) -> Floats:
+    """Return the bytes of the largest gradient of a weight, in the type in which its product is computed."""
+    expert_bytes = np.where(cuts.is_autocast & cuts.has_fp32_weights, 4.0, training.activation_bytes)
+    return training.activation_bytes * _largest_weight(kinds, cuts, expert_bytes / training.activation_bytes)
+
+
+def _second_half_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts) -> Floats:
+    """Return the most that a backward pass of weights alone holds of their gradients, one after the other.
+
+    That is one as it is computed and in fp32, where these differ, and the fp32 one before it, which torch still holds
+    (torch/distributed/pipelining/_backward.py, `stage_backward_weight`).
+    """
+    has_fp32 = cuts.has_fp32_weights if cuts.is_autocast else np.full_like(cuts.has_fp32_weights, fill_value=False)
+    added = np.where(has_fp32, 4.0, training.activation_bytes)
+    copies = np.where(has_fp32, training.activation_bytes, 0.0)
+    largest, before = np.zeros_like(cuts.tp), np.zeros_like(cuts.tp)
+    for matmul in block.matmuls:
+        is_expert = matmul.num_experts > 1
+        share = (1.0 if matmul.split == "none" else cuts.tp) * (cuts.ep if is_expert else 1.0)
+        elements = matmul.k * matmul.n * matmul.num_experts / share
+        largest = np.maximum(largest, before + elements * (added + (0.0 if is_expert else copies)))
+        before = elements * added
+    return largest
+
+
+def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts) -> Floats:
+    heads = max((kind.attention.num_heads for kind in kinds if kind.attention), default=0)
+    if training.attention != "eager":
+        return np.zeros_like(cuts.tp)
+    return np.asarray(cuts.tokens * cuts.seq_length * heads / cuts.tp * training.activation_bytes)
+
+
+def _kept_bytes(block: BlockSpec, workload: Workload, cuts: Cuts, *, fused_kernels: bool, is_first: bool) -> Floats:
+    training = workload.training
+    whole, rest = (
+        saved_bytes(
+            block,
+            training,
+            cuts,
+            fused_kernels=fused_kernels,
+            is_first=is_first,
+            without_attention_core=without,
+        )
+        for without in (False, True)
+    )
+    width = workload.model.hidden_size * cuts.residual_bytes(training, is_first=is_first)
+    entry = cuts.tokens * width / cuts.sequence_tp
+    return np.where(cuts.recompute == _FULL, entry, np.where(cuts.recompute == _SELECTIVE, rest, whole))
+
+
+def _recompute_s(block: BlockSpec, cuts: Cuts, times: KernelTimes, forward_s: Floats) -> Floats:
+    core_s = times.attention_core_s(block)
+    return np.where(cuts.recompute == _FULL, forward_s, np.where(cuts.recompute == _SELECTIVE, core_s, 0.0))

@@ -1,0 +1,231 @@
+"""Seconds that one block of one micro-batch spends on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from paraplan.cost.blocks.saved_tensors import Cuts, saved_bytes
+from paraplan.cost.constants import CostConstants
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.plan_table import Floats, Mask
+from paraplan.hardware.profiles import GpuProfile, KernelFit, Precision
+from paraplan.model.spec import Attention, BlockSpec, Matmul
+from paraplan.plan.training import TrainingSpec
+
+
+def effective_peak(gpu: GpuProfile, training: TrainingSpec) -> float:
+    """Return the matmul peak that the training precision reaches on `gpu`, in FLOP/s.
+
+    fp32 training counts plain fp32 arithmetic: torch leaves TF32 off for matmuls by default. A GPU without bf16 units
+    computes it at the fp32 rate.
+    """
+    wanted: tuple[Precision, Precision] = (training.precision, "fp32")
+    return next(gpu.peak_flops_per_s[name] for name in wanted if name in gpu.peak_flops_per_s)
+
+
+_UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
+"""What torch's own operations move for each score beyond one fused kernel, forward and backward.
+
+Forward 6 bytes to make a 16-bit score fp32, 8 to scale, 8 to mask, 8 for the softmax, 6 to return to 16 bits, less 4;
+backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron/model/fused_softmax.py).
+"""
+
+_TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
+
+
+@dataclass(frozen=True, eq=False)
+class KernelTimes:
+    """Prices the kernels of blocks: matmuls and attention by FLOPs, everything else by the bytes that it moves."""
+
+    training: TrainingSpec
+    gpu: GpuProfile
+    cuts: Cuts
+    constants: CostConstants
+    framework: FrameworkProfile
+
+    def block_s(self, block: BlockSpec, *, backward: bool = False) -> Floats:
+        """Return the seconds of the forward or the backward pass of one block, one entry a cut."""
+        traffic = saved_bytes(block, self.training, self.cuts, fused_kernels=self.framework.kernels.fused)
+        traffic = traffic * self.framework.kernels.traffic_per_saved_byte * (2.0 if backward else 1.0)
+        attention = sum(
+            (self._attention_s(one, backward=backward) for one in (block.attention, block.cross_attention) if one),
+            np.zeros_like(self.cuts.tp),
+        )
+        traffic = traffic + self._unfused_softmax_bytes(block, backward=backward)
+        return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic))
+
+    def attention_core_s(self, block: BlockSpec) -> Floats:
+        """Return the seconds of the attention core's forward pass, which selective recompute runs again."""
+        whole, rest = (
+            saved_bytes(
+                block,
+                self.training,
+                self.cuts,
+                fused_kernels=self.framework.kernels.fused,
+                without_attention_core=without,
+            )
+            for without in (False, True)
+        )
+        traffic = (whole - rest) * self.framework.kernels.traffic_per_saved_byte
+        traffic = traffic + self._unfused_softmax_bytes(block, backward=False)
+        core = self._attention_s(block.attention, backward=False) if block.attention else 0.0
+        return np.asarray(core + self.moved_s(traffic))
+
+    def loss_s(self, vocab_size: int) -> Floats:
+        """Return the seconds of the loss on logits, forward and backward."""
+        logits = self.cuts.tokens * vocab_size / self.cuts.tp
+        return self.moved_s(logits * self.framework.loss.traffic_per_logit)
+
+    def moved_s(self, num_bytes: Floats) -> Floats:
+        """Return the seconds to move `num_bytes` through the GPU's memory."""
+        bandwidth = self.gpu.memory_bandwidth_bytes_per_s * self.constants.memory_bandwidth_efficiency
+        return num_bytes / bandwidth
+
+    def _matmuls_s(self, block: BlockSpec, *, backward: bool) -> Floats:
+        """Return the seconds of all matmuls of one pass; equal ones are priced once, and all side by side."""
+        total = np.zeros_like(self.cuts.tp)
+        kinds = [(one.k, one.n, one.split, one.rows_per_token, one.num_experts) for one in block.matmuls]
+        distinct = dict(zip(kinds, block.matmuls, strict=True))
+        if not distinct:
+            return total
+        rows, n, k = (np.stack(each) for each in zip(*map(self._shape, distinct.values()), strict=True))
+        # Backward: the gradient of the input, then that of the weight.
+        shapes = [(rows, k, n), (k, n, rows)] if backward else [(rows, n, k)]
+        experts = np.stack([matmul.num_experts / self._expert_ranks(matmul) for matmul in distinct.values()])
+        each = self._products_s(shapes) * self._misalignment(n, k)
+        is_fp32 = self._computes_experts_in_fp32 & np.array([[one.num_experts > 1] for one in distinct.values()])
+        if is_fp32.any():
+            whole = replace(self, training=self.training.replace(precision="fp32"))
+            each = np.where(is_fp32, whole._products_s(shapes), each)
+        speedup = self.constants.block_matmul_speedup if block.attention is not None else 1.0  # heads stay in 16 bits
+        seconds = experts * each / speedup
+        of_kind = dict(zip(distinct, seconds, strict=True))
+        for kind in kinds:
+            total = total + of_kind[kind]
+        return total
+
+    def _shape(self, matmul: Matmul) -> tuple[Floats, Floats, Floats]:
+        """Return rows, columns and inner size of a matmul on one rank, under each cut."""
+        tp = self.cuts.tp
+        rows = self.cuts.tokens * matmul.rows_per_token / matmul.num_experts * self._expert_ranks(matmul)
+        n = matmul.n / tp if matmul.split == "column" else np.full_like(tp, matmul.n)
+        k = matmul.k / tp if matmul.split == "row" else np.full_like(tp, matmul.k)
+        return rows, n, k
+
+    def _expert_ranks(self, matmul: Matmul) -> Floats:
+        """Return over how many ranks the experts of a matmul go; a router is taken to load all alike."""
+        return self.cuts.ep if matmul.num_experts > 1 else np.ones_like(self.cuts.ep)
+
+    @property
+    def _computes_experts_in_fp32(self) -> Mask:
+        """Cuts under autocast over fp32 weights: it does not know grouped products (ATen/autocast_mode.h of torch)."""
+        return self.cuts.has_fp32_weights & self.cuts.is_autocast
+
+    def _products_s(self, shapes: list[tuple[Floats, Floats, Floats]]) -> Floats:
+        return np.asarray(sum(self._product_s(*shape) for shape in shapes))
+
+    def _product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
+        """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source."""
+        constants = self.constants
+        if self._fit is not None:
+            return _fitted_product_s(self._fit, m, n, k)
+        penalty = 1.0 + constants.matmul_half_n / n + constants.matmul_half_k / k
+        reached = self._reached_share() * constants.matmul_efficiency
+        peak = self._peak() * (reached if self._uses_tensor_cores() else constants.plain_matmul_efficiency)
+        return np.asarray(2.0 * m * n * k * penalty * self._last_wave(m, n) / peak + constants.matmul_launch_s)
+
+    def _last_wave(self, m: Floats, n: Floats) -> Floats | float:
+        """Return how much longer a product takes because its tiles do not fill all waves of multiprocessors.
+
+        NVIDIA, Matrix Multiplication Background User's Guide, tile and wave quantization. A library takes the tile that
+        suits a shape best; smaller ones read their operands more often.
+        """
+        count, constants = self.gpu.num_multiprocessors, self.constants
+        if count is None:
+            return constants.usual_last_wave
+        # Arithmetic outside of tensor cores is slow enough that small tiles feed it too.
+        small_tile_share = constants.small_tile_share if self._uses_tensor_cores() else 0.0
+        choices = []
+        for rows, columns in _TILES:
+            tiles = np.ceil(m / rows) * np.ceil(n / columns)
+            idle = np.ceil(tiles / count) * count * rows * columns / (m * n) - 1.0
+            reads = (1 / rows + 1 / columns) / (1 / _TILES[0][0] + 1 / _TILES[0][1]) - 1.0
+            choices.append((1.0 + constants.wave_share * idle) * (1.0 + small_tile_share * reads))
+        return np.asarray(np.min(choices, axis=0))
+
+    def _misalignment(self, *dimensions: Floats) -> Floats:
+        """Return how much longer a 16-bit product takes whose operands' rows do not begin at multiples of 128 bytes."""
+        whole = [_divides(8, size) for size in dimensions]
+        lines = [_divides(64, size) for size in dimensions]
+        if self.training.precision == "fp32":
+            return np.ones_like(self.cuts.tp)
+        slower = np.where(np.all(lines, axis=0), 1.0, self.gpu.shared.unaligned_line_slowdown)
+        return np.asarray(np.where(np.all(whole, axis=0), slower, self.constants.unaligned_slowdown))
+
+    def _peak(self) -> float:
+        tf32 = self.gpu.peak("tf32")
+        if self.training.precision == "fp32" and self.framework.kernels.uses_tf32 and tf32 is not None:
+            return tf32
+        return effective_peak(self.gpu, self.training)
+
+    def _uses_tensor_cores(self) -> bool:
+        return self.training.precision != "fp32" or (
+            self.framework.kernels.uses_tf32 and self.gpu.peak("tf32") is not None
+        )
+
+    def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
+        flops = self.cuts.tokens * attention.flops_per_token(self.cuts.seq_length) / self.cuts.tp
+        constants = self.constants
+        if self.training.attention == "eager":
+            flops = flops * (2.0 if backward else 1.0)
+            # A product whose rows begin anywhere is slower, as it is in the other matmuls.
+            slower = constants.unaligned_slowdown if attention.qk_head_dim % 8 else 1.0
+            efficiency, computed = constants.eager_attention_efficiency / slower, 1.0
+        else:
+            speed = self.gpu.shared.attention_speed(self.framework.kernels.flash_generation)
+            # The papers count the scores that the backward pass makes again (Dao 2023, section 4.1).
+            flops = flops * (2.5 if backward else 1.0)
+            measured = self._attention_rate(backward=backward)
+            if measured is not None:
+                return np.asarray((0.5 if attention.is_causal else 1.0) * flops / measured)
+            efficiency = (speed.backward if backward else speed.forward) * constants.flash_attention_factor
+            computed = 0.5 if attention.is_causal else 1.0
+        return np.asarray(computed * flops / (self._peak() * efficiency))
+
+    def _unfused_softmax_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
+        """Return what eager attention's softmax moves beyond a fused one, where that does not take its scores."""
+        multiple = self.framework.kernels.fused_softmax_heads
+        if multiple == 1 or block.attention is None or self.training.attention != "eager":
+            return np.zeros_like(self.cuts.tp)
+        heads = block.attention.num_heads / self.cuts.tp
+        is_fused = heads * np.ceil(self.cuts.tokens / self.cuts.seq_length) % multiple == 0
+        scores = self.cuts.tokens * self.cuts.seq_length * heads
+        return np.asarray(np.where(is_fused, 0.0, scores * _UNFUSED_SOFTMAX_BYTES[backward]))
+
+    @cached_property
+    def _fit(self) -> KernelFit | None:
+        """What a calibration of this machine found for the training's precision."""
+        calibration = self.gpu.calibration
+        return None if calibration is None else calibration.fit(self.training.precision)
+
+    def _attention_rate(self, *, backward: bool) -> float | None:
+        if self._fit is None:
+            return None
+        return self._fit.attention_backward_flops_per_s if backward else self._fit.attention_forward_flops_per_s
+
+    def _reached_share(self) -> float:
+        """Return the share of the peak that the best matmul reaches on this GPU, as measured in 16 bits."""
+        best, peak = self.gpu.reached_matmul_flops_per_s, self.gpu.peak("bf16") or self.gpu.peak("fp16")
+        return best / peak if best is not None and peak is not None else self.constants.usual_reached_share
+
+
+def _fitted_product_s(fit: KernelFit, m: Floats, n: Floats, k: Floats) -> Floats:
+    penalty = 1.0 + fit.half_m / m + fit.half_n / n + fit.half_k / k
+    return np.asarray(2.0 * m * n * k * penalty / fit.matmul_flops_per_s + fit.matmul_launch_s)
+
+
+def _divides(unit: int, sizes: Floats) -> Mask:
+    return np.asarray(sizes % unit == 0)

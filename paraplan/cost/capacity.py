@@ -1,0 +1,136 @@
+"""What would fit: micro-batches and worlds under each ZeRO stage and recompute, and the largest layer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from paraplan.cost.estimate import fits, peak_memory
+from paraplan.cost.memory.optimizers import optimizer_states
+from paraplan.cost.plan_table import RECOMPUTES, Ints, Mask, PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.model.spec import BlockSpec
+from paraplan.plan.parallel import ParallelPlan, Recompute
+from paraplan.records import Record
+
+MOST_SEQUENCES = 4096
+# Replicas are asked about one by one, since memory does not always fall as they grow: shards are rounded up to rows.
+_NUMBERS_OF_REPLICAS = np.array([*range(1, 128), *range(128, 1024, 8), *range(1024, 16385, 64)])
+_WAYS = 64  # parts into which each round of a search divides what is open
+
+
+class FitRow(Record):
+    """What fits under one ZeRO stage and recompute, the other choices of the plan kept.
+
+    `largest_micro_batch` is that of a world of `num_gpus`, None where not even one sequence fits; `fewest_gpus` is the
+    smallest world in which a micro-batch of one fits, None where no world of the plan's tp, pp and cp does.
+    """
+
+    zero_stage: int
+    recompute: Recompute
+    num_gpus: int
+    largest_micro_batch: int | None
+    fewest_gpus: int | None
+
+    @property
+    def is_open_ended(self) -> bool:
+        """True where larger micro-batches than were tried may fit too."""
+        return self.largest_micro_batch == MOST_SEQUENCES
+
+
+class LargestLayer(Record):
+    """The layer with most parameters, whole on one GPU: the training state of it alone, and whether that fits."""
+
+    name: str
+    num_parameters: int
+    training_state_bytes: int
+    fits: bool
+
+
+def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
+    """Return what fits under each ZeRO stage and recompute, with the tp, pp, cp and schedule of `plan`.
+
+    The world is all GPUs of the cluster, or that of `plan` where it is larger.
+    """
+    fixed = plan.tp * plan.pp * plan.cp
+    replicas = max(plan.dp, workload.cluster.num_gpus // fixed)
+    offloads_parameters = plan.offload == "parameters"  # which ZeRO-3 alone does
+    stages = (3,) if offloads_parameters else (0, 1) if plan.pp > 1 else (0, 1, 2, 3)
+    kinds = [(stage, recompute) for stage in stages for recompute in RECOMPUTES]
+    count = len(kinds)
+    stage_of, recompute_of = (np.array(column) for column in zip(*_numbered(kinds), strict=True))
+
+    def holds(kind: Ints, micro_batch: Ints, dp: Ints) -> Mask:
+        table = PlanTable.of_plans([plan.replace(zero_shards=None, devices_per_process=1)]).select(
+            np.zeros(len(kind), dtype=np.int64)
+        )
+        sharded = np.where(dp * plan.cp > 1, stage_of[kind], 0)
+        table = replace(table, zero_stage=sharded, recompute=recompute_of[kind], micro_batch_size=micro_batch, dp=dp)
+        table = replace(table, ep=np.gcd(table.ep, dp * plan.cp))  # fewer ranks share out the experts among fewer
+        return fits(workload, peak_memory(workload, table))
+
+    sizes = _last_true(
+        np.full(count, MOST_SEQUENCES), lambda kind, size: holds(kind, size, np.full(len(kind), replicas))
+    )
+    numbers = np.tile(_NUMBERS_OF_REPLICAS, count)
+    kind = np.repeat(np.arange(count), len(_NUMBERS_OF_REPLICAS))
+    held = holds(kind, np.ones_like(kind), numbers).reshape(count, -1)
+    fewest = _NUMBERS_OF_REPLICAS[np.argmax(held, axis=1)]
+    found: list[bool] = np.asarray(held.any(axis=1)).tolist()
+    return tuple(
+        FitRow(
+            zero_stage=stage,
+            recompute=recompute,
+            num_gpus=replicas * fixed,
+            largest_micro_batch=int(size) or None,
+            fewest_gpus=int(dp) * fixed if any_held else None,
+        )
+        for (stage, recompute), size, dp, any_held in zip(kinds, sizes, fewest, found, strict=True)
+    )
+
+
+def _numbered(kinds: list[tuple[int, Recompute]]) -> list[tuple[int, int]]:
+    return [(stage, RECOMPUTES.index(recompute)) for stage, recompute in kinds]
+
+
+def largest_layer(workload: Workload) -> LargestLayer:
+    """Return the layer of the model with most parameters; where it does not fit alone, only tp or ZeRO can split it."""
+    model, framework = workload.model, workload.framework
+    layers: list[tuple[str, BlockSpec]] = [("embedding", model.embedding), ("head", model.head)]
+    layers += [(f"block {number}", block) for number, block in enumerate(model.blocks)]
+    name, block = max(layers, key=lambda layer: layer[1].num_parameters)
+    states = optimizer_states(model, workload.training.optimizer)
+    state = {"embedding": states.embedding, "head": states.head}.get(name, states.blocks)
+    weights = (
+        framework.storage.weight_bytes + framework.storage.gradient_bytes + framework.storage.master_bytes
+        if workload.is_mixed_precision
+        else 8.0
+    )
+    state_bytes = round(block.num_parameters * (weights + state))
+    return LargestLayer(
+        name=name,
+        num_parameters=block.num_parameters,
+        training_state_bytes=state_bytes,
+        fits=state_bytes <= workload.usable_memory_bytes,
+    )
+
+
+def _last_true(most: Ints, holds: Callable[[Ints, Ints], Mask]) -> Ints:
+    """Return for each question the largest number up to its `most` for which it holds, 0 where it never does.
+
+    `holds` is given questions by their position and a number for each. What holds for a number holds for all smaller
+    ones. Every round asks all open questions about several numbers at once, evenly between what is known.
+    """
+    low, high = np.zeros_like(most), most + 1
+    steps = np.arange(1, _WAYS)
+    while (high - low > 1).any():
+        rows = np.flatnonzero(high - low > 1)
+        below, above = low[rows, None], high[rows, None]
+        numbers = np.maximum(below + (above - below) * steps // _WAYS, below + 1)
+        answers = holds(np.repeat(rows, len(steps)), numbers.ravel()).reshape(numbers.shape)
+        passed = answers.sum(axis=1)
+        known = np.concatenate([below, numbers, above], axis=1)
+        low[rows], high[rows] = (known[np.arange(len(rows)), passed + side] for side in (0, 1))
+    return low

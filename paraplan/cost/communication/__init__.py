@@ -1,0 +1,1 @@
+"""Time on the wire, and how much of it is exposed."""

@@ -1,0 +1,217 @@
+"""Framework profiles: implementation choices that change memory or step time but are not part of a plan."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from paraplan.plan.parallel import ScheduleName
+from paraplan.plan.training import AttentionKind
+from paraplan.records import Record, Source
+
+OWN_RUNTIME = "paraplan"
+"""The profile of paraplan's own runtime."""
+
+FUSED_TRAFFIC = 1.6
+"""Bytes that a forward pass of fused kernels moves outside of matmuls for each byte that it saves for the backward
+pass, counted by operation: a GPT block moves 54 bytes and saves 34 for each hidden feature."""
+
+
+class _Group(Record):
+    """Values that belong together, with their sources. A value that a file leaves out keeps its default."""
+
+    sources: tuple[Source, ...] = Field(min_length=1)
+    """Where the values come from; the first that names a value counts."""
+
+
+class StorageProfile(_Group):
+    """What is stored for each parameter, in bytes.
+
+    The first three hold under mixed precision; training in fp32 stores 4, 4 and 0.
+    """
+
+    weight_bytes: float
+    """Weights that forward and backward passes read."""
+    gradient_bytes: float
+    """Gradients between micro-batches and until the optimizer step."""
+    master_bytes: float
+    """fp32 master weights beside 16-bit weights."""
+    autocast_copy_bytes: float = 0.0
+    """The 16-bit copy of matmul weights that autocast keeps from forward to backward."""
+    optimizer_state_bytes: float = 4.0
+    """One element of the optimizer's state."""
+    is_autocast: bool = False
+    """16-bit training runs under autocast over fp32 parameters, which ZeRO gathers in 16 bits."""
+    frees_gradients: bool = False
+    """Gradients are allocated anew in every step; else they stand in persistent buffers."""
+    accumulates_separately: bool = False
+    """fp32 gradients are accumulated in a buffer beside those that backward passes make."""
+    keeps_dummy_gradients: bool = False
+    """Transformer Engine keeps a 16-bit tensor for each distinct weight shape where gradients accumulate elsewhere."""
+    optimizer_step: Literal["foreach", "for_loop", "fused"] = "fused"
+    """How the optimizer visits parameters: foreach copies all of them, for_loop one at a time, fused none."""
+    flat_step_bytes: float = 0.0
+    """Copies of the gradient of a rank's own share that an optimizer step makes, all at once."""
+    matmul_workspaces: Literal["none", "torch", "transformer_engine"] = "torch"
+    """Whose cuBLAS workspaces matmuls hold."""
+    context_bytes: int | None = None
+    """The CUDA context where the software has another than `CostConstants` names."""
+
+
+class KernelProfile(_Group):
+    """Kernels of a block: what they fuse, move and keep, and what the host needs to start them."""
+
+    fused: bool
+    """Norms, activations and rotary embeddings are fused kernels (`BlockSpec.saved_fused`)."""
+    traffic_per_saved_byte: float = 2.6
+    """Bytes that a forward pass moves outside of matmuls for each byte that it saves: `FUSED_TRAFFIC` where kernels are
+    fused, 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and saves 49)."""
+    host_s_per_block: float
+    """Seconds of the host to start the kernels of one block's forward pass: a floor under its time."""
+    default_attention: AttentionKind = "flash"
+    """The attention kernel of runs that do not name one."""
+    flash_generation: int = 2
+    """Generation of the FlashAttention kernels."""
+    ring_attention: bool = False
+    """Context parallelism passes keys and values around a ring beside the attention core, as Transformer Engine does;
+    else it exchanges tokens for heads (Ulysses)."""
+    uses_tf32: bool = False
+    """Matmuls of fp32 training run on TF32 tensor cores."""
+    fused_softmax_heads: int = 1
+    """Eager attention's fused softmax takes heads times sequences that are a multiple of it; others go through torch's
+    operations one by one. 1 takes all."""
+    keeps_score_buffer: bool = False
+    """Eager attention keeps a buffer of one micro-batch's scores for good."""
+    writes_out_gelu: bool = True
+    """GELUs are transformers' gelu_new where kernels are not fused."""
+    writes_out_gates: bool = False
+    """Gated activations are not fused where other kernels are, and keep the activated gate too."""
+    repeats_key_heads: bool = False
+    """Keys and values of grouped queries are repeated to all heads and saved so."""
+    dropout: float = 0.1
+    """Dropout rate of GPT-like models whose own is not known."""
+
+
+class DataParallelProfile(_Group):
+    """Data parallelism and ZeRO: what is gathered and reduced when, and what that moves and hides.
+
+    Traffic is in bytes through a GPU's own memory, sizes of buckets are in parameters.
+    """
+
+    overlaps_gradients: bool = True
+    """Gradient reduction overlaps with the backward pass."""
+    overlaps_zero_1: bool = False
+    """The distributed optimizer's reduce-scatter and all-gather overlap with compute."""
+    uses_fsdp: bool = False
+    """Every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones, as FSDP does."""
+    wraps_embedding_and_head: bool = False
+    """Embedding and head are FSDP units of their own where they are as large as a block."""
+    gathers_each_weight: bool = False
+    """ZeRO-3 gathers and scatters each matmul's weights separately, not those of a block together."""
+    has_expert_parallel: bool = False
+    """Experts may go over ranks of dp and cp, which exchange tokens (`ep` of a plan)."""
+    bucket_elements: float = 0.0
+    """Size of each of two communication buckets, one to reduce gradients and one to gather parameters."""
+    prefetch_elements: float = float("inf")
+    """Parameters that ZeRO-3 gathers ahead of their use; the wait for more is exposed."""
+    max_live_elements: float = 0.0
+    """Parameters that ZeRO-3 leaves gathered at most."""
+    fuses_accumulation: bool = False
+    """The matmul that computes a weight gradient adds it to those of earlier micro-batches."""
+    gather_traffic: float = 0.0
+    """Traffic for each gathered 16-bit parameter."""
+    reduce_traffic: tuple[float, float] = (0.0, 0.0)
+    """Traffic for each gradient that is reduced into shards, in 16 bits and in fp32."""
+    replica_traffic: float = 0.0
+    """Traffic for each gradient that replicas all-reduce."""
+    gather_host_s: float = 0.0
+    """Seconds of the host to gather a block."""
+    reduce_host_s: float = 0.0
+    """Seconds of the host to reduce the gradients of a block."""
+
+
+class PipelineProfile(_Group):
+    """Pipelines: schedules, sends and receive buffers."""
+
+    schedules: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+    """The schedules that the framework has."""
+    splits_sends: bool = False
+    """Each tensor-parallel rank sends its share of a boundary (Narayanan et al. 2021, section 4.1)."""
+    boundary_transfers: int = 2
+    """Sends that a middle stage waits for in each micro-batch: 2 where both directions are exchanged with a neighbor at
+    once, as in Megatron-LM, 4 where they follow each other."""
+    allocates_every_receive: bool = False
+    """A rank allocates the receive buffers of all micro-batches at the start."""
+    keeps_both_boundaries: bool = False
+    """A stage keeps what it received and what it sent until the backward pass."""
+
+
+class TensorParallelProfile(_Group):
+    """Tensor and sequence parallelism."""
+
+    overlaps_backward: bool = False
+    """Collectives of backward passes overlap with the gradients of weights."""
+    keeps_gathered_inputs: bool = False
+    """Under sequence parallelism matmuls keep their gathered inputs; Megatron-LM keeps a share of them and gathers it
+    again (Korthikanti et al. 2022, section 4.2.2)."""
+    sequence_parallel_by_default: bool = False
+    """Runs with tp that do not mention sequence parallelism use it."""
+    vocabulary_multiple: int = 1
+    """The vocabulary is padded to a multiple of this times tp."""
+
+
+class LossProfile(_Group):
+    """The loss on logits."""
+
+    logit_bytes: float = 10.0
+    """Bytes for each logit at the loss's peak under mixed precision: torch's cross-entropy holds the 16-bit logit, the
+    fp32 log-probability and its gradient."""
+    parallel_logit_bytes: float | None = None
+    """The same of a loss on logits that tensor parallelism divided; None: as `logit_bytes`."""
+    traffic_per_logit: float = 38.0
+    """Bytes that the loss moves for each logit, forward and backward, counted by operation: 38 in torch's cross-entropy
+    on upcast logits, 52 in Megatron-LM's vocabulary-parallel one."""
+    in_model: bool = False
+    """Labels are inputs of the model, which returns its loss and fp32 logits."""
+
+
+class FrameworkProfile(Record):
+    """One framework's choices, as a file of `profiles/frameworks` describes them."""
+
+    name: str
+    """The name of its file."""
+    title: str
+    """The name in print."""
+    aliases: tuple[str, ...] = ()
+    """Other names. An alias holds for a text that has all of its words; of several the longest."""
+    with_sequence_parallel: str | None = None
+    """The profile of the framework's later releases: runs with sequence parallelism or selective recompute use them."""
+    storage: StorageProfile
+    """Bytes for each parameter."""
+    kernels: KernelProfile
+    """Kernels of a block."""
+    data_parallel: DataParallelProfile
+    """Data parallelism and ZeRO."""
+    pipeline: PipelineProfile
+    """Pipelines."""
+    tensor_parallel: TensorParallelProfile
+    """Tensor and sequence parallelism."""
+    loss: LossProfile
+    """The loss on logits."""
+
+    @property
+    def is_own_runtime(self) -> bool:
+        """True where paraplan's own runtime is modelled."""
+        return self.name == OWN_RUNTIME
+
+    def changed(self, **groups: dict[str, Any]) -> FrameworkProfile:
+        """Return the profile with some values of groups replaced: `changed(storage={"gradient_bytes": 4})`."""
+        return self.replace(**{name: getattr(self, name).replace(**values) for name, values in groups.items()})
+
+    def compiled(self) -> FrameworkProfile:
+        """Return the profile of blocks under torch.compile, which fuses what stands between matmuls.
+
+        The host's time is left as it is: nobody has measured it for compiled blocks.
+        """
+        return self.changed(kernels={"fused": True, "traffic_per_saved_byte": FUSED_TRAFFIC})

@@ -1,0 +1,105 @@
+"""Framework profiles on disk: the bundled ones by name or alias, and files of the user's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.errors import ProfileError, near_names
+from paraplan.hardware.profile_json import read_object, validated
+from paraplan.resources import profiles_folder
+
+GROUPS = ("storage", "kernels", "data_parallel", "pipeline", "tensor_parallel", "loss")
+"""The fields of a profile that it takes from the one that it is `based_on`, value by value."""
+
+FALLBACK_FRAMEWORK = "plain-pytorch"
+"""The profile that stands for a framework which a table of runs names and nobody described (assumed)."""
+
+_MAX_BASES = 8
+
+
+class FrameworkCatalog:
+    """The bundled framework profiles; a file is read once, when it is asked for."""
+
+    def __init__(self) -> None:
+        self._folder = profiles_folder() / "frameworks"
+        self._loaded: dict[str, FrameworkProfile] = {}
+        self._aliases: dict[str, str] = {}
+
+    def names(self) -> list[str]:
+        """Return the names of the bundled profiles."""
+        return sorted(path.stem for path in self._folder.glob("*.json"))
+
+    def load(self, name_or_path: str) -> FrameworkProfile:
+        """Return a profile by name or alias, or by the path of a .json file.
+
+        Raises `ProfileError` for an unknown name, with near ones, and for a file at fault, with the field.
+        """
+        if name_or_path.endswith(".json"):
+            return self._read(Path(name_or_path).expanduser())
+        name = self._known_names(name_or_path).get(name_or_path.strip().lower())
+        if name is None:
+            raise ProfileError(
+                f"there is no framework {name_or_path!r}",
+                hint=near_names(name_or_path, {*self.names(), *self._known_aliases()}),
+            )
+        return self._bundled(name)
+
+    def find(self, text: str) -> FrameworkProfile | None:
+        """Return the profile that a text such as `Megatron-LM + TE 2.11` names, None for an unknown one."""
+        words = text.strip().lower()
+        aliases = self._known_aliases()
+        found = [alias for alias in aliases if all(_has_word(words, word) for word in alias.split())]
+        return self._bundled(aliases[max(found, key=len)]) if found else None
+
+    def _bundled(self, name: str) -> FrameworkProfile:
+        if name not in self._loaded:
+            self._loaded[name] = self._read(self._folder / f"{name}.json")
+        return self._loaded[name]
+
+    def _known_names(self, text: str) -> Mapping[str, str]:
+        """Return names and aliases; of one name without reading the other files."""
+        name = text.strip().lower()
+        return {name: name} if (self._folder / f"{name}.json").is_file() else self._known_aliases()
+
+    def _known_aliases(self) -> Mapping[str, str]:
+        if not self._aliases:
+            for name in self.names():
+                aliases = read_object(self._folder / f"{name}.json").get("aliases", ())
+                self._aliases.update(dict.fromkeys((name, *aliases), name))
+        return self._aliases
+
+    def _read(self, path: Path) -> FrameworkProfile:
+        return validated(FrameworkProfile, self._object(path, depth=0), where=str(path))
+
+    def _object(self, path: Path, *, depth: int) -> dict[str, Any]:
+        """Return the JSON object of a file, its groups filled in from the profile that it is `based_on`."""
+        own = read_object(path)
+        base = own.pop("based_on", None)
+        if base is None:
+            return own
+        near = path.with_name(f"{base}.json")
+        base_path = near if near.is_file() else self._folder / f"{base}.json"
+        if depth == _MAX_BASES or not base_path.is_file():
+            reason = "profiles are based on each other" if depth == _MAX_BASES else f"there is no framework {base!r}"
+            raise ProfileError(f"{path}: based_on: {reason}", hint=near_names(str(base), self.names()))
+        inherited = self._object(base_path, depth=depth + 1)
+        for group in GROUPS:
+            values = own.get(group, {})
+            if isinstance(values, dict) and isinstance(inherited.get(group), dict):
+                below = inherited[group]
+                sources = [*values.get("sources", ()), *below.get("sources", ())]
+                own[group] = below | values | {"sources": sources}
+        return own
+
+
+def load_framework(name_or_path: str) -> FrameworkProfile:
+    """Return a framework profile by name, alias or path. Raises `ProfileError` as `FrameworkCatalog.load` does."""
+    return FrameworkCatalog().load(name_or_path)
+
+
+def _has_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<![a-z0-9_]){re.escape(word)}(?![a-z0-9_])", text) is not None

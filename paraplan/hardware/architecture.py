@@ -1,0 +1,119 @@
+"""GPU architectures, from `profiles/architectures`: attention kernels, matrix libraries' workspaces, link rates."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import Field
+
+from paraplan.hardware.profile_json import read_object, validated
+from paraplan.records import Record, Source, SourceKind
+from paraplan.resources import profiles_folder
+
+UNKNOWN = "unknown"
+"""The file that stands for architectures that no other describes: values taken from others."""
+
+
+class FlashAttentionSpeed(Record):
+    """Share of the matmul peak that one generation of FlashAttention reaches, causal FLOPs counted.
+
+    From figures for long sequences, somewhat below their best case.
+    """
+
+    generation: int
+    """Generation of the kernels."""
+    forward: float = Field(gt=0)
+    """Share of the peak in forward passes."""
+    backward: float = Field(gt=0)
+    """Share of the peak in backward passes."""
+    source: str
+    """Paper and section, or what it was taken from."""
+    source_kind: SourceKind
+    """How good the source is."""
+
+
+class ArchitectureProfile(Record):
+    """What GPUs of one architecture share, as a file of `profiles/architectures` describes it."""
+
+    name: str
+    """The name of its file: the architecture that GPU profiles name, in lower case with hyphens."""
+    title: str
+    """The name in print."""
+    capabilities: tuple[str, ...] = ()
+    """Compute capabilities of its GPUs: CUDA's, or gfx numbers."""
+    link_bytes_per_s: dict[str, float] = Field(default_factory=dict)
+    """Payload of one NVLink or xGMI link in one direction, by compute capability."""
+    gpu_names: dict[str, str] = Field(default_factory=dict)
+    """Regular expressions for the names of its GPUs, by compute capability, for tables that tell names alone."""
+    flash_attention: tuple[FlashAttentionSpeed, ...] = Field(min_length=1)
+    """Attention speed by generation of the kernels."""
+    torch_workspace_bytes: int = 0
+    """The cuBLAS workspace that torch keeps for each thread that multiplies."""
+    engine_workspace_bytes: int = 0
+    """The cuBLAS workspace that Transformer Engine keeps beside them."""
+    unaligned_line_slowdown: float = Field(default=1.0, ge=1)
+    """How much longer a 16-bit product takes whose operands' rows do not begin at multiples of 128 bytes."""
+    fp8_speedup: float = 1.0
+    """Dense 8-bit to dense 16-bit matmuls."""
+    usual_network_bits_per_s: float
+    """NICs of a machine divided by its GPUs, where a description does not tell."""
+    sources: tuple[Source, ...] = Field(min_length=1)
+    """Where the values come from."""
+
+    def attention_speed(self, generation: int) -> FlashAttentionSpeed:
+        """Return the speed of a generation of FlashAttention, of the nearest older one where it is not listed."""
+        older = [row for row in self.flash_attention if row.generation <= generation]
+        return max(older or self.flash_attention, key=lambda row: row.generation)
+
+
+class LinkRates:
+    """Payload of one link of a GPU in one direction, by what a table or a driver tells of the GPU."""
+
+    def __init__(self) -> None:
+        self._by_capability: dict[str, float] = {}
+        self._names: list[tuple[re.Pattern[str], str]] = []
+        for architecture in list_architectures():
+            self._by_capability |= architecture.link_bytes_per_s
+            self._names += [
+                (re.compile(rf"\b(?:{names})\b"), capability) for capability, names in architecture.gpu_names.items()
+            ]
+
+    def nvlink(self, *, name: str | None = None, compute_capability: str | None = None) -> float | None:
+        """Return the rate of one NVLink, None where the GPU is not known.
+
+        The compute capability decides where it is given; else the name, in which the model number is looked for.
+        """
+        if compute_capability is None and name is not None:
+            found = [(match.start(), capability) for names, capability in self._names if (match := names.search(name))]
+            compute_capability = min(found)[1] if found else None
+        return self._by_capability.get(compute_capability or "")
+
+    def xgmi(self, gcn: str) -> float | None:
+        """Return the rate of one xGMI link, by the GPU's architecture (`90a`, `gfx942`)."""
+        return self._by_capability.get("gfx" + gcn.lower().removeprefix("gfx").split(":")[0])
+
+
+def load_architecture(name_or_path: str, *, beside: Path | None = None) -> ArchitectureProfile:
+    """Return the architecture that a GPU profile names, or a .json file, relative to the folder `beside`.
+
+    An architecture that no file describes is the unknown one. Raises `ProfileError` for a file at fault.
+    """
+    if name_or_path.endswith(".json"):
+        path = (beside or Path()) / Path(name_or_path).expanduser()
+    else:
+        folder = profiles_folder() / "architectures"
+        named = folder / f"{name_or_path.strip().lower().replace(' ', '-')}.json"
+        path = named if named.is_file() else folder / f"{UNKNOWN}.json"
+    return validated(ArchitectureProfile, read_object(path), where=str(path))
+
+
+def architecture_of(compute_capability: str | None) -> str:
+    """Return the name of the architecture of a compute capability, "unknown" where no file describes it."""
+    found = (each.title for each in list_architectures() if compute_capability in each.capabilities)
+    return next(found, UNKNOWN)
+
+
+def list_architectures() -> list[ArchitectureProfile]:
+    """Return all bundled architectures, by name."""
+    return [load_architecture(path.stem) for path in sorted((profiles_folder() / "architectures").glob("*.json"))]

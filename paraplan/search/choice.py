@@ -1,0 +1,265 @@
+"""The choice among evaluated plans: the one to use, and those to set beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from paraplan.cost.blocks.kernels import effective_peak
+from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
+from paraplan.cost.plan_table import Ints, Mask
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import unsupported_reason
+from paraplan.search.constraints import Constraints
+from paraplan.search.evaluation import Priced, TimeSurvey, kinds_of
+from paraplan.search.results import TOLERANCE, Baseline, Candidate, Objective, complexity, rank
+from paraplan.search.tree import TreeAnswer, family
+
+PLAIN: tuple[tuple[Baseline, Literal[0, 3]], ...] = (("FSDP", 3), ("DDP", 0))
+"""The plans that everybody knows, by their ZeRO stage: all GPUs along dp, and nothing offloaded."""
+
+_STAGES_PRICED = 3
+"""The survey computes the first, the second and the last stage of a pipeline, and the fullest between."""
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedPlans:
+    """Priced plans, and their estimates stage by stage where these are asked for."""
+
+    workload: Workload
+    priced: Priced
+    answer: TreeAnswer
+    _estimates: dict[int, PlanEstimate] = field(default_factory=dict)
+
+    def estimate(self, row: int) -> PlanEstimate:
+        """Return the estimate of a row, whose price is that of all stages from then on."""
+        if row not in self._estimates:
+            found = estimate_plan(self.workload, self.priced.plan(row))
+            self._estimates[row] = found
+            self.priced.seconds[row] = found.step.step_time_s
+            self.priced.peak_bytes[row] = found.peak_memory_bytes
+        return self._estimates[row]
+
+    def is_named(self, row: int) -> bool:
+        """Return whether the guide names the family of a plan."""
+        return family(self.priced.plan(row)) in self.answer.families
+
+    def first_fitting(self, rows: list[int], count: int) -> list[int]:
+        """Return the first `count` of `rows` that fit, and one more.
+
+        The survey computed the stages that should need most. Where blocks differ or are not evenly divided, all
+        stages are computed here, and rows get the price of all.
+        """
+        table = self.priced.table
+        is_unlike = (table.split > 0) | (len(self.workload.model.runs) > 1)
+        has_others = (table.pp > _STAGES_PRICED) & is_unlike
+        found: list[int] = []
+        for row in rows:
+            if len(found) > count:
+                break
+            if not has_others[row] or self.estimate(row).fits:
+                found.append(row)
+        return found
+
+    def in_order(self, objective: Objective, rows: list[int]) -> list[int]:
+        """Return `rows` in the order of an objective, by the prices of all stages where these are known."""
+        few = self.priced.select(np.array(rows, dtype=np.int64))
+        return [rows[place] for place in rank(objective, seconds=few.seconds, peak_bytes=few.peak_bytes)]
+
+    def fitting_candidates(self, rows: list[int]) -> tuple[Candidate, ...]:
+        """Return those of `rows` that fit by all that is known of their stages."""
+        found = (self.candidate(row) for row in rows)
+        return tuple(one for one in found if one.peak_memory_bytes <= self.workload.usable_memory_bytes)
+
+    def candidate(self, row: int, baseline: Baseline | None = None) -> Candidate:
+        """Return a row as it stands in the table of plans."""
+        workload, seconds = self.workload, float(self.priced.seconds[row])
+        training, plan = workload.training, self.priced.plan(row)
+        tokens_per_s = training.tokens_per_step / seconds / plan.world_size
+        flops_per_s = 3 * workload.model.flops_per_token(training.seq_length) * tokens_per_s
+        return Candidate(
+            plan=plan,
+            in_tree=self.is_named(row),
+            step_time_s=seconds,
+            tokens_per_s_per_gpu=tokens_per_s,
+            mfu=flops_per_s / effective_peak(workload.cluster.gpu, training),
+            peak_memory_bytes=round(float(self.priced.peak_bytes[row])),
+            baseline=baseline,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The plan to use among the priced ones, and those to set beside it.
+
+    `rows` are the best of each kind, ranked; `guide` is the fastest plan of the families that the guide names, if any
+    fits.
+    """
+
+    plans: EvaluatedPlans
+    objective: Objective
+    rows: list[int]
+    row: int
+    guide_row: int | None
+
+    @classmethod
+    def of(cls, plans: EvaluatedPlans, objective: Objective, count: int) -> Choice | None:
+        """Return the choice, None where no priced plan fits in all of its stages."""
+        priced = plans.priced
+        every = rank(objective, seconds=priced.seconds, peak_bytes=priced.peak_bytes)
+        ranked = best_of_each_kind(priced, every)
+        rows = plans.first_fitting(ranked, count)
+        if not rows:  # the best of no kind does: some other plan of a kind may
+            rows = plans.first_fitting(every.tolist(), 0)
+        if not rows:
+            return None
+        rows = plans.in_order(objective, rows)
+        named = plans.first_fitting([row for row in ranked if plans.is_named(row)], 0)
+        return cls(plans, objective, rows, _simplest(plans, objective, rows[0]), named[0] if named else None)
+
+    @property
+    def best(self) -> PlanEstimate:
+        """The plan to use."""
+        return self.plans.estimate(self.row)
+
+    @property
+    def second(self) -> PlanEstimate | None:
+        """The best of another kind."""
+        others = [row for row in self.rows if row != self.row]
+        return self.plans.estimate(others[0]) if others else None
+
+    @cached_property
+    def fastest(self) -> PlanEstimate | None:
+        """The fastest plan, where another one is to be used."""
+        seconds = self.plans.priced.seconds
+        row = min(self.rows, key=lambda each: float(seconds[each]))
+        return self.plans.estimate(row) if seconds[row] < seconds[self.row] else None
+
+    @cached_property
+    def guide(self) -> PlanEstimate | None:
+        """The guide's own plan, where another one is to be used that is of none of its families."""
+        if self.guide_row is None or self.plans.is_named(self.row):
+            return None
+        return self.plans.estimate(self.guide_row)
+
+    @property
+    def remark(self) -> str | None:
+        """Return why a plan that is not the best of its list is recommended, and what the guide would choose."""
+        sentences = [self._why_simpler(), self._of_guide()]
+        return "; ".join(filter(None, sentences)) or None
+
+    def _why_simpler(self) -> str | None:
+        first, priced = self.rows[0], self.plans.priced
+        is_memory = self.objective == "memory"
+        values, what = (priced.peak_bytes, "less memory") if is_memory else (priced.seconds, "faster")
+        more = values[self.row] / values[first] - 1
+        other = priced.plan(first).describe()
+        if more <= 0 or other == priced.plan(self.row).describe():
+            return None
+        error = (
+            "nearly equal" if is_memory else f"a difference under {TOLERANCE[self.objective]:.0%} is within the error"
+        )
+        return f"chosen over {other}, predicted {more:.1%} {what}, because it is simpler ({error})"
+
+    def _of_guide(self) -> str | None:
+        if self.guide is None:
+            return None
+        ratio = self.guide.step.step_time_s / self.best.step.step_time_s
+        slower = f"{ratio - 1:.0%} slower" if ratio < 2 else f"{ratio:.1f} times as slow"
+        return f"Hugging Face's guide would choose {self.guide.plan.describe()}, predicted {slower}"
+
+    def candidates(self, count: int) -> tuple[Candidate, ...]:
+        """Return the best of each kind."""
+        return tuple(self.plans.candidate(row) for row in self.rows[:count])
+
+    def baselines(self, fixed: Constraints) -> tuple[Candidate, ...]:
+        """Return the plans that everybody knows, also where they do not fit: plain FSDP and DDP, and the guide's."""
+        fitting = self._baselines()
+        found = [self.plans.candidate(row, name) for row, name in fitting.items()]
+        for name, stage in PLAIN:
+            too_large = None if name in fitting.values() else _too_large(self.plans, name, stage, fixed)
+            found += [] if too_large is None else [too_large]
+        return tuple(found)
+
+    def _baselines(self) -> dict[int, Baseline]:
+        """Return the rows of plain DDP and FSDP, where they fit, and of the guide's plan."""
+        table, found = self.plans.priced.table, dict[int, Baseline]()
+        if self.guide is not None and self.guide_row is not None:
+            found[self.guide_row] = "guide"
+        for name, stage in PLAIN:
+            rows = np.flatnonzero(is_plain(self.plans.workload, lambda column: getattr(table, column), stage))
+            if len(rows):
+                found[int(rows[np.argmin(self.plans.priced.seconds[rows])])] = name
+        return found
+
+
+def _too_large(plans: EvaluatedPlans, name: Baseline, stage: Literal[0, 3], fixed: Constraints) -> Candidate | None:
+    """Return a plain plan that does not fit, as it needs least memory; None for one that was no plan to begin with."""
+    workload = plans.workload
+    ranks, batch = workload.cluster.num_gpus, workload.training.global_batch_size
+    if ranks == 1 or batch % ranks:
+        return None
+    plan = ParallelPlan(dp=ranks, zero_stage=stage, num_microbatches=batch // ranks, recompute="full")
+    if not fixed.allows(**plan.degrees, zero_stage=stage, micro_batch_size=1, recompute="full", offload="none"):
+        return None
+    if why_unsuitable(workload, plan) is not None or unsupported_reason(plan, precision=workload.training.precision):
+        return None
+    estimate = estimate_plan(workload, plan)
+    if estimate.fits:  # it was not priced: it is no plan for this framework
+        return None
+    return Candidate(
+        plan=plan,
+        in_tree=family(plan) in plans.answer.families,
+        step_time_s=estimate.step.step_time_s,
+        tokens_per_s_per_gpu=estimate.step.tokens_per_s_per_gpu,
+        mfu=estimate.step.mfu,
+        peak_memory_bytes=estimate.peak_memory_bytes,
+        fits=False,
+        baseline=name,
+    )
+
+
+def is_plain(workload: Workload, column: Callable[[str], Ints], stage: int) -> Mask:
+    """Return which plans, given by their columns, are plain DDP (stage 0) or FSDP (stage 3) over all GPUs."""
+    others = (column(name) == 0 for name in ("offload", "shards"))
+    of_data = (column("dp") == workload.cluster.num_gpus) & (column("zero_stage") == stage) & (column("ep") == 1)
+    return np.asarray(np.logical_and.reduce([of_data, *others]))
+
+
+def price_the_choice(times: TimeSurvey, objective: Objective, is_named: Callable[[ParallelPlan], bool]) -> None:
+    """Price what the choice looks at beside the best of each kind: simpler plans, baselines, the guide's families."""
+    plans = times.plans
+    for _, stage in PLAIN:
+        times.find(is_plain(times.workload, plans.column, stage))
+    firsts, kind = kinds_of(plans.column)
+    named = np.array([is_named(plans.table(np.array([row])).plan(0)) for row in firsts])
+    times.find(named[kind])
+    if objective == "memory":
+        return
+    levels = complexity(plans.column)
+    for level in np.unique(levels):
+        at_most_s = (1 + TOLERANCE[objective]) * times.fastest_s
+        if times.find(levels == level, at_most_s=at_most_s) <= at_most_s:
+            return
+
+
+def _simplest(plans: EvaluatedPlans, objective: Objective, first: int) -> int:
+    """Return the simplest plan within the tolerance of `first`, of equally simple ones the best."""
+    priced = plans.priced
+    values = priced.peak_bytes if objective == "memory" else priced.seconds
+    close = np.flatnonzero(values <= (1 + TOLERANCE[objective]) * values[first])
+    levels = complexity(lambda column: getattr(priced.table, column))
+    order = close[np.lexsort((values[close], levels[close]))]
+    return plans.first_fitting(order.tolist(), 0)[0]
+
+
+def best_of_each_kind(priced: Priced, order: Ints) -> list[int]:
+    """Return the first row in `order` of each choice of axes and ZeRO stage."""
+    ordered = priced.table.select(order)
+    firsts, _ = kinds_of(lambda name: np.asarray(getattr(ordered, name)))
+    return [int(row) for row in order[np.sort(firsts)]]

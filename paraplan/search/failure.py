@@ -1,0 +1,86 @@
+"""The error for a workload that no plan fits: the nearest plan, what it lacks, and what would help."""
+
+from __future__ import annotations
+
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError
+from paraplan.search.constraints import Constraints
+from paraplan.search.evaluation import TooLarge
+from paraplan.search.space import PlanSpace
+from paraplan.search.what_fits import fewest_nodes, longest_sequence, some_plan_fits
+from paraplan.units import format_bytes, format_bytes_apart
+
+
+class NothingFitsError(NoPlanFitsError):
+    """No plan of the space fits; `nearest` is what the plan that comes nearest would need."""
+
+    def __init__(self, message: str, *, hint: str | None, nearest: PlanEstimate) -> None:
+        super().__init__(message, hint=hint)
+        self.nearest = nearest
+
+
+def nothing_fits(
+    workload: Workload, space: PlanSpace, too_large: TooLarge, *, with_ways_out: bool = True
+) -> NoPlanFitsError:
+    """Return the error for a workload whose `space` has no plan that fits."""
+    cluster, usable = workload.cluster, workload.usable_memory_bytes
+    ways_out = None
+    if with_ways_out and (too_large.nearest or too_large.beyond_host):
+        ways_out = ", or ".join(_ways_out(workload, runnable_only=space.runnable_only, fixed=space.fixed))
+    what = f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs"
+    if too_large.beyond_host is not None:
+        # A plan that fits the GPUs is nearer than any that does not.
+        on_host = estimate_plan(workload, too_large.beyond_host)
+        needed, limit = format_bytes_apart(on_host.host_bytes_per_node, cluster.host_memory_bytes or 0)
+        plans = "1 plan fits" if too_large.num_beyond_host == 1 else f"{too_large.num_beyond_host:,} plans fit"
+        return NothingFitsError(
+            f"{what}; with offload {plans} their {format_bytes(usable)}, but not the {limit} of a node: "
+            f"{on_host.plan.describe()} needs {needed} there",
+            hint=ways_out,
+            nearest=on_host,
+        )
+    if too_large.nearest is None:
+        reasons = "; ".join(f"{count:,} plans: {reason}" for reason, count in space.rejected.most_common(3))
+        return NoPlanFitsError(
+            f"no plan suits {workload.model.name} on {cluster.num_gpus} GPUs: {reasons}",
+            hint=_suitable_batches(workload, space.fixed),
+        )
+    nearest = estimate_plan(workload, too_large.nearest)
+    fullest = max(nearest.memory, key=lambda stage: stage.total_bytes)
+    lacking = format_bytes(fullest.total_bytes - usable)
+    needed, limit = format_bytes_apart(fullest.total_bytes, usable)
+    where = f" on stage {fullest.pipeline_stage}" if nearest.plan.pp > 1 else ""
+    return NothingFitsError(
+        f"{what} with {limit} usable each; the nearest, {nearest.plan.describe()}, needs {needed}, {lacking} too "
+        f"much{where}",
+        hint=ways_out,
+        nearest=nearest,
+    )
+
+
+def _ways_out(workload: Workload, *, runnable_only: bool, fixed: Constraints) -> list[str]:
+    """Return what would make the workload fit: more machines, another optimizer, a shorter sequence."""
+    found = []
+    nodes = fewest_nodes(workload, runnable_only=runnable_only, fixed=fixed)
+    if nodes:
+        found.append(f"it fits {nodes * workload.cluster.gpus_per_node} GPUs (--nodes {nodes})")
+    length = longest_sequence(workload, runnable_only=runnable_only, fixed=fixed)
+    if length is not None and length < workload.training.seq_length:
+        found.append(f"sequences of {length} tokens (--seq-len {length})")
+    if fixed.words and some_plan_fits(workload, runnable_only=runnable_only):
+        found.append(f"leave out {' and '.join(fixed.words)}")
+    if not found:
+        found.append("use GPUs with more memory")
+    return found
+
+
+def _suitable_batches(workload: Workload, fixed: Constraints) -> str:
+    """Return a hint with batches that some plan of the workload's GPUs can divide."""
+    if fixed.words:
+        return f"leave out {'one of ' if len(fixed.words) > 1 else ''}{', '.join(fixed.words)}"
+    gpus, batch = workload.cluster.num_gpus, workload.training.global_batch_size
+    larger = -(-batch // gpus) * gpus
+    smaller = batch // gpus * gpus
+    sizes = [str(size) for size in (smaller, larger) if size and size != batch]
+    return f"use a --global-batch of {' or '.join(sizes or [str(gpus)])}, which {gpus} GPUs divide, or fewer GPUs"

@@ -1,0 +1,181 @@
+"""Other numbers of GPUs than asked for: their speed, their cost, and what would do without offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError, PlanError
+from paraplan.hardware.cluster import Cluster
+from paraplan.records import Record
+from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.results import SearchResult
+from paraplan.search.search import search
+from paraplan.search.what_fits import fewest_gpus, fewest_nodes, smaller_clusters, some_plan_fits
+from paraplan.units import format_seconds
+
+FACTOR = 4
+"""So many times fewer and more GPUs are looked at."""
+
+
+def scaling(
+    workload: Workload,
+    *,
+    price_per_gpu_hour: float | None = None,
+    runnable_only: bool = True,
+    fixed: Constraints = FREE,
+) -> tuple[SizeOffer, ...]:
+    """Return the best plan on fewer and on more GPUs, the fewest first; sizes on which no plan fits are left out.
+
+    The global batch stays: with more GPUs each has less of it.
+    """
+    offers = []
+    for cluster in _sizes(workload.cluster):
+        part = replace(workload, cluster=cluster)
+        try:
+            found = search(part, num_candidates=1, runnable_only=runnable_only, fixed=fixed, explains_failure=False)
+        except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
+            continue
+        offers.append(size_offer(part, found.best, price_per_gpu_hour=price_per_gpu_hour))
+    return tuple(offers)
+
+
+def _sizes(cluster: Cluster) -> Iterator[Cluster]:
+    """Yield clusters in steps of two from a quarter of a cluster's GPUs to four times as many.
+
+    There is no more than one machine of those without a network.
+    """
+    for smaller in smaller_clusters(cluster):
+        if smaller.num_gpus * FACTOR >= cluster.num_gpus:
+            yield smaller
+    nodes = 2 * cluster.num_nodes
+    while cluster.network is not None and nodes <= FACTOR * cluster.num_nodes:
+        yield cluster.replace(num_nodes=nodes)
+        nodes *= 2
+
+
+SECONDS_PER_HOUR = 3600.0
+
+
+class SearchOn(Protocol):
+    """A search with everything chosen but the machines, which are those of the workload."""
+
+    def __call__(self, workload: Workload, *, explains_failure: bool) -> SearchResult:
+        """Return the ranked plans; say what would help where none fits, with `explains_failure`."""
+
+
+class Budget(Record):
+    """Training on `tokens` with one plan. `cost` is in the currency of the price, None without one.
+
+    Only steps are counted: no start, no checkpoints, no failures.
+    """
+
+    tokens: float
+    steps: float
+    seconds: float
+    gpu_hours: float
+    cost: float | None = None
+
+
+class SizeOffer(Record):
+    """The best plan on one number of GPUs. Cost is per billion tokens, in the currency of the price."""
+
+    num_gpus: int
+    plan: str
+    step_time_s: float
+    gpu_hours_per_billion_tokens: float
+    cost_per_billion_tokens: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Cheapest:
+    """The cheapest number of GPUs: its workload, its search, and what every number offered."""
+
+    workload: Workload
+    result: SearchResult
+    offers: tuple[SizeOffer, ...]
+
+
+def budget(workload: Workload, estimate: PlanEstimate, *, tokens: float, price_per_gpu_hour: float | None) -> Budget:
+    """Return what training on `tokens` takes under a plan."""
+    steps = tokens / workload.training.tokens_per_step
+    seconds = steps * estimate.step.step_time_s
+    gpu_hours = seconds * estimate.plan.world_size / SECONDS_PER_HOUR
+    cost = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
+    return Budget(tokens=tokens, steps=steps, seconds=seconds, gpu_hours=gpu_hours, cost=cost)
+
+
+def size_offer(workload: Workload, estimate: PlanEstimate, *, price_per_gpu_hour: float | None) -> SizeOffer:
+    """Return what one plan takes for a billion tokens."""
+    billion = budget(workload, estimate, tokens=1e9, price_per_gpu_hour=price_per_gpu_hour)
+    return SizeOffer(
+        num_gpus=workload.cluster.num_gpus,
+        plan=estimate.plan.describe(),
+        step_time_s=estimate.step.step_time_s,
+        gpu_hours_per_billion_tokens=billion.gpu_hours,
+        cost_per_billion_tokens=billion.cost,
+    )
+
+
+def cheapest(workload: Workload, search_on: SearchOn, *, price_per_gpu_hour: float | None) -> Cheapest:
+    """Return the number of GPUs, up to the workload's, whose best plan costs least for the same tokens.
+
+    `search_on` is asked about each number. Fewer GPUs rarely cost more; with a limit on memory or on time another
+    number may win. Raises `NoPlanFitsError` where no plan fits any of them.
+    """
+    offers: list[SizeOffer] = []
+    best: tuple[float, Workload, SearchResult] | None = None
+    for cluster in smaller_clusters(workload.cluster):
+        part = replace(workload, cluster=cluster)
+        try:
+            result = search_on(part, explains_failure=False)
+        except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so few
+            continue
+        offer = size_offer(part, result.best, price_per_gpu_hour=price_per_gpu_hour)
+        offers.append(offer)
+        if best is None or offer.gpu_hours_per_billion_tokens < best[0]:
+            best = (offer.gpu_hours_per_billion_tokens, part, result)
+    if best is None:
+        search_on(workload, explains_failure=True)  # says what is lacking
+        raise AssertionError("a workload that fits is among its own parts")
+    return Cheapest(workload=best[1], result=best[2], offers=tuple(offers))
+
+
+def offload_remark(
+    workload: Workload, estimate: PlanEstimate, *, asked: Cluster, runnable_only: bool, fixed: Constraints
+) -> str | None:
+    """Return in a sentence how long the host takes of a step, and what lets a plan without offload fit.
+
+    `asked` are the machines of the question, of which the workload may have a part. None for a plan without offload,
+    for one that was asked to offload, and where a plan without it fits, and is slower.
+    """
+    if estimate.plan.offload == "none" or fixed.offload is not None:
+        return None
+    without = replace(fixed, offload="none")
+    whole = replace(workload, cluster=asked)
+    machines = None
+    if asked != workload.cluster:
+        machines = fewest_gpus(whole, runnable_only=runnable_only, fixed=without)
+    if machines is None:
+        nodes = fewest_nodes(whole, runnable_only=runnable_only, fixed=without)
+        machines = asked.replace(num_nodes=nodes) if nodes else None
+    if machines is not None and machines.num_gpus <= workload.cluster.num_gpus:
+        return None
+    ways = [_gpus(machines, asked)] if machines else []
+    smaller = replace(workload, training=workload.training.replace(optimizer="adamw_8bit"))
+    if workload.training.optimizer == "adamw" and some_plan_fits(smaller, runnable_only=runnable_only, fixed=without):
+        ways.append("--optimizer adamw_8bit")
+    step = estimate.step
+    words = (
+        f"nothing fits without offload: the optimizer's step on the host takes {format_seconds(step.optimizer_s)} of "
+        f"{format_seconds(step.step_time_s)}"
+    )
+    return f"{words}. It would fit with {' or '.join(ways)}" if ways else words
+
+
+def _gpus(machines: Cluster, asked: Cluster) -> str:
+    part = f"--gpus-per-node {machines.gpus_per_node}" if machines.gpus_per_node < asked.gpus_per_node else ""
+    return f"{machines.num_gpus} GPUs ({part or f'--nodes {machines.num_nodes}'})"

@@ -1,0 +1,120 @@
+"""What measured runs say about memory: optimizers, flags, contradictions, and whether they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import RunPrediction, predict_run
+from paraplan.accuracy.run_workload import BundledData, plan_of_run, training_of_run, workload_of_run
+from paraplan.accuracy.scoring import score_fits
+from paraplan.cost.framework_files import load_framework
+from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
+from paraplan.units import GIB, MIB
+
+MEGATRON_CORE = load_framework("megatron-core")
+MEGATRON_DEEPSPEED = load_framework("megatron-deepspeed")
+
+MakeWorkload = Callable[..., Workload]
+
+
+def run(**values: object) -> MeasuredRun:
+    base: dict[str, object] = {
+        "id": "a",
+        "gpu": "H100-80GB",
+        "num_gpus": 8,
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+        "seq_len": 1024,
+        "global_batch": 64,
+    }
+    return MeasuredRun.model_validate(base | values)
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer"),
+    [
+        ("", "adamw"),
+        ("adam (dist. optimizer)", "adamw"),
+        ("PagedAdamW 8-bit", "adamw_8bit"),
+        ("adam 8-bit", "adamw_8bit"),
+        ("Adafactor", "adafactor"),
+        ("muon", "muon"),
+        ("SGD", "sgd"),
+    ],
+)
+def test_optimizers_are_known_by_their_words(words: str, optimizer: str) -> None:
+    assert training_of_run(run(optimizer=words), MEGATRON_CORE).optimizer == optimizer
+
+
+def test_columns_of_a_run_change_what_is_modelled() -> None:
+    data = BundledData()
+    plain = run(framework="Megatron-Core CI, transformer-impl=transformer_engine")
+    stated = plain.replace(deterministic=True, compiled_loss=True, dropout=0.0, context_bytes=1113 * MIB)
+    before, after = (workload_of_run(one, data) for one in (plain, stated))
+    assert before.framework == MEGATRON_CORE
+    assert before.constants.cublas_workspace_bytes is None
+    assert after.constants.cublas_workspace_bytes == 32 * MIB
+    assert after.framework.loss.logit_bytes == 10
+    assert after.framework.kernels.dropout == 0
+    assert after.framework.storage.context_bytes == 1113 * MIB
+
+
+def test_a_classifier_has_no_lm_head() -> None:
+    made = workload_of_run(run(head="classifier"), BundledData())
+    assert made.model.vocab_size == 1
+
+
+def test_nothing_is_read_from_notes() -> None:
+    notes = "deterministic-mode; cross-entropy-loss-fusion; no LM head; fp32 grads; sequence parallel"
+    data = BundledData()
+    plain, noted = (workload_of_run(run(framework="Megatron-LM", notes=text), data) for text in ("", notes))
+    assert (noted.framework, noted.constants, noted.model) == (plain.framework, plain.constants, plain.model)
+
+
+def test_a_batch_smaller_than_one_micro_batch_a_rank_is_a_contradiction() -> None:
+    with pytest.raises(PlanError, match="a global batch of 2 is less than dp=8 micro-batches of 2"):
+        plan_of_run(run(dp=8, micro_batch=2, global_batch=2), MEGATRON_CORE)
+
+
+def test_fits_counts_what_ran_and_what_ran_out_of_memory() -> None:
+    def prediction(*, fits: bool | None, said: bool, skipped: str | None = None) -> RunPrediction:
+        values = {"id": "a", "source": "s", "gpu": "g", "framework": "f"}
+        return RunPrediction(**values, fits=fits, predicted_fits=said, skipped=skipped)
+
+    score = score_fits(
+        [
+            prediction(fits=True, said=True),
+            prediction(fits=True, said=False),
+            prediction(fits=False, said=False),
+            prediction(fits=None, said=True),
+            prediction(fits=False, said=False, skipped="no such GPU"),
+        ]
+    )
+    assert (score.ran, score.ran_predicted, score.out_of_memory, score.out_of_memory_predicted) == (2, 1, 1, 1)
+
+
+def test_a_run_that_no_gpu_holds_is_predicted_to_run_out_of_memory(workload: MakeWorkload) -> None:
+    measured = run(dp=8, micro_batch=64, global_batch=512, fit_status="oom", memory_metric="nvidia-smi")
+    for size, fits in ((64, False), (1, True)):
+        one = measured.replace(micro_batch=size)
+        predicted = predict_run(one, workload(global_batch_size=512), plan_of_run(one, MEGATRON_CORE))
+        assert (predicted.fits, predicted.predicted_fits) == (False, fits)
+
+
+def test_nvidia_smi_sees_more_under_deepspeeds_pipeline_than_the_allocator_hands_out(workload: MakeWorkload) -> None:
+    measured = run(framework="Megatron-DeepSpeed", dp=8, zero_stage=1, memory_metric="nvidia-smi")
+    made = replace(workload(), framework=MEGATRON_DEEPSPEED)
+    shown = predict_run(measured, made, plan_of_run(measured, MEGATRON_DEEPSPEED)).predicted_peak_memory_bytes
+    allocated = predict_run(
+        measured.replace(memory_metric="max_allocated"), made, plan_of_run(measured, MEGATRON_DEEPSPEED)
+    ).predicted_peak_memory_bytes
+    assert shown is not None
+    assert allocated is not None
+    # The context of its time, NCCL, the bucket and the flat copies, in blocks that nothing else can use.
+    assert shown - allocated > 1.7 * GIB

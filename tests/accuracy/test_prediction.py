@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import is_standard, predict_run
+from paraplan.accuracy.run_workload import BundledData, framework_of_run, plan_of_run, training_of_run, workload_of_run
+from paraplan.accuracy.scoring import UNKNOWN_FRAMEWORK, score
+from paraplan.cost.framework_files import FrameworkCatalog, load_framework
+from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
+from paraplan.model.named import known_configs
+from paraplan.plan.parallel import ParallelPlan
+
+MEGATRON_CORE = load_framework("megatron-core")
+PLAIN_PYTORCH = load_framework("plain-pytorch")
+DATA = BundledData()
+KNOWN = BundledData(configs=known_configs())
+FRAMEWORKS = FrameworkCatalog()
+
+MakeWorkload = Callable[..., Workload]
+
+
+def run(**values: object) -> MeasuredRun:
+    base: dict[str, object] = {
+        "id": "a",
+        "gpu": "H100-80GB",
+        "num_gpus": 8,
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+        "seq_len": 1024,
+        "global_batch": 64,
+        "quality": "A",
+        "precision": "bf16",
+    }
+    return MeasuredRun.model_validate(base | values)
+
+
+def planned(one: MeasuredRun) -> ParallelPlan:
+    return plan_of_run(one, framework_of_run(one, FRAMEWORKS))
+
+
+def test_blank_cells_take_the_stated_defaults() -> None:
+    plan = planned(run())
+    assert (plan.dp, plan.tp, plan.pp, plan.micro_batch_size, plan.num_microbatches) == (8, 1, 1, 1, 8)
+    training = training_of_run(run(precision=""), MEGATRON_CORE)
+    assert (training.precision, training.optimizer, training.attention) == ("bf16", "adamw", "flash")
+
+
+def test_fp8_doubles_the_rate_of_linear_layers_where_the_gpu_has_it() -> None:
+    row = run(layers=4, hidden=8192, heads=64, seq_len=4096, framework="Megatron-Core", flash_attention=True)
+    for gpu, least, most in (("H100-80GB", 0.5, 0.8), ("A100-80GB", 1.0, 1.0)):
+        seconds = []
+        for precision in ("bf16", "fp8"):
+            one = row.replace(gpu=gpu, precision=precision)
+            made = workload_of_run(one, DATA)
+            seconds.append(predict_run(one, made, planned(one)).predicted_step_time_s or 0.0)
+        assert least <= seconds[1] / seconds[0] <= most
+
+
+def test_stated_cells_are_kept() -> None:
+    plan = planned(run(tp=2, pp=2, vpp=3, zero_stage=1, micro_batch=4, sequence_parallel=True, recompute="full"))
+    assert (plan.dp, plan.virtual_pipeline_size, plan.pipeline_schedule) == (2, 3, "interleaved_1f1b")
+    assert (plan.num_microbatches, plan.sequence_parallel, plan.recompute) == (8, True, "full")
+    with pytest.raises(PlanError, match="dp=4 x tp=4 x pp=1 x cp=1 is not num_gpus=8"):
+        planned(run(dp=4, tp=4))
+    row = run(pp=8, vpp=2)
+    with pytest.raises(PlanError, match="16 pipeline stages, and the model has 12 layers"):
+        predict_run(row, workload_of_run(row, DATA), planned(row))
+
+
+def test_blank_cells_are_what_the_framework_does_and_what_fits() -> None:
+    assert planned(run(tp=2, framework="NeMo AutoModel")).sequence_parallel
+    assert not planned(run(tp=2, framework="Megatron-LM")).sequence_parallel
+    assert planned(run(tp=2, ep=8)).ep == 4, "experts over tp too"
+    row = run(model_name="llama3-8b", layers=32, hidden=4096, heads=32, framework="MaxText (JAX)", zero_stage=3)
+    row = row.replace(precision="", seq_len=8192)
+    for gpu, words in (("H100-80GB", "micro-batch 1 x 8"), ("V100-SXM2-32GB", "micro-batch 1 x 8, recompute full")):
+        made = workload_of_run(row.replace(gpu=gpu), KNOWN)
+        attention = made.model.runs[0].block.attention
+        assert attention is not None
+        assert attention.num_kv_heads == 8
+        assert predict_run(row, made, planned(row)).plan == f"dp8, ZeRO-3, {words}"
+    assert made.training.precision == "fp16", "V100 has no bf16"
+
+
+def test_a_mixture_of_experts_is_known_by_its_name_and_its_experts_go_over_ep() -> None:
+    row = run(model_name="deepseekv2-4L", hidden=None, heads=None, layers=4, gpu="B200", framework="Megatron-Core")
+    row = row.replace(seq_len=4096, ep=8, zero_stage=1)
+    made = workload_of_run(row, KNOWN)
+    assert (made.model.num_blocks, made.model.num_experts, made.model.vocab_size) == (4, 160, 102400)
+    prediction = predict_run(row, made, planned(row))
+    assert prediction.parallelism == "ep, ZeRO-1"
+    assert prediction.plan.startswith("dp8 x ep8, ZeRO-1")
+    with pytest.raises(PlanError, match="hidden, heads not given"):
+        workload_of_run(row.replace(model_name="another"), KNOWN)
+
+
+def test_runs_of_an_unknown_framework_are_a_group_of_their_own() -> None:
+    row = run(framework="InternEvo", measured_step_time_s=1.0)
+    assert framework_of_run(row, FRAMEWORKS) == PLAIN_PYTORCH
+    prediction = predict_run(row, workload_of_run(row, DATA), planned(row), is_known_framework=False)
+    assert not prediction.is_known_framework
+    assert list(score([prediction], "step_time_error").by_framework) == [UNKNOWN_FRAMEWORK]
+
+
+def test_runs_with_sequence_parallelism_are_of_a_later_release() -> None:
+    plain, parallel = (run(framework="Megatron-LM", sequence_parallel=value) for value in (False, True))
+    assert [framework_of_run(one, FRAMEWORKS).name for one in (plain, parallel)] == ["megatron-lm", "megatron-lm-2022"]
+
+
+def test_the_precision_of_gradients_is_that_of_the_row() -> None:
+    def gradient_bytes(framework: str, grad_dtype: str) -> float:
+        one = run(framework=framework, grad_dtype=grad_dtype)
+        return framework_of_run(one, FRAMEWORKS).storage.gradient_bytes
+
+    assert gradient_bytes("Megatron-LM", "fp32") == 4
+    assert gradient_bytes("Megatron-Core", "bf16") == 2
+    assert gradient_bytes("Megatron-LM", "fp32 reduce") == 2
+
+
+def test_only_complete_usual_rows_are_standard() -> None:
+    assert is_standard(run())
+    assert is_standard(run(quality=""))
+    assert not is_standard(run(quality="C"))
+    assert not is_standard(run(nonstandard_features="LoRA"))
+    assert not is_standard(run(precision="fp8"))
+    assert not is_standard(run(fit_status="oom"))
+
+
+def test_errors_are_predicted_over_measured_less_one(workload: MakeWorkload) -> None:
+    made = workload()
+    row = run(measured_step_time_s=0.02, measured_peak_mem_gib=10.0, memory_metric="max_allocated")
+    prediction = predict_run(row, made, planned(row))
+    assert prediction.predicted_step_time_s is not None
+    assert prediction.step_time_error == pytest.approx(prediction.predicted_step_time_s / 0.02 - 1)
+    assert prediction.memory_error is not None
+
+
+def test_what_nvidia_smi_shows_is_more_than_what_is_allocated(workload: MakeWorkload) -> None:
+    made = workload()
+    allocated, shown = (
+        predict_run(one, made, planned(one)).predicted_peak_memory_bytes
+        for one in (run(memory_metric="max_allocated"), run(memory_metric="nvidia-smi"))
+    )
+    assert allocated is not None
+    assert shown is not None
+    assert shown > allocated + 2**29

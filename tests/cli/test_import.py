@@ -1,0 +1,149 @@
+"""`paraplan import`: what another tool is configured for, priced, with what would be faster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from paraplan.cli.main import app
+
+GPT2 = ["--model", "gpt2", "--profile", "dgx-h100", "--seq-len", "1024"]
+MEGATRON = "--tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 64 --bf16"
+
+
+@pytest.fixture
+def deepspeed(tmp_path: Path) -> Path:
+    path = tmp_path / "ds.json"
+    values = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 8,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+    }
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.fixture
+def accelerate(tmp_path: Path) -> Path:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(
+        "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
+    )
+    return path
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_deepspeed_config_is_priced_beside_what_would_be_faster(deepspeed: Path) -> None:
+    status, stdout, stderr = run("import", str(deepspeed), *GPT2)
+    assert status == 0
+    assert "FSDP (ZeRO-3) over 8 GPUs, micro-batch size 1, 8 accumulation steps" in stdout
+    assert "now, DeepSpeed" in stdout
+    assert "recommended, paraplan" in stdout
+    assert "note: recompute is switched on by the script" in stderr
+
+
+def test_json_keeps_the_keys_of_estimate_and_adds_the_comparison(deepspeed: Path) -> None:
+    status, stdout, _ = run("import", str(deepspeed), *GPT2, "--json")
+    answer = json.loads(stdout)
+    assert status == 0
+    assert {"plan", "parameters", "memory", "fits", "peak_memory_bytes", "step", "from", "faster"} <= set(answer)
+    assert answer["plan"]["zero_stage"] == 3
+    assert answer["from"]["tool"] == "DeepSpeed"
+    figures = answer["faster"]["recommended, paraplan"]
+    assert figures["speedup"] == pytest.approx(answer["step"]["step_time_s"] / figures["step_time_s"])
+
+
+def test_options_beside_a_config_fill_in_what_scripts_decide(accelerate: Path) -> None:
+    words = ["import", str(accelerate), *GPT2, "--micro-batch", "2", "--global-batch", "64", "--json"]
+    answer = json.loads(run(*words)[1])
+    assert answer["plan"]["micro_batch_size"] == 2
+    assert answer["plan"]["num_microbatches"] == 4
+    assert answer["from"]["notes"] == []
+    full = json.loads(run(*words, "--recompute", "full")[1])
+    assert full["plan"]["recompute"] == "full"
+
+
+def test_megatron_arguments_are_priced_on_the_machines_that_are_named() -> None:
+    answer = json.loads(run("import", *GPT2, "--gpus-per-node", "4", "--json", "--", *MEGATRON.split())[1])
+    assert (answer["plan"]["dp"], answer["plan"]["tp"]) == (2, 2)
+    assert answer["from"]["framework"] == "megatron-core"
+
+
+def test_without_a_model_the_plan_alone_is_read_and_written(deepspeed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    status, stdout, _ = run("import", str(deepspeed), "--seq-len", "512", "-o", str(path))
+    assert (status, stdout) == (0, "DeepSpeed: dp8, ZeRO-3, micro-batch 1 x 8\n")
+    file = json.loads(path.read_text())
+    assert (file["plan"]["zero_stage"], file["training"]["seq_length"], file["model"]) == (3, 512, None)
+    assert json.loads(run("import", str(deepspeed), "--json")[1])["training"] is None
+
+
+def test_the_plan_file_is_estimated_as_the_configuration_is(deepspeed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    imported = json.loads(run("import", str(deepspeed), *GPT2, "-o", str(path), "--json")[1])
+    estimated = json.loads(run("estimate", "gpt2", "--profile", "dgx-h100", "--plan", str(path), "--json")[1])
+    assert estimated["step"] == imported["step"]
+    assert estimated["memory"] == imported["memory"]
+
+
+def test_megatron_arguments_are_read_from_the_script_that_starts_it(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.sh"
+    script.write_text(f"torchrun pretrain_gpt.py {MEGATRON}\n")
+    words = "import", str(script), "--profile", "dgx-h100"
+    assert run(*words)[1] == "Megatron-LM: dp4 x tp2, DDP, micro-batch 1 x 16\n"
+
+
+@pytest.mark.parametrize("tool", ["deepspeed", "megatron"])
+def test_the_old_spelling_answers_alike_and_says_how_it_is_spelled_now(tool: str, deepspeed: Path) -> None:
+    words = ["--gpus-per-node", "8", "--global-batch", "64"]
+    source = str(deepspeed) if tool == "deepspeed" else MEGATRON
+    status, stdout, stderr = run("estimate", *GPT2[1:], f"--from-{tool}", source, *words)
+    assert (status, stdout) == run("import", *GPT2, *words, "--", *source.split())[:2]
+    assert f"note: estimate --from-{tool} is now: paraplan import FILE --model gpt2" in stderr
+
+
+def test_limits_hold_under_the_old_spelling(deepspeed: Path) -> None:
+    words = ["--from-deepspeed", str(deepspeed), "--max-memory", "1MiB", "--github"]
+    status, stdout, _ = run("estimate", *GPT2[1:], *words)
+    assert status == 1
+    assert f"::error file={deepspeed}" in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["import", "/no/such/ds.json", *GPT2], "/no/such/ds.json"),
+        (["import", "{other}"], "no configuration of DeepSpeed, accelerate or Megatron-LM"),
+        (["import", "{ds}", *GPT2, "--nodes", "2"], "train_batch_size=64 is not"),
+        (
+            ["import", *GPT2, "--", *["--tensor-model-parallel-size", "5", "--micro-batch-size", "1"]],
+            "do not divide the 8",
+        ),
+        (["estimate", *GPT2[1:], "--from-deepspeed", "{ds}", "--from-megatron", MEGATRON], "contradict each other"),
+        (["estimate", *GPT2[1:], "--from-deepspeed", "{ds}", "--dp", "4"], "--dp beside --from-deepspeed"),
+    ],
+)
+def test_bad_input_is_one_clear_message(arguments: list[str], message: str, deepspeed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"learning_rate": 1}')
+    status, stdout, stderr = run(*(word.format(ds=deepspeed, other=other) for word in arguments))
+    assert (status, stdout) == (2, "")
+    assert message in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_broken_config_names_the_file_and_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": "three"}}')
+    status, _, stderr = run("import", str(path), *GPT2)
+    assert status == 2
+    assert f"{path}: zero_optimization.stage" in stderr

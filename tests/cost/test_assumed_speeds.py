@@ -1,0 +1,30 @@
+"""What a prediction says of speeds that nobody measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paraplan.cost.estimate import assumed_speeds
+from paraplan.cost.workload import Workload
+
+MakeWorkload = Callable[..., Workload]
+
+
+@pytest.mark.parametrize(
+    ("profile", "attention", "words"),
+    [
+        ("dgx-h100", "sdpa", []),
+        ("dgx-a100", "sdpa", []),
+        ("azure-nd96isr-mi300x-v5", "sdpa", ["FlashAttention reaches 65% of the peak"]),
+        ("azure-nd96isr-mi300x-v5", "eager", []),
+        ("gcp-g2-standard-96", "eager", ["matmuls reach 85% of the peak"]),
+        ("cpu", "sdpa", []),
+    ],
+)
+def test_a_prediction_says_which_speeds_nobody_measured(
+    workload: MakeWorkload, profile: str, attention: str, words: list[str]
+) -> None:
+    notes = assumed_speeds(workload(profile=profile, attention=attention))
+    assert [note.partition(": ")[2] for note in notes] == words

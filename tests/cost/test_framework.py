@@ -1,0 +1,101 @@
+"""Framework profiles: names and aliases, inheritance, sources, and files of the user's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework_files import GROUPS, FrameworkCatalog, load_framework
+from paraplan.errors import ProfileError
+
+NAMES = FrameworkCatalog().names()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("NeMo / Megatron-Core", "megatron-core"),
+        ("Megatron-DeepSpeed", "megatron-deepspeed"),
+        ("torchtitan (FSDP2)", "torchtitan"),
+        ("DeepSpeed ZeRO-3 (Megatron-DeepSpeed)", "deepspeed-zero-megatron"),
+        ("Megatron-LM 23e00ed + TE 2.11", "megatron-lm-te"),
+        ("torchtune FSDP", "torchtune"),
+        ("PaddlePaddle 2.5.1 (PaddleNLP)", "paddlenlp"),
+        ("FlagScale (Megatron-LM)", "flagscale"),
+        ("paraplan", "paraplan"),
+    ],
+)
+def test_the_longest_alias_whose_words_a_text_has_names_the_framework(text: str, name: str) -> None:
+    found = FrameworkCatalog().find(text)
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize("framework", ["something new", "papaxos", "vfsdpx", "megatron_core", "megatron-cor", ""])
+def test_an_unknown_framework_is_an_error_and_not_paraplans_runtime(framework: str) -> None:
+    with pytest.raises(ProfileError, match="there is no framework") as refused:
+        load_framework(framework)
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_of_a_framework_has_a_source(name: str) -> None:
+    profile = load_framework(name)
+    assert profile.name == name
+    for group_name in GROUPS:
+        group = getattr(profile, group_name)
+        named = {field for source in group.sources for field in source.fields}
+        assert named <= set(type(group).model_fields)
+        covers_all = any(not source.fields for source in group.sources)
+        assert covers_all or group.model_fields_set - {"sources"} <= named, f"{group_name} has values without a source"
+
+
+def test_every_alias_names_one_framework() -> None:
+    aliases = [alias for name in NAMES for alias in (name, *load_framework(name).aliases)]
+    assert len(aliases) == len(set(aliases))
+
+
+def test_a_file_of_the_user_is_based_on_a_bundled_framework(tmp_path: Path) -> None:
+    own = {"source": "measured here", "source_kind": "measured"}
+    content = {
+        "name": "mine",
+        "title": "My trainer",
+        "based_on": "fsdp",
+        "storage": {"gradient_bytes": 2, "sources": [own]},
+    }
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(content))
+    mine, fsdp = load_framework(str(path)), load_framework("fsdp")
+    assert (mine.storage.gradient_bytes, mine.storage.weight_bytes) == (2, fsdp.storage.weight_bytes)
+    assert mine.storage.sources[0].source == "measured here"
+    assert mine.kernels == fsdp.kernels
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"name": "a", "title": "A", "based_on": "fsdq"}, "based_on: there is no framework 'fsdq'"),
+        ({"name": "a", "title": "A", "based_on": "own"}, "based_on: profiles are based on each other"),
+        ({"name": "a", "title": "A", "based_on": "fsdp", "storage": {"gradient_byte": 2}}, "storage.gradient_byte"),
+        ({"name": "a", "title": "A"}, "storage: is missing"),
+    ],
+)
+def test_a_file_at_fault_is_an_error_that_names_the_field(
+    tmp_path: Path, content: dict[str, object], words: str
+) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=words):
+        load_framework(str(path))
+
+
+def test_compiled_blocks_are_fused_and_all_else_stays() -> None:
+    plain = load_framework("paraplan")
+    compiled = plain.compiled()
+    assert compiled.kernels.fused
+    assert compiled.kernels.traffic_per_saved_byte < plain.kernels.traffic_per_saved_byte
+    assert isinstance(compiled, FrameworkProfile)
+    assert compiled.changed(kernels=plain.kernels.model_dump()) == plain
