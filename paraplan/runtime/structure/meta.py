@@ -87,7 +87,7 @@ class _YesToQuestions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class QuickNorms(TorchFunctionMode):
+class QuickShapes(TorchFunctionMode):
     """Normalises tensors without values by a product, of the same shape and from the same operands.
 
     torch has the shapes of its own layer norm from Python, which takes longer than all else that a block does on meta.
