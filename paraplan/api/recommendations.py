@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paraplan.api.estimates import Estimate
+from paraplan.api.executors import executor_of
 from paraplan.api.frames import framed
 from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.workload import Workload
@@ -102,7 +103,7 @@ class Recommendation:
         sizes = scaling(
             self.workload,
             price_per_gpu_hour=self.request.price_per_gpu_hour,
-            runnable_only=self.request.framework is None,
+            executor=self.request.executor,
             fixed=self.request.fixed,
         )
         return recommendation_page(self.answer, sizes=sizes, commands=self.commands(plan_path))
@@ -128,9 +129,9 @@ def recommend(
 ) -> Recommendation:
     """Return the plan to use, with the decision tree's reasons and the ranked plans.
 
-    Plans are those that paraplan's runtime executes, or all that make sense where the workload is modelled for another
-    framework. Raises `NoPlanFitsError` where no plan fits, with what would help, and `PlanError` for constraints that
-    exclude each other.
+    Plans are those that paraplan's runtime executes, or the framework that the workload is modelled for: what its
+    exported configuration can say, or all that make sense where paraplan exports none. Raises `NoPlanFitsError` where
+    no plan fits, with what would help, and `PlanError` for constraints that exclude each other.
     """
     framework = None if workload.framework.is_own_runtime else workload.framework.name
     request = SearchRequest(
@@ -144,6 +145,7 @@ def answer(workload: Workload, request: SearchRequest) -> Recommendation:
 
     Raises as `recommend` does.
     """
+    request = replace(request, executor=executor_of(workload))
     return Recommendation(recommendation(workload, request), request)
 
 
