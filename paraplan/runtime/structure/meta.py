@@ -96,7 +96,7 @@ class QuickShapes(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _QUICK and type(args[0]) is torch.Tensor and args[0].is_meta:
+        if func in _QUICK and args and type(args[0]) is torch.Tensor and args[0].is_meta:
             result = _QUICK[func](*args, **(kwargs or {}))
             if result is not None:
                 return result
@@ -123,12 +123,17 @@ def _quick_linear(tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 def _quick_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
 ) -> torch.Tensor | None:
     is_alike = query.dtype == key.dtype == value.dtype and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
     # A mask is an operand too, and dropout takes random numbers.
-    others = {name: option for name, option in options.items() if name not in ("is_causal", "scale", "enable_gqa")}
-    if not is_alike or not _is_plain(key, value) or any(option not in (None, 0.0) for option in others.values()):
+    if not is_alike or not _is_plain(key, value) or attn_mask is not None or dropout_p:
         return None
     return (query @ key.transpose(-2, -1)).softmax(-1) @ value
 
