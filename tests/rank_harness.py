@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -172,7 +173,7 @@ def _run_one(job: _Job, connection: Connection) -> bool:
             answer = ("returned", job.work(*job.arguments))
         except BaseException as error:
             answer = ("raised", (type(error), str(error), traceback.format_exc()))
-        connection.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(_pickled(answer))
         if answer[0] == "returned":
             _wait_for_the_others(connection)
         if dist.is_initialized():
@@ -180,6 +181,26 @@ def _run_one(job: _Job, connection: Connection) -> bool:
             _forget_groups()
         faulthandler.cancel_dump_traceback_later()
     return answer[0] == "returned" and threading.active_count() == 1 and not multiprocessing.active_children()
+
+
+def _pickled(answer: Any) -> bytes:
+    """Return an answer pickled with its tensors as arrays: torch writes an archive for each of them."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
+            if (
+                is_plain
+                and value.device.type == "cpu"
+                and value.dtype in (torch.float32, torch.float64, torch.int64, torch.bool)
+            ):
+                return torch.from_numpy, (value.numpy(),)
+            return NotImplemented
+
+    stream = io.BytesIO()
+    Pickler(stream).dump(answer)
+    return stream.getvalue()
 
 
 def _forget_groups() -> None:
