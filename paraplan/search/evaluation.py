@@ -10,7 +10,8 @@ import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.estimate import fits, peak_memory, step_times
-from paraplan.cost.memory.peak import RankMemory, host_bytes
+from paraplan.cost.memory.peak import host_bytes
+from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.pipeline.stages import even_stage, fullest_ranks, running_parameters
 from paraplan.cost.plan_table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.cost.workload import Workload
