@@ -7,12 +7,18 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
-from paraplan.cost.communication.collectives import GroupLinks, data_links, expert_links, group_links
-from paraplan.cost.communication.context import context_parallel_s
-from paraplan.cost.communication.experts import Exchanges, expert_exchange_s, sharded_parameters
+from paraplan.cost.communication.collectives import GroupLinks, group_links, overlap_s
+from paraplan.cost.communication.data_parallel import (
+    WeightWork,
+    data_parallel_s,
+    exchanged_experts,
+    sharded_parameters,
+    stage_parameters,
+    weight_work,
+)
+from paraplan.cost.communication.exchanges import Exchanges, context_parallel_s, expert_exchange_s
 from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
-from paraplan.cost.communication.one_process import one_process_s
-from paraplan.cost.communication.weights import WeightWork, weight_work
+from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_s
 from paraplan.cost.pipeline.bubble import RankSeconds, bubble_s
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
 from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
@@ -94,10 +100,10 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     microbatches = table.num_microbatches
     whole = _slot(workload, table, costs, _all_blocks(table, costs), links, exchanges, work)
     bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
-    wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
-    parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
-    experts = _exchanged_experts(table, costs, stages)
-    divided = one_process_s(workload, table, parameters)
+    wire, exposed = data_parallel_s(workload, table, costs, stages, of_slowest("compute_s"))
+    parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
+    experts = exchanged_experts(table, costs, stages)
+    divided = torch_data_parallel_s(workload, table, parameters)
     sharded = sharded_parameters(table, parameters, experts)
     return StepTime(
         compute_s=microbatches * of_slowest("compute_s"),
@@ -232,7 +238,7 @@ def _passes(
         head = costs.head_copied_parameters[costs.key] * stage.is_last
         cast = work.cast * (stage.sum(costs, costs.copied_parameters) + head) / bandwidth
         again, backward = again + cast, backward + cast
-    weights = _parameters(costs, stage) / bandwidth
+    weights = stage_parameters(costs, stage) / bandwidth
     return again + work.forward * weights, backward + work.backward * weights, again
 
 
@@ -250,81 +256,3 @@ def _tensor_parallel(
         return 2.0 * all_reduce_s, 2.0 * all_reduce_s
     hidden = overlap_s(2.0 * all_reduce_s, backward_s / 2.0, slowdown=workload.constants.overlap_slowdown)
     return 2.0 * all_reduce_s, np.asarray((table.sequence_parallel == 1) * all_reduce_s + hidden)
-
-
-def _parameters(costs: BlockCosts, stage: StageBlocks) -> Floats:
-    ends = costs.embedding_parameters[costs.key] * stage.is_first + costs.head_parameters[costs.key] * stage.is_last
-    return stage.sum(costs, costs.parameters) + ends
-
-
-def _exchanged_experts(table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> Floats:
-    """Return the parameters of experts that a rank holds and not all others of dp and cp: 0 without ep."""
-    if not (table.ep > 1).any():
-        return np.zeros(len(table))
-    experts = np.max([stage.sum(costs, costs.expert_parameters) for stage in stages], axis=0)
-    return np.where(table.ep > 1, experts, 0.0)
-
-
-def _data_parallel(
-    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks], compute_s: Floats
-) -> tuple[Floats, Floats]:
-    """Return seconds on the wire and seconds exposed of gradient reduction and of ZeRO's gathers.
-
-    DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice or more and
-    reduces once in every micro-batch, each block's transfer behind its neighbour's compute; ZeRO-1 reduces and gathers
-    around the optimizer step, where nothing hides it. Overlap slows both sides by `overlap_slowdown` (Galvatron,
-    section 4).
-    """
-    constants, profile = workload.constants, workload.framework.data_parallel
-    links, replicas = data_links(workload, table)
-    parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
-    num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
-    unit_bytes = float(workload.training.activation_bytes)
-    gradient_bytes = workload.framework.storage.gradient_bytes if workload.is_mixed_precision else 4.0
-    microbatches = table.num_microbatches
-    is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
-    # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
-    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if profile.gathers_each_weight else 1
-    units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
-    experts = _exchanged_experts(table, costs, stages)
-    unit = (parameters - experts) * gradient_bytes / units
-    # Ranks with equal shards then sum these (hybrid sharding; Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
-    reduce_s = units * (links.reduce_scatter_s(unit) + replicas.all_reduce_s(unit / table.shard_size))
-    gather_s = units * links.all_gather_s((parameters - experts) * unit_bytes / units)
-    all_reduce_s = links.all_reduce_s((parameters - experts) * gradient_bytes)
-    if experts.any():  # go over the ranks that hold the same ones
-        _, alike = expert_links(workload, table)
-        reduce_s = reduce_s + units * alike.reduce_scatter_s(experts * gradient_bytes / units)
-        gather_s = gather_s + units * alike.all_gather_s(experts * unit_bytes / units)
-        all_reduce_s = all_reduce_s + alike.all_reduce_s(experts * gradient_bytes)
-    block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
-    # A weight whose backward pass is further from its recomputed forward pass than what may stay is gathered again
-    # (DeepSpeed, stage3_max_reuse_distance).
-    is_full = table.recompute == RECOMPUTES.index("full")
-    lost = np.maximum(0.0, 1 - profile.max_live_elements / (2 * block)) if profile.max_live_elements else 0.0
-    gathers = 2.0 + is_full * lost
-    wire = np.select(
-        [is_zero_3, is_zero_2, is_zero_1],
-        [microbatches * (gathers * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],
-        all_reduce_s,
-    )
-    hidden = [microbatches * compute_s, compute_s * (1.0 if profile.overlaps_zero_1 else 0.0)]
-    behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if profile.overlaps_gradients else 0.0))
-    ahead = np.where(is_zero_3, np.maximum(0.0, 1 - profile.prefetch_elements / block), 0.0)
-    waited = gathers * gather_s * microbatches * ahead
-    # The embedding's gradient is the last of a backward pass, and nothing runs beside what is sent then.
-    embedding = costs.embedding_parameters[costs.key] / np.maximum(parameters, 1.0)
-    last = wire * np.maximum(embedding, 1 / np.maximum(num_blocks, 1)) / np.where(is_zero_3, microbatches, 1)
-    last = np.where(is_zero_1, 0.0, np.minimum(last, wire - waited))
-    overlapped = overlap_s(wire - waited - last, behind, slowdown=constants.overlap_slowdown)
-    return wire, waited + last + overlapped
-
-
-def overlap_s(transfer_s: Floats, compute_s: Floats, *, slowdown: float) -> Floats:
-    """Return what `transfer_s` of communication adds to `compute_s` of compute that runs at the same time.
-
-    While both run, each takes `slowdown` times as long (Galvatron, Miao et al. 2022, section 3.4): what is hidden still
-    costs `slowdown - 1` of the shorter one, and what is longer goes on alone.
-    """
-    shared = np.minimum(transfer_s, compute_s)
-    return np.asarray((slowdown - 1.0) * shared + np.maximum(transfer_s - compute_s, 0.0))

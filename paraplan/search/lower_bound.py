@@ -6,8 +6,7 @@ import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.communication.collectives import fastest_links
-from paraplan.cost.communication.context import context_parallel_s
-from paraplan.cost.communication.experts import expert_exchange_s
+from paraplan.cost.communication.exchanges import context_parallel_s, expert_exchange_s
 from paraplan.cost.communication.offload import offload_gather_s
 from paraplan.cost.plan_table import RECOMPUTES, SCHEDULES, Floats, PlanTable
 from paraplan.cost.step import optimizer_s

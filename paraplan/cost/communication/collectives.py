@@ -186,3 +186,13 @@ def _groups(workload: Workload, size: int, stride: int) -> list[RankGroup]:
         )
         for first in firsts
     ]
+
+
+def overlap_s(transfer_s: Floats, compute_s: Floats, *, slowdown: float) -> Floats:
+    """Return what `transfer_s` of communication adds to `compute_s` of compute that runs at the same time.
+
+    While both run, each takes `slowdown` times as long (Galvatron, Miao et al. 2022, section 3.4): what is hidden still
+    costs `slowdown - 1` of the shorter one, and what is longer goes on alone.
+    """
+    shared = np.minimum(transfer_s, compute_s)
+    return np.asarray((slowdown - 1.0) * shared + np.maximum(transfer_s - compute_s, 0.0))

@@ -1,4 +1,4 @@
-"""DataParallel: what one process spends on dividing its micro-batches over several GPUs."""
+"""Communication overhead of torch.nn.DataParallel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paraplan.cost.workload import Workload
 _LIKE_PARAMETERS = 4.0
 
 
-def one_process_s(workload: Workload, table: PlanTable, parameters: Floats) -> Floats:
+def torch_data_parallel_s(workload: Workload, table: PlanTable, parameters: Floats) -> Floats:
     """Return the seconds of one step that nothing hides, 0 for plans of one GPU a process.
 
     In every forward pass the parameters go from the first GPU to all others, and the outputs of these come back; in
