@@ -1,15 +1,143 @@
-"""The bubble of a pipeline: what its slowest rank waits in a step, by the closed forms of `schedule`."""
+"""The bubble of a pipeline: what its slowest rank waits in a step, for many pipelines at once.
+
+Sends are part of the seconds of a rank. Exact timelines of single plans are in `simulation`, which tests hold the forms
+here against.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from paraplan.cost.pipeline.runs import StageRuns
-from paraplan.cost.pipeline.schedule import Pipelines, pipeline_s
-from paraplan.cost.plan_table import Floats, Ints, PlanTable
+from paraplan.cost.pipeline.recurrence import StageColumns, recurrence_s
+from paraplan.cost.plan_table import SCHEDULES, Floats, Ints, PlanTable
+
+_GPIPE = SCHEDULES.index("gpipe")
+_ONE_FORWARD = SCHEDULES.index("1f1b")
+_INTERLEAVED = SCHEDULES.index("interleaved_1f1b")
+
+
+@dataclass(frozen=True, eq=False)
+class StageRuns:
+    """Virtual stages in model order as `R` runs of equal stages: `counts`, and seconds of one micro-batch on each.
+
+    All are `[R, N]`. The counts of a column sum to pp times virtual stages; a run may be empty. `backward_s` counts
+    recomputation and the gradients of the weights, `weight_s` the part of it that zero bubble may put off.
+    """
+
+    counts: Ints
+    forward_s: Floats
+    backward_s: Floats
+    weight_s: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        """Seconds of one micro-batch on all stages, forward and backward."""
+        return np.asarray((self.counts * (self.forward_s + self.backward_s)).sum(axis=0))
+
+    def select(self, rows: Ints) -> StageRuns:
+        """Return some of the columns."""
+        return StageRuns(
+            self.counts[:, rows],
+            self.forward_s[:, rows],
+            self.backward_s[:, rows],
+            self.weight_s[:, rows],
+        )
+
+    def by_stage(self, num_stages: int) -> StageColumns:
+        """Return the stages one by one, for columns that all have `num_stages`."""
+        ends = np.cumsum(self.counts, axis=0)
+        run = (np.arange(num_stages)[:, None, None] >= ends[None]).sum(axis=1)
+        forward, backward, weight = (
+            np.take_along_axis(each, run, axis=0) for each in (self.forward_s, self.backward_s, self.weight_s)
+        )
+        return StageColumns(forward, backward, weight)
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelines:
+    """Pipelines in columns: schedule (an index into SCHEDULES), ranks, chunks of a rank, micro-batches, and stages."""
+
+    schedule: Ints
+    pp: Ints
+    virtual: Ints
+    num_microbatches: Ints
+    stages: StageRuns
+
+    def __len__(self) -> int:
+        return len(self.pp)
+
+    def select(self, rows: Ints) -> Pipelines:
+        """Return some of the pipelines."""
+        columns = (self.schedule[rows], self.pp[rows], self.virtual[rows], self.num_microbatches[rows])
+        return Pipelines(*columns, self.stages.select(rows))
+
+
+def pipeline_s(pipelines: Pipelines) -> Floats:
+    """Return the seconds from the first forward pass to the end of the last backward pass of each pipeline.
+
+    One rank takes its micro-batches one after the other. Equal pipelines are computed once.
+    """
+    firsts, inverse = _distinct(pipelines)
+    one_each = pipelines.select(firsts)
+    seconds = np.zeros(len(one_each))
+    schedule = np.where(one_each.pp == 1, 0, one_each.schedule)
+    # Chunks of a rank make 1F1B interleaved.
+    schedule = np.where((schedule == _ONE_FORWARD) & (one_each.virtual > 1), _INTERLEAVED, schedule)
+    for name in sorted(set(schedule.tolist())):
+        rows = np.flatnonzero(schedule == name)
+        part = one_each.select(rows)
+        if name == 0:
+            seconds[rows] = part.num_microbatches * part.stages.total_s
+        elif name == _GPIPE:
+            seconds[rows] = _gpipe_s(part)
+        else:
+            seconds[rows] = _followed_s(name, part)
+    return np.asarray(seconds[inverse])
+
+
+def _gpipe_s(part: Pipelines) -> Floats:
+    """Return GPipe's seconds: two flow shops of equal jobs, one behind the other, `sum + (m - 1) max` each.
+
+    All backward passes follow all forward passes on the last stage, so the two do not overlap there.
+    """
+    stages = part.stages
+    is_there = stages.counts > 0
+    slowest = sum(np.where(is_there, each, 0.0).max(axis=0) for each in (stages.forward_s, stages.backward_s))
+    return np.asarray(stages.total_s + (part.num_microbatches - 1) * slowest)
+
+
+def _followed_s(schedule: int, part: Pipelines) -> Floats:
+    """Return the seconds of other pipelines by recurrence, those of one shape together."""
+    name = SCHEDULES[schedule]
+    assert name is not None
+    seconds = np.zeros(len(part))
+    shapes, shape_of = np.unique(np.stack([part.pp, part.virtual]), axis=1, return_inverse=True)
+    for number, (pp, virtual) in enumerate(shapes.T):
+        rows = np.flatnonzero(shape_of.reshape(-1) == number)
+        columns = part.stages.select(rows).by_stage(int(pp * virtual))
+        seconds[rows] = recurrence_s(name, columns, num_ranks=int(pp), num_microbatches=part.num_microbatches[rows])
+    return seconds
+
+
+def _distinct(pipelines: Pipelines) -> tuple[Ints, Ints]:
+    """Return the first of each kind of equal pipelines, and the kind of each.
+
+    Rows are compared by a 64-bit hash of all their columns: multiplied by odd constants and mixed, so that two of a
+    million different rows share one with a probability of about 1e-7.
+    """
+    stages = pipelines.stages
+    columns = [pipelines.schedule, pipelines.pp, pipelines.virtual, pipelines.num_microbatches]
+    columns += [row for field in fields(stages) for row in np.atleast_2d(getattr(stages, field.name))]
+    mixed = np.zeros(len(pipelines), dtype=np.uint64)
+    for column in columns:
+        bits = np.ascontiguousarray(column, dtype=np.float64).view(np.uint64)
+        mixed = (mixed ^ bits) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    _, firsts, inverse = np.unique(mixed, return_index=True, return_inverse=True)
+    return firsts, inverse.reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +189,7 @@ def _one_by_one(ranks: list[RankSeconds]) -> StageRuns:
     firsts = np.flatnonzero(np.concatenate([[True], ~np.all(alike, axis=0)]))
     counts = np.diff(firsts, append=len(ranks))
     forward, backward, weight = (each[firsts] for each in columns)
-    return StageRuns(
-        np.repeat(counts[:, None], forward.shape[1], axis=1), forward, backward, weight, np.zeros(forward.shape[1])
-    )
+    return StageRuns(np.repeat(counts[:, None], forward.shape[1], axis=1), forward, backward, weight)
 
 
 def _stacked(ranks: Sequence[RankSeconds]) -> tuple[Floats, Floats, Floats]:
@@ -84,7 +210,7 @@ def _runs(table: PlanTable, ranks: list[RankSeconds], all_ranks_s: Floats) -> St
     number = _number_of_larger(larger.total_s, smaller.total_s, rest, between)
     parts = (ends[0], larger, smaller, ends[1])
     counts = np.stack([np.ones_like(between), number, between - number, (num_stages > 1).astype(np.int64)])
-    return StageRuns(counts, *_stacked(parts), np.zeros(len(table)))
+    return StageRuns(counts, *_stacked(parts))
 
 
 def _chunk(table: PlanTable, rank: RankSeconds, *, has_end: bool = False) -> RankSeconds:

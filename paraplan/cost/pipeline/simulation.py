@@ -71,13 +71,12 @@ def simulate_pipeline(
     *,
     num_ranks: int,
     num_microbatches: int,
-    send_s: float = 0.0,
 ) -> Timeline:
-    """Return the course of one step: `stages` are the virtual stages in model order, stage i on rank i % num_ranks.
+    """Return the timeline of one step: `stages` are the virtual stages in model order, stage i on rank i % num_ranks.
 
-    A rank takes its operations in the order of the schedule and starts each as soon as its input is there, `send_s`
-    after the neighbour's end: sends run beside compute, and cost time where somebody waits for them. Raises `PlanError`
-    where the stages do not divide over the ranks, and for chunks with micro-batches that make no equal rounds.
+    A rank takes its operations in the order of the schedule and starts each as soon as its input is there; sends
+    are part of the seconds of stages. Raises `PlanError` where the stages do not divide over the ranks, and for chunks
+    with micro-batches that make no equal rounds.
     """
     virtual, rest = divmod(len(stages), num_ranks)
     if rest or not virtual:
@@ -92,11 +91,11 @@ def simulate_pipeline(
         list(rank_order(schedule, rank=rank, num_ranks=num_ranks, virtual=virtual, num_microbatches=num_microbatches))
         for rank in range(num_ranks)
     ]
-    return Timeline(_run(orders, stages, splits_backward=schedule == "zero_bubble", send_s=send_s))
+    return Timeline(_run(orders, stages, splits_backward=schedule == "zero_bubble"))
 
 
 def _run(
-    orders: list[list[PipelineTask]], stages: Sequence[StageSeconds], *, splits_backward: bool, send_s: float
+    orders: list[list[PipelineTask]], stages: Sequence[StageSeconds], *, splits_backward: bool
 ) -> tuple[tuple[PipelineOperation, ...], ...]:
     num_ranks, last = len(orders), len(stages) - 1
     done: list[list[PipelineOperation]] = [[] for _ in orders]
@@ -106,7 +105,6 @@ def _run(
         "backward": [stage.backward_s - (stage.weight_s if splits_backward else 0.0) for stage in stages],
         "weight": [stage.weight_s for stage in stages],
     }
-    wait_s = send_s if num_ranks > 1 else 0.0
     free = [0.0] * num_ranks
     waiting = list(range(num_ranks))
     while waiting:
@@ -119,7 +117,7 @@ def _run(
             if before is not None:
                 if before not in ends:
                     break
-                ready = ends[before] + (wait_s if before.stage != task.stage else 0.0)
+                ready = ends[before]
             start = max(free[rank], ready)
             free[rank] = ends[task] = start + seconds[task.kind][task.stage]
             finished.append(PipelineOperation(*task, start, free[rank]))
