@@ -21,7 +21,7 @@ from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
 from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_s
 from paraplan.cost.pipeline.bubble import RankSeconds, bubble_s
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
-from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
+from paraplan.cost.plan_table import Floats, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis
 
@@ -185,7 +185,7 @@ def _slot(
 ) -> RankSlot:
     """Return the seconds of one micro-batch on a rank; `of_block` are what context and expert parallelism exchange."""
     key, framework, tp, pp = costs.key, workload.framework, links["tp"], links["pp"]
-    is_full = table.recompute == RECOMPUTES.index("full")
+    is_full = table.recompute == RecomputeCode.FULL
     forward, backward, again = _passes(workload, costs, stage, work)
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paraplan.cost.pipeline.bubble import Pipelines, StageRuns, pipeline_s
 from paraplan.cost.pipeline.simulation import StageSeconds, Timeline, simulate_pipeline
-from paraplan.cost.plan_table import SCHEDULES
+from paraplan.cost.plan_table import SCHEDULES, ScheduleCode
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ScheduleName
 
@@ -126,6 +126,6 @@ def test_equal_pipelines_of_a_table_have_equal_times_and_others_their_own() -> N
         backward_s=np.array([[2.0, 2.0, 4.0]]),
         weight_s=np.zeros((1, 3)),
     )
-    schedule = np.full(3, SCHEDULES.index("1f1b"))
+    schedule = np.full(3, ScheduleCode.ONE_FORWARD_ONE_BACKWARD)
     found = pipeline_s(Pipelines(schedule, np.full(3, 4), np.ones(3, dtype=np.int64), np.full(3, 8), runs))
     assert found.tolist() == pytest.approx([33.0, 33.0, 66.0])

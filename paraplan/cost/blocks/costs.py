@@ -17,13 +17,10 @@ from paraplan.cost.blocks.saved_tensors import (
 )
 from paraplan.cost.cache import Cut
 from paraplan.cost.framework import FrameworkProfile
-from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, Mask, PlanTable, distinct_rows
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec, Parameter
 from paraplan.plan.training import TrainingSpec
-
-_FULL = RECOMPUTES.index("full")
-_SELECTIVE = RECOMPUTES.index("selective")
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,9 +283,15 @@ def _kept_bytes(block: BlockSpec, workload: Workload, cuts: Cuts, *, fused_kerne
     )
     width = workload.model.hidden_size * cuts.residual_bytes(training, is_first=is_first)
     entry = cuts.tokens * width / cuts.sequence_tp
-    return np.where(cuts.recompute == _FULL, entry, np.where(cuts.recompute == _SELECTIVE, rest, whole))
+    return np.where(
+        cuts.recompute == RecomputeCode.FULL, entry, np.where(cuts.recompute == RecomputeCode.SELECTIVE, rest, whole)
+    )
 
 
 def _recompute_s(block: BlockSpec, cuts: Cuts, times: KernelTimes, forward_s: Floats) -> Floats:
     core_s = times.attention_core_s(block)
-    return np.where(cuts.recompute == _FULL, forward_s, np.where(cuts.recompute == _SELECTIVE, core_s, 0.0))
+    return np.where(
+        cuts.recompute == RecomputeCode.FULL,
+        forward_s,
+        np.where(cuts.recompute == RecomputeCode.SELECTIVE, core_s, 0.0),
+    )

@@ -9,7 +9,7 @@ import numpy as np
 from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.communication.collectives import data_links, expert_links, overlap_s
 from paraplan.cost.pipeline.stages import StageBlocks
-from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, PlanTable
+from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
 
 AUTOCAST_BYTES = 6.0
@@ -115,7 +115,7 @@ def data_parallel_s(
     block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
     # A weight whose backward pass is further from its recomputed forward pass than what may stay is gathered again
     # (DeepSpeed, stage3_max_reuse_distance).
-    is_full = table.recompute == RECOMPUTES.index("full")
+    is_full = table.recompute == RecomputeCode.FULL
     lost = np.maximum(0.0, 1 - profile.max_live_elements / (2 * block)) if profile.max_live_elements else 0.0
     gathers = 2.0 + is_full * lost
     wire = np.select(

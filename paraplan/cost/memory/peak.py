@@ -18,7 +18,7 @@ from dataclasses import fields
 import numpy as np
 
 from paraplan.cost.memory.rank import FP32, HALF, RankMemory, StageMemory
-from paraplan.cost.plan_table import OFFLOADS, Floats, Mask
+from paraplan.cost.plan_table import Floats, Mask, OffloadCode
 
 _KEPT_LOSS_BYTES = HALF + FP32
 """torch's cross-entropy keeps log-probabilities in 16 bits and a copy of these in fp32 (ATen/native/LossNLL.cpp)."""
@@ -79,7 +79,7 @@ def host_bytes(rank: RankMemory) -> Floats:
     has_masters = rank.is_mixed and rank.framework.storage.master_bytes > 0  # among the state already
     states = rank.state_bytes / rank.state_shards
     copies = (1 if has_masters else 2) * FP32 * rank.parameters / rank.state_shards
-    return np.where(rank.table.offload == OFFLOADS.index("none"), 0.0, states + copies)
+    return np.where(rank.table.offload == OffloadCode.NONE, 0.0, states + copies)
 
 
 def end_of_forward(rank: RankMemory) -> StageMemory:
@@ -204,7 +204,7 @@ def end_of_backward(rank: RankMemory) -> StageMemory:
 
 def optimizer_step(rank: RankMemory) -> StageMemory:
     """Return the point of the step or just before: activations are gone, and copies of all parameters or one made."""
-    is_here = rank.table.offload == OFFLOADS.index("none")
+    is_here = rank.table.offload == OffloadCode.NONE
     copies = np.where(is_here, rank.step_copies_bytes, 0.0)
     return rank.candidate(
         parameters=np.zeros(len(rank.table)),

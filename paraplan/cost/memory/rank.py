@@ -12,11 +12,9 @@ from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
 from paraplan.cost.memory.overheads import matmul_workspace_bytes, optimizer_shards, shard_padding
 from paraplan.cost.pipeline.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
-from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable
+from paraplan.cost.plan_table import Floats, Mask, OffloadCode, PlanTable, RecomputeCode, ScheduleCode
 from paraplan.cost.workload import Workload
 
-_FULL = RECOMPUTES.index("full")
-_ZERO_BUBBLE, _INTERLEAVED = SCHEDULES.index("zero_bubble"), SCHEDULES.index("interleaved_1f1b")
 FP32, HALF = 4.0, 2.0
 
 
@@ -122,7 +120,7 @@ class RankMemory:
     @cached_property
     def has_earlier_gradients(self) -> Mask:
         """Plans that already hold gradients when activations peak."""
-        keeps_all = (self.table.schedule != _INTERLEAVED) & (self.table.num_microbatches <= self.in_flight)
+        keeps_all = (self.table.schedule != ScheduleCode.INTERLEAVED) & (self.table.num_microbatches <= self.in_flight)
         return np.asarray(self.accumulates & ((self.table.pp == 1) | ~keeps_all))
 
     @cached_property
@@ -142,12 +140,12 @@ class RankMemory:
     def offloads_parameters(self) -> Mask:
         """Plans whose shards of parameters and gradients lie in the host's memory between their uses."""
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
-        return np.asarray(is_sharded & (self.table.offload == OFFLOADS.index("parameters")))
+        return np.asarray(is_sharded & (self.table.offload == OffloadCode.PARAMETERS))
 
     @cached_property
     def optimizer_bytes(self) -> Floats:
         """The optimizer's state of this rank, if it is not offloaded."""
-        is_here = self.table.offload == OFFLOADS.index("none")
+        is_here = self.table.offload == OffloadCode.NONE
         return np.where(is_here, self.state_bytes * self.padding / self.state_shards, 0.0)
 
     @cached_property
@@ -197,7 +195,7 @@ class RankMemory:
         head = self.costs.head_copied_parameters[self.costs.key] * self.stage.is_last
         one_block = blocks if in_forward else np.minimum(blocks, self.block_parameters)
         of_all = self.stage.sum_in_flight(self.costs, running, self.chunks_in_flight)
-        kept = np.where(self.table.recompute == _FULL, one_block, of_all) + head * self.head_in_flight
+        kept = np.where(self.table.recompute == RecomputeCode.FULL, one_block, of_all) + head * self.head_in_flight
         return np.where(self.table.zero_stage == 0, kept * self.framework.storage.autocast_copy_bytes, 0.0)
 
     @cached_property
@@ -269,7 +267,7 @@ class RankMemory:
     @cached_property
     def is_zero_bubble(self) -> Mask:
         """Plans whose backward passes are taken in halves."""
-        return np.asarray((self.table.schedule == _ZERO_BUBBLE) & (self.table.pp > 1))
+        return np.asarray((self.table.schedule == ScheduleCode.ZERO_BUBBLE) & (self.table.pp > 1))
 
     @cached_property
     def is_replica(self) -> Mask:
@@ -279,7 +277,9 @@ class RankMemory:
     @cached_property
     def averages_flat_copies(self) -> Mask:
         """Plans whose replicas the runtime averages itself: DDP's hooks know no chunks and no halves of a pass."""
-        return np.asarray(self.is_zero_bubble | ((self.table.schedule == _INTERLEAVED) & (self.table.pp > 1)))
+        return np.asarray(
+            self.is_zero_bubble | ((self.table.schedule == ScheduleCode.INTERLEAVED) & (self.table.pp > 1))
+        )
 
     @cached_property
     def flat_average_bytes(self) -> Floats:
@@ -309,7 +309,9 @@ class RankMemory:
             copied = (
                 self.stage.sum(self.costs, self.costs.copied_parameters) * self.framework.storage.autocast_copy_bytes
             )
-            again = again + np.where((self.table.recompute == _FULL) & (self.table.zero_stage == 0), copied, 0.0)
+            again = again + np.where(
+                (self.table.recompute == RecomputeCode.FULL) & (self.table.zero_stage == 0), copied, 0.0
+            )
         return np.where(self.splits_backward, blocks + head + sent + again, 0.0)
 
     @cached_property

@@ -12,11 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from paraplan.cost.pipeline.recurrence import StageColumns, recurrence_s
-from paraplan.cost.plan_table import SCHEDULES, Floats, Ints, PlanTable
-
-_GPIPE = SCHEDULES.index("gpipe")
-_ONE_FORWARD = SCHEDULES.index("1f1b")
-_INTERLEAVED = SCHEDULES.index("interleaved_1f1b")
+from paraplan.cost.plan_table import SCHEDULES, Floats, Ints, PlanTable, ScheduleCode
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +81,15 @@ def pipeline_s(pipelines: Pipelines) -> Floats:
     seconds = np.zeros(len(one_each))
     schedule = np.where(one_each.pp == 1, 0, one_each.schedule)
     # Chunks of a rank make 1F1B interleaved.
-    schedule = np.where((schedule == _ONE_FORWARD) & (one_each.virtual > 1), _INTERLEAVED, schedule)
+    schedule = np.where(
+        (schedule == ScheduleCode.ONE_FORWARD_ONE_BACKWARD) & (one_each.virtual > 1), ScheduleCode.INTERLEAVED, schedule
+    )
     for name in sorted(set(schedule.tolist())):
         rows = np.flatnonzero(schedule == name)
         part = one_each.select(rows)
-        if name == 0:
+        if name == ScheduleCode.NO_PIPELINE:
             seconds[rows] = part.num_microbatches * part.stages.total_s
-        elif name == _GPIPE:
+        elif name == ScheduleCode.GPIPE:
             seconds[rows] = _gpipe_s(part)
         else:
             seconds[rows] = _followed_s(name, part)
