@@ -19,7 +19,8 @@ from paraplan.cost.communication.data_parallel import (
 from paraplan.cost.communication.exchanges import Exchanges, context_parallel_s, expert_exchange_s
 from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
 from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_s
-from paraplan.cost.pipeline.bubble import RankSeconds, bubble_s
+from paraplan.cost.pipeline.bubble import bubble_s
+from paraplan.cost.pipeline.simulation import RankSeconds
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
 from paraplan.cost.plan_table import Floats, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload

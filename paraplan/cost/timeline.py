@@ -11,8 +11,8 @@ from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.pipeline.simulation import (
     OperationKind,
+    PassSeconds,
     PipelineOperation,
-    StageSeconds,
     Timeline,
     simulate_pipeline,
 )
@@ -116,23 +116,18 @@ def _slots(workload: Workload, plan: ParallelPlan) -> list[RankSlot]:
 
 
 def _timeline(plan: ParallelPlan, slots: list[RankSlot]) -> Timeline:
-    ranks = [slot.of_rank for slot in slots]
-    last = plan.num_stages - 1
-    seconds = []
-    for stage in range(plan.num_stages):
-        rank = ranks[stage % plan.pp]
-        end_s, chunks = float(rank.end_s[0]), plan.virtual_pipeline_size
-        own_end_s = end_s if stage in (0, last) else 0.0
-        # A third of embedding and head is their forward pass, a third the gradient of their weights.
-        forward_s = (float(rank.forward_s[0]) - end_s / 3) / chunks + own_end_s / 3
-        backward_s = (float(rank.backward_s[0]) - end_s * 2 / 3) / chunks + own_end_s * 2 / 3
-        weight_s = (float(rank.weight_s[0]) - end_s / 3) / chunks + own_end_s / 3
-        seconds.append(StageSeconds(forward_s=forward_s, backward_s=backward_s, weight_s=weight_s))
+    ends = (0, plan.num_stages - 1)
+    chunks = [
+        slots[stage % plan.pp].of_rank.chunk(plan.virtual_pipeline_size, has_end=stage in ends)
+        for stage in range(plan.num_stages)
+    ]
+    names = ("forward_s", "backward_s", "weight_s")
+    stages = PassSeconds(*(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names))
     schedule = plan.pipeline_schedule or "1f1b"
     is_interleaved = schedule == "1f1b" and plan.virtual_pipeline_size > 1
     return simulate_pipeline(
         "interleaved_1f1b" if is_interleaved else schedule,
-        seconds,
+        stages,
         num_ranks=plan.pp,
         num_microbatches=plan.num_microbatches,
     )

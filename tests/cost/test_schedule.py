@@ -10,16 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.cost.pipeline.bubble import Pipelines, StageRuns, pipeline_s
-from paraplan.cost.pipeline.simulation import StageSeconds, Timeline, simulate_pipeline
+from paraplan.cost.pipeline.simulation import PassSeconds, Timeline, simulate_pipeline
 from paraplan.cost.plan_table import SCHEDULES, ScheduleCode
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ScheduleName
 
-EQUAL = StageSeconds(forward_s=1.0, backward_s=2.0, weight_s=1.0)
+
+def equal_stages(count: int) -> PassSeconds:
+    """Return stages of one second forward and two backward, half of that for weights."""
+    return PassSeconds(np.full(count, 1.0), np.full(count, 2.0), np.full(count, 1.0))
 
 
 def simulated(schedule: ScheduleName, *, ranks: int, count: int, virtual: int = 1) -> Timeline:
-    return simulate_pipeline(schedule, [EQUAL] * (ranks * virtual), num_ranks=ranks, num_microbatches=count)
+    return simulate_pipeline(schedule, equal_stages(ranks * virtual), num_ranks=ranks, num_microbatches=count)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -60,9 +63,9 @@ def test_a_timeline_names_every_operation_once_and_in_time() -> None:
 
 def test_stages_that_do_not_divide_over_the_ranks_are_refused() -> None:
     with pytest.raises(PlanError, match="3 stages do not divide over 2"):
-        simulate_pipeline("1f1b", [EQUAL] * 3, num_ranks=2, num_microbatches=4)
+        simulate_pipeline("1f1b", equal_stages(3), num_ranks=2, num_microbatches=4)
     with pytest.raises(PlanError, match=r"10 micro-batches do not make equal rounds.*use 9 or 12"):
-        simulate_pipeline("interleaved_1f1b", [EQUAL] * 6, num_ranks=3, num_microbatches=10)
+        simulate_pipeline("interleaved_1f1b", equal_stages(6), num_ranks=3, num_microbatches=10)
 
 
 @st.composite
@@ -89,21 +92,18 @@ def pipelines(draw: st.DrawFn) -> Pipelines:
         num_microbatches=np.array([count]),
         stages=StageRuns(
             counts=np.array([counts]).T,
-            forward_s=forward,
-            backward_s=backward,
-            weight_s=backward * draw(st.floats(0.3, 0.5)),
+            passes=PassSeconds(forward, backward, backward * draw(st.floats(0.3, 0.5))),
         ),
     )
 
 
 def course_s(pipeline: Pipelines) -> float:
     """Return the seconds of a table of one pipeline, by simulation."""
-    runs = pipeline.stages
-    stages = [
-        StageSeconds(float(runs.forward_s[run, 0]), float(runs.backward_s[run, 0]), float(runs.weight_s[run, 0]))
-        for run in range(len(runs.counts))
-        for _ in range(int(runs.counts[run, 0]))
-    ]
+    runs, counts = pipeline.stages, pipeline.stages.counts[:, 0]
+    passes = runs.passes
+    stages = PassSeconds(
+        *(np.repeat(each[:, 0], counts) for each in (passes.forward_s, passes.backward_s, passes.weight_s))
+    )
     return simulate_pipeline(
         SCHEDULES[pipeline.schedule[0]] or "gpipe",
         stages,
@@ -122,9 +122,7 @@ def test_the_form_that_is_searched_with_is_within_a_percent_of_the_simulation(pi
 def test_equal_pipelines_of_a_table_have_equal_times_and_others_their_own() -> None:
     runs = StageRuns(
         counts=np.array([[4, 4, 4]]),
-        forward_s=np.array([[1.0, 1.0, 2.0]]),
-        backward_s=np.array([[2.0, 2.0, 4.0]]),
-        weight_s=np.zeros((1, 3)),
+        passes=PassSeconds(np.array([[1.0, 1.0, 2.0]]), np.array([[2.0, 2.0, 4.0]]), np.zeros((1, 3))),
     )
     schedule = np.full(3, ScheduleCode.ONE_FORWARD_ONE_BACKWARD)
     found = pipeline_s(Pipelines(schedule, np.full(3, 4), np.ones(3, dtype=np.int64), np.full(3, 8), runs))

@@ -7,49 +7,42 @@ here against.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.pipeline.recurrence import StageColumns, recurrence_s
+from paraplan.cost.pipeline.recurrence import recurrence_s
+from paraplan.cost.pipeline.simulation import PassSeconds, RankSeconds
 from paraplan.cost.plan_table import SCHEDULES, Floats, Ints, PlanTable, ScheduleCode
 
 
 @dataclass(frozen=True, eq=False)
 class StageRuns:
-    """Virtual stages in model order as `R` runs of equal stages: `counts`, and seconds of one micro-batch on each.
-
-    All are `[R, N]`. The counts of a column sum to pp times virtual stages; a run may be empty. `backward_s` counts
-    recomputation and the gradients of the weights, `weight_s` the part of it that zero bubble may put off.
-    """
+    """Virtual stages in model order as `R` runs of equal stages, one column a pipeline."""
 
     counts: Ints
-    forward_s: Floats
-    backward_s: Floats
-    weight_s: Floats
+    """Stages of each run, `[R, N]`; they sum to pp times virtual stages, and a run may be empty."""
+    passes: PassSeconds
+    """Seconds on one stage of each run, `[R, N]`."""
 
     @property
     def total_s(self) -> Floats:
         """Seconds of one micro-batch on all stages, forward and backward."""
-        return np.asarray((self.counts * (self.forward_s + self.backward_s)).sum(axis=0))
+        return np.asarray((self.counts * self.passes.total_s).sum(axis=0))
 
     def select(self, rows: Ints) -> StageRuns:
         """Return some of the columns."""
-        return StageRuns(
-            self.counts[:, rows],
-            self.forward_s[:, rows],
-            self.backward_s[:, rows],
-            self.weight_s[:, rows],
-        )
+        return StageRuns(self.counts[:, rows], self.passes.columns(rows))
 
-    def by_stage(self, num_stages: int) -> StageColumns:
+    def by_stage(self, num_stages: int) -> PassSeconds:
         """Return the stages one by one, for columns that all have `num_stages`."""
         ends = np.cumsum(self.counts, axis=0)
         run = (np.arange(num_stages)[:, None, None] >= ends[None]).sum(axis=1)
-        forward, backward, weight = (
-            np.take_along_axis(each, run, axis=0) for each in (self.forward_s, self.backward_s, self.weight_s)
-        )
-        return StageColumns(forward, backward, weight)
+        return PassSeconds(*(np.take_along_axis(each, run, axis=0) for each in _arrays(self.passes)))
+
+
+def _arrays(passes: PassSeconds) -> tuple[Floats, Floats, Floats]:
+    return passes.forward_s, passes.backward_s, passes.weight_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +96,9 @@ def _gpipe_s(part: Pipelines) -> Floats:
     """
     stages = part.stages
     is_there = stages.counts > 0
-    slowest = sum(np.where(is_there, each, 0.0).max(axis=0) for each in (stages.forward_s, stages.backward_s))
+    slowest = sum(
+        np.where(is_there, each, 0.0).max(axis=0) for each in (stages.passes.forward_s, stages.passes.backward_s)
+    )
     return np.asarray(stages.total_s + (part.num_microbatches - 1) * slowest)
 
 
@@ -128,7 +123,7 @@ def _distinct(pipelines: Pipelines) -> tuple[Ints, Ints]:
     """
     stages = pipelines.stages
     columns = [pipelines.schedule, pipelines.pp, pipelines.virtual, pipelines.num_microbatches]
-    columns += [row for field in fields(stages) for row in np.atleast_2d(getattr(stages, field.name))]
+    columns += [row for each in (stages.counts, *_arrays(stages.passes)) for row in each]
     mixed = np.zeros(len(pipelines), dtype=np.uint64)
     for column in columns:
         bits = np.ascontiguousarray(column, dtype=np.float64).view(np.uint64)
@@ -136,25 +131,6 @@ def _distinct(pipelines: Pipelines) -> tuple[Ints, Ints]:
         mixed ^= mixed >> np.uint64(29)
     _, firsts, inverse = np.unique(mixed, return_index=True, return_inverse=True)
     return firsts, inverse.reshape(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class RankSeconds:
-    """Seconds of one micro-batch on one pipeline rank, all of its chunks together, with the sends that it waits for.
-
-    `end_s` is the part of the embedding, or of the head and the loss: it belongs to one chunk. `weight_s` is the part
-    of the backward pass that zero bubble may put off.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    weight_s: Floats
-    end_s: Floats
-
-    @property
-    def total_s(self) -> Floats:
-        """Forward and backward."""
-        return self.forward_s + self.backward_s
 
 
 def bubble_s(table: PlanTable, ranks: list[RankSeconds], all_ranks_s: Floats) -> Floats:
@@ -181,45 +157,31 @@ def _is_complete(table: PlanTable, ranks: list[RankSeconds]) -> bool:
 
 
 def _one_by_one(ranks: list[RankSeconds]) -> StageRuns:
-    columns = _stacked(ranks)
+    passes = _stacked(ranks)
     # Neighbours that are alike in all plans make one run.
-    alike = [np.isclose(each[1:], each[:-1], rtol=1e-9, atol=0.0).all(axis=1) for each in columns]
+    alike = [np.isclose(each[1:], each[:-1], rtol=1e-9, atol=0.0).all(axis=1) for each in _arrays(passes)]
     firsts = np.flatnonzero(np.concatenate([[True], ~np.all(alike, axis=0)]))
     counts = np.diff(firsts, append=len(ranks))
-    forward, backward, weight = (each[firsts] for each in columns)
-    return StageRuns(np.repeat(counts[:, None], forward.shape[1], axis=1), forward, backward, weight)
+    kept = PassSeconds(*(each[firsts] for each in _arrays(passes)))
+    return StageRuns(np.repeat(counts[:, None], kept.forward_s.shape[1], axis=1), kept)
 
 
-def _stacked(ranks: Sequence[RankSeconds]) -> tuple[Floats, Floats, Floats]:
-    forward, backward, weight = (
-        np.stack([getattr(rank, name) for rank in ranks]) for name in ("forward_s", "backward_s", "weight_s")
-    )
-    return forward, backward, weight
+def _stacked(ranks: Sequence[PassSeconds]) -> PassSeconds:
+    return PassSeconds(*(np.stack(each) for each in zip(*map(_arrays, ranks), strict=True)))
 
 
 def _runs(table: PlanTable, ranks: list[RankSeconds], all_ranks_s: Floats) -> StageRuns:
     first, second, before_last, last = (ranks[place] for place in (0, 1, -2, -1))
     num_stages = table.pp * table.virtual
     between = np.maximum(num_stages - 2, 0)
-    ends = _chunk(table, first, has_end=True), _chunk(table, last, has_end=True)
+    ends = first.chunk(table.virtual, has_end=True), last.chunk(table.virtual, has_end=True)
     # Inner chunks of the first and the last rank are like those of the ranks between.
-    larger, smaller = _chunk(table, second), _chunk(table, before_last)
+    larger, smaller = (each.chunk(table.virtual, has_end=False) for each in (second, before_last))
     rest = all_ranks_s - ends[0].total_s - ends[1].total_s
     number = _number_of_larger(larger.total_s, smaller.total_s, rest, between)
     parts = (ends[0], larger, smaller, ends[1])
     counts = np.stack([np.ones_like(between), number, between - number, (num_stages > 1).astype(np.int64)])
-    return StageRuns(counts, *_stacked(parts))
-
-
-def _chunk(table: PlanTable, rank: RankSeconds, *, has_end: bool = False) -> RankSeconds:
-    """Return one chunk of a rank, with the embedding or the head, or without."""
-    end = rank.end_s * (1.0 if has_end else 0.0)
-    return RankSeconds(
-        forward_s=(rank.forward_s - rank.end_s / 3) / table.virtual + end / 3,
-        backward_s=(rank.backward_s - rank.end_s * 2 / 3) / table.virtual + end * 2 / 3,
-        weight_s=(rank.weight_s - rank.end_s / 3) / table.virtual + end / 3,
-        end_s=end,
-    )
+    return StageRuns(counts, _stacked(parts))
 
 
 def _number_of_larger(larger_s: Floats, smaller_s: Floats, rest_s: Floats, between: Ints) -> Ints:

@@ -6,14 +6,13 @@ each of which depends on earlier ones alone; a level is one step over the column
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from paraplan.cost.pipeline.simulation import PipelineTask, input_of, rank_order
+from paraplan.cost.pipeline.simulation import PassSeconds, PipelineTask, input_of, rank_order
 from paraplan.cost.plan_table import Floats, Ints
 from paraplan.plan.parallel import ScheduleName
 
@@ -25,22 +24,6 @@ _KINDS = ("forward", "backward", "weight")
 _ROWS_AT_A_TIME = 256
 
 
-@dataclass(frozen=True, eq=False)
-class StageColumns:
-    """Seconds of one micro-batch on each virtual stage, `[stages, N]`.
-
-    `weight_s` is the part of `backward_s` that zero bubble may put off.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    weight_s: Floats
-
-    def columns(self, rows: Ints | slice) -> StageColumns:
-        """Return some of the columns."""
-        return StageColumns(self.forward_s[:, rows], self.backward_s[:, rows], self.weight_s[:, rows])
-
-
 class _Level(NamedTuple):
     """Operations that do not depend on each other: their ranks, inputs and durations by position."""
 
@@ -50,8 +33,8 @@ class _Level(NamedTuple):
     durations: Ints
 
 
-def recurrence_s(schedule: ScheduleName, stages: StageColumns, *, num_ranks: int, num_microbatches: Ints) -> Floats:
-    """Return the seconds of a step for columns of stages under one schedule, each with its number of micro-batches.
+def recurrence_s(schedule: ScheduleName, stages: PassSeconds, *, num_ranks: int, num_microbatches: Ints) -> Floats:
+    """Return the seconds of a step for columns of stages, `[stages, N]`, each with its number of micro-batches.
 
     Equal to `simulate_pipeline` as far as the course is followed; every further round takes as long as the last of it.
     Micro-batches that make no equal rounds for several chunks, which nothing executes, count as a share of more.
@@ -76,7 +59,7 @@ def recurrence_s(schedule: ScheduleName, stages: StageColumns, *, num_ranks: int
 
 
 def _exact_s(
-    schedule: ScheduleName, stages: StageColumns, num_ranks: int, virtual: int, num_microbatches: int, group: int
+    schedule: ScheduleName, stages: PassSeconds, num_ranks: int, virtual: int, num_microbatches: int, group: int
 ) -> Floats:
     levels, count = _course(schedule, num_ranks, virtual, num_microbatches, group)
     parts = [
@@ -97,7 +80,7 @@ def _course(
     return _levels(schedule, num_ranks, virtual, num_microbatches, group)
 
 
-def _follow(levels: list[_Level], count: int, stages: StageColumns, num_ranks: int, schedule: ScheduleName) -> Floats:
+def _follow(levels: list[_Level], count: int, stages: PassSeconds, num_ranks: int, schedule: ScheduleName) -> Floats:
     delayed = stages.weight_s if schedule == "zero_bubble" else np.zeros_like(stages.weight_s)
     seconds = np.concatenate([stages.forward_s, stages.backward_s - delayed, stages.weight_s])
     # The last row stands for what has no input.
