@@ -1,4 +1,4 @@
-"""The course of one step of one plan: which rank computes, sends and waits when."""
+"""Timeline of one optimizer step: when each pipeline rank computes, communicates and idles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 
 class Transfer(NamedTuple):
-    """What one axis of a plan sends at one place of the course, and for how long somebody waits for it."""
+    """Exposed communication of one axis within an operation."""
 
     axis: Axis
     collective: Collective
@@ -49,7 +49,7 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepCourse:
+class StepTimeline:
     """One step on every pipeline rank: its operations, then what replicas exchange, then the optimizer.
 
     `reduction` is what is waited for after the operations, `hidden` what runs beside them, `optimizer_s` the seconds of
@@ -76,8 +76,8 @@ class StepCourse:
         return sum(each.end_s - each.start_s for part in self.ranks[rank] for each in part.transfers)
 
 
-def step_course(workload: Workload, estimate: PlanEstimate) -> StepCourse:
-    """Return the course of one step of an estimated plan; without a pipeline it has one rank, which all are like."""
+def step_timeline(workload: Workload, estimate: PlanEstimate) -> StepTimeline:
+    """Return the timeline of one step of an estimated plan; without a pipeline it has one rank, which all are like."""
     plan = estimate.plan
     slots = _slots(workload, plan)
     timeline = _timeline(plan, slots)
@@ -88,7 +88,7 @@ def step_course(workload: Workload, estimate: PlanEstimate) -> StepCourse:
     step, end_s = estimate.step, timeline.end_s
     hidden_s = min(max(0.0, step.data_parallel_wire_s - step.data_parallel_s), end_s)
     kinds = _reduction_kinds(workload, plan)
-    return StepCourse(
+    return StepTimeline(
         ranks=ranks,
         reduction=_row("dp", kinds, end_s, step.data_parallel_s),
         hidden=_row("dp", kinds, end_s - hidden_s, hidden_s),
@@ -98,7 +98,7 @@ def step_course(workload: Workload, estimate: PlanEstimate) -> StepCourse:
     )
 
 
-def pipeline_course(workload: Workload, plan: ParallelPlan) -> Timeline | None:
+def pipeline_timeline(workload: Workload, plan: ParallelPlan) -> Timeline | None:
     """Return every rank's operations of one step with their start and end, None for a plan without a pipeline.
 
     Seconds are those of the estimate: of each rank's blocks, with recomputation, what tensor parallelism adds and the

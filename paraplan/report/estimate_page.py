@@ -12,12 +12,12 @@ from paraplan.plan.traffic import axis_traffic
 from paraplan.report.chart_svg import ChartRenderer
 from paraplan.report.page import page, paragraph
 from paraplan.report.plan_sections import (
-    course_section,
     gpus,
     memory_section,
     plan_facts,
     ranks_section,
     step_section,
+    timeline_section,
     workload_lines,
 )
 from paraplan.units import format_bytes
@@ -48,7 +48,7 @@ def estimate_page(workload: Workload, estimate: PlanEstimate) -> str:
         sections=[
             memory_section(workload, estimate, renderer),
             step_section(estimate),
-            course_section(workload, estimate, renderer),
+            timeline_section(workload, estimate, renderer),
             ranks_section(workload, estimate, placement),
         ],
     )

@@ -97,7 +97,7 @@ def pipelines(draw: st.DrawFn) -> Pipelines:
     )
 
 
-def course_s(pipeline: Pipelines) -> float:
+def simulated_s(pipeline: Pipelines) -> float:
     """Return the seconds of a table of one pipeline, by simulation."""
     runs, counts = pipeline.stages, pipeline.stages.counts[:, 0]
     passes = runs.passes
@@ -115,7 +115,7 @@ def course_s(pipeline: Pipelines) -> float:
 @settings(max_examples=150, deadline=None)
 @given(pipelines())
 def test_the_form_that_is_searched_with_is_within_a_percent_of_the_simulation(pipeline: Pipelines) -> None:
-    expected_s = course_s(pipeline)
+    expected_s = simulated_s(pipeline)
     assert pipeline_s(pipeline)[0] == pytest.approx(expected_s, rel=0.01)
 
 

@@ -85,7 +85,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
     """
     columns, key = distinct_rows(*cut_columns(table))
     cuts: list[Cut] = list(zip(*(column.tolist() for column in columns), strict=True))
-    known, framework = workload.known_cuts, workload.framework
+    known, framework = workload.cache.blocks, workload.framework
     missing = known.missing(cuts)
     if missing or not known.rows:
         new = Cuts.of_columns(

@@ -161,7 +161,7 @@ def fastest_links(workload: Workload, size: Ints, collective: Collective) -> Gro
 def _speed(workload: Workload, size: int, stride: int, collective: Collective) -> GroupSpeed:
     """Return what a collective reaches on the slowest group, computed once for a workload."""
     stride = 1 if workload.has_equal_links else stride
-    known, key = workload.group_speeds, (size, stride, collective)
+    known, key = workload.cache.group_speeds, (size, stride, collective)
     if key not in known:
         groups = _groups(workload, size, stride)[: 1 if workload.has_equal_links else None]
         speeds = [bus_bandwidth(workload.cluster, group, collective, workload.links) for group in groups]

@@ -35,7 +35,7 @@ def shard_padding(workload: Workload, table: PlanTable) -> Floats:
     if not workload.framework.data_parallel.uses_fsdp:
         return np.ones(len(table))
     kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
-    known, asked = workload.known_paddings, list(zip(*(column.tolist() for column in kinds), strict=True))
+    known, asked = workload.cache.shard_paddings, list(zip(*(column.tolist() for column in kinds), strict=True))
     missing = [one for one in asked if one not in known]
     if missing:
         elements = _elements_by_shape(workload.model)

@@ -36,7 +36,7 @@ class _Level(NamedTuple):
 def recurrence_s(schedule: ScheduleName, stages: PassSeconds, *, num_ranks: int, num_microbatches: Ints) -> Floats:
     """Return the seconds of a step for columns of stages, `[stages, N]`, each with its number of micro-batches.
 
-    Equal to `simulate_pipeline` as far as the course is followed; every further round takes as long as the last of it.
+    Equal to `simulate_pipeline` where the timeline is followed; every further round takes as long as its last.
     Micro-batches that make no equal rounds for several chunks, which nothing executes, count as a share of more.
     """
     virtual = len(stages.forward_s) // num_ranks
@@ -61,7 +61,7 @@ def recurrence_s(schedule: ScheduleName, stages: PassSeconds, *, num_ranks: int,
 def _exact_s(
     schedule: ScheduleName, stages: PassSeconds, num_ranks: int, virtual: int, num_microbatches: int, group: int
 ) -> Floats:
-    levels, count = _course(schedule, num_ranks, virtual, num_microbatches, group)
+    levels, count = _levels_of_shape(schedule, num_ranks, virtual, num_microbatches, group)
     parts = [
         _follow(levels, count, stages.columns(slice(first, first + _ROWS_AT_A_TIME)), num_ranks, schedule)
         for first in range(0, stages.forward_s.shape[1], _ROWS_AT_A_TIME)
@@ -70,7 +70,7 @@ def _exact_s(
 
 
 @lru_cache(maxsize=32)
-def _course(
+def _levels_of_shape(
     schedule: ScheduleName, num_ranks: int, virtual: int, num_microbatches: int, group: int
 ) -> tuple[list[_Level], int]:
     if schedule == "interleaved_1f1b" and group == num_ranks and virtual > 1:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paraplan.cost.blocks.costs import block_costs
-from paraplan.cost.cache import Cut, KnownCuts
+from paraplan.cost.cache import BlockCostCache, Cut
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -15,7 +15,7 @@ MakeWorkload = Callable[..., Workload]
 
 
 def test_columns_grow_and_keep_what_was_known() -> None:
-    known = KnownCuts()
+    known = BlockCostCache()
     for first in range(0, 40, 4):
         cuts: list[Cut] = [(number, 0) for number in range(first, first + 4)]
         assert known.missing(cuts) == [0, 1, 2, 3]
@@ -42,4 +42,4 @@ def test_costs_are_the_same_however_tables_ask_for_them(workload: MakeWorkload) 
         for name in ("forward_s", "backward_s", "saved_bytes", "parameters"):
             expected = getattr(whole, name)[whole.key[row]]
             assert getattr(alone, name)[alone.key[0]] == pytest.approx(expected, rel=1e-12)
-    assert len(apart.known_cuts.rows) == len(together.known_cuts.rows) == len(plans)
+    assert len(apart.cache.blocks.rows) == len(together.cache.blocks.rows) == len(plans)

@@ -1,11 +1,11 @@
-"""The course of a step as a chart: a row for each pipeline rank, as the papers of GPipe and Megatron-LM draw it."""
+"""The timeline of a step as a chart: a row for each pipeline rank, as the papers of GPipe and Megatron-LM draw it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from paraplan.cost.timeline import Slice, StepCourse, Transfer
+from paraplan.cost.timeline import Slice, StepTimeline, Transfer
 from paraplan.report.chart_svg import Spec
 from paraplan.units import format_seconds
 
@@ -51,11 +51,11 @@ def transfer_words(transfer: Transfer) -> str:
     return f"{AXIS_WORDS[transfer.axis]} {COLLECTIVE_WORDS[transfer.collective]}"
 
 
-def course_chart(course: StepCourse, *, width: int) -> Spec:
-    """Return the course: all of it, or its beginning and its end where single operations would be too narrow."""
-    windows = _windows(course, width - _AXIS_WIDTH)
-    rows = shown_rows(len(course.ranks))
-    panels = [_panel(course, rows, window, width - _AXIS_WIDTH) for window in windows]
+def timeline_chart(timeline: StepTimeline, *, width: int) -> Spec:
+    """Return the timeline: all of it, or its beginning and its end where single operations would be too narrow."""
+    windows = _windows(timeline, width - _AXIS_WIDTH)
+    rows = shown_rows(len(timeline.ranks))
+    panels = [_panel(timeline, rows, window, width - _AXIS_WIDTH) for window in windows]
     if len(panels) == 1:
         return panels[0]
     return {"vconcat": panels, "spacing": 18}
@@ -68,33 +68,33 @@ def shown_rows(num_ranks: int) -> list[int]:
     return ranks if num_ranks <= _MOST_ROWS else ranks[:half] + ranks[-half:]
 
 
-def _windows(course: StepCourse, width: float) -> list[_Window]:
-    lengths = [each.end_s - each.start_s for rank in course.ranks for each in rank]
-    shortest = min((length for length in lengths if length > 0), default=course.step_time_s)
-    if shortest / course.step_time_s * width >= _LEAST_WIDTH:
-        return [_Window(0.0, course.step_time_s, "")]
+def _windows(timeline: StepTimeline, width: float) -> list[_Window]:
+    lengths = [each.end_s - each.start_s for rank in timeline.ranks for each in rank]
+    shortest = min((length for length in lengths if length > 0), default=timeline.step_time_s)
+    if shortest / timeline.step_time_s * width >= _LEAST_WIDTH:
+        return [_Window(0.0, timeline.step_time_s, "")]
     seconds = shortest * width / _WINDOW_WIDTH
-    whole = course.step_time_s
+    whole = timeline.step_time_s
     first = _Window(0.0, seconds, f"the first {format_seconds(seconds)} of {format_seconds(whole)}")
     # What follows the last passes may be long: it is not to push them out of the window.
-    end = min(whole, course.operations_end_s + _MOST_TAIL * seconds)
+    end = min(whole, timeline.operations_end_s + _MOST_TAIL * seconds)
     words = f"the last {format_seconds(seconds)}"
     if end < whole:
         words = f"{format_seconds(seconds)} around the end of the passes; {format_seconds(whole - end)} more follow"
     return [first, _Window(end - seconds, end, words)]
 
 
-def _panel(course: StepCourse, rows: list[int], window: _Window, width: float) -> Spec:
-    """Return a part of the course as a chart of its own."""
-    scale = 1.0 if course.step_time_s >= 1 else 1e3
-    bars = [bar for rank in rows for bar in _bars(course, rank)]
+def _panel(timeline: StepTimeline, rows: list[int], window: _Window, width: float) -> Spec:
+    """Return a part of the timeline as a chart of its own."""
+    scale = 1.0 if timeline.step_time_s >= 1 else 1e3
+    bars = [bar for rank in rows for bar in _bars(timeline, rank)]
     domain = [window.start_s * scale, window.end_s * scale]
     place: Spec = {
         "y": {
             "field": "row",
             "type": "ordinal",
             "title": None,
-            "sort": [_row_name(course, rank) for rank in rows],
+            "sort": [_row_name(timeline, rank) for rank in rows],
             "scale": {"paddingInner": 0.12, "paddingOuter": 0.05},
             "axis": {"ticks": False, "domain": False},
         },
@@ -152,9 +152,9 @@ def _inside(bars: list[dict[str, Any]], window: _Window, *, width: float, scale:
     return shown
 
 
-def _bars(course: StepCourse, rank: int) -> list[dict[str, Any]]:
+def _bars(timeline: StepTimeline, rank: int) -> list[dict[str, Any]]:
     """Return what fills one row, in order, what is idle included."""
-    name, end_s = _row_name(course, rank), 0.0
+    name, end_s = _row_name(timeline, rank), 0.0
     bars: list[dict[str, Any]] = []
 
     def add(kind: str, start: float, end: float, words: str, label: str = "", chunk: int = 0) -> None:
@@ -164,25 +164,25 @@ def _bars(course: StepCourse, rank: int) -> list[dict[str, Any]]:
                 {"row": name, "kind": kind, "start": start, "end": end, "words": shown, "label": label, "chunk": chunk}
             )
 
-    for each in course.ranks[rank]:
+    for each in timeline.ranks[rank]:
         add("idle", end_s, each.start_s, "idle (bubble)")
-        words, chunk = slice_words(each, course), each.virtual_stage // len(course.ranks)
+        words, chunk = slice_words(each, timeline), each.virtual_stage // len(timeline.ranks)
         add(_NAMES[each.kind], each.start_s, _computed_until(each), words, str(each.micro_batch), chunk)
         for transfer in each.transfers:
             add("communication", transfer.start_s, transfer.end_s, transfer_words(transfer))
         end_s = each.end_s
-    add("idle", end_s, course.operations_end_s, "idle (bubble)")
-    end_s = course.operations_end_s
-    for transfer in course.reduction:
+    add("idle", end_s, timeline.operations_end_s, "idle (bubble)")
+    end_s = timeline.operations_end_s
+    for transfer in timeline.reduction:
         add("communication", transfer.start_s, transfer.end_s, transfer_words(transfer))
         end_s = transfer.end_s
-    add("optimizer", end_s, end_s + course.optimizer_s, "optimizer step")
+    add("optimizer", end_s, end_s + timeline.optimizer_s, "optimizer step")
     return bars
 
 
-def slice_words(operation: Slice, course: StepCourse) -> str:
+def slice_words(operation: Slice, timeline: StepTimeline) -> str:
     """Return an operation in words: `forward of micro-batch 3 on stage 5`."""
-    stage = f" on stage {operation.virtual_stage}" if len(course.ranks) > 1 else ""
+    stage = f" on stage {operation.virtual_stage}" if len(timeline.ranks) > 1 else ""
     return f"{_NAMES[operation.kind]} of micro-batch {operation.micro_batch}{stage}"
 
 
@@ -190,5 +190,5 @@ def _computed_until(operation: Slice) -> float:
     return operation.transfers[0].start_s if operation.transfers else operation.end_s
 
 
-def _row_name(course: StepCourse, rank: int) -> str:
-    return f"rank {rank}" if len(course.ranks) > 1 else "all ranks"
+def _row_name(timeline: StepTimeline, rank: int) -> str:
+    return f"rank {rank}" if len(timeline.ranks) > 1 else "all ranks"
