@@ -11,24 +11,24 @@ from paraplan.cost.plan_table import Floats
 from paraplan.hardware.bus_bandwidth import GroupSpeed
 from paraplan.hardware.profiles import Collective
 
-Cut = tuple[int, ...]
+ShardingKey = tuple[int, ...]
 
 
 class BlockCostCache:
     """Cache of block costs, one row per distinct sharding of a block. Columns grow by doubling."""
 
     def __init__(self) -> None:
-        self.rows: dict[Cut, int] = {}
+        self.rows: dict[ShardingKey, int] = {}
         self._columns: dict[str, Floats] = {}
 
-    def missing(self, cuts: Sequence[Cut]) -> list[int]:
-        """Return the positions of the cuts that are not known."""
-        return [position for position, cut in enumerate(cuts) if cut not in self.rows]
+    def missing(self, shardings: Sequence[ShardingKey]) -> list[int]:
+        """Return the positions of the shardings that are not known."""
+        return [position for position, one in enumerate(shardings) if one not in self.rows]
 
-    def add(self, cuts: Sequence[Cut], columns: Mapping[str, Floats]) -> None:
-        """Keep columns of cuts that are not known yet, an entry a cut."""
+    def add(self, shardings: Sequence[ShardingKey], columns: Mapping[str, Floats]) -> None:
+        """Keep columns of shardings that are not known yet, an entry a sharding."""
         first = len(self.rows)
-        self.rows.update((cut, first + position) for position, cut in enumerate(cuts))
+        self.rows.update((one, first + position) for position, one in enumerate(shardings))
         for name, column in columns.items():
             known = self._columns.get(name)
             if known is None:
@@ -41,7 +41,7 @@ class BlockCostCache:
             known[first : len(self.rows)] = column
 
     def columns(self) -> dict[str, Floats]:
-        """Return all columns, a row a cut."""
+        """Return all columns, a row a sharding."""
         return {name: column[: len(self.rows)] for name, column in self._columns.items()}
 
 

@@ -22,9 +22,8 @@ from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_
 from paraplan.cost.pipeline.bubble import bubble_s
 from paraplan.cost.pipeline.simulation import RankSeconds
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
-from paraplan.cost.plan_table import Floats, PlanTable, RecomputeCode
+from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
-from paraplan.plan.parallel import Axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,25 +49,33 @@ class StepTime:
 
 
 @dataclass(frozen=True, eq=False)
-class RankSlot:
-    """Seconds that one micro-batch spends on one pipeline rank: `forward_s` of the total, `end_s` of the compute.
-
-    `forward_tensor_parallel_s`, `forward_context_parallel_s` and `forward_expert_parallel_s` are the forward pass's
-    part of what is sent; of the sends between stages it has half.
-    """
+class MicroBatchTime:
+    """Seconds that one micro-batch spends on one pipeline rank, one entry a plan."""
 
     forward_s: Floats
+    """The forward pass, half of the sends between stages included."""
     weight_s: Floats
+    """The gradients of weights."""
     end_s: Floats
+    """Both passes of the embedding, or of the head and the loss."""
     compute_s: Floats
+    """Kernels of both passes, `end_s` included."""
     recompute_s: Floats
+    """Forward passes that run again."""
     tensor_parallel_s: Floats
+    """Exposed communication of tensor parallelism in both passes."""
     context_parallel_s: Floats
+    """Exposed communication of context parallelism in both passes."""
     expert_parallel_s: Floats
+    """Exposed communication of expert parallelism in both passes."""
     send_s: Floats
+    """Sends between stages in both passes."""
     forward_tensor_parallel_s: Floats
+    """Tensor parallelism's share of the forward pass."""
     forward_context_parallel_s: Floats
+    """Context parallelism's share of the forward pass."""
     forward_expert_parallel_s: Floats
+    """Expert parallelism's share of the forward pass."""
 
     @property
     def total_s(self) -> Floats:
@@ -89,9 +96,8 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     the first and the last rank of each plan and two between, or all ranks of a single one. The sum over all stages does
     not depend on where the blocks are cut.
     """
-    links = _links(workload, table)
-    exchanges, work = _exchanges(workload, table, links), weight_work(workload, table)
-    slots = _slots(workload, table, costs, stages, links, exchanges, work)
+    context = _StepContext.of(workload, table, costs)
+    slots = _slots(context, stages)
     slowest = np.argmax(np.stack([slot.total_s for slot in slots]), axis=0)
     rows = np.arange(len(table))
 
@@ -99,7 +105,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         return np.asarray(np.stack([getattr(slot, name) for slot in slots])[slowest, rows])
 
     microbatches = table.num_microbatches
-    whole = _slot(workload, table, costs, _all_blocks(table, costs), links, exchanges, work)
+    whole = _slot(context, _all_blocks(table, costs))
     bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
     wire, exposed = data_parallel_s(workload, table, costs, stages, of_slowest("compute_s"))
     parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
@@ -131,20 +137,45 @@ def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats
     )
 
 
-def rank_slots(workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> list[RankSlot]:
+def micro_batch_times(
+    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]
+) -> list[MicroBatchTime]:
     """Return the seconds of one micro-batch on each of `stages`, as `step_time` counts them."""
-    links = _links(workload, table)
-    exchanges = _exchanges(workload, table, links)
-    return _slots(workload, table, costs, stages, links, exchanges, weight_work(workload, table))
+    return _slots(_StepContext.of(workload, table, costs), stages)
 
 
-def _links(workload: Workload, table: PlanTable) -> dict[Axis, GroupLinks]:
-    axes: tuple[Axis, ...] = ("tp", "pp")
-    return {axis: group_links(workload, table, axis) for axis in axes}
+@dataclass(frozen=True, eq=False)
+class _StepContext:
+    """What all stages of the plans of a table share."""
 
+    workload: Workload
+    table: PlanTable
+    costs: BlockCosts
+    tensor: GroupLinks
+    """Links of tensor parallelism."""
+    pipeline: GroupLinks
+    """Links between pipeline stages."""
+    exchanges: Exchanges
+    """Exchanges of context and expert parallelism in one block."""
+    work: WeightWork
+    """Weight handling of one micro-batch."""
 
-def _exchanges(workload: Workload, table: PlanTable, links: dict[Axis, GroupLinks]) -> Exchanges:
-    return Exchanges(*context_parallel_s(workload, table), *expert_exchange_s(workload, table, links["tp"]))
+    @classmethod
+    def of(cls, workload: Workload, table: PlanTable, costs: BlockCosts) -> _StepContext:
+        tensor, pipeline = group_links(workload, table, "tp"), group_links(workload, table, "pp")
+        exchanges = Exchanges(*context_parallel_s(workload, table), *expert_exchange_s(workload, table, tensor))
+        return cls(workload, table, costs, tensor, pipeline, exchanges, weight_work(workload, table))
+
+    def select(self, rows: Ints) -> _StepContext:
+        return _StepContext(
+            self.workload,
+            self.table.select(rows),
+            self.costs.select(rows),
+            self.tensor.select(rows),
+            self.pipeline.select(rows),
+            self.exchanges.select(rows),
+            self.work.select(rows),
+        )
 
 
 def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:
@@ -154,38 +185,22 @@ def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:
     return StageBlocks(rank=zeros[0], low=zeros, high=zeros + count, is_first=ones, is_last=ones)
 
 
-def _slots(
-    workload: Workload,
-    table: PlanTable,
-    costs: BlockCosts,
-    stages: list[StageBlocks],
-    links: dict[Axis, GroupLinks],
-    exchanges: Exchanges,
-    work: WeightWork,
-) -> list[RankSlot]:
+def _slots(context: _StepContext, stages: list[StageBlocks]) -> list[MicroBatchTime]:
     """Return the slot of each of `stages`; those of a single plan are computed side by side."""
-    if len(table) != 1:
-        return [_slot(workload, table, costs, stage, links, exchanges, work) for stage in stages]
-    rows = np.zeros(len(stages), dtype=np.int64)
-    of_ranks = {axis: group.select(rows) for axis, group in links.items()}
-    table, costs, work = table.select(rows), costs.select(rows), work.select(rows)
-    slot = _slot(workload, table, costs, joined_ranks(stages), of_ranks, exchanges.select(rows), work)
+    if len(context.table) != 1:
+        return [_slot(context, stage) for stage in stages]
+    slot = _slot(context.select(np.zeros(len(stages), dtype=np.int64)), joined_ranks(stages))
     return [
-        RankSlot(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot))) for rank in range(len(stages))
+        MicroBatchTime(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot)))
+        for rank in range(len(stages))
     ]
 
 
-def _slot(
-    workload: Workload,
-    table: PlanTable,
-    costs: BlockCosts,
-    stage: StageBlocks,
-    links: dict[Axis, GroupLinks],
-    of_block: Exchanges,
-    work: WeightWork,
-) -> RankSlot:
-    """Return the seconds of one micro-batch on a rank; `of_block` are what context and expert parallelism exchange."""
-    key, framework, tp, pp = costs.key, workload.framework, links["tp"], links["pp"]
+def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
+    """Return the seconds of one micro-batch on a rank."""
+    workload, table, costs, work = context.workload, context.table, context.costs, context.work
+    tp, pp, of_block = context.tensor, context.pipeline, context.exchanges
+    key, framework = costs.key, workload.framework
     is_full = table.recompute == RecomputeCode.FULL
     forward, backward, again = _passes(workload, costs, stage, work)
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
@@ -211,21 +226,21 @@ def _slot(
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
     gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
     sends = transfers * (framework.pipeline.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
-    context, expert = of_block.context_s * stage.num_blocks, of_block.expert_s * stage.num_blocks
+    context_s, expert_s = of_block.context_s * stage.num_blocks, of_block.expert_s * stage.num_blocks
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
-    return RankSlot(
-        forward_s=forward + forward_sends + context + expert + sends / 2 + ends / 3,
+    return MicroBatchTime(
+        forward_s=forward + forward_sends + context_s + expert_s + sends / 2 + ends / 3,
         weight_s=backward / 2 + ends / 3,
         end_s=ends,
         compute_s=forward + backward + ends,
         recompute_s=recompute,
         tensor_parallel_s=forward_sends * (1 + is_full) + backward_sends,
-        context_parallel_s=context + of_block.context_backward_s * stage.num_blocks,
-        expert_parallel_s=expert + of_block.expert_backward_s * stage.num_blocks,
+        context_parallel_s=context_s + of_block.context_backward_s * stage.num_blocks,
+        expert_parallel_s=expert_s + of_block.expert_backward_s * stage.num_blocks,
         send_s=sends,
         forward_tensor_parallel_s=forward_sends,
-        forward_context_parallel_s=context,
-        forward_expert_parallel_s=expert,
+        forward_context_parallel_s=context_s,
+        forward_expert_parallel_s=expert_s,
     )
 
 

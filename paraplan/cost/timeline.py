@@ -18,7 +18,7 @@ from paraplan.cost.pipeline.simulation import (
 )
 from paraplan.cost.pipeline.stages import even_stage
 from paraplan.cost.plan_table import PlanTable
-from paraplan.cost.step import RankSlot, rank_slots
+from paraplan.cost.step import MicroBatchTime, micro_batch_times
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis, ParallelPlan
 
@@ -107,15 +107,15 @@ def pipeline_timeline(workload: Workload, plan: ParallelPlan) -> Timeline | None
     return None if plan.pipeline_schedule is None else _timeline(plan, _slots(workload, plan))
 
 
-def _slots(workload: Workload, plan: ParallelPlan) -> list[RankSlot]:
+def _slots(workload: Workload, plan: ParallelPlan) -> list[MicroBatchTime]:
     table = PlanTable.of_plans([plan])
     costs = block_costs(workload, table)
     bounds = None if plan.stage_blocks is None else np.cumsum([0, *plan.stage_blocks])
     stages = [even_stage(table, workload.model.num_blocks, np.array([rank]), bounds) for rank in range(plan.pp)]
-    return rank_slots(workload, table, costs, stages)
+    return micro_batch_times(workload, table, costs, stages)
 
 
-def _timeline(plan: ParallelPlan, slots: list[RankSlot]) -> Timeline:
+def _timeline(plan: ParallelPlan, slots: list[MicroBatchTime]) -> Timeline:
     ends = (0, plan.num_stages - 1)
     chunks = [
         slots[stage % plan.pp].of_rank.chunk(plan.virtual_pipeline_size, has_end=stage in ends)
@@ -133,7 +133,7 @@ def _timeline(plan: ParallelPlan, slots: list[RankSlot]) -> Timeline:
     )
 
 
-def _slice(workload: Workload, plan: ParallelPlan, slot: RankSlot, operation: PipelineOperation) -> Slice:
+def _slice(workload: Workload, plan: ParallelPlan, slot: MicroBatchTime, operation: PipelineOperation) -> Slice:
     """Return an operation with its transfers: those of tensor, context and expert parallelism, then the send.
 
     The ranks that exchange rows of experts are among those of dp, where they are shown.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paraplan.cost.blocks.costs import block_costs
-from paraplan.cost.cache import BlockCostCache, Cut
+from paraplan.cost.cache import BlockCostCache, ShardingKey
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -17,11 +17,11 @@ MakeWorkload = Callable[..., Workload]
 def test_columns_grow_and_keep_what_was_known() -> None:
     known = BlockCostCache()
     for first in range(0, 40, 4):
-        cuts: list[Cut] = [(number, 0) for number in range(first, first + 4)]
-        assert known.missing(cuts) == [0, 1, 2, 3]
+        shardings: list[ShardingKey] = [(number, 0) for number in range(first, first + 4)]
+        assert known.missing(shardings) == [0, 1, 2, 3]
         values = np.arange(first, first + 4, dtype=float)
-        known.add(cuts, {"one": values, "many": values[:, None] * np.ones(3)})
-        assert known.missing(cuts) == []
+        known.add(shardings, {"one": values, "many": values[:, None] * np.ones(3)})
+        assert known.missing(shardings) == []
     columns = known.columns()
     assert columns["one"].tolist() == list(range(40))
     assert columns["many"][:, 2].tolist() == list(range(40))
