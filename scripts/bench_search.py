@@ -24,6 +24,7 @@ from typing import NamedTuple
 SIZES = tuple(8 * 4**power for power in range(8))
 ONE_SEARCH = """
 import json, resource, sys, time
+from paraplan.plan.executor import ANYTHING, OWN_RUNTIME
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
@@ -38,7 +39,7 @@ cluster = cluster_from_profile(profile, num_nodes=int(nodes))
 workload = Workload.of(read_model(model), training, cluster, load_link_speeds())
 if framework:
     workload = replace(workload, framework=load_framework(framework))
-result = search(workload, runnable_only=not framework)
+result = search(workload, executor=ANYTHING if framework else OWN_RUNTIME)
 usage = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps({"cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024,
     "considered": result.plans_considered, "priced": result.plans_priced, "timed": result.times_priced,

@@ -71,7 +71,8 @@ def test_an_estimate_says_its_answer_and_shows_its_report(job: Workload) -> None
     found = paraplan.estimate(job, ParallelPlan(dp=4, micro_batch_size=4, num_microbatches=4))
     text = str(found)
     assert "gpt2, 124 M parameters" in text
-    assert "dp4, DDP, micro-batch 4 x 4: fits" in text
+    assert "DDP over 4 GPUs, micro-batch size 4, 4 accumulation steps" in text
+    assert "fits: " in text
     assert f"MFU {found.step.mfu:.1%}" in text
     assert found.memory[0].total_bytes == found.peak_memory_bytes
     html = found._repr_html_()
@@ -89,8 +90,9 @@ def test_a_plan_that_does_not_suit_is_an_error_with_a_way_out(job: Workload) -> 
 def test_a_recommendation_says_why_and_becomes_a_plan_file(
     job: Workload, answer: paraplan.Recommendation, tmp_path: Path
 ) -> None:
-    assert f"Recommended: {answer.best.plan.describe()}" in str(answer)
-    assert answer.decisions[0].because in str(answer)
+    assert answer.best.plan.describe() in str(answer)
+    assert "because it is simpler" in str(answer)
+    assert answer.decisions[0].because
     assert "Ruled out" in answer._repr_html_()
     answer.save(tmp_path / "plan.json")
     assert paraplan.load_plan(tmp_path / "plan.json").plan == answer.best.plan

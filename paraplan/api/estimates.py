@@ -11,7 +11,7 @@ from paraplan.cost.estimate import MemoryEstimate, PlanEstimate, StepEstimate, e
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.report.estimate_json import estimate_report, warnings_of
-from paraplan.report.short_text import estimate_lines
+from paraplan.report.short_text import Line, estimate_lines
 
 if TYPE_CHECKING:  # imported where it is asked for
     from paraplan.cost.pipeline.simulation import Timeline
@@ -104,8 +104,13 @@ class Estimate:
 
         return chrome_trace(self.workload, self.result)
 
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The short answer, line by line."""
+        return estimate_lines(self.workload, self.result)
+
     def __str__(self) -> str:
-        return "\n".join(estimate_lines(self.workload, self.result))
+        return "\n".join(map(str, self.lines))
 
     def _repr_html_(self) -> str:
         return framed(self.to_html, str(self))

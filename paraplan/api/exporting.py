@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from paraplan.errors import UnsupportedPlanError
 from paraplan.interop.export import TARGETS, export_plan
 from paraplan.interop.exported import Exported, Subject
 from paraplan.plan.files import PlanFile
 
 EXPORT_TARGETS = {name: target.title for name, target in TARGETS.items()}
 """The formats that plans are written in, and what each is."""
+
+
+_HARMLESS = ("rank_order=", "machines")
+_FRAMEWORKS = {
+    "accelerate": "fsdp",
+    "megatron-lm": "megatron-core",
+    "megatron-bridge": "megatron-core",
+    "torchtitan-python": "torchtitan",
+    **{name: name for name in ("deepspeed", "hf-trainer", "torchtitan")},
+}
+"""The framework of `paraplan recommend` whose plans a target can say."""
 
 
 def export(
@@ -23,7 +35,15 @@ def export(
 
     `path` is where commands find the plan, `script` what they start, `image` the container of Kubernetes targets.
     Raises `UsageError` for an unknown target, and `UnsupportedPlanError` where the target cannot express all of the
-    plan, unless `partial` asks for the rest.
+    plan. `partial` leaves out what changes neither batch nor memory: the order of ranks, the name of the machines.
     """
     subject = Subject(file=plan, path=path, script=script, image=image)
-    return export_plan(subject, target, partial=partial)
+    exported = export_plan(subject, target, partial=partial)
+    changing = [gap for gap in exported.gaps if not gap.part.startswith(_HARMLESS)]
+    if changing:
+        raise UnsupportedPlanError(
+            f"without {' and '.join(gap.part for gap in changing)} {target} would run another plan than {path}, of "
+            "another batch or memory",
+            hint=f"make a plan that it can run: paraplan recommend --framework {_FRAMEWORKS.get(target, 'NAME')}",
+        )
+    return exported

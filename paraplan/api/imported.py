@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from paraplan.api.estimates import Estimate, estimate
-from paraplan.cost.estimate import estimate_plan
+from paraplan.api.executors import executor_of_target
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
-from paraplan.interop.export import TARGETS
-from paraplan.interop.exported import Subject
 from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.deepspeed import read_deepspeed
@@ -29,7 +27,6 @@ _DEEPSPEED_KEYS = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization"),
     *("bf16", "fp16", "tensor_parallel", "zero_allow_untested_optimizer"),
 }
-_MOST_CANDIDATES = 50
 _WORTH_CHANGING = 1.02
 
 
@@ -176,24 +173,17 @@ def alternatives(imported: ImportedPlan, theirs: Workload, ours: Workload) -> Al
     found: dict[str, Estimate] = {}
     why: str | None = None
     try:
-        best = _best_expressed(setup, theirs)
-        if best is not None and (not now.fits or best.step.step_time_s < now.step.step_time_s):
+        executor = executor_of_target(setup.target, theirs)
+        best = Estimate(theirs, search(theirs, num_candidates=1, objective="fastest", executor=executor).best)
+        if not now.fits or best.step.step_time_s < now.step.step_time_s:
             found[f"best of {setup.tool}"] = best
-    except NoPlanFitsError as error:
+    except (NoPlanFitsError, PlanError) as error:
         why = error.message
     try:
         found["recommended, paraplan"] = Estimate(ours, search(ours, num_candidates=1).best)
     except NoPlanFitsError as error:
         why = error.message
     return Alternatives(setup, now, found, None if found else why)
-
-
-def _best_expressed(setup: Setup, theirs: Workload) -> Estimate | None:
-    for candidate in search(theirs, num_candidates=_MOST_CANDIDATES, explains_failure=False).candidates:
-        subject = Subject(file=PlanFile(plan=candidate.plan, training=theirs.training))
-        if not TARGETS[setup.target].write(subject).gaps:
-            return Estimate(theirs, estimate_plan(theirs, candidate.plan))
-    return None
 
 
 def _tool_of(text: str, path: Path) -> Tool:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paraplan.api.estimates import Estimate
+from paraplan.api.executors import executor_of
 from paraplan.api.frames import framed
 from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import training_notes
-from paraplan.report.short_text import recommendation_lines
+from paraplan.report.short_text import Line, recommendation_lines
 from paraplan.search.constraints import FREE
 from paraplan.search.constraints import Constraints as Constraints
 from paraplan.search.failure import NothingFitsError as NothingFitsError
@@ -102,13 +103,18 @@ class Recommendation:
         sizes = scaling(
             self.workload,
             price_per_gpu_hour=self.request.price_per_gpu_hour,
-            runnable_only=self.request.framework is None,
+            executor=self.request.executor,
             fixed=self.request.fixed,
         )
         return recommendation_page(self.answer, sizes=sizes, commands=self.commands(plan_path))
 
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The short answer, line by line."""
+        return recommendation_lines(self.answer)
+
     def __str__(self) -> str:
-        return "\n".join(recommendation_lines(self.answer))
+        return "\n".join(map(str, self.lines))
 
     def _repr_html_(self) -> str:
         return framed(self.to_html, str(self))
@@ -123,9 +129,9 @@ def recommend(
 ) -> Recommendation:
     """Return the plan to use, with the decision tree's reasons and the ranked plans.
 
-    Plans are those that paraplan's runtime executes, or all that make sense where the workload is modelled for another
-    framework. Raises `NoPlanFitsError` where no plan fits, with what would help, and `PlanError` for constraints that
-    exclude each other.
+    Plans are those that paraplan's runtime executes, or the framework that the workload is modelled for: what its
+    exported configuration can say, or all that make sense where paraplan exports none. Raises `NoPlanFitsError` where
+    no plan fits, with what would help, and `PlanError` for constraints that exclude each other.
     """
     framework = None if workload.framework.is_own_runtime else workload.framework.name
     request = SearchRequest(
@@ -139,6 +145,7 @@ def answer(workload: Workload, request: SearchRequest) -> Recommendation:
 
     Raises as `recommend` does.
     """
+    request = replace(request, executor=executor_of(workload))
     return Recommendation(recommendation(workload, request), request)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -120,6 +121,9 @@ def estimate(
     ] = False,
     limits: LimitOptions,
     old: OldImportOptions,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what else would fit, and the timeline of a pipeline.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the memory and step time of one plan, part by part.
@@ -150,7 +154,8 @@ def estimate(
     asked = training_of(spec, seq_length=seq_len, global_batch_size=chosen.global_batch_size, **choices)
     workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=framework))
     result = estimate_plan(workload, chosen)
-    _print(result, _trace(model, chosen, asked) if trace_memory else None, as_json=as_json)
+    traced = _trace(model, chosen, asked) if trace_memory else None
+    _print(result, traced, verbose=verbose, next_step=_next_step(ctx), as_json=as_json)
     write_estimate_files(result, trace=trace, html=html)
     limits.check(result, model=spec.name, file=one.plan_path, as_json=as_json)
 
@@ -181,7 +186,18 @@ def _trace(model: str, plan: ParallelPlan, training: TrainingSpec) -> list[Trace
     return trace_stages(model, plan, training, on_stage=say)
 
 
-def _print(result: Estimate, traced: list[TracedMemory] | None, *, as_json: bool) -> None:
+def _next_step(ctx: typer.Context) -> str:
+    """Return the command that searches for a better plan with the same model, machines and training."""
+    kept = [name for name in ("profile", "nodes", "gpus_per_node", "seq_len", "global_batch") if ctx.params[name]]
+    words = [word for name in kept for word in (f"--{name.replace('_', '-')}", str(ctx.params[name]))]
+    if "global_batch" not in kept:
+        words += ["--global-batch", "64"]
+    return shlex.join(["paraplan", "recommend", ctx.params["model"], *words])
+
+
+def _print(
+    result: Estimate, traced: list[TracedMemory] | None, *, verbose: bool, next_step: str, as_json: bool
+) -> None:
     compared = result.without_library_workspaces() if traced is not None else ()
     if as_json:
         report = result.to_dict()
@@ -195,6 +211,7 @@ def _print(result: Estimate, traced: list[TracedMemory] | None, *, as_json: bool
     if not result.is_runnable_framework:
         typer.echo(f"Predicted for {result.workload.framework.title}, which paraplan does not launch:")
     estimate_tables.print_heading(result)
-    estimate_tables.print_estimate(result)
+    estimate_tables.print_estimate(result, with_details=verbose)
     if traced is not None:
         estimate_tables.print_traced(compared, traced)
+    typer.echo(f"\nSearch for a better plan:\n  {next_step}")

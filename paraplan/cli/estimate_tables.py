@@ -11,14 +11,14 @@ from rich.text import Text
 
 from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
-from paraplan.report.short_text import workload_lines
+from paraplan.report.plan_words import device_tool
+from paraplan.report.short_text import LABEL_WIDTH, Line
 from paraplan.units import format_bytes, format_count, format_flops, format_seconds
 
 if TYPE_CHECKING:
     from paraplan.api.estimates import Estimate
     from paraplan.cost.capacity import FitRow
     from paraplan.cost.estimate import MemoryEstimate
-    from paraplan.cost.workload import Workload
     from paraplan.runtime.fake.run import TracedMemory  # torch, which an estimate does without
 
 PARTS = (
@@ -31,37 +31,34 @@ PARTS = (
 STEP_PARTS = (
     ("compute_s", "forward and backward"),
     ("recompute_s", "recompute"),
-    ("tensor_parallel_s", "tensor-parallel all-reduce"),
-    ("context_parallel_s", "context-parallel all-to-all"),
-    ("expert_parallel_s", "expert-parallel all-to-all"),
+    ("tensor_parallel_s", "tensor-parallel communication"),
+    ("context_parallel_s", "context-parallel communication"),
+    ("expert_parallel_s", "expert-parallel communication"),
     ("pipeline_bubble_s", "pipeline bubble"),
     ("pipeline_send_s", "pipeline send"),
-    ("data_parallel_s", "data-parallel, not hidden"),
+    ("data_parallel_s", "exposed data-parallel communication"),
     ("optimizer_s", "optimizer"),
 )
 
 
-def print_workload(console: Console, workload: Workload) -> None:
-    """Print what is trained, on what, and how."""
-    name, *lines = workload_lines(workload)
-    console.print(Text.assemble((workload.model.name, "bold"), name.removeprefix(workload.model.name)))
+TONES = {"good": "bold green", "bad": "bold red", "caution": "yellow", "dim": "dim", "": ""}
+
+
+def print_lines(console: Console, lines: Sequence[Line]) -> None:
+    """Print labelled lines, each in its column also where it goes on."""
+    table = Table.grid(padding=(0, 0))
+    table.add_column(width=LABEL_WIDTH, no_wrap=True)
+    table.add_column()
     for line in lines:
-        console.print(line)
+        table.add_row(Text(line.label, style="bold"), Text(line.text, style=TONES[line.tone]))
+    console.print(table)
 
 
 def print_heading(estimate: Estimate) -> None:
-    """Print what is trained and on what, the plan, and whether it fits."""
+    """Print what is trained and on what, the plan, whether it fits, its speed, and what to know beside."""
     console = make_console()
-    print_workload(console, estimate.workload)
-    over = estimate.peak_memory_bytes - estimate.usable_memory_bytes
-    if estimate.fits:
-        verdict = "[bold green]fits[/bold green]"
-    elif over > 0:
-        verdict = f"[bold red]does not fit[/bold red], {format_bytes(over)} too much on a GPU"
-    else:
-        verdict = "[bold red]does not fit[/bold red] in the host's memory"
-    console.print(f"{estimate.plan.describe()}: {verdict}")
-    print_warnings(console, estimate.warnings)
+    notes = [Line("Note", warning, "caution") for warning in estimate.warnings]
+    print_lines(console, [*estimate.lines, *notes])
 
 
 def print_warnings(console: Console, warnings: Sequence[str]) -> None:
@@ -70,12 +67,15 @@ def print_warnings(console: Console, warnings: Sequence[str]) -> None:
         console.print(f"[yellow]note: {warning}[/yellow]")
 
 
-def print_estimate(estimate: Estimate) -> None:
-    """Print the memory of each stage as a bar with its parts, what would fit, and the step time by parts."""
+def print_estimate(estimate: Estimate, *, with_details: bool) -> None:
+    """Print the memory of each stage as a bar with its parts, and the step time by parts.
+
+    `with_details` adds what else would fit, and the timeline of a pipeline.
+    """
     console = make_console()
     usable = estimate.usable_memory_bytes
     console.print(f"\n[bold]Memory per GPU[/bold], {format_bytes(usable)} usable")
-    console.print("[dim]by parts at the fullest moment of a step: what is not there just then counts 0[/dim]")
+    console.print("[dim]by parts at the peak; what is not allocated at that moment shows 0[/dim]")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("stage", justify="right")
     for _, title, color in PARTS:
@@ -93,8 +93,8 @@ def print_estimate(estimate: Estimate) -> None:
     if left_out := len(estimate.memory) - len(shown):
         console.print(f"[dim]{left_out} stages are left out; none needs more than stage {fullest.pipeline_stage}[/dim]")
     console.print(
-        f"Peak {format_bytes(fullest.total_bytes)} by torch.cuda.max_memory_allocated, "
-        f"{format_bytes(fullest.device_bytes)} by nvidia-smi"
+        f"Peak {format_bytes(fullest.total_bytes)} allocated (torch.cuda.max_memory_allocated), about "
+        f"{format_bytes(fullest.device_bytes)} {device_tool(estimate.workload)}"
     )
     result = estimate.result
     if result.host_bytes_per_node:
@@ -104,9 +104,10 @@ def print_estimate(estimate: Estimate) -> None:
             f"Host memory for offload: {format_bytes(fullest.host_bytes)} a rank, "
             f"{format_bytes(result.host_bytes_per_node)}{of} a machine"
         )
-    _print_fitting(console, estimate)
     _print_step(console, estimate)
-    timeline = estimate.timeline
+    if with_details:
+        _print_fitting(console, estimate)
+    timeline = estimate.timeline if with_details else None
     if timeline is not None:
         print_timeline(console, timeline)
 
@@ -147,7 +148,7 @@ def _print_fitting(console: Console, estimate: Estimate) -> None:
     kept += [f"offload {plan.offload}"] if plan.offload != "none" else []
     console.print(
         f"\n[bold]What would fit[/bold] on {rows[0].num_gpus} GPUs{''.join(f', {word}' for word in kept)}\n"
-        "[dim]the largest micro-batch (and the fewest GPUs that hold one sequence each)[/dim]"
+        "[dim]the largest micro-batch that fits (and the fewest GPUs for one sequence each)[/dim]"
     )
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("recompute", justify="left")
@@ -162,17 +163,17 @@ def _print_fitting(console: Console, estimate: Estimate) -> None:
     workload = estimate.workload
     has_ep = workload.model.num_experts > 1 and workload.framework.data_parallel.has_expert_parallel
     ways = "tp, ep or ZeRO-3" if has_ep else "tp or ZeRO-3"
-    verdict = "fits a GPU alone" if layer.fits else f"fits no GPU: a pipeline alone cannot train it, {ways} can"
-    console.print(f"Largest layer: {size}, trains in {format_bytes(layer.training_state_bytes)} and {verdict}")
+    verdict = "fits on one GPU" if layer.fits else f"fits no GPU: a pipeline alone cannot train it, {ways} can"
+    console.print(f"Largest layer: {size}, needs {format_bytes(layer.training_state_bytes)} to train, {verdict}")
 
 
 def _fit_cell(row: FitRow) -> str:
     if row.largest_micro_batch is None and row.fewest_gpus is None:
-        return "never"
-    size = "none" if row.largest_micro_batch is None else str(row.largest_micro_batch)
+        return "-"
+    size = "-" if row.largest_micro_batch is None else str(row.largest_micro_batch)
     if row.is_open_ended:
         size += "+"
-    return f"{size} ({'never' if row.fewest_gpus is None else row.fewest_gpus})"
+    return f"{size} ({'-' if row.fewest_gpus is None else row.fewest_gpus})"
 
 
 def _print_step(console: Console, estimate: Estimate) -> None:

@@ -28,7 +28,8 @@ def export(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file and not to stdout.")
     ] = None,
     partial: Annotated[
-        bool, typer.Option("--partial", help="Write what the target can express, and say what it cannot.")
+        bool,
+        typer.Option("--partial", help="Leave out an order of ranks or machines that the target has no words for."),
     ] = False,
     script: Annotated[
         str, typer.Option("--script", metavar="FILE", help="The training script that commands start.")
@@ -40,7 +41,7 @@ def export(
 ) -> None:
     """Write a plan as the configuration of another tool: a launcher, a trainer, a scheduler.
 
-    What the target cannot express is an error, unless --partial; what is left to the script is said on stderr.
+    What the target cannot express is an error; what is left to the script is said on stderr.
 
     Example: paraplan export plan.json --to accelerate -o accelerate.yaml
     """

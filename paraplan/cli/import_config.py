@@ -17,7 +17,6 @@ from paraplan.cli.inputs import options_given, require_folder, write_beside_and_
 from paraplan.cli.options import PLAN_PANEL, JsonOption, RecomputeName
 from paraplan.cli.outputs import write_estimate_files
 from paraplan.errors import PlanError, UsageError
-from paraplan.report.short_text import estimate_lines
 from paraplan.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
         return
     now = compared.now
     typer.echo(f"As {imported.setup.tool} runs it, predicted for {imported.framework}:")
-    for line in estimate_lines(now.workload, now.result):
+    for line in now.lines:
         typer.echo(f"  {line}")
     typer.echo("\nWhat would be faster")
     if compared.reason is not None:

@@ -65,11 +65,20 @@ class SearchOptions:
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = None
-    top: Annotated[int, typer.Option("--top", min=1, help="Rows of the table of plans.")] = 10
+    top: Annotated[
+        int | None,
+        typer.Option("--top", metavar="N", min=1, help="Rows of the table of plans: 5 by default, 10 with -v."),
+    ] = None
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show more plans, the decision tree, memory and step by parts."),
+    ] = False
     explain: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Show the best plan and the second, part by part.", rich_help_panel=SEARCH_PANEL
+            "--explain",
+            help="Show everything, with the best plan and the second part by part.",
+            rich_help_panel=SEARCH_PANEL,
         ),
     ] = False
     pareto: Annotated[
@@ -108,6 +117,11 @@ class SearchOptions:
         ),
     ] = None
 
+    @property
+    def num_candidates(self) -> int:
+        """Plans that are ranked."""
+        return self.top or 10
+
     def request(self, plan: PlanChoices, *, for_report: bool) -> SearchRequest:
         """Return what is asked of the search; a report ranks many plans and draws their front."""
         return SearchRequest(
@@ -115,7 +129,7 @@ class SearchOptions:
             find=self.find.value if self.find else None,
             framework=None if self.framework == OWN_RUNTIME else self.framework,
             fixed=plan.constraints(),
-            num_candidates=max(self.top, MANY_KINDS) if for_report else self.top,
+            num_candidates=max(self.num_candidates, MANY_KINDS) if for_report else self.num_candidates,
             explains=self.explain,
             with_front=self.pareto or for_report,
             earlier=None if self.like is None else load_plan(self.like),
@@ -164,10 +178,16 @@ def recommend(
     whole = recommended(workload, request, html)
     seconds = time.perf_counter() - started
     write_files(whole, plan_path=output, trace=trace, html=html)
-    answer = whole.cut(num_candidates=search.top, with_front=search.pareto)
+    answer = whole.cut(num_candidates=search.num_candidates, with_front=search.pareto)
     if as_json:
         typer.echo(json.dumps(answer.to_dict(plan_path=output, seconds=seconds), indent=2))
         return
     from paraplan.cli.recommend_tables import print_answer  # rich, which --json does without
 
-    print_answer(answer, plan_path=output, seconds=seconds)
+    print_answer(
+        answer,
+        plan_path=output,
+        seconds=seconds,
+        verbose=search.verbose or search.explain,
+        shown_rows=search.top,
+    )

@@ -11,9 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 
 from paraplan.api.explanations import part_words
-from paraplan.cli.estimate_tables import print_estimate, print_warnings, print_workload
+from paraplan.cli.estimate_tables import print_estimate, print_lines
 from paraplan.cli.terminal import make_console
 from paraplan.report.ranked_rows import table_rows, words_of
+from paraplan.report.short_text import Line
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -25,16 +26,35 @@ if TYPE_CHECKING:
 _EQUAL = 1.02
 
 
-def print_answer(answer: Recommendation, *, plan_path: Path | None, seconds: float) -> None:
-    """Print the answer first, then the decisions with their numbers, the ranked plans, and what was asked for."""
+MOST_ROWS = 5
+"""Plans of the short table; all of `--top` with -v."""
+
+
+def print_answer(
+    answer: Recommendation, *, plan_path: Path | None, seconds: float, verbose: bool, shown_rows: int | None
+) -> None:
+    """Print the answer in a dozen lines and the first plans; `verbose` adds the tree, all plans, memory and step.
+
+    `shown_rows` is how many plans were asked for, None for as many as usual.
+    """
     console = make_console()
-    _print_head(console, answer)
-    _print_tree_and_plans(console, answer.result)
     beside = answer.answer
+    if beside.framework is not None:
+        console.print(f"[yellow]Predicted for {beside.framework}, which paraplan does not launch.[/yellow]")
+    notes = [Line("Note", words, "caution") for words in answer.notes]
+    details = [Line("", words, "dim") for words in _details(answer)] if verbose else []
+    print_lines(console, [*answer.lines, *notes, *details])
+    if verbose:
+        _print_tree(console, answer.result)
+    _print_plans(console, answer.result, None if verbose else shown_rows or MOST_ROWS)
+    if verbose and answer.result.rejections:
+        console.print("\n[bold]Ruled out[/bold]")
+        console.print(_rejections(answer.result))
     if beside.explanation is not None:
         _print_explanation(console, beside.explanation)
     if answer.result.front:
-        console.print("\n[bold]No plan beats these in both time and memory[/bold]")
+        count = len(answer.result.front)
+        console.print(f"\n[bold]{count} Pareto-optimal plans[/bold]: none is better in both time and memory")
         console.print(_plans(answer.result.front, answer.result))
     if beside.comparison is not None:
         _print_comparison(console, beside.comparison)
@@ -42,23 +62,9 @@ def print_answer(answer: Recommendation, *, plan_path: Path | None, seconds: flo
         _print_offers(console, beside.offers)
     if beside.budget is not None:
         _print_budget(console, beside.budget)
-    print_estimate(answer.best)
-    _print_end(answer, plan_path, seconds)
-
-
-def _print_head(console: Console, answer: Recommendation) -> None:
-    result, beside = answer.result, answer.answer
-    print_workload(console, answer.workload)
-    if beside.framework is not None:
-        console.print(f"[yellow]Predicted for {beside.framework}, which paraplan does not launch.[/yellow]")
-    if beside.found is not None:
-        console.print(f"Found {beside.found}")
-    print_warnings(console, answer.notes)
-    console.print(f"\nRecommended: [bold green]{result.best.plan.describe()}[/bold green]")
-    for line in (*_details(answer), *filter(None, [result.remark])):
-        console.print(_indented(line))
-    if beside.offload is not None:
-        print_warnings(console, [beside.offload])
+    if verbose:
+        print_estimate(answer.best, with_details=True)
+    _print_end(answer, plan_path, seconds, verbose=verbose)
 
 
 def _indented(text: str) -> Padding:
@@ -81,21 +87,21 @@ def _details(answer: Recommendation) -> list[str]:
     return lines
 
 
-def _print_tree_and_plans(console: Console, result: SearchResult) -> None:
+def _print_tree(console: Console, result: SearchResult) -> None:
     console.print("\n[bold]Decision tree[/bold]")
     for decision in result.decisions:
         console.print(Padding(f"{decision.question} [bold]{decision.outcome}[/bold]", (0, 2)))
         console.print(Padding(f"[dim]{decision.because}[/dim]", (0, 4)))
+
+
+def _print_plans(console: Console, result: SearchResult, most: int | None) -> None:
     order = "least memory" if result.objective == "memory" else "fastest"
     console.print(f"\n[bold]Plans[/bold], {order} first (* = suggested by Hugging Face's guide)")
     shown = without_equals(result.candidates, result.best.plan)
-    console.print(_plans(table_rows(shown, result), result))
-    if hidden := len(result.candidates) - len(shown):
-        more = "more puts" if hidden == 1 else "more put"
-        console.print(f"   [dim]{hidden} {more} cp in the place of dp, not over 2 % faster (--json lists them)[/dim]")
-    if result.rejections:
-        console.print("\n[bold]Ruled out[/bold]")
-        console.print(_rejections(result))
+    console.print(_plans(table_rows(shown[:most], result), result))
+    if most is None and (hidden := len(result.candidates) - len(shown)):
+        plans = "similar plan" if hidden == 1 else "similar plans"
+        console.print(f"   [dim]{hidden} {plans} with context parallelism not shown (--json)[/dim]")
 
 
 def _print_explanation(console: Console, explanation: Explanation) -> None:
@@ -168,16 +174,19 @@ def _print_budget(console: Console, budget: Budget) -> None:
     )
 
 
-def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float) -> None:
+def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float, *, verbose: bool) -> None:
     result, words = answer.result, answer.commands(plan_path)
-    typer.echo(f"\n{result.plans_considered:,} plans in {seconds:.2f} s.")
+    typer.echo(
+        f"\n{result.plans_considered:,} plans in {seconds:.2f} s."
+        + ("" if verbose else " -v shows more plans, the decision tree, memory and step by parts.")
+    )
+    where = f"Plan written to {plan_path}." if plan_path is not None else "Write the plan with -o plan.json"
     if answer.answer.framework is not None:
-        where = f"Plan written to {plan_path}." if plan_path is not None else "Write the plan with -o plan.json."
-        typer.echo(f"{where} Its words for another tool:\n  {words['export']}")
+        typer.echo(f"{where} Export it for another tool:\n  {words['export']}")
     elif plan_path is not None:
-        typer.echo(f"Plan written to {plan_path}. Run it:\n  {words['launch']}")
+        typer.echo(f"{where} Run it:\n  {words['launch']}")
     else:
-        typer.echo("Write the plan with -o plan.json, then run it:\n  " + words["launch"])
+        typer.echo(f"{where}, then run it:\n  {words['launch']}")
 
 
 def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:

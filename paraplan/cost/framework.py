@@ -103,6 +103,8 @@ class DataParallelProfile(_Group):
     """Gradient reduction overlaps with the backward pass."""
     overlaps_zero_1: bool = False
     """The distributed optimizer's reduce-scatter and all-gather overlap with compute."""
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    """The ways that it has to shard over data-parallel ranks."""
     uses_fsdp: bool = False
     """Every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones, as FSDP does."""
     wraps_embedding_and_head: bool = False
@@ -185,6 +187,8 @@ class FrameworkProfile(Record):
     """The name in print."""
     aliases: tuple[str, ...] = ()
     """Other names. An alias holds for a text that has all of its words; of several the longest."""
+    export_target: str | None = None
+    """The target of `paraplan export` that writes its configuration: plans for it are those that this can say."""
     with_sequence_parallel: str | None = None
     """The profile of the framework's later releases: runs with sequence parallelism or selective recompute use them."""
     storage: StorageProfile

@@ -6,18 +6,23 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from paraplan.errors import UnsupportedPlanError, UsageError, near_names
-from paraplan.interop.exported import Exported, Subject
-from paraplan.interop.targets.accelerate import to_accelerate
-from paraplan.interop.targets.deepspeed import to_deepspeed
-from paraplan.interop.targets.hf_trainer import to_hf_trainer
+from paraplan.interop.exported import Exported, Gap, Subject
+from paraplan.interop.targets.accelerate import accelerate_gaps, to_accelerate
+from paraplan.interop.targets.deepspeed import deepspeed_gaps, to_deepspeed
+from paraplan.interop.targets.hf_trainer import hf_trainer_gaps, to_hf_trainer
 from paraplan.interop.targets.kubernetes import to_jobset, to_pytorchjob, to_trainjob
 from paraplan.interop.targets.megatron_bridge import to_megatron_bridge
-from paraplan.interop.targets.megatron_lm import to_megatron_lm
+from paraplan.interop.targets.megatron_lm import megatron_gaps, to_megatron_lm
 from paraplan.interop.targets.skypilot import to_skypilot
 from paraplan.interop.targets.slurm import to_slurm
 from paraplan.interop.targets.torchrun import to_torchrun
-from paraplan.interop.targets.torchtitan import to_torchtitan
-from paraplan.interop.targets.torchtitan_python import to_torchtitan_python
+from paraplan.interop.targets.torchtitan import to_torchtitan, torchtitan_gaps
+from paraplan.interop.targets.torchtitan_python import to_torchtitan_python, torchtitan_python_gaps
+from paraplan.plan.files import ModelReference, PlanFile
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
+
+GapsOf = Callable[[Subject], "list[Gap]"]
 
 
 class Target(NamedTuple):
@@ -25,17 +30,23 @@ class Target(NamedTuple):
 
     write: Callable[[Subject], Exported]
     title: str
+    gaps: GapsOf | None = None
+    """What its configuration cannot say of a plan, for targets that run plans themselves."""
 
 
 TARGETS: dict[str, Target] = {
     "torchrun": Target(to_torchrun, "torchrun's command"),
-    "accelerate": Target(to_accelerate, "accelerate's YAML: DDP, FSDP2, parallelism_config, DeepSpeed"),
-    "deepspeed": Target(to_deepspeed, "DeepSpeed's JSON"),
-    "hf-trainer": Target(to_hf_trainer, "TrainingArguments of transformers, as JSON"),
-    "megatron-lm": Target(to_megatron_lm, "Megatron-LM's arguments, in a script"),
-    "megatron-bridge": Target(to_megatron_bridge, "YAML overrides of a Megatron-Bridge (NeMo) recipe"),
-    "torchtitan": Target(to_torchtitan, "torchtitan's TOML (up to v0.2.2)"),
-    "torchtitan-python": Target(to_torchtitan_python, "a function for later torchtitan's Python configuration"),
+    "accelerate": Target(
+        to_accelerate, "accelerate's YAML: DDP, FSDP2, parallelism_config, DeepSpeed", accelerate_gaps
+    ),
+    "deepspeed": Target(to_deepspeed, "DeepSpeed's JSON", deepspeed_gaps),
+    "hf-trainer": Target(to_hf_trainer, "TrainingArguments of transformers, as JSON", hf_trainer_gaps),
+    "megatron-lm": Target(to_megatron_lm, "Megatron-LM's arguments, in a script", megatron_gaps),
+    "megatron-bridge": Target(to_megatron_bridge, "YAML overrides of a Megatron-Bridge (NeMo) recipe", megatron_gaps),
+    "torchtitan": Target(to_torchtitan, "torchtitan's TOML (up to v0.2.2)", torchtitan_gaps),
+    "torchtitan-python": Target(
+        to_torchtitan_python, "a function for later torchtitan's Python configuration", torchtitan_python_gaps
+    ),
     "slurm": Target(to_slurm, "an sbatch script that starts paraplan launch"),
     "pytorchjob": Target(to_pytorchjob, "Kubernetes: a PyTorchJob of Kubeflow's Training Operator"),
     "trainjob": Target(to_trainjob, "Kubernetes: a TrainJob of Kubeflow Trainer 2"),
@@ -78,6 +89,15 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
         listed = "".join(f"\n  {gap}" for gap in exported.gaps)
         raise UnsupportedPlanError(
             f"{target} cannot express all of the plan {subject.path} ({subject.plan.describe()}):{listed}",
-            hint="--partial writes the rest, and says in the file what is missing",
+            hint="paraplan recommend --framework makes plans that a framework can run",
         )
     return exported
+
+
+def why_inexpressible(target: str, plan: ParallelPlan, training: TrainingSpec, num_blocks: int) -> str | None:
+    """Return what the configuration of a target cannot say of a plan, None where it says all."""
+    gaps_of = TARGETS[target].gaps
+    assert gaps_of is not None, f"{target} runs no plans itself"
+    file = PlanFile(plan=plan, training=training, model=ModelReference(name="model", num_blocks=num_blocks))
+    found = gaps_of(Subject(file=file))
+    return str(found[0]) if found else None

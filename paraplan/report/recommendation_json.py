@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
     """Return the commands that start the plan: none for another framework, whose words `paraplan export` writes."""
     path = str(plan_path or "plan.json")
     if answer.framework is not None:
-        return {"export": f"paraplan export {path} --to TARGET"}
+        target = answer.workload.framework.export_target or "TARGET"
+        return {"export": shlex.join(["paraplan", "export", path, "--to", target])}
     reference = cluster_reference(answer)
     return {"launch": launch_command(path, reference), "torchrun": torchrun_command(reference)}
 

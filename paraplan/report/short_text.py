@@ -1,24 +1,38 @@
-"""The short answers: an estimate and a recommendation in a few lines of plain text."""
+"""The short answers, a dozen labelled lines: what is trained on what, the plan, memory, speed, cautions."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
+from paraplan.report.plan_words import cautions, plan_in_words
 from paraplan.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # the search, which an estimate does without
     from paraplan.search.recommendation import Recommendation
 
+LABEL_WIDTH = 10
 
-def workload_lines(workload: Workload) -> tuple[str, ...]:
-    """Return what is trained, on what, and how, a line each."""
+
+class Line(NamedTuple):
+    """One line of an answer. `tone` is good, bad, caution, dim, or nothing."""
+
+    label: str
+    text: str
+    tone: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.label:{LABEL_WIDTH}}{self.text}"
+
+
+def workload_lines(workload: Workload) -> tuple[Line, ...]:
+    """Return what is trained, and on what."""
     model, cluster, training = workload.model, workload.cluster, workload.training
     return (
-        f"{model.name}, {format_count(model.parameters.total)} parameters",
-        str(cluster),
-        f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.title}",
+        Line("Model", f"{model.name}, {format_count(model.parameters.total)} parameters"),
+        Line("Training", f"{training.global_batch_size} sequences of {training.seq_length} tokens, {training.title}"),
+        Line("Machine", str(cluster)),
     )
 
 
@@ -30,28 +44,31 @@ def verdict(estimate: PlanEstimate) -> str:
     return f"does not fit, {format_bytes(over)} too much on a GPU" if over > 0 else "does not fit in the host's memory"
 
 
-def estimate_lines(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
-    """Return a plan, whether it fits, and the figures that are read first."""
-    return (*workload_lines(workload), f"{estimate.plan.describe()}: {verdict(estimate)}", _figures(estimate))
-
-
-def recommendation_lines(answer: Recommendation) -> tuple[str, ...]:
-    """Return the recommended plan, its figures, and why it is recommended."""
-    result = answer.result
+def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
+    """Return a plan in words and in short, its memory and speed."""
+    step, peak, usable = estimate.step, estimate.peak_memory_bytes, estimate.usable_memory_bytes
+    tone = "good" if estimate.fits else "bad"
+    rate = format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))
     return (
-        *workload_lines(answer.workload),
-        f"Recommended: {result.best.plan.describe()}",
-        _figures(result.best),
-        *(f"{each.question} {each.outcome} ({each.because})" for each in result.decisions),
-        *filter(None, [result.remark, answer.offload]),
-        f"{result.plans_considered:,} plans considered",
+        Line("Plan", plan_in_words(estimate.plan), tone),
+        Line("", estimate.plan.describe(), "dim"),
+        Line("Memory", f"{verdict(estimate)}: {format_bytes(peak)} of {format_bytes(usable)} usable per GPU", tone),
+        Line("Speed", f"{format_seconds(step.step_time_s)} a step, {rate} tokens/s per GPU, MFU {step.mfu:.1%}"),
+        *(Line("Caution", words, "caution") for words in cautions(workload, estimate)),
     )
 
 
-def _figures(estimate: PlanEstimate) -> str:
-    step = estimate.step
+def estimate_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
+    """Return a plan, whether it fits, and the figures that are read first."""
+    return (*workload_lines(workload), *plan_lines(workload, estimate))
+
+
+def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
+    """Return the recommended plan, its figures, and why it is recommended."""
+    result = answer.result
+    beside = (("Found", answer.found), ("Why", result.remark), ("Offload", answer.offload))
     return (
-        f"{format_seconds(step.step_time_s)} a step, "
-        f"{format_count(float(f'{step.tokens_per_s_per_gpu:.3g}'))} tokens/s per GPU, MFU {step.mfu:.1%}, "
-        f"peak {format_bytes(estimate.peak_memory_bytes)} of {format_bytes(estimate.usable_memory_bytes)} usable"
+        *workload_lines(answer.workload),
+        *plan_lines(answer.workload, result.best),
+        *(Line(label, words) for label, words in beside if words is not None),
     )

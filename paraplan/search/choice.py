@@ -158,10 +158,13 @@ class Choice:
         is_memory = self.objective == "memory"
         values, what = (priced.peak_bytes, "less memory") if is_memory else (priced.seconds, "faster")
         more = values[self.row] / values[first] - 1
-        if first == self.row or more <= 0:
+        other = priced.plan(first).describe()
+        if more <= 0 or other == priced.plan(self.row).describe():
             return None
-        error = f"predictions are not closer than {TOLERANCE[self.objective]:.0%}" if not is_memory else "nearly equal"
-        return f"simpler than {priced.plan(first).describe()}, which is predicted {more:.1%} {what} ({error})"
+        error = (
+            "nearly equal" if is_memory else f"a difference under {TOLERANCE[self.objective]:.0%} is within the error"
+        )
+        return f"chosen over {other}, predicted {more:.1%} {what}, because it is simpler ({error})"
 
     def _of_guide(self) -> str | None:
         if self.guide is None:

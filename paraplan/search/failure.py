@@ -5,6 +5,7 @@ from __future__ import annotations
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
+from paraplan.plan.executor import Executor
 from paraplan.search.constraints import Constraints
 from paraplan.search.evaluation import TooLarge
 from paraplan.search.space import PlanSpace
@@ -27,7 +28,7 @@ def nothing_fits(
     cluster, usable = workload.cluster, workload.usable_memory_bytes
     ways_out = None
     if with_ways_out and (too_large.nearest or too_large.beyond_host):
-        ways_out = ", or ".join(_ways_out(workload, runnable_only=space.runnable_only, fixed=space.fixed))
+        ways_out = ", or ".join(_ways_out(workload, executor=space.executor, fixed=space.fixed))
     what = f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs"
     if too_large.beyond_host is not None:
         # A plan that fits the GPUs is nearer than any that does not.
@@ -59,16 +60,16 @@ def nothing_fits(
     )
 
 
-def _ways_out(workload: Workload, *, runnable_only: bool, fixed: Constraints) -> list[str]:
+def _ways_out(workload: Workload, *, executor: Executor, fixed: Constraints) -> list[str]:
     """Return what would make the workload fit: more machines, another optimizer, a shorter sequence."""
     found = []
-    nodes = fewest_nodes(workload, runnable_only=runnable_only, fixed=fixed)
+    nodes = fewest_nodes(workload, executor=executor, fixed=fixed)
     if nodes:
         found.append(f"it fits {nodes * workload.cluster.gpus_per_node} GPUs (--nodes {nodes})")
-    length = longest_sequence(workload, runnable_only=runnable_only, fixed=fixed)
+    length = longest_sequence(workload, executor=executor, fixed=fixed)
     if length is not None and length < workload.training.seq_length:
         found.append(f"sequences of {length} tokens (--seq-len {length})")
-    if fixed.words and some_plan_fits(workload, runnable_only=runnable_only):
+    if fixed.words and some_plan_fits(workload, executor=executor):
         found.append(f"leave out {' and '.join(fixed.words)}")
     if not found:
         found.append("use GPUs with more memory")

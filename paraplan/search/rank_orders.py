@@ -26,11 +26,17 @@ class RankOrders:
     """The orders of ranks of each product of axes; times of groups are computed once for each size and distance."""
 
     workload: Workload
+    allowed: tuple[tuple[Axis, ...], ...] | None = None
+    """The orders to choose from; None for all."""
     _seconds: dict[tuple[str, int, int], Floats] = field(default_factory=dict)
 
     def count(self, sizes: dict[Axis, int]) -> int:
         """Return how many orders differ: those of the axes that are divided."""
-        return len({tuple(axis for axis in order if sizes[axis] > 1) for order in ORDERS})
+        return len({tuple(axis for axis in order if sizes[axis] > 1) for order in self._orders})
+
+    @property
+    def _orders(self) -> tuple[tuple[Axis, ...], ...]:
+        return ORDERS if self.allowed is None else self.allowed
 
     def worth_pricing(self, sizes: dict[Axis, int], ep: int = 1) -> list[int]:
         """Return indices into RANK_ORDERS of orders that none beats or equals on all axes, Megatron-LM's before equals.
@@ -41,10 +47,10 @@ class RankOrders:
         hundred gigabytes, at least as fast.
         """
         if self.workload.has_equal_links:
-            return [RANK_ORDERS.index(ORDERS[0])]
+            return [RANK_ORDERS.index(self._orders[0])]
         kept: list[tuple[int, Floats]] = []
         seen: set[tuple[Axis, ...]] = set()
-        for order in ORDERS:
+        for order in self._orders:
             divided = tuple(axis for axis in order if sizes[axis] > 1)
             if divided in seen:
                 continue

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.hardware.cluster import Cluster
+from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.plan.files import (
     ClusterReference,
     ModelReference,
@@ -37,6 +38,7 @@ class SearchRequest:
     objective: Objective | Literal["cost"] = "throughput"
     find: Find | None = None
     framework: str | None = None
+    executor: Executor = OWN_RUNTIME
     fixed: Constraints = FREE
     num_candidates: int = 10
     explains: bool = False
@@ -76,17 +78,17 @@ class Recommendation:
 
 def recommendation(workload: Workload, question: SearchRequest) -> Recommendation:
     """Return the answer to a question; raise `NoPlanFitsError` where no plan fits."""
-    runnable_only = question.framework is None
+    executor = question.executor
     asked = workload.cluster
-    workload, found = _found(workload, question, runnable_only=runnable_only)
-    result, workload, offers = _searched(workload, question, runnable_only=runnable_only)
+    workload, found = _found(workload, question, executor=executor)
+    result, workload, offers = _searched(workload, question, executor=executor)
     return Recommendation(
         workload=workload,
         result=result,
         placement=_placement(workload, result),
         framework=question.framework,
         found=found,
-        offload=_offload(workload, asked, question, result, runnable_only=runnable_only),
+        offload=_offload(workload, asked, question, result, executor=executor),
         explanation=_explanation(result) if question.explains else None,
         comparison=_comparison(workload, question.earlier, result) if question.earlier else None,
         budget=_budget(workload, question.tokens, question.price_per_gpu_hour, result) if question.tokens else None,
@@ -95,7 +97,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
 
 
 def _searched(
-    workload: Workload, question: SearchRequest, *, runnable_only: bool
+    workload: Workload, question: SearchRequest, *, executor: Executor
 ) -> tuple[SearchResult, Workload, tuple[SizeOffer, ...]]:
     """Return the search, the workload that it was for, and what other numbers of GPUs offered."""
     objective: Objective = "throughput" if question.objective == "cost" else question.objective
@@ -105,7 +107,7 @@ def _searched(
             workload,
             objective=objective,
             num_candidates=question.num_candidates,
-            runnable_only=runnable_only,
+            executor=executor,
             fixed=question.fixed,
             with_front=question.with_front,
             with_second=question.explains,
@@ -129,14 +131,14 @@ def _explanation(result: SearchResult) -> Explanation | None:
 
 
 def _offload(
-    workload: Workload, asked: Cluster, question: SearchRequest, result: SearchResult, *, runnable_only: bool
+    workload: Workload, asked: Cluster, question: SearchRequest, result: SearchResult, *, executor: Executor
 ) -> str | None:
     if result.best.plan.offload == "none":
         return None
     from paraplan.search.sizes import offload_remark
 
     asked = asked if question.find == "fewest-gpus" else workload.cluster
-    return offload_remark(workload, result.best, asked=asked, runnable_only=runnable_only, fixed=question.fixed)
+    return offload_remark(workload, result.best, asked=asked, executor=executor, fixed=question.fixed)
 
 
 def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> Comparison:
@@ -158,7 +160,7 @@ def _placement(workload: Workload, result: SearchResult) -> PlannedPlacement:
     return PlannedPlacement(local_gpus=placed.local_gpus, slowest_bytes_per_s=placed.slowest_bytes_per_s)
 
 
-def _found(workload: Workload, question: SearchRequest, *, runnable_only: bool) -> tuple[Workload, str | None]:
+def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -> tuple[Workload, str | None]:
     """Return the workload to plan for and what was found, in a sentence."""
     training, cluster = workload.training, workload.cluster
     if question.find is None:
@@ -166,13 +168,13 @@ def _found(workload: Workload, question: SearchRequest, *, runnable_only: bool) 
     from paraplan.search.what_fits import fewest_gpus, largest_batch, longest_sequence
 
     if question.find == "fewest-gpus":
-        smallest = fewest_gpus(workload, runnable_only=runnable_only, fixed=question.fixed)
+        smallest = fewest_gpus(workload, executor=executor, fixed=question.fixed)
         if smallest is None:
             return workload, None  # the search says what is lacking
         words = f"the fewest GPUs that fit: {smallest.num_gpus} of {cluster.num_gpus}, tried in steps of two"
         return replace(workload, cluster=smallest), words
     if question.find == "largest-batch":
-        size = largest_batch(workload, runnable_only=runnable_only, fixed=question.fixed)
+        size = largest_batch(workload, executor=executor, fixed=question.fixed)
         if size is None:
             raise NoPlanFitsError(
                 f"not even one sequence of {training.seq_length} tokens fits without gradient accumulation",
@@ -181,7 +183,7 @@ def _found(workload: Workload, question: SearchRequest, *, runnable_only: bool) 
         batch = f"{size} sequences of {training.seq_length} tokens"
         words = f"the largest batch that some plan holds in one micro-batch: {batch}; the fastest plan for it follows"
         return replace(workload, training=training.replace(global_batch_size=size)), words
-    length = longest_sequence(workload, runnable_only=runnable_only, fixed=question.fixed)
+    length = longest_sequence(workload, executor=executor, fixed=question.fixed)
     if length is None:
         return workload, None
     words = f"the longest sequence that fits: {length} tokens, in a batch of {training.global_batch_size}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paraplan.cost.workload import Workload
+from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.search.choice import Choice, EvaluatedPlans, price_the_choice
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.evaluation import MemorySurvey, TimeSurvey, pareto_front, spread
@@ -17,7 +18,7 @@ def search(
     *,
     objective: Objective = "throughput",
     num_candidates: int = 10,
-    runnable_only: bool = True,
+    executor: Executor = OWN_RUNTIME,
     fixed: Constraints = FREE,
     with_front: bool = False,
     explains_failure: bool = True,
@@ -25,11 +26,11 @@ def search(
 ) -> SearchResult:
     """Return the plan to use and the ranked plans for a workload, best by `objective` first.
 
-    `runnable_only` keeps to what paraplan's runtime executes, and all plans have what is `fixed`. Raises
+    Plans are those that `executor` executes, and all have what is `fixed`. Raises
     `NoPlanFitsError` where no plan fits, with the plan that comes nearest, what it lacks and what would help (which
     takes more searches, `explains_failure`), and `PlanError` where what is fixed cannot be had.
     """
-    space = PlanSpace(workload, runnable_only, fixed)
+    space = PlanSpace(workload, executor, fixed)
     memory = MemorySurvey.of(workload, space)
     if not memory.fitting.columns:
         raise nothing_fits(workload, space, memory.too_large, with_ways_out=explains_failure)
@@ -66,5 +67,5 @@ def search(
         cloud=plans.fitting_candidates(spread(priced)) if with_front else (),
         remark=chosen.remark,
         objective=objective,
-        is_runnable=runnable_only,
+        is_runnable=executor.is_own,
     )

@@ -10,6 +10,7 @@ from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
+from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.records import Record
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.results import SearchResult
@@ -25,7 +26,7 @@ def scaling(
     workload: Workload,
     *,
     price_per_gpu_hour: float | None = None,
-    runnable_only: bool = True,
+    executor: Executor = OWN_RUNTIME,
     fixed: Constraints = FREE,
 ) -> tuple[SizeOffer, ...]:
     """Return the best plan on fewer and on more GPUs, the fewest first; sizes on which no plan fits are left out.
@@ -36,7 +37,7 @@ def scaling(
     for cluster in _sizes(workload.cluster):
         part = replace(workload, cluster=cluster)
         try:
-            found = search(part, num_candidates=1, runnable_only=runnable_only, fixed=fixed, explains_failure=False)
+            found = search(part, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
             continue
         offers.append(size_offer(part, found.best, price_per_gpu_hour=price_per_gpu_hour))
@@ -145,7 +146,7 @@ def cheapest(workload: Workload, search_on: SearchOn, *, price_per_gpu_hour: flo
 
 
 def offload_remark(
-    workload: Workload, estimate: PlanEstimate, *, asked: Cluster, runnable_only: bool, fixed: Constraints
+    workload: Workload, estimate: PlanEstimate, *, asked: Cluster, executor: Executor, fixed: Constraints
 ) -> str | None:
     """Return in a sentence how long the host takes of a step, and what lets a plan without offload fit.
 
@@ -158,15 +159,15 @@ def offload_remark(
     whole = replace(workload, cluster=asked)
     machines = None
     if asked != workload.cluster:
-        machines = fewest_gpus(whole, runnable_only=runnable_only, fixed=without)
+        machines = fewest_gpus(whole, executor=executor, fixed=without)
     if machines is None:
-        nodes = fewest_nodes(whole, runnable_only=runnable_only, fixed=without)
+        nodes = fewest_nodes(whole, executor=executor, fixed=without)
         machines = asked.replace(num_nodes=nodes) if nodes else None
     if machines is not None and machines.num_gpus <= workload.cluster.num_gpus:
         return None
     ways = [_gpus(machines, asked)] if machines else []
     smaller = replace(workload, training=workload.training.replace(optimizer="adamw_8bit"))
-    if workload.training.optimizer == "adamw" and some_plan_fits(smaller, runnable_only=runnable_only, fixed=without):
+    if workload.training.optimizer == "adamw" and some_plan_fits(smaller, executor=executor, fixed=without):
         ways.append("--optimizer adamw_8bit")
     step = estimate.step
     words = (

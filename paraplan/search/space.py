@@ -22,8 +22,9 @@ from paraplan.plan.compatibility import (
     why_tp,
     why_untrainable,
 )
+from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.plan.parallel import AXES, Axis, Degree
-from paraplan.plan.support import rule_of, unsupported_axes, unsupported_reason
+from paraplan.plan.support import rule_of, unsupported_axes
 from paraplan.search.constraints import FREE, Constraints, check_axes, check_micro_batch, nothing_has_all
 from paraplan.search.rank_orders import RankOrders
 from paraplan.search.stage_splits import BalancedSplits
@@ -69,14 +70,13 @@ class Chunk:
 class PlanSpace:
     """All plans for the GPUs of a workload, in chunks. `considered` and `rejected` are complete once all are read.
 
-    `rejected` counts plans by the reason in words that rules them out before they are priced. With
-    `runnable_only` these are plans that paraplan's runtime executes; without, all that make sense. Plans that differ in
-    nothing but the order of ranks count each. What is `fixed` is not counted otherwise. Raises `PlanError` for what
-    cannot be had, with the values that would do.
+    `rejected` counts plans by the reason in words that rules them out before they are priced.
+    Plans are those that the executor executes. Plans that differ in nothing but the order of ranks count each. What is
+    `fixed` is not counted otherwise. Raises `PlanError` for what cannot be had, with the values that would do.
     """
 
     workload: Workload
-    runnable_only: bool = True
+    executor: Executor = OWN_RUNTIME
     fixed: Constraints = FREE
     considered: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
@@ -102,7 +102,7 @@ class PlanSpace:
         possible = (each for each in self._degrees if self._reason_of(each) is None)
         check_micro_batch(self.fixed, (max(1, batch // each.dp) for each in possible), global_batch_size=batch)
         self._splits = BalancedSplits(self.workload)
-        self._orders = RankOrders(self.workload)
+        self._orders = RankOrders(self.workload, self.executor.rank_orders)
         self._reasons: dict[tuple[int, ...], str | None] = {}
         self._known_choices: dict[tuple[bool, bool, int, int, bool], Ints] = {}
 
@@ -164,7 +164,7 @@ class PlanSpace:
 
     def _unsupported_axes(self, degrees: Degrees) -> str | None:
         """Return the reason why no plan of these degrees can be executed, whatever else it chooses."""
-        if not self.runnable_only:
+        if not self.executor.is_own:
             if degrees.ep == 1 or self.workload.framework.data_parallel.has_expert_parallel:
                 return None
             return f"{self.workload.framework.title} does not spread experts over ep"
@@ -263,7 +263,8 @@ class PlanSpace:
         """Return which rows can be executed, and count the reasons of the others.
 
         The runtime looks at whether a degree exceeds one and whether the micro-batches fill the pipeline, not at how
-        large they are, and shards over dp and cp alike: one plan of each such kind is asked about, and stands for all.
+        large they are, and shards over dp and cp alike; other frameworks look at these two one by one. One plan of each
+        such kind is asked about, and stands for all.
         """
         tokens = self.workload.training.seq_length // table.cp
         uneven: Mask = (table.sequence_parallel == 1) & (tokens % table.tp != 0)
@@ -277,13 +278,14 @@ class PlanSpace:
         count, rounds = table.num_microbatches, np.maximum(table.num_microbatches // table.pp, 1)
         # Fewer than the stages; a multiple of them; of the rounds of a schedule; of neither. One example of each, pp=2.
         # Without a pipeline there is nothing to fill.
+        by_axis = not self.executor.is_own
         conditions = [table.pp == 1, count < table.pp, count % table.pp == 0, count % rounds == 0]
         fills = np.select(conditions, [5, 1, 2, 3], default=5)
         kinds, kind = distinct_rows(
-            np.minimum(table.dp * table.cp, 2),
+            np.minimum(table.dp if by_axis else table.dp * table.cp, 2),
             np.minimum(table.tp, 2),
             np.minimum(table.pp, 2),
-            np.ones_like(table.cp),
+            np.minimum(table.cp, 2) if by_axis else np.ones_like(table.cp),
             table.zero_stage,
             table.sequence_parallel,
             np.minimum(table.micro_batch_size, 1),
@@ -296,7 +298,7 @@ class PlanSpace:
             np.zeros_like(table.order),
             np.minimum(table.shards, 2),
             table.devices,
-            np.ones_like(table.ep),
+            np.minimum(table.ep, 2) if by_axis else np.ones_like(table.ep),
         )
         examples = PlanTable.of_columns(kinds)
         rows = list(zip(*(column.tolist() for column in kinds), strict=True))
@@ -311,10 +313,13 @@ class PlanSpace:
         return np.array([reason is None for reason in reasons], dtype=bool)[kind]
 
     def _reason(self, table: PlanTable, row: int) -> str | None:
-        if self.runnable_only:
-            training = self.workload.training
-            return unsupported_reason(table.plan(row), precision=training.precision, compiled=training.compiled)
+        found = self.executor.reason_of(table.plan(row), self.workload.training, self.workload.model.num_blocks)
+        if found is not None or self.executor.is_own:
+            return found
         count, pp, schedule = int(table.num_microbatches[row]), int(table.pp[row]), SCHEDULES[table.schedule[row]]
+        stages = self.workload.framework.data_parallel.zero_stages
+        if table.zero_stage[row] not in stages:
+            return f"{self.workload.framework.title} has no ZeRO-{int(table.zero_stage[row])}"
         if pp > 1 and schedule not in self.workload.framework.pipeline.schedules:
             return f"{self.workload.framework.title} has no {schedule} schedule"
         if table.schedule[row] == _INTERLEAVED and count % round_size(count, pp):

@@ -39,6 +39,10 @@ class TreeFacts(Record):
     ddp_step_s: float | None = None
     one_process_step_s: float | None = None
     has_gpus: bool = True
+    sequence_bytes: int = 0
+    """Activations of one sequence under full recompute."""
+    num_experts: int = 1
+    """Routed experts of a layer; 1 without a mixture."""
 
     @property
     def needed_bytes(self) -> int:
@@ -78,7 +82,15 @@ def decide(facts: TreeFacts) -> TreeAnswer:
             decision, named = outcome
             decisions.append(decision)
             families = named or families
+    if facts.num_gpus > 1 and not _fits(facts) and facts.sequence_bytes > facts.usable_memory_bytes:
+        families = (*dict.fromkeys(_with_context(name) for name in families), *families)
     return TreeAnswer(families=families, decisions=tuple(decisions))
+
+
+def _with_context(name: str) -> str:
+    """Return a family with context parallelism too: `TP x DP` is `TP x CP x DP`, ZeRO is `CP x DP`."""
+    axes = [axis for axis in name.split(" x ") if axis in ("PP", "TP")]
+    return " x ".join([*axes, "CP", *(["DP"] if name.endswith("DP") or name == "ZeRO" else [])])
 
 
 def _one_gpu(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
@@ -169,6 +181,28 @@ def _links_between(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
     return Decision(rule=rule, outcome=outcome, because=facts.network.because), named
 
 
+def _sequence(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    """Ask what the guide does not: long sequences need their tokens divided, whatever is done about parameters."""
+    if facts.num_gpus == 1 or _fits(facts):
+        return None
+    numbers = (
+        f"one sequence keeps {format_bytes(facts.sequence_bytes)} of activations under full recompute, against "
+        f"{format_bytes(facts.usable_memory_bytes)} usable per GPU"
+    )
+    is_long = facts.sequence_bytes > facts.usable_memory_bytes
+    outcome = "no: context parallelism divides its tokens" if is_long else "yes"
+    return Decision(rule="do the activations of one sequence fit one GPU?", outcome=outcome, because=numbers), ()
+
+
+def _experts(facts: TreeFacts) -> tuple[Decision, tuple[str, ...]] | None:
+    """Ask what the guide does not: experts can stay whole on the ranks that share them out."""
+    if facts.num_gpus == 1 or facts.num_experts == 1:
+        return None
+    outcome = "expert parallelism, where the framework has it, else as other layers"
+    because = f"each token visits a few of the {facts.num_experts} experts of a layer"
+    return Decision(rule="how are experts divided?", outcome=outcome, because=because), ()
+
+
 def _yes_or_no(verdict: Verdict) -> str:
     return "yes" if verdict.is_fast else "no"
 
@@ -177,7 +211,10 @@ def _fits(facts: TreeFacts) -> bool:
     return facts.needed_bytes <= facts.usable_memory_bytes
 
 
-RULES: tuple[Rule, ...] = (_one_gpu, _model_fits, _processes, _largest_layer, _links_inside, _links_between)
+RULES: tuple[Rule, ...] = (
+    *(_one_gpu, _model_fits, _processes, _largest_layer, _links_inside, _links_between),
+    *(_sequence, _experts),
+)
 
 
 _SEQUENCES = 4
@@ -211,6 +248,8 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
         ddp_step_s=ddp_s,
         one_process_step_s=torch_data_parallel_s,
         has_gpus=has_gpus,
+        sequence_bytes=memory.activation_bytes,
+        num_experts=model.num_experts,
     )
 
 

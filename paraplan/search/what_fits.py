@@ -12,6 +12,7 @@ from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
+from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.evaluation import exceeds_host
 from paraplan.search.space import PlanSpace, divisors
@@ -25,7 +26,7 @@ STEP_TOKENS = 256
 def some_plan_fits(
     workload: Workload,
     *,
-    runnable_only: bool = True,
+    executor: Executor = OWN_RUNTIME,
     fixed: Constraints = FREE,
     without_accumulation: bool = False,
 ) -> bool:
@@ -34,7 +35,7 @@ def some_plan_fits(
     `without_accumulation` counts only plans that take the batch in one micro-batch.
     """
     try:
-        space = PlanSpace(workload, runnable_only, fixed)
+        space = PlanSpace(workload, executor, fixed)
     except PlanError:  # what is fixed cannot be had on these machines
         return False
     for chunk in space.chunks():
@@ -67,18 +68,18 @@ def first_gpus(cluster: Cluster, count: int) -> Cluster:
     return cluster.replace(num_nodes=1, node=cluster.node.replace(gpus=gpus, links=links))
 
 
-def fewest_gpus(workload: Workload, *, runnable_only: bool = True, fixed: Constraints = FREE) -> Cluster | None:
+def fewest_gpus(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> Cluster | None:
     """Return the smallest cluster of the workload's machines, in steps of two, on which some plan fits.
 
     None where none up to the workload's own does.
     """
     for cluster in smaller_clusters(workload.cluster):
-        if some_plan_fits(replace(workload, cluster=cluster), runnable_only=runnable_only, fixed=fixed):
+        if some_plan_fits(replace(workload, cluster=cluster), executor=executor, fixed=fixed):
             return cluster
     return None
 
 
-def fewest_nodes(workload: Workload, *, runnable_only: bool = True, fixed: Constraints = FREE) -> int | None:
+def fewest_nodes(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> int | None:
     """Return the least number of nodes, doubling from the workload's, on which some plan fits.
 
     None where none up to 16,384 does, and for machines without a network, of which there cannot be more than one. The
@@ -89,13 +90,13 @@ def fewest_nodes(workload: Workload, *, runnable_only: bool = True, fixed: Const
         return None
     while nodes <= MOST_NODES:
         larger = replace(workload, cluster=workload.cluster.replace(num_nodes=nodes))
-        if some_plan_fits(larger, runnable_only=runnable_only, fixed=fixed):
+        if some_plan_fits(larger, executor=executor, fixed=fixed):
             return nodes
         nodes *= 2
     return None
 
 
-def largest_batch(workload: Workload, *, runnable_only: bool = True, fixed: Constraints = FREE) -> int | None:
+def largest_batch(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> int | None:
     """Return the most sequences that some plan takes in one micro-batch, a multiple of the GPUs where it is that many.
 
     Gradient accumulation makes any batch fit that its share fits. None where not even one sequence does.
@@ -104,7 +105,7 @@ def largest_batch(workload: Workload, *, runnable_only: bool = True, fixed: Cons
     def is_fitting(size: int) -> bool:
         training = workload.training.replace(global_batch_size=size)
         return some_plan_fits(
-            replace(workload, training=training), runnable_only=runnable_only, fixed=fixed, without_accumulation=True
+            replace(workload, training=training), executor=executor, fixed=fixed, without_accumulation=True
         )
 
     gpus = workload.cluster.num_gpus
@@ -114,7 +115,7 @@ def largest_batch(workload: Workload, *, runnable_only: bool = True, fixed: Cons
     return max(fitting, default=None)
 
 
-def longest_sequence(workload: Workload, *, runnable_only: bool = True, fixed: Constraints = FREE) -> int | None:
+def longest_sequence(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> int | None:
     """Return the longest sequence that some plan trains with the workload's batch, in multiples of 256 tokens.
 
     A table of learned positions limits it. None where no such sequence fits.
@@ -124,7 +125,7 @@ def longest_sequence(workload: Workload, *, runnable_only: bool = True, fixed: C
 
     def is_fitting(steps: int) -> bool:
         training = workload.training.replace(seq_length=steps * STEP_TOKENS)
-        return some_plan_fits(replace(workload, training=training), runnable_only=runnable_only, fixed=fixed)
+        return some_plan_fits(replace(workload, training=training), executor=executor, fixed=fixed)
 
     if limit < STEP_TOKENS or not is_fitting(1):
         return None

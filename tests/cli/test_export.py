@@ -57,23 +57,27 @@ def test_a_plan_that_cannot_be_expressed_writes_nothing(pipeline: Path, tmp_path
     status, stdout, stderr = run(str(pipeline), "--to", "accelerate", "-o", str(path))
     assert (status, stdout) == (2, "")
     assert "pp=2: accelerate's configuration has no pipeline" in stderr
-    assert "--partial" in stderr
+    assert "recommend --framework" in stderr
     assert not path.exists()
 
 
-def test_partial_writes_the_rest_and_says_what_is_missing(pipeline: Path) -> None:
+def test_partial_leaves_out_no_more_than_the_order_of_ranks(pipeline: Path, plan: Path, tmp_path: Path) -> None:
     status, stdout, stderr = run(str(pipeline), "--to", "accelerate", "--partial")
-    assert status == 0
-    assert "# NOT EXPRESSED: pp=2" in stdout
-    assert "not expressed: pp=2" in stderr
-
-
-def test_json_holds_the_text_and_the_gaps(pipeline: Path) -> None:
-    status, stdout, _ = run(str(pipeline), "--to", "accelerate", "--partial", "--json")
+    assert (status, stdout) == (2, "")
+    assert "without pp=2 accelerate would run another plan" in stderr
+    assert "paraplan recommend --framework fsdp" in stderr
+    content = json.loads(plan.read_text())
+    content["plan"] |= {"dp": 4, "tp": 2, "zero_stage": 3, "rank_order": ["pp", "tp", "cp", "dp"]}
+    content["plan"] |= {"num_microbatches": 16, "micro_batch_size": 1, "sequence_parallel": False}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    assert run(str(other), "--to", "accelerate")[0] == 2
+    status, stdout, stderr = run(str(other), "--to", "accelerate", "--partial", "--json")
     answer = json.loads(stdout)
-    assert status == 0
-    assert set(answer) == {"target", "text", "gaps", "notes"}
-    assert answer["gaps"][0]["part"] == "pp=2"
+    assert (status, set(answer)) == (0, {"target", "text", "gaps", "notes"})
+    assert [gap["part"] for gap in answer["gaps"]] == ["rank_order=tp dp"]
+    assert "# NOT EXPRESSED: rank_order=tp dp" in answer["text"]
+    assert "not expressed: rank_order=tp dp" in stderr
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,27 @@ def test_estimate_prints_the_interface_that_programs_read() -> None:
 def test_the_text_names_the_plan_the_tree_and_the_command() -> None:
     status, stdout, _ = run(*RECOMMEND)
     assert status == 0
-    for expected in ("Recommended:", "Decision tree", "does the model fit one GPU?", "Ruled out", "paraplan launch"):
-        assert expected in stdout
+    assert len(stdout.splitlines()) < 36
+    for label in ("Model ", "Training ", "Machine ", "Plan ", "Memory ", "Speed "):
+        assert any(line.startswith(label) for line in stdout.splitlines())
+    assert "paraplan launch" in stdout
+    details = ("Decision tree", "does the model fit one GPU?", "Ruled out", "Memory per GPU")
+    assert not any(expected in stdout for expected in details)
+    verbose = run(*RECOMMEND, "-v")[1]
+    assert all(expected in verbose for expected in details)
+
+
+def test_what_a_plan_wastes_is_said_with_its_cause() -> None:
+    few = ["recommend", "llama-3-405b", "--profile", "dgx-h100", "--nodes", "2048", "--seq-len", "8192"]
+    words = " ".join(run(*few, "--global-batch", "256", "--cp", "1")[1].split())
+    assert "Caution" in words
+    assert "of the step is waiting in the pipeline (256 sequences for 16384 GPUs)" in words
+    odd = ["recommend", "gpt2", "--profile", "dgx-h100", "--gpus-per-node", "6", "--seq-len", "512"]
+    words = " ".join(run(*odd, "--global-batch", "64")[1].split())
+    assert "6 GPUs do not divide 64 sequences; a global batch of 60 or 66 allows plain data parallelism" in words
+    full = ["estimate", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096", "--dp", "8", "--zero", "3"]
+    words = " ".join(run(*full, "--micro-batch", "2")[1].split())
+    assert "96% of the usable memory is taken, 2.60 GiB are left" in words
 
 
 def test_the_plan_file_holds_plan_model_training_cluster_and_estimate(tmp_path: Path) -> None:
@@ -184,15 +203,15 @@ def test_a_simpler_plan_says_what_it_costs_and_the_fastest_is_to_be_had() -> Non
     assert table.count("GiB") == 3  # the fastest, the recommended one, which is plain FSDP, and DDP, which is too large
     words = " ".join(text.split())
     assert "slower, and chosen because it is simpler" in words
-    assert "simpler than dp4 x pp2, ZeRO-1, interleaved_1f1b v2" in words
+    assert "chosen over dp4 x pp2, ZeRO-1, interleaved_1f1b v2" in words
     assert json.loads(run(*job, "--objective", "fastest", "--json")[1])["plan"] == answer["fastest"]["plan"]
 
 
 def test_plans_that_differ_in_cp_for_dp_alone_are_counted_in_a_line() -> None:
     small = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
-    shown, answer = run(*small)[1], json.loads(run(*small, "--json")[1])
+    shown, answer = run(*small, "-v")[1], json.loads(run(*small, "--json")[1])
     table = shown.partition("fastest first")[2].partition("Ruled out")[0]
-    hidden = int(table.partition(" more put")[0].split()[-1])
+    hidden = int(table.partition(" similar plan")[0].split()[-1])
     beside = {json.dumps(one["plan"]) for one in answer["baselines"]} - {
         json.dumps(one["plan"]) for one in answer["candidates"]
     }

@@ -20,7 +20,7 @@ from paraplan.units import broken_between_words
 
 GPT2 = ["gpt2", "--seq-len", "1024", "--global-batch", "64"]
 COMMANDS = {
-    "pipeline": ["estimate", *GPT2, "--profile", "dgx-h100", "--dp", "2", "--pp", "4"],
+    "pipeline": ["estimate", *GPT2, "--profile", "dgx-h100", "--dp", "2", "--pp", "4", "-v"],
     "too-large": ["estimate", "gpt2-xl", *GPT2[1:], "--profile", "rtx-3090-x2", "--dp", "2"],
     "recommend": ["recommend", *GPT2, "--profile", "rtx-3090-x2", "--explain", "--pareto"],
     "topo": ["topo", "--profile", "dgx-h100"],
@@ -62,7 +62,7 @@ def test_lines_fit_and_end_without_spaces(name: str, width: int) -> None:
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [line for line in lines if line != line.rstrip()] == []
-    printed_by_typer = ("  paraplan launch", "  torchrun", "Write the plan")
+    printed_by_typer = ("  paraplan launch", "  paraplan recommend", "  torchrun", "Write the plan")
     assert [line for line in lines if len(line) > width and not line.startswith(printed_by_typer)] == []
     assert "\x1b" not in result.stdout
 

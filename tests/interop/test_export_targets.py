@@ -49,7 +49,7 @@ def test_what_cannot_be_expressed_is_an_error_that_names_all_of_it() -> None:
     assert "pp=4" in caught.value.message
     assert "sequence_parallel=True" in caught.value.message
     assert caught.value.hint is not None
-    assert "--partial" in caught.value.hint
+    assert "recommend --framework" in caught.value.hint
 
 
 @pytest.mark.parametrize(

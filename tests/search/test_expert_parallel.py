@@ -13,6 +13,7 @@ from paraplan.cost.framework_files import load_framework
 from paraplan.cost.plan_table import Floats
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.search.constraints import Constraints
@@ -53,17 +54,17 @@ def test_the_search_over_experts_loses_nothing_that_brute_force_finds(
 ) -> None:
     made = replace(workload(mixture, profile, num_nodes=nodes, global_batch_size=batch), framework=MEGATRON_CORE)
     seconds, peaks = _all_plans(made)
-    found = search(made, num_candidates=1000, runnable_only=False)
+    found = search(made, num_candidates=1000, executor=ANYTHING)
     assert found.candidates[0].step_time_s == pytest.approx(seconds.min())
     assert {one.plan.ep for one in found.candidates} == {1, 2, 4}
-    smallest = search(made, objective="memory", runnable_only=False)
+    smallest = search(made, objective="memory", executor=ANYTHING)
     assert smallest.candidates[0].peak_memory_bytes == pytest.approx(peaks.min(), rel=1e-6)
 
 
 def _all_plans(made: Workload) -> tuple[Floats, Floats]:
     """Return seconds and peak bytes of all plans that fit, under every order of ranks; none beats its least time."""
     seconds, peaks = [], []
-    for chunk in PlanSpace(made, False).chunks():
+    for chunk in PlanSpace(made, ANYTHING).chunks():
         peak = peak_memory(made, chunk.table)
         fitting = chunk.table.select(peak <= made.usable_memory_bytes)
         for order in ORDERS:
@@ -80,7 +81,7 @@ def test_every_degree_of_experts_is_tried_once(workload: MakeWorkload, mixture: 
     assert all(one.dp * one.cp % one.ep == 0 and one.ep in (1, 2, 4) for one in degrees)
     assert {one.ep for one in all_degrees(8)} == {1}
     made = replace(workload(mixture, "dgx-h100"), framework=MEGATRON_CORE)
-    found = {(plan.dp * plan.cp, plan.ep) for plan in _plans(PlanSpace(made, False))}
+    found = {(plan.dp * plan.cp, plan.ep) for plan in _plans(PlanSpace(made, ANYTHING))}
     assert found == {(1, 1), (2, 1), (2, 2), *((4, ep) for ep in (1, 2, 4)), *((8, ep) for ep in (1, 2, 4))}
 
 
@@ -90,25 +91,25 @@ def _plans(space: PlanSpace) -> list[ParallelPlan]:
 
 def test_experts_of_a_large_mixture_are_spread_by_megatron_core(workload: MakeWorkload) -> None:
     made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), framework=MEGATRON_CORE)
-    assert search(made, runnable_only=False).best.plan.ep > 1
+    assert search(made, executor=ANYTHING).best.plan.ep > 1
 
 
 @pytest.mark.parametrize(
-    ("runnable_only", "words"), [(True, "experts are divided over tp"), (False, "does not spread")]
+    ("executor", "words"), [(OWN_RUNTIME, "experts are divided over tp"), (ANYTHING, "does not spread")]
 )
 def test_who_cannot_spread_experts_has_those_plans_counted_and_left_out(
-    workload: MakeWorkload, mixture: str, runnable_only: bool, words: str
+    workload: MakeWorkload, mixture: str, executor: Executor, words: str
 ) -> None:
     made = workload(mixture, "dgx-h100")
-    made = made if runnable_only else replace(made, framework=DEEPSPEED_ZERO)
-    found = search(made, num_candidates=1000, runnable_only=runnable_only)
+    made = made if executor.is_own else replace(made, framework=DEEPSPEED_ZERO)
+    found = search(made, num_candidates=1000, executor=executor)
     assert {one.plan.ep for one in found.candidates} == {1}
     assert sum(one.count for one in found.rejections if words in one.reason) > 1000
 
 
 def test_the_runtime_says_why_it_does_not_execute_ep(workload: MakeWorkload, mixture: str) -> None:
     made = replace(workload(mixture, "dgx-h100"), framework=MEGATRON_CORE)
-    plan = search(made, runnable_only=False, fixed=Constraints(ep=4)).best.plan
+    plan = search(made, executor=ANYTHING, fixed=Constraints(ep=4)).best.plan
     assert plan.ep == 4
     reason = unsupported_reason(plan)
     assert reason is not None
@@ -128,6 +129,6 @@ def test_an_ep_that_cannot_be_had_is_an_error_with_what_would_do(
 ) -> None:
     made = replace(workload(model, num_nodes=2), framework=MEGATRON_CORE)
     with pytest.raises(PlanError) as caught:
-        PlanSpace(made, False, Constraints(ep=ep))
+        PlanSpace(made, ANYTHING, Constraints(ep=ep))
     assert str(caught.value).startswith(message)
     assert "use --ep 1" in str(caught.value.hint)

@@ -71,6 +71,21 @@ def test_ddp_and_data_parallel_in_one_process_are_compared_by_their_predicted_st
     assert re.search(r"predicted for one micro-batch: DDP \d+ ms, DataParallel \d+ ms", because)
 
 
+def test_sequences_whose_activations_fit_no_gpu_need_context_parallelism(workload: MakeWorkload) -> None:
+    long = answer(workload("llama-3-70b", num_nodes=8, seq_length=524288, global_batch_size=8))
+    assert outcome(long, "activations of one sequence") == "no: context parallelism divides its tokens"
+    assert long.families[:2] == ("CP x DP", "PP x TP x CP x DP")
+    short = answer(workload("llama-3-70b", num_nodes=8))
+    assert outcome(short, "activations of one sequence") == "yes"
+    assert not any("CP" in name for name in short.families)
+
+
+def test_experts_are_spread_where_the_framework_can(workload: MakeWorkload) -> None:
+    found = answer(workload("mixtral-8x7b", num_nodes=2))
+    assert outcome(found, "experts").startswith("expert parallelism")
+    assert all("experts" not in one.rule for one in answer(workload("llama-3-8b")).decisions)
+
+
 def test_one_gpu_has_no_choice(workload: MakeWorkload) -> None:
     assert answer(workload("gpt2", gpus=1)).families == ("single",)
 

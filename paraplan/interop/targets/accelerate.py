@@ -49,11 +49,9 @@ def to_accelerate(subject: Subject) -> Exported:
         config |= {"main_process_ip": "FIRST_NODE", "main_process_port": 29500}
         notes.append("main_process_ip: the address of one node; machine_rank: the number of the node that reads this")
     if uses_deepspeed(plan):
-        gaps = deepspeed_gaps(subject) + field_gap(plan, "tp", (1,), "accelerate's deepspeed_config has no AutoTP")
         config["deepspeed_config"] = _deepspeed_config(plan)
         notes.append("deepspeed has to be installed: ZeRO-1 and an offloaded optimizer are not in FSDP2")
-    else:
-        gaps = _torch_gaps(plan)
+    gaps = accelerate_gaps(subject)
     if plan.zero_stage >= 2 and not uses_deepspeed(plan):
         config["fsdp_config"] = _fsdp_config(plan)
         if plan.tp > 1 or plan.cp > 1 or shard_degrees(plan)[0] > 1:
@@ -85,6 +83,14 @@ def _distributed_type(plan: ParallelPlan) -> str:
 def _precision(subject: Subject) -> str:
     precision = subject.training.precision if subject.training is not None else "fp32"
     return "no" if precision == "fp32" else precision
+
+
+def accelerate_gaps(subject: Subject) -> list[Gap]:
+    """Return what accelerate's configuration has no words for."""
+    plan = subject.plan
+    if uses_deepspeed(plan):
+        return deepspeed_gaps(subject) + field_gap(plan, "tp", (1,), "accelerate's deepspeed_config has no AutoTP")
+    return _torch_gaps(plan)
 
 
 def _torch_gaps(plan: ParallelPlan) -> list[Gap]:

@@ -60,7 +60,7 @@ def to_hf_trainer(subject: Subject) -> Exported:
         arguments |= {"fsdp": True, "fsdp_config": _fsdp(subject)}
     elif plan.recompute == "full":
         arguments["gradient_checkpointing"] = True
-    gaps = _gaps(subject)
+    gaps = hf_trainer_gaps(subject)
     return Exported(
         target="hf-trainer", text=json.dumps(arguments, indent=2) + "\n", gaps=tuple(gaps), notes=tuple(notes)
     )
@@ -78,7 +78,8 @@ def _fsdp(subject: Subject) -> dict[str, object]:
     }
 
 
-def _gaps(subject: Subject) -> list[Gap]:
+def hf_trainer_gaps(subject: Subject) -> list[Gap]:
+    """Return what its configuration has no words for."""
     plan = subject.plan
     gaps = field_gap(plan, "pp", (1,), "the Trainer has no pipeline")
     for axis in ("tp", "cp"):

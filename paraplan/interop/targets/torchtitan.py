@@ -24,7 +24,7 @@ DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp32": "float32"}
 
 def to_torchtitan(subject: Subject) -> Exported:
     """Return the job configuration: [training], [parallelism], [activation_checkpoint], [optimizer], [compile]."""
-    gaps = _gaps(subject)
+    gaps = torchtitan_gaps(subject)
     notes = [
         "[model] name, flavor and hf_assets_path, the data set, the number of steps and the learning rate",
         "torchtitan reads TOML up to v0.2.2; --to torchtitan-python is for later releases",
@@ -51,7 +51,8 @@ def to_torchtitan(subject: Subject) -> Exported:
     )
 
 
-def _gaps(subject: Subject) -> list[Gap]:
+def torchtitan_gaps(subject: Subject) -> list[Gap]:
+    """Return what its configuration has no words for."""
     plan = subject.plan
     gaps = field_gap(
         plan, "zero_stage", (0, 2, 3), "torchtitan shards with FSDP2: gradients too (2), parameters too (3)"

@@ -35,7 +35,7 @@ _POLICIES = {"full": "FullAC", "selective": "SelectiveAC"}
 
 def to_torchtitan_python(subject: Subject) -> Exported:
     """Return a Python module with `apply_plan`, to be called where a configuration is made."""
-    gaps = _gaps(subject)
+    gaps = torchtitan_python_gaps(subject)
     notes = [
         "call it in a configuration of your own: def my_run(): return apply_plan(llama3_8b())",
         "the data set, the number of steps and the learning rate are those of that configuration",
@@ -53,7 +53,8 @@ def to_torchtitan_python(subject: Subject) -> Exported:
     return Exported(target="torchtitan-python", text=text, gaps=tuple(gaps), notes=tuple(notes))
 
 
-def _gaps(subject: Subject) -> list[Gap]:
+def torchtitan_python_gaps(subject: Subject) -> list[Gap]:
+    """Return what its configuration has no words for."""
     plan = subject.plan
     gaps = field_gap(
         plan, "zero_stage", (0, 2, 3), "torchtitan shards with FSDP2: gradients too (2), parameters too (3)"

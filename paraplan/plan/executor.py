@@ -1,0 +1,35 @@
+"""What executes plans: paraplan's own runtime, or another framework as far as its configuration can say a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paraplan.plan.parallel import Axis, ParallelPlan
+from paraplan.plan.support import unsupported_reason
+from paraplan.plan.training import TrainingSpec
+
+ReasonOf = Callable[[ParallelPlan, TrainingSpec, int], "str | None"]
+"""Returns why a plan, for a training of a model with so many blocks, cannot be executed; None where it can."""
+
+
+@dataclass(frozen=True, eq=False)
+class Executor:
+    """One that executes plans."""
+
+    name: str
+    reason_of: ReasonOf
+    is_own: bool = False
+    """True of paraplan's runtime."""
+    rank_orders: tuple[tuple[Axis, ...], ...] | None = None
+    """The orders of ranks that it can lay out; None for all."""
+
+
+def _own_reason(plan: ParallelPlan, training: TrainingSpec, num_blocks: int) -> str | None:
+    del num_blocks  # stages that are too many are ruled out before
+    return unsupported_reason(plan, precision=training.precision, compiled=training.compiled)
+
+
+OWN_RUNTIME = Executor("paraplan.runtime", _own_reason, is_own=True)
+ANYTHING = Executor("any framework", lambda plan, training, num_blocks: None)
+"""Executes every plan that makes sense, of a framework whose configuration nobody here writes."""

@@ -1,0 +1,114 @@
+"""A plan in the words that people use for it, and what to know of its prediction."""
+
+from __future__ import annotations
+
+from paraplan.cost.estimate import PlanEstimate, StepEstimate
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.units import format_bytes
+
+LOW_MFU, LARGE_BUBBLE, FULL_MEMORY = 0.15, 0.30, 0.95
+"""What is said aloud: a poor use of the GPUs, a pipeline that waits, memory that leaves no room for fragmentation."""
+
+_WASTE = {
+    "pipeline_bubble_s": "waiting in the pipeline",
+    "data_parallel_s": "exposed data-parallel communication",
+    "tensor_parallel_s": "tensor-parallel communication",
+    "context_parallel_s": "context-parallel communication",
+    "expert_parallel_s": "sending tokens to experts",
+    "pipeline_send_s": "sends between pipeline stages",
+    "optimizer_s": "the optimizer",
+}
+
+
+def plan_in_words(plan: ParallelPlan) -> str:
+    """Return a plan in a sentence: `FSDP (ZeRO-3) over 8 GPUs, micro-batch size 2, 4 accumulation steps`."""
+    parts = [_spread(plan)]
+    if plan.sequence_parallel:
+        parts.append("sequence parallelism")
+    parts.append(f"micro-batch size {plan.micro_batch_size}")
+    if plan.pp > 1:
+        parts.append(f"{plan.num_microbatches} micro-batches a step")
+    elif plan.num_microbatches > 1:
+        parts.append(f"{plan.num_microbatches} accumulation steps")
+    if plan.recompute != "none":
+        parts.append(f"{plan.recompute} activation recompute")
+    if plan.offload != "none":
+        parts.append(
+            {"optimizer": "optimizer in host memory", "parameters": "parameters and optimizer in host memory"}[
+                plan.offload
+            ]
+        )
+    return ", ".join(parts)
+
+
+def _spread(plan: ParallelPlan) -> str:
+    if plan.devices_per_process > 1:
+        return f"DataParallel in one process over {plan.devices_per_process} GPUs"
+    if plan.world_size == 1:
+        return "one GPU"
+    others = [
+        f"{title} {degree}"
+        for title, degree in (("tensor", plan.tp), ("pipeline", plan.pp), ("context", plan.cp), ("expert", plan.ep))
+        if degree > 1
+    ]
+    schedule = f" ({_schedule(plan)})" if plan.pp > 1 else ""
+    if not others:
+        return f"{_replicas(plan)} over {plan.dp} GPUs"
+    named = [name + (schedule if name.startswith("pipeline") else "") for name in others]
+    of_data = f"data {plan.dp} ({_replicas(plan)})" if plan.dp > 1 else _replicas(plan) if plan.zero_stage else ""
+    return " x ".join(filter(None, [*named, of_data])) + f" over {plan.world_size} GPUs"
+
+
+def _replicas(plan: ParallelPlan) -> str:
+    if plan.zero_shards:
+        return f"hybrid sharding (ZeRO-{plan.zero_stage} in groups of {plan.zero_shards})"
+    return {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP (ZeRO-3)"}[plan.zero_stage]
+
+
+def _schedule(plan: ParallelPlan) -> str:
+    names = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble": "zero bubble"}
+    if plan.pipeline_schedule == "interleaved_1f1b":
+        return f"interleaved 1F1B, {plan.virtual_pipeline_size} stages each"
+    return names.get(plan.pipeline_schedule or "", "")
+
+
+def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
+    """Return what to worry about, a sentence each with its cause: GPUs that idle, memory that is full, the batch."""
+    step, found = estimate.step, []
+    cause, share = _largest_waste(step)
+    if step.mfu < LOW_MFU and workload.cluster.gpu.vendor != "cpu":
+        why = f"{share:.0%} of the step is {cause}" if share > 0.25 else "kernels this small do not fill the GPU"
+        found.append(f"only {step.mfu:.1%} of the GPUs' peak is used: {why}{_scarcity(workload)}")
+    elif step.pipeline_bubble_s > LARGE_BUBBLE * step.step_time_s:
+        bubble = step.pipeline_bubble_s / step.step_time_s
+        found.append(f"{bubble:.0%} of the step is waiting in the pipeline{_scarcity(workload)}")
+    used = estimate.peak_memory_bytes / estimate.usable_memory_bytes
+    if estimate.fits and used > FULL_MEMORY:
+        left = format_bytes(estimate.usable_memory_bytes - estimate.peak_memory_bytes)
+        found.append(f"{used:.0%} of the usable memory is taken, {left} are left: fragmentation may exceed that")
+    return (*found, *_of_batch(workload))
+
+
+def _largest_waste(step: StepEstimate) -> tuple[str, float]:
+    name = max(_WASTE, key=lambda part: float(getattr(step, part)))
+    return _WASTE[name], getattr(step, name) / step.step_time_s
+
+
+def _scarcity(workload: Workload) -> str:
+    batch, gpus = workload.training.global_batch_size, workload.cluster.num_gpus
+    return f" ({batch} sequences for {gpus} GPUs)" if batch < 4 * gpus else ""
+
+
+def _of_batch(workload: Workload) -> tuple[str, ...]:
+    batch, gpus = workload.training.global_batch_size, workload.cluster.num_gpus
+    if batch < gpus or batch % gpus == 0:
+        return ()
+    near = f"{batch - batch % gpus} or {batch - batch % gpus + gpus}"
+    return (f"{gpus} GPUs do not divide {batch} sequences; a global batch of {near} allows plain data parallelism",)
+
+
+def device_tool(workload: Workload) -> str:
+    """Return where the memory of a whole device shows: `in nvidia-smi`."""
+    tools = {"nvidia": "in nvidia-smi", "amd": "in rocm-smi"}
+    return tools.get(workload.cluster.gpu.vendor, "by the process")

@@ -1,0 +1,53 @@
+"""What is recommended for a framework is what its configuration can say, whole."""
+
+from __future__ import annotations
+
+import pytest
+
+import paraplan
+from paraplan.api.recommendations import Recommendation
+from paraplan.cost.framework_files import load_framework
+from paraplan.errors import PlanError
+
+TARGETS = {
+    "torchtitan": "torchtitan",
+    "fsdp": "accelerate",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "hf-trainer": "hf-trainer",
+    "megatron-core": "megatron-lm",
+}
+JOBS = {
+    "one node": ("llama-3-8b", "dgx-h100", 1, 4096, 64),
+    "slow links": ("llama-2-7b", "rtx-4090-x4", 2, 2048, 32),
+    "long": ("llama-3-8b", "dgx-h100", 2, 32768, 16),
+    "experts": ("mixtral-8x7b", "dgx-h100", 4, 4096, 128),
+}
+
+
+@pytest.mark.parametrize("framework", TARGETS)
+@pytest.mark.parametrize("job", JOBS)
+def test_every_ranked_plan_of_a_framework_is_exported_whole(framework: str, job: str) -> None:
+    model, profile, nodes, length, batch = JOBS[job]
+    training = paraplan.TrainingSpec(global_batch_size=batch, seq_length=length)
+    cluster = paraplan.load_cluster(profile, num_nodes=nodes)
+    workload = paraplan.Workload.of(
+        paraplan.load_model(model, seq_length=length), training, cluster, framework=framework
+    )
+    answer: Recommendation = paraplan.recommend(workload, objective="fastest")
+    file = answer.plan_file()
+    for plan in {answer.best.plan, *(one.plan for one in (*answer.candidates, *answer.result.front))}:
+        assert paraplan.export(file.replace(plan=plan), TARGETS[framework]).text
+
+
+def test_the_targets_are_those_that_the_profiles_name() -> None:
+    assert {name: load_framework(name).export_target for name in TARGETS} == TARGETS
+
+
+def test_a_training_that_a_framework_cannot_do_is_refused_before_the_search() -> None:
+    training = paraplan.TrainingSpec(global_batch_size=64, seq_length=1024, optimizer="adamw_8bit")
+    workload = paraplan.Workload.of(
+        paraplan.load_model("gpt2"), training, paraplan.load_cluster("dgx-h100"), framework="torchtitan"
+    )
+    with pytest.raises(PlanError, match="torchtitan cannot train so: optimizer=adamw_8bit"):
+        paraplan.recommend(workload)
