@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from paraplan.hardware.bus_bandwidth import nearest_nics
+from paraplan.hardware.catalogue.machine_files import link_bandwidth
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.interconnect import gpu_nics
-from paraplan.hardware.machine_files import link_bandwidth
 from paraplan.hardware.topology import LinkType
 from paraplan.plan.parallel import Axis
 from paraplan.plan.ranks import RankGrid

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.errors import PlanError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_gpu, load_network
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.profile_files import cluster_from_profile, load_gpu, load_network
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
 from paraplan.plan.links import link_rates, order_cost, ring_edges
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan

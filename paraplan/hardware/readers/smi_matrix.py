@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from paraplan.hardware.links import SELF_WORDS, parse_link_word
-from paraplan.hardware.nvidia_smi_lines import DEVICE, TableLines, TableRow
+from paraplan.hardware.readers.link_words import SELF_WORDS, parse_link_word
+from paraplan.hardware.readers.smi_lines import DEVICE, TableLines, TableRow
 
 _GPU_LABEL = re.compile(rf"(?:{DEVICE})")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paraplan.hardware.links import CELL
+from paraplan.hardware.readers.link_words import CELL
 
 MAX_LINE_CHARACTERS = 4096
 """Longer lines belong to no table; 64 devices take about 600 characters."""

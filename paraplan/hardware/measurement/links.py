@@ -12,8 +12,8 @@ from pydantic import Field
 
 from paraplan.hardware.bus_bandwidth import GroupSpeed, RankGroup, bus_bandwidth, bus_factor
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.least_squares import non_negative_least_squares
 from paraplan.hardware.link_speed import LinkSpeedTable
+from paraplan.hardware.measurement.least_squares import non_negative_least_squares
 from paraplan.hardware.profiles import Collective, MeasuredCollective
 from paraplan.hardware.topology import NodeTopology
 from paraplan.records import Record

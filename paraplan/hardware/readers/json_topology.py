@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.amd_links import AmdMachine
+from paraplan.hardware.readers.amd_links import AmdMachine
 from paraplan.hardware.topology import NodeTopology
 
 _DERIVED = ("nvlink_islands", "numa_groups", "nvlink_all_to_all")

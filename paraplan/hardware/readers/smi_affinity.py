@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from paraplan.hardware.nvidia_smi_lines import TableHeader, TableRow
+from paraplan.hardware.readers.smi_lines import TableHeader, TableRow
 
 _LIST = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
 _VALUE = re.compile(r"N/A|[0-9,\-]+")

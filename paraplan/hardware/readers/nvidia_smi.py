@@ -6,11 +6,11 @@ import re
 
 from paraplan.errors import TopologyError
 from paraplan.hardware.architecture import LinkRates
-from paraplan.hardware.links import PEER_STATUS_WORDS, parse_link_word
-from paraplan.hardware.nvidia_smi_affinity import Affinity, read_affinity
-from paraplan.hardware.nvidia_smi_devices import ListedGpu, read_listed_gpus
-from paraplan.hardware.nvidia_smi_lines import TableLines, clean_lines, find_tables
-from paraplan.hardware.nvidia_smi_matrix import LinkMatrix, gpu_number, read_matrix
+from paraplan.hardware.readers.link_words import PEER_STATUS_WORDS, parse_link_word
+from paraplan.hardware.readers.smi_affinity import Affinity, read_affinity
+from paraplan.hardware.readers.smi_devices import ListedGpu, read_listed_gpus
+from paraplan.hardware.readers.smi_lines import TableLines, clean_lines, find_tables
+from paraplan.hardware.readers.smi_matrix import LinkMatrix, gpu_number, read_matrix
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology, PeerAccess
 
 MAX_GPUS = 256

@@ -8,8 +8,8 @@ from ctypes import byref
 from dataclasses import dataclass, field
 from typing import Any
 
-from paraplan.hardware.nvml_questions import GPU_IS_LOST, NOT_SUPPORTED, Questions
 from paraplan.hardware.pci import normal_bus_id
+from paraplan.hardware.probe.nvml_queries import GPU_IS_LOST, NOT_SUPPORTED, Questions
 from paraplan.hardware.topology import Gpu, MigInstance
 
 _MOST_NVLINKS = 36

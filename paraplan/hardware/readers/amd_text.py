@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.amd_links import AmdMachine
-from paraplan.hardware.nvidia_smi_lines import clean_lines
 from paraplan.hardware.pci import normal_bus_id
+from paraplan.hardware.readers.amd_links import AmdMachine
+from paraplan.hardware.readers.smi_lines import clean_lines
 from paraplan.hardware.topology import NodeTopology
 
 _BUS_ID = r"(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F]"

@@ -9,8 +9,8 @@ from itertools import combinations
 
 from paraplan.errors import TopologyError
 from paraplan.hardware.architecture import LinkRates
-from paraplan.hardware.nccl_xml_tree import XmlElement, parse_xml
 from paraplan.hardware.pci import PciPlace, is_gpu_class, is_nic_class, is_nvswitch_class, link_between, normal_bus_id
+from paraplan.hardware.readers.xml_tree import XmlElement, parse_xml
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
 
 MAX_GPUS = 256

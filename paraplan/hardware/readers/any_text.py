@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.amd_text import looks_like_amd, read_amd_text
-from paraplan.hardware.json_topology import read_json
-from paraplan.hardware.nccl_xml import read_nccl_xml
-from paraplan.hardware.nvidia_smi import read_nvidia_smi
+from paraplan.hardware.readers.amd_text import looks_like_amd, read_amd_text
+from paraplan.hardware.readers.json_topology import read_json
+from paraplan.hardware.readers.nccl_xml import read_nccl_xml
+from paraplan.hardware.readers.nvidia_smi import read_nvidia_smi
 from paraplan.hardware.topology import NodeTopology
 
 MAX_TEXT_BYTES = 32 * 2**20

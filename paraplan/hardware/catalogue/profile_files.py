@@ -10,8 +10,8 @@ from typing import Any
 
 from paraplan.errors import ProfileError, UsageError, near_names
 from paraplan.hardware.architecture import ArchitectureProfile, load_architecture
+from paraplan.hardware.catalogue.machine_files import MachineFile, compact_machine
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.machine_files import MachineFile, compact_machine
 from paraplan.hardware.profile_json import read_object, validated
 from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfile
 from paraplan.hardware.topology import NodeTopology

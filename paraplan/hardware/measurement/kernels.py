@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from paraplan.errors import ProfileError
-from paraplan.hardware.least_squares import non_negative_least_squares
+from paraplan.hardware.measurement.least_squares import non_negative_least_squares
 from paraplan.hardware.profiles import KernelCalibration, KernelFit, Precision
 from paraplan.records import Record
 from paraplan.units import MIB

@@ -9,10 +9,10 @@ from typing import Any
 import pynvml
 
 from paraplan.errors import NoGpuError
-from paraplan.hardware.nvml_gpus import SeenGpu, read_gpu
-from paraplan.hardware.nvml_links import read_links, read_peer_access
-from paraplan.hardware.nvml_questions import Questions
-from paraplan.hardware.sysfs import add_host_facts
+from paraplan.hardware.probe.nvml_gpus import SeenGpu, read_gpu
+from paraplan.hardware.probe.nvml_links import read_links, read_peer_access
+from paraplan.hardware.probe.nvml_queries import Questions
+from paraplan.hardware.probe.sysfs import add_host_facts
 from paraplan.hardware.topology import NodeTopology
 
 _HINT = "name a machine with --profile (`paraplan profiles list` shows them) or give a saved text with --from"

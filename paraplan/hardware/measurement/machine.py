@@ -9,15 +9,15 @@ from pathlib import Path
 
 from paraplan.errors import ProfileError
 from paraplan.hardware.architecture import architecture_of
-from paraplan.hardware.kernel_measurement import (
+from paraplan.hardware.catalogue.profile_files import machine_from_topology, with_architecture
+from paraplan.hardware.measurement.kernels import (
     KernelCase,
     KernelEvent,
     best_matmul_flops_per_s,
     copy_bytes_per_s,
     fit_kernels,
 )
-from paraplan.hardware.link_measurement import LinkReport
-from paraplan.hardware.profile_files import machine_from_topology, with_architecture
+from paraplan.hardware.measurement.links import LinkReport
 from paraplan.hardware.profiles import GpuProfile, MachineProfile, Precision
 from paraplan.hardware.topology import NodeTopology
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from paraplan.hardware.architecture import LinkRates
-from paraplan.hardware.nvml_gpus import SeenGpu
-from paraplan.hardware.nvml_questions import Questions
+from paraplan.hardware.probe.nvml_gpus import SeenGpu
+from paraplan.hardware.probe.nvml_queries import Questions
 from paraplan.hardware.topology import GpuLink, LinkType, PeerAccess
 
 # nvml.h, nvmlGpuTopologyLevel_t. Internal is two GPUs on one board, behind the board's own switch.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from paraplan.errors import UsageError
+from paraplan.hardware.catalogue.profile_files import first_gpus, machine_from_topology
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.nvml import read_this_machine
-from paraplan.hardware.profile_files import first_gpus, machine_from_topology
+from paraplan.hardware.probe.nvml import read_this_machine
 
 
 def cluster_of_this_machine(*, num_nodes: int = 1, gpus_per_node: int | None = None) -> Cluster:
