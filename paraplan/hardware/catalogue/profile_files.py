@@ -113,20 +113,6 @@ def cluster_from_profile(
     )
 
 
-def first_gpus(node: NodeTopology, count: int) -> NodeTopology:
-    """Return the topology of the first `count` GPUs of `node`, with all of its NICs."""
-    kept = {gpu.index for gpu in node.gpus[:count]}
-    return node.replace(
-        gpus=node.gpus[:count],
-        links=tuple(link for link in node.links if link.gpu_a in kept and link.gpu_b in kept),
-        nics=tuple(
-            nic.replace(gpu_links={gpu: link for gpu, link in nic.gpu_links.items() if gpu in kept})
-            for nic in node.nics
-        ),
-        peer_access=tuple(pair for pair in node.peer_access if pair.gpu_a in kept and pair.gpu_b in kept),
-    )
-
-
 def find_gpu(driver_name: str, *, memory_total_bytes: int | None = None) -> GpuProfile | None:
     """Return the bundled kind of GPU that a driver reports as `driver_name`, None if there is none.
 
@@ -222,7 +208,7 @@ def _resized(machine: MachineProfile, data: dict[str, Any], *, where: str, num_g
     if network is not None:
         # GPUs send through the NICs beside them: those of the GPUs that are left out serve nobody.
         network = network.replace(nics_per_node=-(-network.nics_per_node * num_gpus // have))
-    return machine.replace(node=first_gpus(machine.node, num_gpus), network=network)
+    return machine.replace(node=machine.node.first(num_gpus), network=network)
 
 
 def _machine(data: dict[str, Any], *, where: str) -> MachineProfile:

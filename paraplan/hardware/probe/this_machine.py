@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paraplan.errors import UsageError
-from paraplan.hardware.catalogue.profile_files import first_gpus, machine_from_topology
+from paraplan.hardware.catalogue.profile_files import machine_from_topology
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.probe.nvml import read_this_machine
 
@@ -21,6 +21,6 @@ def cluster_of_this_machine(*, num_nodes: int = 1, gpus_per_node: int | None = N
                 f"--gpus-per-node={gpus_per_node}, and this machine has {len(node.gpus)} GPUs",
                 hint=f"use 1 to {len(node.gpus)}, or name another machine with --profile",
             )
-        node = first_gpus(node, gpus_per_node)
+        node = node.first(gpus_per_node)
     machine = machine_from_topology(node, name=node.hostname or "this-machine")
     return Cluster(name=machine.name, gpu=machine.gpu, node=node, num_nodes=num_nodes, network=machine.network)
