@@ -7,8 +7,8 @@ from html import escape
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlannedPlacement
-from paraplan.plan.placement import place
-from paraplan.plan.traffic import axis_traffic
+from paraplan.plan.placement.place import place
+from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.report.chart_svg import ChartRenderer
 from paraplan.report.page import page, paragraph
 from paraplan.report.plan_sections import (

@@ -12,8 +12,8 @@ from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.interconnect import gpu_nics
 from paraplan.hardware.topology import LinkType
 from paraplan.plan.parallel import Axis
+from paraplan.plan.placement.traffic import AxisTraffic
 from paraplan.plan.ranks import RankGrid
-from paraplan.plan.traffic import AxisTraffic
 
 PCIE_REACH = {
     LinkType.PIX: 1.0,

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
-from paraplan.plan.best_order import best_order
-from paraplan.plan.links import link_rates, order_cost, ring_edges
 from paraplan.plan.parallel import Axis, ParallelPlan
+from paraplan.plan.placement.links import link_rates, order_cost, ring_edges
+from paraplan.plan.placement.order import best_order
+from paraplan.plan.placement.traffic import AxisTraffic
 from paraplan.plan.ranks import RankGrid
-from paraplan.plan.traffic import AxisTraffic
 from paraplan.records import Record
 
 

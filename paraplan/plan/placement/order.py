@@ -10,12 +10,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from paraplan.plan.assignment import Masks, find_assignment
-from paraplan.plan.chains import MAX_GPUS, find_chain
-from paraplan.plan.links import Edge, LinkRates, order_cost
 from paraplan.plan.parallel import Axis
-from paraplan.plan.ring_symmetry import ordered_pairs
-from paraplan.plan.traffic import AxisTraffic
+from paraplan.plan.placement.assignment import Masks, find_assignment
+from paraplan.plan.placement.chains import MAX_GPUS, find_chain
+from paraplan.plan.placement.links import Edge, LinkRates, order_cost
+from paraplan.plan.placement.ring_symmetry import ordered_pairs
+from paraplan.plan.placement.traffic import AxisTraffic
 
 MAX_STEPS = 2_000_000
 """Steps of the whole search after which its result is not proven best: about a minute. 16 GPUs with links drawn at
