@@ -4,6 +4,8 @@
 
 Step times and peaks come from rows that `paraplan validate` scores: complete, nothing unusual, 16 or 32 bits. Peaks of
 the others have a table of their own: rows with features that a plan does not express, and rows that state too little.
+The residuals of the scored rows go into `profiles/accuracy.json`, from which predictions get their intervals; how many
+rows of sources left out these hold is printed.
 Tables may state columns in their notes (`columns_of_notes.py`). Rows without a measured step time or peak are counted.
 """
 
@@ -19,17 +21,19 @@ from typing import Any
 
 from columns_of_notes import with_columns
 
+from paraplan.accuracy.intervals import SHARE, AccuracyTable, accuracy_of
 from paraplan.accuracy.prediction import RunPrediction
 from paraplan.accuracy.scoring import ErrorSummary, Score, score
 
 README = Path(__file__).parent.parent / "README.md"
+ACCURACY = Path(__file__).parent.parent / "profiles" / "accuracy.json"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 
 
-def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str]:
+def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str, AccuracyTable]:
     """Return the scores of step times and of memory over the rows that are scored, and of memory over the others.
 
-    Beside them stands a sentence about sweeps.
+    Beside them stand a sentence about sweeps, and the residuals from which intervals are made.
     """
     with tempfile.TemporaryDirectory() as folder:
         copies = [Path(folder) / f"{number}-{Path(file).name}" for number, file in enumerate(files)]
@@ -46,7 +50,13 @@ def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str]:
     scores = score(standard, "step_time_error"), score(standard, "memory_error"), score(others, "memory_error")
     nothing = sum(row.step_time_error is None and row.memory_error is None for _, row in rows)
     left_out = f"\n{nothing} rows that were not measured, or cannot be predicted, are left out.\n" if nothing else ""
-    return scores, sentence(step_time["sweeps"], step_time["batch_sweeps"]) + left_out
+    accuracy = accuracy_of(standard, others)
+    sentences = [
+        sentence(step_time["sweeps"], step_time["batch_sweeps"]),
+        interval_sentence(accuracy),
+        fits_sentence([row for _, row in rows]) + left_out,
+    ]
+    return scores, "\n".join(sentences), accuracy
 
 
 def sentence(sweeps: dict[str, Any], batch_sweeps: dict[str, Any]) -> str:
@@ -60,6 +70,25 @@ def sentence(sweeps: dict[str, Any], batch_sweeps: dict[str, Any]) -> str:
         f"measured, {worst:.0%} at worst (rank correlation {ranks:.2f}); at\none "
         f"global batch, in {len(batch_sweeps['sweeps'])} sweeps, {batch_sweeps['top1_regret']:.1%} and "
         f"{batch_sweeps['worst_regret']:.0%}.\n"
+    )
+
+
+def interval_sentence(accuracy: AccuracyTable) -> str:
+    """Return in words what intervals made without a source hold of it."""
+    return (
+        f"Step times are told with a range that is to hold {SHARE:.0%} of runs. Made from the other sources it holds "
+        f"{accuracy.coverage:.0%} of those of a\nsource left out, where one of n rows weighs as the root of n "
+        f"({accuracy.coverage_of_rows:.0%} of all rows, {accuracy.coverage_of_sources:.0%} on average over sources).\n"
+    )
+
+
+def fits_sentence(rows: list[RunPrediction]) -> str:
+    """Return in words how often a run that ended, or ran out of memory, was predicted to."""
+    told = [(row.fits, row.predicted_fits) for row in rows if row.fits is not None and row.predicted_fits is not None]
+    ran, failed = ([predicted for fits, predicted in told if fits is kind] for kind in (True, False))
+    return (
+        f"Fits or not: of {len(failed)} runs that ran out of memory {failed.count(False)} were predicted to, of "
+        f"{len(ran)} that ran {ran.count(False)} ({ran.count(False) / max(1, len(ran)):.0%}) too.\n"
     )
 
 
@@ -89,12 +118,13 @@ def main() -> None:
     parser.add_argument("files", nargs="+", metavar="RUNS.csv")
     files: list[str] = parser.parse_args().files
     titles = ("step time", "peak memory", "peak memory of other runs")
-    scores, sweeps = validate(files)
+    scores, sweeps, accuracy = validate(files)
     tables = [table(title, figures) for title, figures in zip(titles, scores, strict=True)]
     tables.insert(1, sweeps)
     before, _, rest = README.read_text().partition(START)
     _, _, after = rest.partition(END)
     README.write_text(before + START + "\n" + "\n".join(tables) + "\n" + END + after)
+    ACCURACY.write_text(accuracy.model_dump_json(indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ class RunPrediction(Record):
     source: str
     gpu: str
     framework: str
+    framework_profile: str = ""
+    gpu_profile: str = ""
     is_known_framework: bool = True
     parallelism: str = ""
     plan: str = ""
@@ -74,6 +76,8 @@ def predict_run(
         source=run.source,
         gpu=run.gpu,
         framework=run.framework,
+        framework_profile=workload.framework.name,
+        gpu_profile=workload.cluster.gpu.name,
         is_known_framework=is_known_framework,
         parallelism=_parallelism(plan),
         plan=plan.describe(),

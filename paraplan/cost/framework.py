@@ -187,6 +187,8 @@ class FrameworkProfile(Record):
     """The name in print."""
     aliases: tuple[str, ...] = ()
     """Other names. An alias holds for a text that has all of its words; of several the longest."""
+    family: str | None = None
+    """Frameworks whose predictions err alike; None where no other does."""
     export_target: str | None = None
     """The target of `paraplan export` that writes its configuration: plans for it are those that this can say."""
     with_sequence_parallel: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
 from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.estimate import PlanEstimate, assumed_speeds
 from paraplan.cost.workload import Workload
@@ -24,6 +25,7 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
 def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any]:
     """Return the JSON object of `paraplan estimate --json`."""
     parameters, cluster = workload.model.parameters, workload.cluster
+    interval = step_interval(workload, estimate)
     return {
         "plan": estimate.plan.model_dump(mode="json"),
         "parameters": {"total": parameters.total} | parameters.model_dump(),
@@ -34,7 +36,9 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "device_peak_bytes": max(stage.device_bytes for stage in estimate.memory),
         "host_bytes_per_node": estimate.host_bytes_per_node,
         "host_memory_bytes": estimate.host_memory_bytes,
+        "out_of_memory_probability": out_of_memory_probability(workload, estimate),
         "step": estimate.step.model_dump(),
+        "step_interval": interval.model_dump() if interval is not None else None,
         "training": workload.training.model_dump(mode="json"),
         "cluster": {
             "name": cluster.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, step_interval
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.report.plan_words import cautions, plan_in_words
@@ -13,6 +14,8 @@ if TYPE_CHECKING:  # the search, which an estimate does without
     from paraplan.search.recommendation import Recommendation
 
 LABEL_WIDTH = 10
+WORTH_SAYING = 0.02
+"""A risk below this goes unsaid."""
 
 
 class Line(NamedTuple):
@@ -52,10 +55,43 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     return (
         Line("Plan", plan_in_words(estimate.plan), tone),
         Line("", estimate.plan.describe(), "dim"),
-        Line("Memory", f"{verdict(estimate)}: {format_bytes(peak)} of {format_bytes(usable)} usable per GPU", tone),
-        Line("Speed", f"{format_seconds(step.step_time_s)} a step, {rate} tokens/s per GPU, MFU {step.mfu:.1%}"),
+        Line(
+            "Memory",
+            f"{verdict(estimate)}: {format_bytes(peak)} of {format_bytes(usable)} usable per GPU"
+            + _risk(workload, estimate),
+            tone,
+        ),
+        Line(
+            "Speed",
+            f"{format_seconds(step.step_time_s)} a step{_range(workload, estimate)}, {rate} tokens/s per GPU, "
+            f"MFU {step.mfu:.1%}",
+        ),
+        *(Line("", words, "dim") for words in (basis_in_words(workload, estimate),) if words is not None),
         *(Line("Caution", words, "caution") for words in cautions(workload, estimate)),
     )
+
+
+def _range(workload: Workload, estimate: PlanEstimate) -> str:
+    interval = step_interval(workload, estimate)
+    if interval is None:
+        return ""
+    return f" ({format_seconds(interval.low_s)} to {format_seconds(interval.high_s)})"
+
+
+def _risk(workload: Workload, estimate: PlanEstimate) -> str:
+    """Return the probability of running out of memory, where the plan is predicted to fit and it is worth a word."""
+    risk = out_of_memory_probability(workload, estimate)
+    return f", {risk:.0%} risk of running out" if estimate.fits and risk is not None and risk >= WORTH_SAYING else ""
+
+
+def basis_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
+    """Return what the interval of a step time rests on, None without one."""
+    interval = step_interval(workload, estimate)
+    if interval is None:
+        return None
+    whose = "of all frameworks" if interval.basis == ALL else f"of {interval.basis}"
+    words = f"{SHARE:.0%} range from {interval.rows} measured runs {whose}, {interval.sources} sources"
+    return words if interval.is_validated_gpu else f"{words}; none on this GPU"
 
 
 def estimate_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:

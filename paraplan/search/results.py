@@ -92,8 +92,8 @@ class SearchResult(Record):
 TOLERANCE: dict[Objective, float] = {"throughput": 0.1, "fastest": 0.0, "memory": 0.01, "simplicity": 0.2}
 """The simplest plan within this share of the best is recommended.
 
-For throughput this is the mean error of predicted step times over sources (`paraplan explain cost-model`): plans that
-are closer cannot be told apart.
+For throughput this is about the mean error of predicted step times over sources (the README has it): plans that are
+closer cannot be told apart.
 """
 
 
