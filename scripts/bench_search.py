@@ -28,7 +28,7 @@ from paraplan.plan.executor import ANYTHING, OWN_RUNTIME
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.model.reader import read_model
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search

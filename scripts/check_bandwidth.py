@@ -18,9 +18,9 @@ from statistics import mean, median
 from typing import get_args
 
 from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth, bus_factor, inside_link
+from paraplan.hardware.catalogue.profile_files import list_gpus
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
-from paraplan.hardware.profile_files import list_gpus
 from paraplan.hardware.profiles import Collective, GpuProfile, NetworkProfile
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, NodeTopology
 

@@ -26,8 +26,8 @@ from train_lm import build_model
 
 from paraplan.cost.estimate import MemoryEstimate, estimate_plan
 from paraplan.cost.workload import Workload
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.model.reader import find_config, read_config
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.memory_record import MEMORY_PARTS

@@ -29,8 +29,8 @@ from train_lm import build_model
 
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paraplan.errors import ParaplanError
-from paraplan.hardware.formats import read_topology_file
+from paraplan.hardware.readers.any_text import read_topology_file
 from paraplan.hardware.topology import NodeTopology
 
 KINDS = ("topo -m", "look-alike", "nccl xml", "rocm-smi / amd-smi", "nvlink-s.txt", "topo-p2p.txt", "L.txt")

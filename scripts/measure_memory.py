@@ -30,8 +30,8 @@ from typing import Any
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, UsageError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.model.reader import find_config, read_model
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.support import RUNNABLE_RECOMPUTE

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from rank_harness import RankHarness
 
 from paraplan.cost.workload import Workload
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.model.reader import read_model
 from paraplan.plan.training import TrainingSpec
 

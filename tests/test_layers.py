@@ -37,7 +37,7 @@ MAY_IMPORT = {
 }
 EXTERNAL = {
     "torch": ("runtime/", "launch/", "model/trace"),
-    "pynvml": ("hardware/nvml.py",),
+    "pynvml": ("hardware/probe/nvml.py",),
     "typer": ("cli/",),
     "rich": ("cli/", "launch/"),
 }

@@ -6,8 +6,8 @@ import re
 from itertools import combinations
 
 from paraplan.errors import ProfileError, near_names
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_gpus
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.profile_files import cluster_from_profile, list_gpus
 from paraplan.hardware.profiles import GpuProfile, NetworkProfile
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, NodeTopology
 from paraplan.records import Record

@@ -14,8 +14,8 @@ from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FrameworkCatalog
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.hardware.catalogue.profile_files import list_gpus
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
-from paraplan.hardware.profile_files import list_gpus
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.named import Fields, named_config

@@ -1,4 +1,4 @@
-"""What predictions of measured runs are worth: errors by group, and whether the best plan of a sweep is found."""
+"""Accuracy of predictions: errors by group, and whether the best plan of a sweep is found."""
 
 from __future__ import annotations
 

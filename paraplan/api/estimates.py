@@ -69,9 +69,9 @@ class Estimate:
     @property
     def timeline(self) -> Timeline | None:
         """When each pipeline rank computes, communicates and idles; None for a plan without a pipeline."""
-        from paraplan.cost.timeline import pipeline_course
+        from paraplan.cost.timeline import pipeline_timeline
 
-        return pipeline_course(self.workload, self.plan)
+        return pipeline_timeline(self.workload, self.plan)
 
     @property
     def capacity(self) -> tuple[FitRow, ...]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:  # each reader is imported where it is asked for
-    from paraplan.hardware.cluster_survey import ClusterSurvey
     from paraplan.hardware.interconnect import InterconnectThresholds
+    from paraplan.hardware.node_survey import ClusterSurvey
     from paraplan.hardware.profiles import MachineProfile
     from paraplan.hardware.survey import MachineSurvey
     from paraplan.hardware.topology import NodeTopology
@@ -42,27 +42,27 @@ def inspect_machine(
     from paraplan.hardware.survey import survey_node
 
     if profile is not None:
-        from paraplan.hardware.profile_files import load_machine
+        from paraplan.hardware.catalogue.profile_files import load_machine
 
         machine = load_machine(profile)
         return survey_node(machine.node, machine=machine, gpus=gpus, thresholds=thresholds)
     if text is not None:
-        from paraplan.hardware.formats import decode_text, read_topology
+        from paraplan.hardware.readers.any_text import decode_text, read_topology
 
         node = read_topology(decode_text(text), source="standard input")
         return survey_node(node, gpus=gpus, thresholds=thresholds)
     if path is not None:
-        from paraplan.hardware.formats import read_topology_file
+        from paraplan.hardware.readers.any_text import read_topology_file
 
         return survey_node(read_topology_file(path), gpus=gpus, thresholds=thresholds)
-    from paraplan.hardware.nvml import read_this_machine
+    from paraplan.hardware.probe.nvml import read_this_machine
 
     return survey_node(read_this_machine(), environment=os.environ, gpus=gpus, thresholds=thresholds)
 
 
 def save_inspected(survey: MachineSurvey, path: Path) -> MachineProfile:
     """Write a machine as a profile that `load_cluster` reads, and return it."""
-    from paraplan.hardware.profile_files import machine_from_topology, save_machine
+    from paraplan.hardware.catalogue.profile_files import machine_from_topology, save_machine
 
     machine = survey.machine or machine_from_topology(survey.node, name=path.stem)
     machine = machine.replace(name=path.stem, node=survey.node)
@@ -85,8 +85,8 @@ def gather_nodes(
         raise UsageError("--nnodes needs --rdzv-endpoint", hint="give HOST:PORT of the first node, the same on all")
     if importlib.util.find_spec("torch") is None:
         raise UsageError("nodes meet through torch, which is not installed", hint="pip install torch")
-    from paraplan.hardware.cluster_survey import survey_nodes
-    from paraplan.hardware.json_topology import read_report
+    from paraplan.hardware.node_survey import survey_nodes
+    from paraplan.hardware.readers.json_topology import read_report
     from paraplan.launch.nodes.endpoint import Endpoint
     from paraplan.launch.nodes.exchange import NodeText, exchange_texts
 

@@ -15,10 +15,10 @@ def load_cluster(source: str | Path | None = None, *, num_nodes: int = 1, gpus_p
     for a profile that does not exist or cannot be read, and `NoGpuError` where this machine has no GPU.
     """
     if source is not None:
-        from paraplan.hardware.profile_files import cluster_from_profile
+        from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 
         return cluster_from_profile(str(source), num_nodes=num_nodes, gpus_per_node=gpus_per_node)
-    from paraplan.hardware.this_machine import cluster_of_this_machine
+    from paraplan.hardware.probe.this_machine import cluster_of_this_machine
 
     return cluster_of_this_machine(num_nodes=num_nodes, gpus_per_node=gpus_per_node)
 
@@ -39,7 +39,7 @@ def probe_topology() -> NodeTopology:
 
     Raises `NoGpuError` where there is no GPU or no driver to ask.
     """
-    from paraplan.hardware.nvml import read_this_machine
+    from paraplan.hardware.probe.nvml import read_this_machine
 
     return read_this_machine()
 
@@ -49,6 +49,6 @@ def read_topology(text: str, *, source: str = "text") -> NodeTopology:
 
     `source` names the text in errors. Raises `TopologyError` for a text that describes no topology.
     """
-    from paraplan.hardware.formats import read_topology as read
+    from paraplan.hardware.readers.any_text import read_topology as read
 
     return read(text, source=source)

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from paraplan.errors import NoGpuError, UsageError
-from paraplan.hardware.calibrated_machine import calibrated_machine, precisions_of
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
+from paraplan.hardware.catalogue.profile_files import machine_content as machine_content
+from paraplan.hardware.catalogue.profile_files import save_machine as save_machine
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.cuda_view import visible_devices
-from paraplan.hardware.kernel_measurement import KernelEvent, KernelRequest, kernel_cases
-from paraplan.hardware.link_measurement import LinkReport, MeasureRequest, RankEvent
-from paraplan.hardware.profile_files import cluster_from_profile, load_machine
-from paraplan.hardware.profile_files import machine_content as machine_content
-from paraplan.hardware.profile_files import save_machine as save_machine
+from paraplan.hardware.measurement.kernels import KernelEvent, KernelRequest, kernel_cases
+from paraplan.hardware.measurement.links import LinkReport, MeasureRequest, RankEvent
+from paraplan.hardware.measurement.machine import calibrated_machine, precisions_of
+from paraplan.hardware.probe.cuda_devices import visible_devices
 from paraplan.hardware.profiles import MachineProfile
 from paraplan.hardware.survey import MachineSurvey, survey_node
 from paraplan.launch.measuring import measure_kernels, measure_machine
@@ -118,7 +118,7 @@ def measure_this_machine(
 
 
 def _this_machine() -> MachineSurvey:
-    from paraplan.hardware.nvml import read_this_machine
+    from paraplan.hardware.probe.nvml import read_this_machine
 
     return survey_node(read_this_machine(), environment=os.environ)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from paraplan.hardware.catalogue.profile_files import list_gpus as list_gpus
+from paraplan.hardware.catalogue.profile_files import list_machines as list_machines
+from paraplan.hardware.catalogue.profile_files import list_networks as list_networks
+from paraplan.hardware.catalogue.profile_files import load_gpu as load_gpu
+from paraplan.hardware.catalogue.profile_files import load_machine as load_machine
+from paraplan.hardware.catalogue.profile_files import load_network as load_network
+from paraplan.hardware.catalogue.profile_files import machine_content as machine_content
+from paraplan.hardware.catalogue.profile_files import profile_names as profile_names
 from paraplan.hardware.interconnect import gpu_nics as gpu_nics
-from paraplan.hardware.profile_files import list_gpus as list_gpus
-from paraplan.hardware.profile_files import list_machines as list_machines
-from paraplan.hardware.profile_files import list_networks as list_networks
-from paraplan.hardware.profile_files import load_gpu as load_gpu
-from paraplan.hardware.profile_files import load_machine as load_machine
-from paraplan.hardware.profile_files import load_network as load_network
-from paraplan.hardware.profile_files import machine_content as machine_content
-from paraplan.hardware.profile_files import profile_names as profile_names
 from paraplan.hardware.profiles import GpuProfile as GpuProfile
 from paraplan.hardware.profiles import MachineProfile as MachineProfile
 from paraplan.hardware.profiles import NetworkProfile as NetworkProfile

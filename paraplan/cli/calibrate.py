@@ -22,8 +22,8 @@ from paraplan.cli.topo_measure import advance, measuring_progress, print_links
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
-    from paraplan.hardware.kernel_measurement import KernelEvent, KernelRequest
-    from paraplan.hardware.link_measurement import LinkReport
+    from paraplan.hardware.measurement.kernels import KernelEvent, KernelRequest
+    from paraplan.hardware.measurement.links import LinkReport
     from paraplan.hardware.profiles import MachineProfile
 
 app = typer.Typer(add_completion=False)

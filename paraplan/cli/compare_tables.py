@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 
 from paraplan.cli.terminal import make_console
-from paraplan.report.course_chart import COLLECTIVE_WORDS
 from paraplan.report.step_profile import StepProfile
+from paraplan.report.timeline_chart import COLLECTIVE_WORDS
 from paraplan.report.trace_comparison import PartDifference, TraceComparison
 from paraplan.units import format_seconds
 

@@ -1,4 +1,4 @@
-"""The course of a pipeline as lines of text: what each rank does when, readable without colour."""
+"""The timeline of a pipeline as lines of text: what each rank does when, readable without colour."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Window:
 
 
 def print_timeline(console: Console, timeline: Timeline) -> None:
-    """Print the course of one step, a line for each pipeline rank, as wide as the console.
+    """Print the timeline of one step, a line for each pipeline rank, as wide as the console.
 
     A digit is the forward pass of a micro-batch, a small letter its backward pass, a capital the gradients of weights
     where they come later; both count micro-batches by their last digit. Where a step has more operations than there

@@ -14,7 +14,7 @@ from paraplan.errors import UsageError
 
 if TYPE_CHECKING:  # imported where they are needed, so that the command answers at once
     from paraplan.hardware.interconnect import InterconnectThresholds
-    from paraplan.hardware.link_measurement import LinkReport
+    from paraplan.hardware.measurement.links import LinkReport
     from paraplan.hardware.survey import MachineSurvey
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)

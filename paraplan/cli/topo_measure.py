@@ -15,7 +15,7 @@ from paraplan.cli.terminal import make_console
 from paraplan.units import format_bandwidth, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from paraplan.hardware.link_measurement import LinkReport, MeasuredLink, RankEvent
+    from paraplan.hardware.measurement.links import LinkReport, MeasuredLink, RankEvent
     from paraplan.hardware.survey import MachineSurvey
 
 _COLUMNS = {"collective": 14, "latency": 7, "busbw": 10, "at": 8, "reached": 10, "expected": 10}

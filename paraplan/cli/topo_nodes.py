@@ -16,8 +16,8 @@ from paraplan.cli.topology_tables import describe_links, interconnect_lines, sha
 from paraplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from paraplan.hardware.cluster_survey import ClusterSurvey
     from paraplan.hardware.interconnect import InterconnectThresholds
+    from paraplan.hardware.node_survey import ClusterSurvey
     from paraplan.hardware.topology import NodeTopology
 
 

@@ -15,8 +15,8 @@ from paraplan.cli.terminal import make_console
 from paraplan.units import format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
-    from paraplan.hardware.cuda_view import CudaView
     from paraplan.hardware.interconnect import InterconnectReport, Verdict
+    from paraplan.hardware.probe.cuda_devices import CudaView
     from paraplan.hardware.survey import MachineSurvey
     from paraplan.hardware.topology import Gpu, GpuLink, Nic, NodeTopology
 

@@ -1,31 +1,34 @@
-"""The costs of cuts that were priced before: each is priced once for a workload, however many tables ask for it."""
+"""Costs computed before for one workload: of blocks by sharding, of groups of ranks, and the padding of shards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from paraplan.cost.plan_table import Floats
+from paraplan.hardware.bus_bandwidth import GroupSpeed
+from paraplan.hardware.profiles import Collective
 
-Cut = tuple[int, ...]
+ShardingKey = tuple[int, ...]
 
 
-class KnownCuts:
-    """Cuts by their numbers, a row each, and what is known of them in columns. Columns grow by doubling."""
+class BlockCostCache:
+    """Cache of block costs, one row per distinct sharding of a block. Columns grow by doubling."""
 
     def __init__(self) -> None:
-        self.rows: dict[Cut, int] = {}
+        self.rows: dict[ShardingKey, int] = {}
         self._columns: dict[str, Floats] = {}
 
-    def missing(self, cuts: Sequence[Cut]) -> list[int]:
-        """Return the positions of the cuts that are not known."""
-        return [position for position, cut in enumerate(cuts) if cut not in self.rows]
+    def missing(self, shardings: Sequence[ShardingKey]) -> list[int]:
+        """Return the positions of the shardings that are not known."""
+        return [position for position, one in enumerate(shardings) if one not in self.rows]
 
-    def add(self, cuts: Sequence[Cut], columns: Mapping[str, Floats]) -> None:
-        """Keep columns of cuts that are not known yet, an entry a cut."""
+    def add(self, shardings: Sequence[ShardingKey], columns: Mapping[str, Floats]) -> None:
+        """Keep columns of shardings that are not known yet, an entry a sharding."""
         first = len(self.rows)
-        self.rows.update((cut, first + position) for position, cut in enumerate(cuts))
+        self.rows.update((one, first + position) for position, one in enumerate(shardings))
         for name, column in columns.items():
             known = self._columns.get(name)
             if known is None:
@@ -38,5 +41,17 @@ class KnownCuts:
             known[first : len(self.rows)] = column
 
     def columns(self) -> dict[str, Floats]:
-        """Return all columns, a row a cut."""
+        """Return all columns, a row a sharding."""
         return {name: column[: len(self.rows)] for name, column in self._columns.items()}
+
+
+@dataclass(eq=False)
+class CostCache:
+    """What was computed before for one workload, however many tables of plans ask for it."""
+
+    blocks: BlockCostCache = field(default_factory=BlockCostCache)
+    """Costs of blocks by sharding."""
+    group_speeds: dict[tuple[int, int, Collective], GroupSpeed] = field(default_factory=dict)
+    """Collective speeds by group size, stride and collective."""
+    shard_paddings: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Padding of FSDP shards relative to an even split, by the number of shards and whether tp divides layers."""

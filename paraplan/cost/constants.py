@@ -9,47 +9,58 @@ from paraplan.units import GIB
 class CostConstants(Record):
     """Named constants of the memory and time formulas. Defaults are published measurements, not fits to anyone's runs.
 
-    Matmul (`matmul_*`): over 183 bf16 shapes measured on A100 by the SimuMax project (configs/system),
+    Matmuls: over 183 bf16 shapes measured on A100 by the SimuMax project (configs/system),
     `peak * 0.77 / ((1 + half_n/n + half_k/k) * last_wave)` with 8 us a kernel has 3.8 % error on shapes left out of the
-    fit (4.6 % without `last_wave`). There `wave_share` 0.5 is how much of a last wave's idle multiprocessors is lost:
-    libraries also cut products along k. A tile of half the size reads its operands more often, and `small_tile_share`
-    0.7 of that costs time. On 514 shapes of a B200 the term explains nothing, so GPUs without a
-    count of multiprocessors take `usual_last_wave`, the mean of the A100's shapes.
-    The best shape of an A100 reaches 0.869 of its peak, so 0.77 is 0.886 of that; on other GPUs it is the same share
-    of their own best (`GpuProfile.reached_matmul_flops_per_s`), or of `usual_reached_share` of the peak where nobody
-    measured it. Without tensor cores a matmul reaches `plain_matmul_efficiency` (14 of 15.7 TFLOP/s on V100,
-    transformers-benchmarks on GitHub, micro_bench). A matmul whose operands' rows are no multiple of 16 bytes takes
-    `unaligned_slowdown` times as long (NVIDIA, Matrix Multiplication Background User's Guide, requirements of tensor
-    cores). What FlashAttention reaches is a fact of an architecture (`ArchitectureProfile`); a calibration to runs
-    multiplies it by `flash_attention_factor`.
-    Optimizer: a fused AdamW reads gradient, master weight and two states, writes three of them and a 16-bit copy; one
-    that goes operation by operation moves 8 bytes for weight decay, 12 and 20 for the averages, 24 for their root and
-    quotient, 16 for the step and 12 for clipping (counted in torch/optim/adamw.py), whether by lists or in a loop.
-    Collectives: `profiles/links.json`.
+    fit (4.6 % without `last_wave`). Collectives: `profiles/links.json`; FlashAttention: `profiles/architectures`.
     """
 
     matmul_efficiency: float = 0.886
+    """Share of the best measured matmul that large matmuls reach: the best shape of an A100 reaches 0.869 of its peak,
+    and 0.77 is 0.886 of that. On other GPUs it is the same share of their own best."""
     usual_reached_share: float = 0.85
+    """Best matmul over peak where nobody measured it (`GpuProfile.reached_matmul_flops_per_s`)."""
     plain_matmul_efficiency: float = 0.89
+    """Share of the peak without tensor cores: 14 of 15.7 TFLOP/s on V100 (transformers-benchmarks, micro_bench)."""
     matmul_half_n: float = 39.0
+    """Columns at which a matmul reaches half of its rate (SimuMax, see above)."""
     matmul_half_k: float = 130.0
+    """Inner size at which a matmul reaches half of its rate (SimuMax, see above)."""
     matmul_launch_s: float = 8e-6
+    """Seconds of a matmul of no size (SimuMax, see above)."""
     wave_share: float = 0.5
+    """How much of a last wave's idle multiprocessors is lost: libraries also split products along k (SimuMax)."""
     small_tile_share: float = 0.7
+    """Time for each further read of operands: a tile of half the size reads them more often (SimuMax)."""
     usual_last_wave: float = 1.05
+    """Last-wave factor of GPUs without a count of multiprocessors: the mean of the A100's shapes. On 514 shapes of a
+    B200 the term explains nothing."""
     flash_attention_factor: float = 1.0
+    """Factor of a calibration to runs on what FlashAttention reaches on the architecture."""
     eager_attention_efficiency: float = 0.45
+    """Share of the matmul peak of eager attention's two products (assumed: batched, inner size is small)."""
     memory_bandwidth_efficiency: float = 0.80
+    """Share of the data sheet's memory bandwidth that element-wise kernels reach (0.6 to 0.9 for usual sizes)."""
     unaligned_slowdown: float = 2.0
+    """How much longer a 16-bit matmul takes whose operands' rows are not multiples of 16 bytes (NVIDIA, Matrix
+    Multiplication Background User's Guide, requirements of tensor cores)."""
     overlap_slowdown: float = 1.2
+    """How much longer compute and communication take that run at the same time (Galvatron, Miao et al. 2022, 3.4)."""
     fused_optimizer_bytes: float = 36.0
+    """Bytes a parameter of a fused AdamW: it reads gradient, master weight and two states, and writes three of them and
+    a 16-bit copy."""
     unfused_optimizer_bytes: float = 92.0
+    """Bytes a parameter of AdamW by lists or in a loop: 8 for weight decay, 12 and 20 for the averages, 24 for their
+    root and quotient, 16 for the step and 12 for clipping (counted in torch/optim/adamw.py)."""
     context_bytes: int = GIB // 2
+    """The CUDA context."""
     communicator_bytes: int = GIB // 2
+    """NCCL's buffers among several GPUs."""
     allocated_per_reserved: float = 0.94
+    """Allocated over reserved memory of torch's allocator (SimuMax)."""
     memory_margin: float = 0.0
     """The share of usable memory that a search is asked to keep free, beside what the allocator reserves."""
     counts_matmul_workspaces: bool = True
+    """cuBLAS workspaces count as memory."""
     cublas_workspace_bytes: int | None = None
     """What CUBLAS_WORKSPACE_CONFIG sets for each thread; None: the default of torch on the architecture."""
     block_matmul_speedup: float = 1.0

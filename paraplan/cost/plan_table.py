@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
 from itertools import permutations
 from typing import Any, Self
 
@@ -19,6 +20,34 @@ Mask = NDArray[np.bool_]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 SCHEDULES: tuple[ScheduleName | None, ...] = (None, "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+
+
+class RecomputeCode(IntEnum):
+    """Values of the column `recompute`: positions in RECOMPUTES."""
+
+    NONE = 0
+    SELECTIVE = 1
+    FULL = 2
+
+
+class OffloadCode(IntEnum):
+    """Values of the column `offload`: positions in OFFLOADS."""
+
+    NONE = 0
+    OPTIMIZER = 1
+    PARAMETERS = 2
+
+
+class ScheduleCode(IntEnum):
+    """Values of the column `schedule`: positions in SCHEDULES."""
+
+    NO_PIPELINE = 0
+    GPIPE = 1
+    ONE_FORWARD_ONE_BACKWARD = 2
+    INTERLEAVED = 3
+    ZERO_BUBBLE = 4
+
+
 RANK_ORDERS: tuple[tuple[Axis, ...], ...] = tuple(
     sorted(permutations(MEGATRON_RANK_ORDER), key=lambda order: order != MEGATRON_RANK_ORDER)
 )

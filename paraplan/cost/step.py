@@ -7,17 +7,23 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
-from paraplan.cost.communication.collectives import GroupLinks, data_links, expert_links, group_links
-from paraplan.cost.communication.context import context_parallel_s
-from paraplan.cost.communication.experts import Exchanges, expert_exchange_s, sharded_parameters
+from paraplan.cost.communication.collectives import GroupLinks, group_links, overlap_s
+from paraplan.cost.communication.data_parallel import (
+    WeightWork,
+    data_parallel_s,
+    exchanged_experts,
+    sharded_parameters,
+    stage_parameters,
+    weight_work,
+)
+from paraplan.cost.communication.exchanges import Exchanges, context_parallel_s, expert_exchange_s
 from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
-from paraplan.cost.communication.one_process import one_process_s
-from paraplan.cost.communication.weights import WeightWork, weight_work
-from paraplan.cost.pipeline.bubble import RankSeconds, bubble_s
+from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_s
+from paraplan.cost.pipeline.bubble import bubble_s
+from paraplan.cost.pipeline.simulation import RankSeconds
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
-from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
+from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
-from paraplan.plan.parallel import Axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,25 +49,33 @@ class StepTime:
 
 
 @dataclass(frozen=True, eq=False)
-class RankSlot:
-    """Seconds that one micro-batch spends on one pipeline rank: `forward_s` of the total, `end_s` of the compute.
-
-    `forward_tensor_parallel_s`, `forward_context_parallel_s` and `forward_expert_parallel_s` are the forward pass's
-    part of what is sent; of the sends between stages it has half.
-    """
+class MicroBatchTime:
+    """Seconds that one micro-batch spends on one pipeline rank, one entry a plan."""
 
     forward_s: Floats
+    """The forward pass, half of the sends between stages included."""
     weight_s: Floats
+    """The gradients of weights."""
     end_s: Floats
+    """Both passes of the embedding, or of the head and the loss."""
     compute_s: Floats
+    """Kernels of both passes, `end_s` included."""
     recompute_s: Floats
+    """Forward passes that run again."""
     tensor_parallel_s: Floats
+    """Exposed communication of tensor parallelism in both passes."""
     context_parallel_s: Floats
+    """Exposed communication of context parallelism in both passes."""
     expert_parallel_s: Floats
+    """Exposed communication of expert parallelism in both passes."""
     send_s: Floats
+    """Sends between stages in both passes."""
     forward_tensor_parallel_s: Floats
+    """Tensor parallelism's share of the forward pass."""
     forward_context_parallel_s: Floats
+    """Context parallelism's share of the forward pass."""
     forward_expert_parallel_s: Floats
+    """Expert parallelism's share of the forward pass."""
 
     @property
     def total_s(self) -> Floats:
@@ -82,9 +96,8 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     the first and the last rank of each plan and two between, or all ranks of a single one. The sum over all stages does
     not depend on where the blocks are cut.
     """
-    links = _links(workload, table)
-    exchanges, work = _exchanges(workload, table, links), weight_work(workload, table)
-    slots = _slots(workload, table, costs, stages, links, exchanges, work)
+    context = _StepContext.of(workload, table, costs)
+    slots = _slots(context, stages)
     slowest = np.argmax(np.stack([slot.total_s for slot in slots]), axis=0)
     rows = np.arange(len(table))
 
@@ -92,12 +105,12 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         return np.asarray(np.stack([getattr(slot, name) for slot in slots])[slowest, rows])
 
     microbatches = table.num_microbatches
-    whole = _slot(workload, table, costs, _all_blocks(table, costs), links, exchanges, work)
+    whole = _slot(context, _all_blocks(table, costs))
     bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
-    wire, exposed = _data_parallel(workload, table, costs, stages, of_slowest("compute_s"))
-    parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
-    experts = _exchanged_experts(table, costs, stages)
-    divided = one_process_s(workload, table, parameters)
+    wire, exposed = data_parallel_s(workload, table, costs, stages, of_slowest("compute_s"))
+    parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
+    experts = exchanged_experts(table, costs, stages)
+    divided = torch_data_parallel_s(workload, table, parameters)
     sharded = sharded_parameters(table, parameters, experts)
     return StepTime(
         compute_s=microbatches * of_slowest("compute_s"),
@@ -124,20 +137,45 @@ def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats
     )
 
 
-def rank_slots(workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> list[RankSlot]:
+def micro_batch_times(
+    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]
+) -> list[MicroBatchTime]:
     """Return the seconds of one micro-batch on each of `stages`, as `step_time` counts them."""
-    links = _links(workload, table)
-    exchanges = _exchanges(workload, table, links)
-    return _slots(workload, table, costs, stages, links, exchanges, weight_work(workload, table))
+    return _slots(_StepContext.of(workload, table, costs), stages)
 
 
-def _links(workload: Workload, table: PlanTable) -> dict[Axis, GroupLinks]:
-    axes: tuple[Axis, ...] = ("tp", "pp")
-    return {axis: group_links(workload, table, axis) for axis in axes}
+@dataclass(frozen=True, eq=False)
+class _StepContext:
+    """What all stages of the plans of a table share."""
 
+    workload: Workload
+    table: PlanTable
+    costs: BlockCosts
+    tensor: GroupLinks
+    """Links of tensor parallelism."""
+    pipeline: GroupLinks
+    """Links between pipeline stages."""
+    exchanges: Exchanges
+    """Exchanges of context and expert parallelism in one block."""
+    work: WeightWork
+    """Weight handling of one micro-batch."""
 
-def _exchanges(workload: Workload, table: PlanTable, links: dict[Axis, GroupLinks]) -> Exchanges:
-    return Exchanges(*context_parallel_s(workload, table), *expert_exchange_s(workload, table, links["tp"]))
+    @classmethod
+    def of(cls, workload: Workload, table: PlanTable, costs: BlockCosts) -> _StepContext:
+        tensor, pipeline = group_links(workload, table, "tp"), group_links(workload, table, "pp")
+        exchanges = Exchanges(*context_parallel_s(workload, table), *expert_exchange_s(workload, table, tensor))
+        return cls(workload, table, costs, tensor, pipeline, exchanges, weight_work(workload, table))
+
+    def select(self, rows: Ints) -> _StepContext:
+        return _StepContext(
+            self.workload,
+            self.table.select(rows),
+            self.costs.select(rows),
+            self.tensor.select(rows),
+            self.pipeline.select(rows),
+            self.exchanges.select(rows),
+            self.work.select(rows),
+        )
 
 
 def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:
@@ -147,39 +185,23 @@ def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:
     return StageBlocks(rank=zeros[0], low=zeros, high=zeros + count, is_first=ones, is_last=ones)
 
 
-def _slots(
-    workload: Workload,
-    table: PlanTable,
-    costs: BlockCosts,
-    stages: list[StageBlocks],
-    links: dict[Axis, GroupLinks],
-    exchanges: Exchanges,
-    work: WeightWork,
-) -> list[RankSlot]:
+def _slots(context: _StepContext, stages: list[StageBlocks]) -> list[MicroBatchTime]:
     """Return the slot of each of `stages`; those of a single plan are computed side by side."""
-    if len(table) != 1:
-        return [_slot(workload, table, costs, stage, links, exchanges, work) for stage in stages]
-    rows = np.zeros(len(stages), dtype=np.int64)
-    of_ranks = {axis: group.select(rows) for axis, group in links.items()}
-    table, costs, work = table.select(rows), costs.select(rows), work.select(rows)
-    slot = _slot(workload, table, costs, joined_ranks(stages), of_ranks, exchanges.select(rows), work)
+    if len(context.table) != 1:
+        return [_slot(context, stage) for stage in stages]
+    slot = _slot(context.select(np.zeros(len(stages), dtype=np.int64)), joined_ranks(stages))
     return [
-        RankSlot(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot))) for rank in range(len(stages))
+        MicroBatchTime(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot)))
+        for rank in range(len(stages))
     ]
 
 
-def _slot(
-    workload: Workload,
-    table: PlanTable,
-    costs: BlockCosts,
-    stage: StageBlocks,
-    links: dict[Axis, GroupLinks],
-    of_block: Exchanges,
-    work: WeightWork,
-) -> RankSlot:
-    """Return the seconds of one micro-batch on a rank; `of_block` are what context and expert parallelism exchange."""
-    key, framework, tp, pp = costs.key, workload.framework, links["tp"], links["pp"]
-    is_full = table.recompute == RECOMPUTES.index("full")
+def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
+    """Return the seconds of one micro-batch on a rank."""
+    workload, table, costs, work = context.workload, context.table, context.costs, context.work
+    tp, pp, of_block = context.tensor, context.pipeline, context.exchanges
+    key, framework = costs.key, workload.framework
+    is_full = table.recompute == RecomputeCode.FULL
     forward, backward, again = _passes(workload, costs, stage, work)
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
@@ -204,21 +226,21 @@ def _slot(
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
     gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
     sends = transfers * (framework.pipeline.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
-    context, expert = of_block.context_s * stage.num_blocks, of_block.expert_s * stage.num_blocks
+    context_s, expert_s = of_block.context_s * stage.num_blocks, of_block.expert_s * stage.num_blocks
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
-    return RankSlot(
-        forward_s=forward + forward_sends + context + expert + sends / 2 + ends / 3,
+    return MicroBatchTime(
+        forward_s=forward + forward_sends + context_s + expert_s + sends / 2 + ends / 3,
         weight_s=backward / 2 + ends / 3,
         end_s=ends,
         compute_s=forward + backward + ends,
         recompute_s=recompute,
         tensor_parallel_s=forward_sends * (1 + is_full) + backward_sends,
-        context_parallel_s=context + of_block.context_backward_s * stage.num_blocks,
-        expert_parallel_s=expert + of_block.expert_backward_s * stage.num_blocks,
+        context_parallel_s=context_s + of_block.context_backward_s * stage.num_blocks,
+        expert_parallel_s=expert_s + of_block.expert_backward_s * stage.num_blocks,
         send_s=sends,
         forward_tensor_parallel_s=forward_sends,
-        forward_context_parallel_s=context,
-        forward_expert_parallel_s=expert,
+        forward_context_parallel_s=context_s,
+        forward_expert_parallel_s=expert_s,
     )
 
 
@@ -232,7 +254,7 @@ def _passes(
         head = costs.head_copied_parameters[costs.key] * stage.is_last
         cast = work.cast * (stage.sum(costs, costs.copied_parameters) + head) / bandwidth
         again, backward = again + cast, backward + cast
-    weights = _parameters(costs, stage) / bandwidth
+    weights = stage_parameters(costs, stage) / bandwidth
     return again + work.forward * weights, backward + work.backward * weights, again
 
 
@@ -250,81 +272,3 @@ def _tensor_parallel(
         return 2.0 * all_reduce_s, 2.0 * all_reduce_s
     hidden = overlap_s(2.0 * all_reduce_s, backward_s / 2.0, slowdown=workload.constants.overlap_slowdown)
     return 2.0 * all_reduce_s, np.asarray((table.sequence_parallel == 1) * all_reduce_s + hidden)
-
-
-def _parameters(costs: BlockCosts, stage: StageBlocks) -> Floats:
-    ends = costs.embedding_parameters[costs.key] * stage.is_first + costs.head_parameters[costs.key] * stage.is_last
-    return stage.sum(costs, costs.parameters) + ends
-
-
-def _exchanged_experts(table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> Floats:
-    """Return the parameters of experts that a rank holds and not all others of dp and cp: 0 without ep."""
-    if not (table.ep > 1).any():
-        return np.zeros(len(table))
-    experts = np.max([stage.sum(costs, costs.expert_parameters) for stage in stages], axis=0)
-    return np.where(table.ep > 1, experts, 0.0)
-
-
-def _data_parallel(
-    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks], compute_s: Floats
-) -> tuple[Floats, Floats]:
-    """Return seconds on the wire and seconds exposed of gradient reduction and of ZeRO's gathers.
-
-    DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice or more and
-    reduces once in every micro-batch, each block's transfer behind its neighbour's compute; ZeRO-1 reduces and gathers
-    around the optimizer step, where nothing hides it. Overlap slows both sides by `overlap_slowdown` (Galvatron,
-    section 4).
-    """
-    constants, profile = workload.constants, workload.framework.data_parallel
-    links, replicas = data_links(workload, table)
-    parameters = np.max([_parameters(costs, stage) for stage in stages], axis=0)
-    num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
-    unit_bytes = float(workload.training.activation_bytes)
-    gradient_bytes = workload.framework.storage.gradient_bytes if workload.is_mixed_precision else 4.0
-    microbatches = table.num_microbatches
-    is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
-    # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
-    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if profile.gathers_each_weight else 1
-    units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
-    experts = _exchanged_experts(table, costs, stages)
-    unit = (parameters - experts) * gradient_bytes / units
-    # Ranks with equal shards then sum these (hybrid sharding; Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
-    reduce_s = units * (links.reduce_scatter_s(unit) + replicas.all_reduce_s(unit / table.shard_size))
-    gather_s = units * links.all_gather_s((parameters - experts) * unit_bytes / units)
-    all_reduce_s = links.all_reduce_s((parameters - experts) * gradient_bytes)
-    if experts.any():  # go over the ranks that hold the same ones
-        _, alike = expert_links(workload, table)
-        reduce_s = reduce_s + units * alike.reduce_scatter_s(experts * gradient_bytes / units)
-        gather_s = gather_s + units * alike.all_gather_s(experts * unit_bytes / units)
-        all_reduce_s = all_reduce_s + alike.all_reduce_s(experts * gradient_bytes)
-    block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
-    # A weight whose backward pass is further from its recomputed forward pass than what may stay is gathered again
-    # (DeepSpeed, stage3_max_reuse_distance).
-    is_full = table.recompute == RECOMPUTES.index("full")
-    lost = np.maximum(0.0, 1 - profile.max_live_elements / (2 * block)) if profile.max_live_elements else 0.0
-    gathers = 2.0 + is_full * lost
-    wire = np.select(
-        [is_zero_3, is_zero_2, is_zero_1],
-        [microbatches * (gathers * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],
-        all_reduce_s,
-    )
-    hidden = [microbatches * compute_s, compute_s * (1.0 if profile.overlaps_zero_1 else 0.0)]
-    behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if profile.overlaps_gradients else 0.0))
-    ahead = np.where(is_zero_3, np.maximum(0.0, 1 - profile.prefetch_elements / block), 0.0)
-    waited = gathers * gather_s * microbatches * ahead
-    # The embedding's gradient is the last of a backward pass, and nothing runs beside what is sent then.
-    embedding = costs.embedding_parameters[costs.key] / np.maximum(parameters, 1.0)
-    last = wire * np.maximum(embedding, 1 / np.maximum(num_blocks, 1)) / np.where(is_zero_3, microbatches, 1)
-    last = np.where(is_zero_1, 0.0, np.minimum(last, wire - waited))
-    overlapped = overlap_s(wire - waited - last, behind, slowdown=constants.overlap_slowdown)
-    return wire, waited + last + overlapped
-
-
-def overlap_s(transfer_s: Floats, compute_s: Floats, *, slowdown: float) -> Floats:
-    """Return what `transfer_s` of communication adds to `compute_s` of compute that runs at the same time.
-
-    While both run, each takes `slowdown` times as long (Galvatron, Miao et al. 2022, section 3.4): what is hidden still
-    costs `slowdown - 1` of the shorter one, and what is longer goes on alone.
-    """
-    shared = np.minimum(transfer_s, compute_s)
-    return np.asarray((slowdown - 1.0) * shared + np.maximum(transfer_s - compute_s, 0.0))

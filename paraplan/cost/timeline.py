@@ -1,4 +1,4 @@
-"""The course of one step of one plan: which rank computes, sends and waits when."""
+"""Timeline of one optimizer step: when each pipeline rank computes, communicates and idles."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.pipeline.simulation import (
     OperationKind,
+    PassSeconds,
     PipelineOperation,
-    StageSeconds,
     Timeline,
     simulate_pipeline,
 )
 from paraplan.cost.pipeline.stages import even_stage
 from paraplan.cost.plan_table import PlanTable
-from paraplan.cost.step import RankSlot, rank_slots
+from paraplan.cost.step import MicroBatchTime, micro_batch_times
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis, ParallelPlan
 
@@ -26,7 +26,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 
 class Transfer(NamedTuple):
-    """What one axis of a plan sends at one place of the course, and for how long somebody waits for it."""
+    """Exposed communication of one axis within an operation."""
 
     axis: Axis
     collective: Collective
@@ -49,7 +49,7 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepCourse:
+class StepTimeline:
     """One step on every pipeline rank: its operations, then what replicas exchange, then the optimizer.
 
     `reduction` is what is waited for after the operations, `hidden` what runs beside them, `optimizer_s` the seconds of
@@ -76,8 +76,8 @@ class StepCourse:
         return sum(each.end_s - each.start_s for part in self.ranks[rank] for each in part.transfers)
 
 
-def step_course(workload: Workload, estimate: PlanEstimate) -> StepCourse:
-    """Return the course of one step of an estimated plan; without a pipeline it has one rank, which all are like."""
+def step_timeline(workload: Workload, estimate: PlanEstimate) -> StepTimeline:
+    """Return the timeline of one step of an estimated plan; without a pipeline it has one rank, which all are like."""
     plan = estimate.plan
     slots = _slots(workload, plan)
     timeline = _timeline(plan, slots)
@@ -88,7 +88,7 @@ def step_course(workload: Workload, estimate: PlanEstimate) -> StepCourse:
     step, end_s = estimate.step, timeline.end_s
     hidden_s = min(max(0.0, step.data_parallel_wire_s - step.data_parallel_s), end_s)
     kinds = _reduction_kinds(workload, plan)
-    return StepCourse(
+    return StepTimeline(
         ranks=ranks,
         reduction=_row("dp", kinds, end_s, step.data_parallel_s),
         hidden=_row("dp", kinds, end_s - hidden_s, hidden_s),
@@ -98,7 +98,7 @@ def step_course(workload: Workload, estimate: PlanEstimate) -> StepCourse:
     )
 
 
-def pipeline_course(workload: Workload, plan: ParallelPlan) -> Timeline | None:
+def pipeline_timeline(workload: Workload, plan: ParallelPlan) -> Timeline | None:
     """Return every rank's operations of one step with their start and end, None for a plan without a pipeline.
 
     Seconds are those of the estimate: of each rank's blocks, with recomputation, what tensor parallelism adds and the
@@ -107,38 +107,33 @@ def pipeline_course(workload: Workload, plan: ParallelPlan) -> Timeline | None:
     return None if plan.pipeline_schedule is None else _timeline(plan, _slots(workload, plan))
 
 
-def _slots(workload: Workload, plan: ParallelPlan) -> list[RankSlot]:
+def _slots(workload: Workload, plan: ParallelPlan) -> list[MicroBatchTime]:
     table = PlanTable.of_plans([plan])
     costs = block_costs(workload, table)
     bounds = None if plan.stage_blocks is None else np.cumsum([0, *plan.stage_blocks])
     stages = [even_stage(table, workload.model.num_blocks, np.array([rank]), bounds) for rank in range(plan.pp)]
-    return rank_slots(workload, table, costs, stages)
+    return micro_batch_times(workload, table, costs, stages)
 
 
-def _timeline(plan: ParallelPlan, slots: list[RankSlot]) -> Timeline:
-    ranks = [slot.of_rank for slot in slots]
-    last = plan.num_stages - 1
-    seconds = []
-    for stage in range(plan.num_stages):
-        rank = ranks[stage % plan.pp]
-        end_s, chunks = float(rank.end_s[0]), plan.virtual_pipeline_size
-        own_end_s = end_s if stage in (0, last) else 0.0
-        # A third of embedding and head is their forward pass, a third the gradient of their weights.
-        forward_s = (float(rank.forward_s[0]) - end_s / 3) / chunks + own_end_s / 3
-        backward_s = (float(rank.backward_s[0]) - end_s * 2 / 3) / chunks + own_end_s * 2 / 3
-        weight_s = (float(rank.weight_s[0]) - end_s / 3) / chunks + own_end_s / 3
-        seconds.append(StageSeconds(forward_s=forward_s, backward_s=backward_s, weight_s=weight_s))
+def _timeline(plan: ParallelPlan, slots: list[MicroBatchTime]) -> Timeline:
+    ends = (0, plan.num_stages - 1)
+    chunks = [
+        slots[stage % plan.pp].of_rank.chunk(plan.virtual_pipeline_size, has_end=stage in ends)
+        for stage in range(plan.num_stages)
+    ]
+    names = ("forward_s", "backward_s", "weight_s")
+    stages = PassSeconds(*(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names))
     schedule = plan.pipeline_schedule or "1f1b"
     is_interleaved = schedule == "1f1b" and plan.virtual_pipeline_size > 1
     return simulate_pipeline(
         "interleaved_1f1b" if is_interleaved else schedule,
-        seconds,
+        stages,
         num_ranks=plan.pp,
         num_microbatches=plan.num_microbatches,
     )
 
 
-def _slice(workload: Workload, plan: ParallelPlan, slot: RankSlot, operation: PipelineOperation) -> Slice:
+def _slice(workload: Workload, plan: ParallelPlan, slot: MicroBatchTime, operation: PipelineOperation) -> Slice:
     """Return an operation with its transfers: those of tensor, context and expert parallelism, then the send.
 
     The ranks that exchange rows of experts are among those of dp, where they are shown.

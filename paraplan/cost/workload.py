@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from paraplan.cost.cache import KnownCuts
-from paraplan.cost.calibrated import calibrated_constants
+from paraplan.cost.cache import CostCache
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
 from paraplan.cost.framework_files import load_framework
-from paraplan.hardware.bus_bandwidth import GroupSpeed
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
-from paraplan.hardware.profiles import Collective
+from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.training import TrainingSpec
 
@@ -29,12 +27,8 @@ class Workload:
     links: LinkSpeedTable
     framework: FrameworkProfile
     constants: CostConstants = field(default_factory=CostConstants)
-    group_speeds: dict[tuple[int, int, Collective], GroupSpeed] = field(default_factory=dict, init=False, repr=False)
-    """What groups of ranks reach, by size, distance and collective, as far as it was asked for."""
-    known_cuts: KnownCuts = field(default_factory=KnownCuts, init=False, repr=False)
-    """What blocks cost under the cuts that were asked about."""
-    known_paddings: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
-    """What shards are larger than even ones, by their number and whether tp divides layers, as far as asked for."""
+    cache: CostCache = field(default_factory=CostCache, init=False, repr=False)
+    """Costs that were computed for this workload before; a replaced workload starts an empty one."""
 
     @classmethod
     def of(
@@ -81,3 +75,24 @@ class Workload:
     def is_mixed_precision(self) -> bool:
         """True for training in 16 bits with fp32 master weights."""
         return self.training.precision != "fp32"
+
+
+def calibrated_constants(constants: CostConstants, gpu: GpuProfile) -> CostConstants:
+    """Return `constants` with those replaced that `paraplan calibrate` measured; all of them where it did not.
+
+    What matmuls and attention reach is read from the calibration itself (`KernelTimes`).
+    """
+    measured = gpu.calibration
+    if measured is None:
+        return constants
+    changes: dict[str, float] = {}
+    moved = measured.moved_bytes_per_s
+    if moved is not None:
+        changes["memory_bandwidth_efficiency"] = moved / gpu.memory_bandwidth_bytes_per_s
+    if measured.optimizer_s_per_parameter is not None:
+        # The step is priced as traffic at that bandwidth, so it counts as the traffic that takes as long.
+        moved = moved or gpu.memory_bandwidth_bytes_per_s * constants.memory_bandwidth_efficiency
+        changes["unfused_optimizer_bytes"] = measured.optimizer_s_per_parameter * moved
+    if measured.overlap_slowdown is not None:
+        changes["overlap_slowdown"] = measured.overlap_slowdown
+    return constants.replace(**changes)

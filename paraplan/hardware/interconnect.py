@@ -8,8 +8,8 @@ from itertools import pairwise
 from pydantic import Field
 
 from paraplan.hardware.bus_bandwidth import nearest_nics
+from paraplan.hardware.catalogue.machine_files import link_bandwidth
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.machine_files import link_bandwidth
 from paraplan.hardware.topology import GpuLink, NodeTopology
 from paraplan.records import Record
 from paraplan.units import format_bandwidth

@@ -191,6 +191,10 @@ class NodeTopology(Record):
             ),
         )
 
+    def first(self, count: int) -> NodeTopology:
+        """Return the machine with its first `count` GPUs and all of its NICs."""
+        return self.only([gpu.index for gpu in self.gpus[:count]])
+
     @property
     def nvlink_islands(self) -> list[list[int]]:
         """Sets of two or more GPUs that NVLink or xGMI connects, directly or through others, by smallest index."""

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from paraplan.errors import ProfileError
-from paraplan.hardware.profile_files import load_machine
+from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.plan.files import ClusterReference, PlanFile
 from paraplan.plan.parallel import Axis, ParallelPlan

@@ -22,8 +22,9 @@ from typing import TypeVar
 import paraplan
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.kernel_measurement import KernelEvent, KernelRequest
-from paraplan.hardware.link_measurement import (
+from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.hardware.measurement.kernels import KernelEvent, KernelRequest
+from paraplan.hardware.measurement.links import (
     CPU_MESSAGE_BYTES,
     GPU_MESSAGE_BYTES,
     LinkReport,
@@ -32,7 +33,6 @@ from paraplan.hardware.link_measurement import (
     groups_to_measure,
     report_links,
 )
-from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.topology import NodeTopology
 
 _START_ALLOWANCE_S = 180.0  # importing torch on slow disks, and one message that takes longer than the time for all

@@ -103,7 +103,7 @@ def check_disks(needs: Needs, *, folder: Path, shm: Path = Path("/dev/shm")) -> 
 
 def gpus_of_ranks(node: NodeTopology, environment: Mapping[str, str]) -> list[Gpu]:
     """Return the GPUs that CUDA shows under `environment`, in its order: that of the local ranks."""
-    from paraplan.hardware.cuda_view import cuda_view
+    from paraplan.hardware.probe.cuda_devices import cuda_view
 
     by_index = {gpu.index: gpu for gpu in node.gpus}
     return [by_index[device.nvml_index] for device in cuda_view(node.gpus, environment).devices]
@@ -131,7 +131,7 @@ def read_node() -> NodeTopology | None:
     if not has_driver(Path(os.sep)):
         return None
     from paraplan.errors import NoGpuError
-    from paraplan.hardware.nvml import read_this_machine
+    from paraplan.hardware.probe.nvml import read_this_machine
 
     try:
         return read_this_machine()

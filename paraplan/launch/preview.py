@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paraplan.hardware.profile_files import cluster_from_profile, load_machine
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
 from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.dry_run import CHOSEN_AT_START, LaunchTarget, plan_launch
 from paraplan.launch.nodes.hosts import Host, read_host_file

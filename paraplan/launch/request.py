@@ -63,7 +63,7 @@ class LaunchRequest:
 
 def gpus_of_this_machine() -> Sequence[Gpu]:
     """Return this machine's GPUs as its driver lists them. Raises `NoGpuError` where there is none."""
-    from paraplan.hardware.nvml import read_this_machine  # only --gpus needs the driver's list
+    from paraplan.hardware.probe.nvml import read_this_machine  # only --gpus needs the driver's list
 
     return read_this_machine().gpus
 
@@ -140,7 +140,7 @@ def _chosen_gpus(
     """Return the devices of `--gpus` as CUDA_VISIBLE_DEVICES names them, chosen as `paraplan topo --gpus` chooses."""
     if words is None:
         return None
-    from paraplan.hardware.cuda_view import cuda_view, select_gpus, visible_devices
+    from paraplan.hardware.probe.cuda_devices import cuda_view, select_gpus, visible_devices
 
     try:
         gpus = read_gpus()

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from paraplan.cost.estimate import PlanEstimate
-from paraplan.cost.timeline import Slice, StepCourse, Transfer, step_course
+from paraplan.cost.timeline import Slice, StepTimeline, Transfer, step_timeline
 from paraplan.cost.workload import Workload
 from paraplan.plan.ranks import RankGrid
-from paraplan.report.course_chart import slice_words, transfer_words
+from paraplan.report.timeline_chart import slice_words, transfer_words
 
 COMPUTE, COMMUNICATION, HIDDEN = 0, 1, 2
 """Tracks of a rank: operations, what is waited for, and what runs beside operations."""
@@ -30,7 +30,7 @@ def chrome_trace(workload: Workload, estimate: PlanEstimate) -> dict[str, Any]:
 
     `paraplan` beside the events says what was predicted, in seconds.
     """
-    course, plan = step_course(workload, estimate), estimate.plan
+    timeline, plan = step_timeline(workload, estimate), estimate.plan
     grid = RankGrid.of_plan(plan)
     events: list[dict[str, Any]] = []
     for rank in range(plan.pp):
@@ -38,7 +38,7 @@ def chrome_trace(workload: Workload, estimate: PlanEstimate) -> dict[str, Any]:
         first = grid.rank(pp=rank)
         where = f"stage {stages}" if plan.num_stages > 1 else "the whole model"
         events += _names(rank, f"rank {first}: {where}", sort_index=rank)
-        events += _events(course, rank)
+        events += _events(timeline, rank)
     cluster, training = workload.cluster, workload.training
     return {
         "traceEvents": events,
@@ -62,26 +62,26 @@ def _names(process: int, name: str, *, sort_index: int) -> Iterator[dict[str, An
         yield {"ph": "M", "pid": process, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}}
 
 
-def _events(course: StepCourse, rank: int) -> Iterator[dict[str, Any]]:
-    for operation in course.ranks[rank]:
-        yield _operation(course, rank, operation)
+def _events(timeline: StepTimeline, rank: int) -> Iterator[dict[str, Any]]:
+    for operation in timeline.ranks[rank]:
+        yield _operation(timeline, rank, operation)
         for transfer in operation.transfers:
             yield _transfer(rank, COMMUNICATION, transfer)
-    for track, transfers in ((COMMUNICATION, course.reduction), (HIDDEN, course.hidden)):
+    for track, transfers in ((COMMUNICATION, timeline.reduction), (HIDDEN, timeline.hidden)):
         for transfer in transfers:
             yield _transfer(rank, track, transfer)
-    start = course.step_time_s - course.optimizer_s
-    yield _event(rank, COMPUTE, "optimizer step", "optimizer", start, course.step_time_s, {})
+    start = timeline.step_time_s - timeline.optimizer_s
+    yield _event(rank, COMPUTE, "optimizer step", "optimizer", start, timeline.step_time_s, {})
 
 
-def _operation(course: StepCourse, rank: int, operation: Slice) -> dict[str, Any]:
+def _operation(timeline: StepTimeline, rank: int, operation: Slice) -> dict[str, Any]:
     end = operation.transfers[0].start_s if operation.transfers else operation.end_s
     arguments = {
         "micro_batch": operation.micro_batch,
         "stage": operation.virtual_stage,
         "with_communication_ms": round((operation.end_s - operation.start_s) * 1e3, 6),
     }
-    name = slice_words(operation, course)
+    name = slice_words(operation, timeline)
     return _event(rank, COMPUTE, name, operation.kind, operation.start_s, end, arguments)
 
 

@@ -7,18 +7,18 @@ from html import escape
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlannedPlacement
-from paraplan.plan.placement import place
-from paraplan.plan.traffic import axis_traffic
+from paraplan.plan.placement.place import place
+from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.report.chart_svg import ChartRenderer
 from paraplan.report.page import page, paragraph
 from paraplan.report.plan_sections import (
-    course_section,
     gpus,
     memory_section,
     plan_facts,
     plan_remarks,
     ranks_section,
     step_section,
+    timeline_section,
     workload_lines,
 )
 from paraplan.report.plan_words import plan_in_words
@@ -52,7 +52,7 @@ def estimate_page(workload: Workload, estimate: PlanEstimate) -> str:
         sections=[
             memory_section(workload, estimate, renderer),
             step_section(estimate),
-            course_section(workload, estimate, renderer),
+            timeline_section(workload, estimate, renderer),
             ranks_section(workload, estimate, placement),
         ],
     )

@@ -1,4 +1,4 @@
-"""The sections about one plan: its memory, its step, its course, its ranks on the machine."""
+"""The sections about one plan: its memory, its step, its timeline, its ranks on the machine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from paraplan.accuracy.intervals import step_interval
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
-from paraplan.cost.timeline import StepCourse, step_course
+from paraplan.cost.timeline import StepTimeline, step_timeline
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlannedPlacement
 from paraplan.report.chart_svg import NARROW, WIDE, ChartRenderer
 from paraplan.report.charts import MEMORY_PARTS, memory_chart, shown_stages
-from paraplan.report.course_chart import course_chart, shown_rows
 from paraplan.report.page import Column, Row, details, facts, figure, paragraph, section, table
 from paraplan.report.plan_words import cautions
 from paraplan.report.rank_map import axis_groups, map_table
 from paraplan.report.short_text import basis_in_words
+from paraplan.report.timeline_chart import shown_rows, timeline_chart
 from paraplan.report.topology_svg import GroupRow, render_svg
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_flops, format_seconds
 
@@ -128,26 +128,26 @@ def step_section(estimate: PlanEstimate) -> str:
     )
 
 
-def course_section(workload: Workload, estimate: PlanEstimate, renderer: ChartRenderer) -> str:
-    """Return the course of one step: who computes, sends and waits when."""
-    course, plan = step_course(workload, estimate), estimate.plan
+def timeline_section(workload: Workload, estimate: PlanEstimate, renderer: ChartRenderer) -> str:
+    """Return the timeline of one step: who computes, sends and waits when."""
+    timeline, plan = step_timeline(workload, estimate), estimate.plan
     label = f"Course of one step of {plan.describe()}"
     wide, narrow = (
-        renderer.render(course_chart(course, width=width), label=label, width=width, is_picture=True)
+        renderer.render(timeline_chart(timeline, width=width), label=label, width=width, is_picture=True)
         for width in (WIDE, NARROW)
     )
-    left_out = len(course.ranks) - len(shown_rows(len(course.ranks)))
+    left_out = len(timeline.ranks) - len(shown_rows(len(timeline.ranks)))
     caption = "Numbers are micro-batches. Communication inside a pass is drawn at its end; it runs between kernels."
     if plan.virtual_pipeline_size > 1:
         caption += " Every second chunk of a rank is paler."
     if left_out:
         caption += f" {left_out} ranks in the middle are left out."
-    if len(course.ranks) > 1:
-        worst = max(course.waiting_s(rank) for rank in range(len(course.ranks)))
+    if len(timeline.ranks) > 1:
+        worst = max(timeline.waiting_s(rank) for rank in range(len(timeline.ranks)))
         sentence = (
             f"A pipeline of {plan.pp} ranks and {plan.num_stages} stages under {plan.pipeline_schedule}, "
             f"{plan.num_microbatches} micro-batches. A rank waits {format_seconds(worst)} at most, "
-            f"{worst / course.step_time_s:.1%} of the step."
+            f"{worst / timeline.step_time_s:.1%} of the step."
         )
     else:
         one = (
@@ -159,7 +159,7 @@ def course_section(workload: Workload, estimate: PlanEstimate, renderer: ChartRe
     return section(
         "Course of a step",
         paragraph(sentence),
-        figure(wide=wide, narrow=narrow, caption=caption, below=details("As a table", _course_table(course))),
+        figure(wide=wide, narrow=narrow, caption=caption, below=details("As a table", _timeline_table(timeline))),
     )
 
 
@@ -222,7 +222,7 @@ def _memory_table(memory: Sequence[MemoryEstimate]) -> str:
     return table(columns, rows, caption="Memory of a GPU by parts")
 
 
-def _course_table(course: StepCourse) -> str:
+def _timeline_table(timeline: StepTimeline) -> str:
     columns = [
         Column("pipeline rank"),
         Column("in passes", is_number=True),
@@ -234,12 +234,12 @@ def _course_table(course: StepCourse) -> str:
         Row(
             (
                 f"rank {rank}",
-                format_seconds(course.busy_s(rank)),
-                format_seconds(course.sending_s(rank)),
-                format_seconds(course.waiting_s(rank)),
-                f"{course.waiting_s(rank) / course.step_time_s:.1%}",
+                format_seconds(timeline.busy_s(rank)),
+                format_seconds(timeline.sending_s(rank)),
+                format_seconds(timeline.waiting_s(rank)),
+                f"{timeline.waiting_s(rank) / timeline.step_time_s:.1%}",
             )
         )
-        for rank in range(len(course.ranks))
+        for rank in range(len(timeline.ranks))
     ]
     return table(columns, rows, caption="What each rank does in a step, before gradients are reduced")

@@ -10,13 +10,13 @@ from paraplan.report.chart_svg import HALF, NARROW, WIDE, ChartRenderer
 from paraplan.report.charts import cost_chart, plans_chart, throughput_chart
 from paraplan.report.page import Column, Row, code, details, facts, figure, page, paragraph, section, table
 from paraplan.report.plan_sections import (
-    course_section,
     gpus,
     memory_section,
     plan_facts,
     plan_remarks,
     ranks_section,
     step_section,
+    timeline_section,
     workload_lines,
 )
 from paraplan.report.plan_words import plan_in_words
@@ -46,7 +46,7 @@ def recommendation_page(answer: Recommendation, *, sizes: Sequence[SizeOffer], c
             _plans(result, renderer),
             memory_section(workload, best, renderer),
             step_section(best),
-            course_section(workload, best, renderer),
+            timeline_section(workload, best, renderer),
             ranks_section(workload, best, answer.placement),
             _sizes(workload, sizes, renderer),
             _budget(answer.budget),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paraplan.records import Record
-from paraplan.report.course_chart import COLLECTIVE_WORDS
 from paraplan.report.step_profile import StepProfile
+from paraplan.report.timeline_chart import COLLECTIVE_WORDS
 from paraplan.units import format_seconds
 
 _WORTH_NAMING = 0.02

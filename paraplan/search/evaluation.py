@@ -10,9 +10,10 @@ import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.estimate import fits, peak_memory, step_times
-from paraplan.cost.memory.peak import RankMemory, host_bytes
+from paraplan.cost.memory.peak import host_bytes
+from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.pipeline.stages import even_stage, fullest_ranks, running_parameters
-from paraplan.cost.plan_table import COLUMNS, OFFLOADS, Floats, Ints, Mask, PlanTable, first_rows
+from paraplan.cost.plan_table import COLUMNS, Floats, Ints, Mask, OffloadCode, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.search.lower_bound import least_step_s
@@ -177,7 +178,7 @@ class MemorySurvey:
 
 def exceeds_host(workload: Workload, table: PlanTable, costs: BlockCosts | None = None) -> Mask:
     """Return which plans offload more than a node's memory holds."""
-    offloads = np.flatnonzero(table.offload != OFFLOADS.index("none"))
+    offloads = np.flatnonzero(table.offload != OffloadCode.NONE)
     exceeds = np.zeros(len(table), dtype=bool)
     limit = workload.cluster.host_memory_bytes
     if limit is None or not len(offloads):

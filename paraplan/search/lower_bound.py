@@ -6,10 +6,9 @@ import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.communication.collectives import fastest_links
-from paraplan.cost.communication.context import context_parallel_s
-from paraplan.cost.communication.experts import expert_exchange_s
+from paraplan.cost.communication.exchanges import context_parallel_s, expert_exchange_s
 from paraplan.cost.communication.offload import offload_gather_s
-from paraplan.cost.plan_table import RECOMPUTES, SCHEDULES, Floats, PlanTable
+from paraplan.cost.plan_table import SCHEDULES, Floats, PlanTable, RecomputeCode
 from paraplan.cost.step import optimizer_s
 from paraplan.cost.workload import Workload
 from paraplan.hardware.profiles import Collective
@@ -17,7 +16,6 @@ from paraplan.hardware.profiles import Collective
 _GPIPE, _ONE_FORWARD, _INTERLEAVED, _ZERO_BUBBLE = (
     SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 )
-_FULL = RECOMPUTES.index("full")
 
 
 def least_step_s(workload: Workload, table: PlanTable, costs: BlockCosts | None = None) -> Floats:
@@ -38,7 +36,7 @@ def least_step_s(workload: Workload, table: PlanTable, costs: BlockCosts | None 
 def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats:
     """Return the seconds of one micro-batch in all blocks."""
     key, num_blocks = costs.key, workload.model.num_blocks
-    is_full = table.recompute == _FULL
+    is_full = table.recompute == RecomputeCode.FULL
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     all_reduce_s = fastest_links(workload, table.tp, "all_reduce").all_reduce_s(activation)
     backward_sends = table.sequence_parallel if workload.framework.tensor_parallel.overlaps_backward else 2.0

@@ -17,8 +17,8 @@ from paraplan.plan.files import (
     PlannedMemory,
     PlannedPlacement,
 )
-from paraplan.plan.placement import place
-from paraplan.plan.traffic import axis_traffic
+from paraplan.plan.placement.place import place
+from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.results import Objective, SearchResult
 from paraplan.search.search import search

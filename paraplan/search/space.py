@@ -11,7 +11,7 @@ from math import gcd
 import numpy as np
 
 from paraplan.cost.pipeline.simulation import round_size
-from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, PlanTable, distinct_rows
+from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, OffloadCode, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.compatibility import (
@@ -324,7 +324,7 @@ class PlanSpace:
             return f"{self.workload.framework.title} has no {schedule} schedule"
         if table.schedule[row] == _INTERLEAVED and count % round_size(count, pp):
             return "interleaved stages need micro-batches in equal rounds, such as a multiple of pp"
-        if table.offload[row] == OFFLOADS.index("parameters") and table.zero_stage[row] < 3:
+        if table.offload[row] == OffloadCode.PARAMETERS and table.zero_stage[row] < 3:
             return "parameters are offloaded under ZeRO-3 only"
         return None
 

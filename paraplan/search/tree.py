@@ -235,7 +235,7 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
     needed = state + memory.activation_bytes + memory.workspace_bytes
     has_gpus = cluster.gpu.vendor != "cpu"
     has_choice = has_gpus and cluster.num_nodes == 1 < cluster.num_gpus and needed <= workload.usable_memory_bytes
-    ddp_s, one_process_s = _steps_of_processes(workload) if has_choice else (None, None)
+    ddp_s, torch_data_parallel_s = _steps_of_processes(workload) if has_choice else (None, None)
     return TreeFacts(
         num_gpus=cluster.num_gpus,
         num_nodes=cluster.num_nodes,
@@ -246,7 +246,7 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
         node=inside,
         network=between,
         ddp_step_s=ddp_s,
-        one_process_step_s=one_process_s,
+        one_process_step_s=torch_data_parallel_s,
         has_gpus=has_gpus,
         sequence_bytes=memory.activation_bytes,
         num_experts=model.num_experts,

@@ -52,20 +52,12 @@ def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
     First parts of one machine, then machines, in steps of two.
     """
     for count in divisors(cluster.gpus_per_node)[:-1]:
-        yield first_gpus(cluster, count)
+        yield cluster.replace(num_nodes=1, node=cluster.node.first(count))
     nodes = 1
     while nodes < cluster.num_nodes:
         yield cluster.replace(num_nodes=nodes)
         nodes *= 2
     yield cluster
-
-
-def first_gpus(cluster: Cluster, count: int) -> Cluster:
-    """Return one machine of a cluster with its first `count` GPUs."""
-    gpus = cluster.node.gpus[:count]
-    kept = {gpu.index for gpu in gpus}
-    links = tuple(link for link in cluster.node.links if {link.gpu_a, link.gpu_b} <= kept)
-    return cluster.replace(num_nodes=1, node=cluster.node.replace(gpus=gpus, links=links))
 
 
 def fewest_gpus(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> Cluster | None:

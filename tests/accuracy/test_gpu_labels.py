@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paraplan.accuracy.machines import gpu_by_label
-from paraplan.hardware.profile_files import find_gpu, list_gpus, load_gpu
+from paraplan.hardware.catalogue.profile_files import find_gpu, list_gpus, load_gpu
 
 KIND_OF_LABEL = {
     "A10-24GB": "a10",

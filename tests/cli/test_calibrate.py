@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
-from paraplan.hardware.profile_files import cluster_from_profile
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 
 
 def run(*arguments: str) -> tuple[int, str, str]:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from paraplan.cli.explain import TOPICS, read_topic
 from paraplan.cli.main import app
 from paraplan.cli.timeline import rank_line, windows_of
-from paraplan.cost.pipeline.simulation import StageSeconds, simulate_pipeline
+from paraplan.cost.pipeline.simulation import PassSeconds, simulate_pipeline
 from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.ranks import RankGrid
 
@@ -109,7 +110,9 @@ def test_the_groups_that_are_drawn_are_those_of_the_grid() -> None:
 
 
 def test_the_pipeline_that_is_drawn_is_that_of_the_simulation() -> None:
-    found = simulate_pipeline("1f1b", [StageSeconds(1.0, 2.0, 1.0)] * 4, num_ranks=4, num_microbatches=8)
+    found = simulate_pipeline(
+        "1f1b", PassSeconds(*(np.full(4, seconds) for seconds in (1.0, 2.0, 1.0))), num_ranks=4, num_microbatches=8
+    )
     text = read_topic("plans-and-ranks").text
     for rank, operations in enumerate(found.ranks):
         assert f"    rank  {rank}  {rank_line(operations, windows_of(found, columns=60)).plain}\n" in text

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
-from paraplan.hardware.profile_files import load_gpu, load_machine
+from paraplan.hardware.catalogue.profile_files import load_gpu, load_machine
 
 runner = CliRunner()
 

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from paraplan.cli.timeline import print_timeline, rank_line, shown_ranks, windows_of
-from paraplan.cost.pipeline.simulation import StageSeconds, Timeline, simulate_pipeline
+from paraplan.cost.pipeline.simulation import PassSeconds, Timeline, simulate_pipeline
 from paraplan.plan.parallel import ScheduleName
 
 
 def timeline(schedule: ScheduleName, *, ranks: int, micro_batches: int, chunks: int = 1) -> Timeline:
-    stages = [StageSeconds(1.0, 2.0, 1.0)] * (ranks * chunks)
+    stages = PassSeconds(*(np.full(ranks * chunks, seconds) for seconds in (1.0, 2.0, 1.0)))
     return simulate_pipeline(schedule, stages, num_ranks=ranks, num_microbatches=micro_batches)
 
 

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from paraplan.cli.topo_measure import print_links
 from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth
-from paraplan.hardware.link_measurement import (
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
+from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.hardware.measurement.links import (
     GPU_MESSAGE_BYTES,
     LinkReport,
     RankEvent,
@@ -21,8 +23,6 @@ from paraplan.hardware.link_measurement import (
     groups_to_measure,
     report_links,
 )
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile, load_machine
 
 TABLE = load_link_speeds()
 

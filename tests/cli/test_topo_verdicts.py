@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from paraplan.cli.topo import app
 from paraplan.cli.topology_tables import print_topology, shared_nic_lines
-from paraplan.hardware.formats import read_topology
+from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.interconnect import InterconnectThresholds
-from paraplan.hardware.profile_files import load_machine
+from paraplan.hardware.readers.any_text import read_topology
 from paraplan.hardware.survey import MachineSurvey, survey_node
 
 WITHOUT_NAMES = (

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.cost.calibrated import calibrated_constants
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.estimate import StepEstimate, estimate_plan
-from paraplan.cost.workload import Workload
+from paraplan.cost.workload import Workload, calibrated_constants
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine, save_machine
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile, load_machine, save_machine
 from paraplan.hardware.profiles import KernelCalibration, KernelFit, MeasuredCollective
 from paraplan.model.reader import read_model
 from paraplan.plan.parallel import ParallelPlan

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from paraplan.cost.communication.context import context_parallel_s
+from paraplan.cost.communication.exchanges import context_parallel_s
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload

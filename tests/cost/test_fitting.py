@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from paraplan.cost.capacity import FitRow, largest_layer, what_fits
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.workload import Workload
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.model.reader import read_model
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec

@@ -12,11 +12,10 @@ from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.memory import loss_memory
 from paraplan.cost.memory.optimizers import optimizer_states
-from paraplan.cost.memory.peak import host_bytes
+from paraplan.cost.memory.overheads import matmul_workspace_bytes
+from paraplan.cost.memory.peak import host_bytes, loss_backward_bytes
 from paraplan.cost.memory.rank import RankMemory
-from paraplan.cost.memory.workspaces import matmul_workspace_bytes
 from paraplan.cost.pipeline.stages import chunk_in_flight, even_stage
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
@@ -183,7 +182,7 @@ def test_the_loss_holds_its_bytes_a_logit(
     workload: MakeWorkload, tp: int, framework: FrameworkProfile, each: int
 ) -> None:
     held = rank(gpt(workload, framework), tp=tp, micro_batch_size=B)
-    assert one(loss_memory.backward_bytes(held)) == each * B * S * V / tp
+    assert one(loss_backward_bytes(held)) == each * B * S * V / tp
 
 
 def test_torch_pipelines_allocate_every_receive_and_keep_what_is_in_flight(workload: MakeWorkload) -> None:

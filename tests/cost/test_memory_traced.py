@@ -14,8 +14,8 @@ from torch import nn
 
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.reader import read_fields
 from paraplan.model.spec import ModelSpec

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraplan.cost.pipeline.runs import StageRuns
-from paraplan.cost.pipeline.schedule import Pipelines, pipeline_s
-from paraplan.cost.pipeline.simulation import StageSeconds, Timeline, simulate_pipeline
-from paraplan.cost.plan_table import SCHEDULES
+from paraplan.cost.pipeline.bubble import Pipelines, StageRuns, pipeline_s
+from paraplan.cost.pipeline.simulation import PassSeconds, Timeline, simulate_pipeline
+from paraplan.cost.plan_table import SCHEDULES, ScheduleCode
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ScheduleName
 
-EQUAL = StageSeconds(forward_s=1.0, backward_s=2.0, weight_s=1.0)
+
+def equal_stages(count: int) -> PassSeconds:
+    """Return stages of one second forward and two backward, half of that for weights."""
+    return PassSeconds(np.full(count, 1.0), np.full(count, 2.0), np.full(count, 1.0))
 
 
-def simulated(schedule: ScheduleName, *, ranks: int, count: int, virtual: int = 1, send_s: float = 0.0) -> Timeline:
-    return simulate_pipeline(
-        schedule, [EQUAL] * (ranks * virtual), num_ranks=ranks, num_microbatches=count, send_s=send_s
-    )
+def simulated(schedule: ScheduleName, *, ranks: int, count: int, virtual: int = 1) -> Timeline:
+    return simulate_pipeline(schedule, equal_stages(ranks * virtual), num_ranks=ranks, num_microbatches=count)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -43,14 +43,8 @@ def test_zero_bubble_leaves_what_the_paper_says() -> None:
     assert simulated("zero_bubble", ranks=4, count=8).end_s == pytest.approx(8 * 3.0 + 3 * (1.0 + 1.0 - 1.0))
 
 
-def test_sends_of_gpipe_are_waited_for_once_and_those_of_1f1b_in_every_micro_batch() -> None:
-    assert simulated("gpipe", ranks=4, count=32, send_s=0.1).end_s == pytest.approx(35 * 3.0 + 6 * 0.1)
-    slower_s = simulated("1f1b", ranks=4, count=32, send_s=0.1).end_s - 35 * 3.0
-    assert slower_s == pytest.approx(32 * 0.2 * 3 / 4, rel=0.1)
-
-
 def test_a_timeline_names_every_operation_once_and_in_time() -> None:
-    timeline = simulated("zero_bubble", ranks=3, count=5, virtual=2, send_s=0.25)
+    timeline = simulated("zero_bubble", ranks=3, count=5, virtual=2)
     ends = {}
     for operations in timeline.ranks:
         for before, after in pairwise(operations):
@@ -60,23 +54,23 @@ def test_a_timeline_names_every_operation_once_and_in_time() -> None:
     assert timeline.busy_s(0) == pytest.approx(5 * 2 * 3.0)
     for (kind, micro_batch, stage), one in ends.items():
         if kind == "forward" and stage > 0:
-            assert one.start_s >= ends["forward", micro_batch, stage - 1].end_s + 0.25
+            assert one.start_s >= ends["forward", micro_batch, stage - 1].end_s
         if kind == "backward" and stage < 5:
-            assert one.start_s >= ends["backward", micro_batch, stage + 1].end_s + 0.25
+            assert one.start_s >= ends["backward", micro_batch, stage + 1].end_s
         if kind == "weight":
             assert one.start_s >= ends["backward", micro_batch, stage].end_s
 
 
 def test_stages_that_do_not_divide_over_the_ranks_are_refused() -> None:
     with pytest.raises(PlanError, match="3 stages do not divide over 2"):
-        simulate_pipeline("1f1b", [EQUAL] * 3, num_ranks=2, num_microbatches=4)
+        simulate_pipeline("1f1b", equal_stages(3), num_ranks=2, num_microbatches=4)
     with pytest.raises(PlanError, match=r"10 micro-batches do not make equal rounds.*use 9 or 12"):
-        simulate_pipeline("interleaved_1f1b", [EQUAL] * 6, num_ranks=3, num_microbatches=10)
+        simulate_pipeline("interleaved_1f1b", equal_stages(6), num_ranks=3, num_microbatches=10)
 
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> Pipelines:
-    """One pipeline of a wide set: ends of other length than the middle, two kinds of middle stages, and sends."""
+    """One pipeline of a wide set: ends of other length than the middle and two kinds of middle stages."""
     schedule = draw(st.sampled_from([name for name in SCHEDULES if name]))
     ranks = draw(st.integers(1, 12))
     virtual = draw(st.integers(2, 3)) if schedule == "interleaved_1f1b" and ranks > 1 else 1
@@ -98,46 +92,38 @@ def pipelines(draw: st.DrawFn) -> Pipelines:
         num_microbatches=np.array([count]),
         stages=StageRuns(
             counts=np.array([counts]).T,
-            forward_s=forward,
-            backward_s=backward,
-            weight_s=backward * draw(st.floats(0.3, 0.5)),
-            send_s=np.array([draw(st.sampled_from([0.0, 0.02, 0.1, 0.25])) * float(forward.min())]),
+            passes=PassSeconds(forward, backward, backward * draw(st.floats(0.3, 0.5))),
         ),
     )
 
 
-def course_s(pipeline: Pipelines) -> float:
+def simulated_s(pipeline: Pipelines) -> float:
     """Return the seconds of a table of one pipeline, by simulation."""
-    runs = pipeline.stages
-    stages = [
-        StageSeconds(float(runs.forward_s[run, 0]), float(runs.backward_s[run, 0]), float(runs.weight_s[run, 0]))
-        for run in range(len(runs.counts))
-        for _ in range(int(runs.counts[run, 0]))
-    ]
+    runs, counts = pipeline.stages, pipeline.stages.counts[:, 0]
+    passes = runs.passes
+    stages = PassSeconds(
+        *(np.repeat(each[:, 0], counts) for each in (passes.forward_s, passes.backward_s, passes.weight_s))
+    )
     return simulate_pipeline(
         SCHEDULES[pipeline.schedule[0]] or "gpipe",
         stages,
         num_ranks=int(pipeline.pp[0]),
         num_microbatches=int(pipeline.num_microbatches[0]),
-        send_s=float(runs.send_s[0]),
     ).end_s
 
 
 @settings(max_examples=150, deadline=None)
 @given(pipelines())
 def test_the_form_that_is_searched_with_is_within_a_percent_of_the_simulation(pipeline: Pipelines) -> None:
-    expected_s = course_s(pipeline)
+    expected_s = simulated_s(pipeline)
     assert pipeline_s(pipeline)[0] == pytest.approx(expected_s, rel=0.01)
 
 
 def test_equal_pipelines_of_a_table_have_equal_times_and_others_their_own() -> None:
     runs = StageRuns(
         counts=np.array([[4, 4, 4]]),
-        forward_s=np.array([[1.0, 1.0, 2.0]]),
-        backward_s=np.array([[2.0, 2.0, 4.0]]),
-        weight_s=np.zeros((1, 3)),
-        send_s=np.zeros(3),
+        passes=PassSeconds(np.array([[1.0, 1.0, 2.0]]), np.array([[2.0, 2.0, 4.0]]), np.zeros((1, 3))),
     )
-    schedule = np.full(3, SCHEDULES.index("1f1b"))
+    schedule = np.full(3, ScheduleCode.ONE_FORWARD_ONE_BACKWARD)
     found = pipeline_s(Pipelines(schedule, np.full(3, 4), np.ones(3, dtype=np.int64), np.full(3, 8), runs))
     assert found.tolist() == pytest.approx([33.0, 33.0, 66.0])

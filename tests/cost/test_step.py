@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paraplan.cost.communication.collectives import overlap_s
 from paraplan.cost.estimate import evaluate_plan, step_times
 from paraplan.cost.plan_table import PlanTable
-from paraplan.cost.step import overlap_s
 from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
-from paraplan.hardware.profile_files import cluster_from_profile, list_machines
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_machines
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
 
 MakeWorkload = Callable[..., Workload]

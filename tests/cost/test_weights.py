@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paraplan.cost.communication.weights import weight_work
+from paraplan.cost.communication.data_parallel import weight_work
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework

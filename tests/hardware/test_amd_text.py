@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.formats import read_topology
+from paraplan.hardware.readers.any_text import read_topology
 from paraplan.hardware.topology import LinkType, NodeTopology
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from paraplan.errors import ProfileError
 from paraplan.hardware.architecture import LinkRates, architecture_of, list_architectures, load_architecture
-from paraplan.hardware.profile_files import list_gpus, list_machines, list_networks, load_gpu
+from paraplan.hardware.catalogue.profile_files import list_gpus, list_machines, list_networks, load_gpu
 
 
 def test_every_bundled_gpu_has_an_architecture_with_its_capability() -> None:

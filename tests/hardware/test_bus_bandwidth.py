@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from paraplan.errors import ProfileError
 from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth, bus_factor, inside_link, nearest_nics
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_machines
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile, list_machines
 from paraplan.hardware.profiles import Collective, MeasuredCollective
 
 TABLE = load_link_speeds()

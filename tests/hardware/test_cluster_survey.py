@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paraplan.hardware.cluster_survey import survey_nodes
+from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.interconnect import InterconnectThresholds
-from paraplan.hardware.profile_files import load_machine
+from paraplan.hardware.node_survey import survey_nodes
 from paraplan.hardware.topology import NodeTopology
 
 MACHINE = load_machine("dgx-h100").node

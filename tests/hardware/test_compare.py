@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.hardware.compare import compare_nodes, weakest_node
-from paraplan.hardware.profile_files import load_machine
+from paraplan.hardware.catalogue.profile_files import load_machine
+from paraplan.hardware.node_differences import compare_nodes, weakest_node
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
 
 MACHINE = load_machine("dgx-h100").node

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paraplan.errors import UsageError
-from paraplan.hardware.cuda_view import cuda_view, select_gpus, visible_devices
+from paraplan.hardware.probe.cuda_devices import cuda_view, select_gpus, visible_devices
 from paraplan.hardware.topology import Gpu, MigInstance
 
 

@@ -10,7 +10,7 @@ import pytest
 from smi_tables import bridged_pairs, switched
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.formats import read_topology, read_topology_file
+from paraplan.hardware.readers.any_text import read_topology, read_topology_file
 
 
 def report() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 import pytest
 
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_machines
 from paraplan.hardware.interconnect import InterconnectThresholds, describe_interconnect, gpu_nics
-from paraplan.hardware.profile_files import cluster_from_profile, list_machines
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from paraplan.errors import ProfileError
-from paraplan.hardware.calibrated_machine import calibrated_machine, precisions_of
-from paraplan.hardware.kernel_measurement import (
+from paraplan.hardware.catalogue.profile_files import load_machine
+from paraplan.hardware.measurement.kernels import (
     KernelCase,
     KernelEvent,
     best_matmul_flops_per_s,
@@ -12,7 +12,7 @@ from paraplan.hardware.kernel_measurement import (
     fit_kernels,
     kernel_cases,
 )
-from paraplan.hardware.profile_files import load_machine
+from paraplan.hardware.measurement.machine import calibrated_machine, precisions_of
 from paraplan.hardware.topology import Gpu, NodeTopology
 
 RATE, HALF_N, HALF_K, LAUNCH_S = 50e9, 40.0, 100.0, 20e-6

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth, bus_factor
-from paraplan.hardware.link_measurement import (
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine, save_machine
+from paraplan.hardware.link_speed import load_link_speeds
+from paraplan.hardware.measurement.links import (
     GPU_MESSAGE_BYTES,
     LinkReport,
     MeasureRequest,
@@ -21,8 +23,6 @@ from paraplan.hardware.link_measurement import (
     groups_to_measure,
     report_links,
 )
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile, load_machine, save_machine
 from paraplan.hardware.topology import Gpu, NodeTopology
 
 TABLE = load_link_speeds()

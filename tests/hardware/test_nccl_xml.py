@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.formats import read_topology
-from paraplan.hardware.nccl_xml import cpus_of_mask
+from paraplan.hardware.readers.any_text import read_topology
+from paraplan.hardware.readers.nccl_xml import cpus_of_mask
 from paraplan.hardware.topology import LinkType, NodeTopology
 
 

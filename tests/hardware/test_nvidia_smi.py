@@ -8,7 +8,7 @@ import pytest
 from smi_tables import SmiTable, bridged_pairs, switched
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.nvidia_smi import read_nvidia_smi
+from paraplan.hardware.readers.nvidia_smi import read_nvidia_smi
 from paraplan.hardware.topology import LinkType, NodeTopology
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paraplan.errors import NoGpuError
-from paraplan.hardware.nvml import read_nvml
+from paraplan.hardware.probe.nvml import read_nvml
 
 MIB = 2**20
 

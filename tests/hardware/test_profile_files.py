@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paraplan.errors import ProfileError, UsageError
-from paraplan.hardware.profile_files import (
+from paraplan.hardware.catalogue.profile_files import (
     cluster_from_profile,
     find_gpu,
     list_gpus,

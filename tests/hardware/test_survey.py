@@ -6,9 +6,9 @@ import pytest
 from smi_tables import bridged_pairs
 
 from paraplan.errors import UsageError
-from paraplan.hardware.formats import read_topology
+from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.interconnect import InterconnectThresholds
-from paraplan.hardware.profile_files import load_machine
+from paraplan.hardware.readers.any_text import read_topology
 from paraplan.hardware.survey import survey_node
 from paraplan.hardware.topology import NodeTopology
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paraplan.hardware.sysfs import add_host_facts, find_device, read_nics
+from paraplan.hardware.probe.sysfs import add_host_facts, find_device, read_nics
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, NodeTopology
 
 ROOT_PORT, UP, DOWN = "0000:00:01.0", "0000:01:00.0", "0000:02:00.0"

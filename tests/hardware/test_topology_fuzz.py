@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from smi_tables import SmiTable, bridged_pairs, switched
 
 from paraplan.errors import TopologyError
-from paraplan.hardware.formats import decode_text, read_topology
+from paraplan.hardware.readers.any_text import decode_text, read_topology
 from paraplan.hardware.topology import NodeTopology
 
 ROCM = (

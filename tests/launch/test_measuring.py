@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paraplan.errors import UsageError
-from paraplan.hardware.link_measurement import MeasureRequest
+from paraplan.hardware.measurement.links import MeasureRequest
 from paraplan.hardware.topology import Gpu, NodeTopology
 from paraplan.launch.measuring import MeasurementError, measure_links, measure_machine
 

@@ -18,8 +18,8 @@ from paraplan.cli.main import app
 from paraplan.cost.estimate import estimate_plan, why_unsuitable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.reader import read_fields, read_model
 from paraplan.model.spec import ModelSpec

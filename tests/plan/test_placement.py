@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.errors import PlanError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_gpu, load_network
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.profile_files import cluster_from_profile, load_gpu, load_network
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
-from paraplan.plan.links import link_rates, order_cost, ring_edges
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
-from paraplan.plan.placement import place
+from paraplan.plan.placement.links import link_rates, order_cost, ring_edges
+from paraplan.plan.placement.place import place
+from paraplan.plan.placement.traffic import AxisTraffic
 from paraplan.plan.ranks import RankGrid
-from paraplan.plan.traffic import AxisTraffic
 
 ANY_AXIS = AxisTraffic(tp=7.0, cp=3.0, dp=2.0, pp=1.0)
 

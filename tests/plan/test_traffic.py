@@ -2,7 +2,7 @@ import pytest
 
 from paraplan.model.reader import read_model
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.traffic import AxisTraffic, axis_traffic
+from paraplan.plan.placement.traffic import AxisTraffic, axis_traffic
 from paraplan.plan.training import TrainingSpec
 
 LLAMA = read_model("llama-3-8b")

@@ -12,22 +12,22 @@ import pytest
 
 from paraplan.cli.estimate_tables import shown_stages as stages_in_text
 from paraplan.cost.estimate import estimate_plan
-from paraplan.cost.timeline import StepCourse, step_course
+from paraplan.cost.timeline import StepTimeline, step_timeline
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.report.charts import memory_chart, shown_stages
-from paraplan.report.course_chart import course_chart, shown_rows
 from paraplan.report.rank_map import axis_groups, map_table
+from paraplan.report.timeline_chart import shown_rows, timeline_chart
 from paraplan.units import GIB
 
 MakeWorkload = Callable[..., Workload]
 PIPELINE = ParallelPlan(dp=2, pp=4, num_microbatches=8, pipeline_schedule="1f1b")
 
 
-def course(workload: MakeWorkload, plan: ParallelPlan) -> StepCourse:
+def timeline(workload: MakeWorkload, plan: ParallelPlan) -> StepTimeline:
     load = workload("gpt2", global_batch_size=plan.global_batch_size)
-    return step_course(load, estimate_plan(load, plan))
+    return step_timeline(load, estimate_plan(load, plan))
 
 
 def bars_of(panel: dict[str, Any]) -> list[dict[str, Any]]:
@@ -36,8 +36,8 @@ def bars_of(panel: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_the_bars_of_a_rank_fill_the_step_without_a_gap(workload: MakeWorkload) -> None:
-    found = course(workload, PIPELINE)
-    panel = course_chart(found, width=1040)
+    found = timeline(workload, PIPELINE)
+    panel = timeline_chart(found, width=1040)
     for rank in range(4):
         row = [bar for bar in bars_of(panel) if bar["row"] == f"rank {rank}"]
         assert row[0]["start"] == pytest.approx(0.0)
@@ -46,17 +46,17 @@ def test_the_bars_of_a_rank_fill_the_step_without_a_gap(workload: MakeWorkload) 
 
 
 def test_a_long_step_is_drawn_as_its_beginning_and_its_end(workload: MakeWorkload) -> None:
-    found = course(workload, PIPELINE.replace(num_microbatches=256))
-    first, last = course_chart(found, width=340)["vconcat"]
+    found = timeline(workload, PIPELINE.replace(num_microbatches=256))
+    first, last = timeline_chart(found, width=340)["vconcat"]
     assert first["title"].startswith("the first ")
     assert "forward" in {bar["kind"] for bar in bars_of(first)}
     assert {"backward", "optimizer"} <= {bar["kind"] for bar in bars_of(last)}
 
 
 def test_what_follows_the_passes_does_not_push_them_out(workload: MakeWorkload) -> None:
-    found = course(workload, PIPELINE.replace(num_microbatches=256))
+    found = timeline(workload, PIPELINE.replace(num_microbatches=256))
     slow = replace(found, optimizer_s=found.operations_end_s, step_time_s=2 * found.operations_end_s)
-    _, last = course_chart(slow, width=340)["vconcat"]
+    _, last = timeline_chart(slow, width=340)["vconcat"]
     assert "around the end of the passes" in last["title"]
     assert "backward" in {bar["kind"] for bar in bars_of(last)}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraplan.hardware.profile_files import list_machines, load_machine
+from paraplan.hardware.catalogue.profile_files import list_machines, load_machine
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
 from paraplan.report.topology_layout import Box, homes_of, lay_out
 from paraplan.report.topology_svg import TITLE_HEIGHT, render_svg

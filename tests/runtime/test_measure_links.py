@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rank_harness import RankHarness
 
 from paraplan.errors import UsageError
-from paraplan.hardware.link_measurement import MeasureRequest, RankEvent, collectives_of
+from paraplan.hardware.measurement.links import MeasureRequest, RankEvent, collectives_of
 from paraplan.runtime.measure.links import measure
 from paraplan.runtime.measure.rank import join
 

@@ -1,4 +1,4 @@
-"""What the blocks of a model cost on one rank: parameters, saved bytes, seconds, for every way to cut them."""
+"""What the blocks of a model cost on one rank: parameters, saved bytes, seconds, for every distinct sharding."""
 
 from __future__ import annotations
 
@@ -8,73 +8,86 @@ import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
 from paraplan.cost.blocks.saved_tensors import (
-    Cuts,
-    cut_columns,
+    Shardings,
     first_half_bytes,
     output_gradient_bytes,
     saved_bytes,
+    sharding_columns,
     transient_bytes,
 )
-from paraplan.cost.cache import Cut
+from paraplan.cost.cache import ShardingKey
 from paraplan.cost.framework import FrameworkProfile
-from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, Mask, PlanTable, distinct_rows
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec, Parameter
 from paraplan.plan.training import TrainingSpec
 
-_FULL = RECOMPUTES.index("full")
-_SELECTIVE = RECOMPUTES.index("selective")
-
 
 @dataclass(frozen=True, eq=False)
 class BlockCosts:
-    """Costs of the blocks of a model under K distinct cuts; `key` gives the cut of each plan.
+    """Costs of the blocks of a model under K distinct shardings, of one micro-batch on one rank.
 
-    Arrays are `[K, B + 1]` sums over the first 0..B repeated blocks, so that a stage is a difference of two columns,
-    and `[K]` for embedding, head and the largest block. Bytes and seconds are those of one micro-batch on one rank.
-    `working_bytes` is what the costliest block holds, besides what was kept, while its backward pass runs, and
-    `first_half_bytes` while a backward pass runs that makes the gradients of activations alone;
-    `distinct_weight_parameters` counts the weights of distinct shapes of all blocks, each once;
-    `score_bytes` are those of all scores of one micro-batch in one block, 0 where attention makes none;
-    `largest_gradient_bytes` are those of the largest weight's gradient as a backward pass computes it;
-    `tied_parameters` are those of the head's matrix, which a last stage has beside its own where it is the embedding's;
-    `second_half_bytes` are those of gradients of weights in a backward pass that makes nothing else;
-    `expert_parameters` are those of routed experts among `parameters`, which `ep` divides too;
-    `copied_parameters` are those that autocast keeps a 16-bit copy of. `saved_bytes` are kept in the first pipeline
-    stage, `later_saved_bytes` in the others: under autocast the residual stream differs (`Cuts.residual_bytes`);
-    `recomputed_bytes` are what a later stage's backward pass makes again of them;
-    `output_gradient_bytes` are the gradients of what the matmuls and norms of a later stage give.
+    Sums are `[K, B + 1]`, over the first 0..B blocks: a stage is a difference of two columns. Others are `[K]`.
     """
 
     key: Ints
+    """The sharding of each plan: a row of the other arrays."""
     parameters: Floats
+    """Sums of parameters."""
     expert_parameters: Floats
+    """Sums of the parameters of routed experts among them, which `ep` divides too."""
     copied_parameters: Floats
+    """Sums of the parameters of which autocast keeps a 16-bit copy."""
     saved_bytes: Floats
+    """Sums of saved activations in the first pipeline stage."""
     later_saved_bytes: Floats
+    """The same in other stages: under autocast the residual stream differs (`Shardings.residual_bytes`)."""
     recomputed_bytes: Floats
+    """Sums of what a later stage's backward pass computes again."""
     output_gradient_bytes: Floats
+    """Sums of the gradients of the outputs of matmuls and norms in a later stage."""
     forward_s: Floats
+    """Sums of the seconds of forward passes."""
     backward_s: Floats
+    """Sums of the seconds of backward passes."""
     recompute_s: Floats
+    """Sums of the seconds of recomputation."""
     largest_block_parameters: Floats
+    """Parameters of the largest block."""
     working_bytes: Floats
+    """What the costliest block holds beside its saved activations while its backward pass runs."""
     first_half_bytes: Floats
+    """The same of a backward pass that computes input gradients alone."""
     distinct_weight_parameters: Floats
+    """Weights of distinct shapes of all blocks, each once."""
     largest_weight_parameters: Floats
+    """Parameters of the largest weight of a block."""
     largest_gradient_bytes: Floats
+    """The gradient of the largest weight as a backward pass computes it."""
     second_half_bytes: Floats
+    """Gradients of weights in a backward pass that computes nothing else, of the costliest block."""
     embedding_parameters: Floats
+    """Parameters of the embedding."""
     embedding_saved_bytes: Floats
+    """Saved activations of the embedding."""
     embedding_s: Floats
+    """Seconds of both passes of the embedding."""
     head_parameters: Floats
+    """Parameters of the head."""
     tied_parameters: Floats
+    """Parameters of the head's matrix, which a last stage has beside its own where it is the embedding's."""
     head_copied_parameters: Floats
+    """Parameters of the head of which autocast keeps a 16-bit copy."""
     head_saved_bytes: Floats
+    """Saved activations of the head."""
     head_output_gradient_bytes: Floats
+    """Gradients of the outputs of the head's matmuls and norms."""
     head_s: Floats
+    """Seconds of both passes of the head and the loss."""
     boundary_bytes: Floats
+    """The activation between two blocks."""
     score_bytes: Floats
+    """All attention scores of one block, 0 where attention computes none."""
 
     def select(self, rows: Mask | Ints) -> BlockCosts:
         """Return the costs for some of the plans."""
@@ -84,92 +97,96 @@ class BlockCosts:
 def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
     """Return the costs of the blocks of the workload's model under the plans of `table`.
 
-    Cuts that the workload was asked about before are not priced again.
+    Shardings that the workload was asked about before are not computed again.
     """
-    columns, key = distinct_rows(*cut_columns(table))
-    cuts: list[Cut] = list(zip(*(column.tolist() for column in columns), strict=True))
-    known, framework = workload.known_cuts, workload.framework
-    missing = known.missing(cuts)
+    columns, key = distinct_rows(*sharding_columns(table))
+    shardings: list[ShardingKey] = list(zip(*(column.tolist() for column in columns), strict=True))
+    known, framework = workload.cache.blocks, workload.framework
+    missing = known.missing(shardings)
     if missing or not known.rows:
-        new = Cuts.of_columns(
+        new = Shardings.of_columns(
             [column[missing] for column in columns],
             workload.training,
             autocast=framework.storage.is_autocast,
             keeps_gathered_inputs=framework.tensor_parallel.keeps_gathered_inputs,
             rings_context=framework.kernels.ring_attention,
         )
-        known.add([cuts[position] for position in missing], _priced(workload, new))
-    rows = np.array([known.rows[cut] for cut in cuts], dtype=np.int64)
+        known.add([shardings[position] for position in missing], _costs_of(workload, new))
+    rows = np.array([known.rows[one] for one in shardings], dtype=np.int64)
     return BlockCosts(key=rows[key], **known.columns())
 
 
-def _priced(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
-    """Return the columns of `BlockCosts` for some cuts."""
+def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
+    """Return the columns of `BlockCosts` for some shardings."""
     model, training, framework = workload.model, workload.training, workload.framework
-    ends = _priced_ends(workload, cuts)
+    ends = _embedding_and_head_costs(workload, shardings)
     if training.compiled:  # the blocks, not what stands around them
-        cuts, framework = replace(cuts, is_compiled=True), framework.compiled()
-    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, framework)
+        shardings, framework = replace(shardings, is_compiled=True), framework.compiled()
+    times = KernelTimes(training, workload.cluster.gpu, shardings, workload.constants, framework)
     kinds = list(dict.fromkeys(run.block for run in model.runs))
     order = [kinds.index(run.block) for run in model.runs for _ in range(run.count)]
     kinds = [_as_run(kind, framework) for kind in kinds]
-    parameters = [_parameters(kind, cuts) for kind in kinds]
+    parameters = [_parameters(kind, shardings) for kind in kinds]
     fused = framework.kernels.fused
     kept, later_kept = (
-        [_kept_bytes(kind, workload, cuts, fused_kernels=fused, is_first=is_first) for kind in kinds]
+        [_kept_bytes(kind, workload, shardings, fused_kernels=fused, is_first=is_first) for kind in kinds]
         for is_first in (True, False)
     )
     again = [
-        saved_bytes(kind, training, cuts, fused_kernels=fused, is_first=False) - less
+        saved_bytes(kind, training, shardings, fused_kernels=fused, is_first=False) - less
         for kind, less in zip(kinds, later_kept, strict=True)
     ]
     forward = [times.block_s(kind) for kind in kinds]
     working = [
-        saved_bytes(kind, training, cuts, fused_kernels=fused)
+        saved_bytes(kind, training, shardings, fused_kernels=fused)
         - less
-        + transient_bytes(kind, training, cuts, fused_kernels=fused)
+        + transient_bytes(kind, training, shardings, fused_kernels=fused)
         for kind, less in zip(kinds, kept, strict=True)
     ]
     return ends | {
         "parameters": _running_sum(parameters, order),
-        "expert_parameters": _running_sum([_expert_parameters(kind, cuts) for kind in kinds], order),
-        "copied_parameters": _running_sum([_copied_parameters(kind, cuts) for kind in kinds], order),
+        "expert_parameters": _running_sum([_expert_parameters(kind, shardings) for kind in kinds], order),
+        "copied_parameters": _running_sum([_copied_parameters(kind, shardings) for kind in kinds], order),
         "saved_bytes": _running_sum(kept, order),
         "later_saved_bytes": _running_sum(later_kept, order),
         "recomputed_bytes": _running_sum(again, order),
-        "output_gradient_bytes": _running_sum([output_gradient_bytes(kind, training, cuts) for kind in kinds], order),
+        "output_gradient_bytes": _running_sum(
+            [output_gradient_bytes(kind, training, shardings) for kind in kinds], order
+        ),
         "forward_s": _running_sum(forward, order),
         "backward_s": _running_sum([times.block_s(kind, backward=True) for kind in kinds], order),
         "recompute_s": _running_sum(
-            [_recompute_s(kind, cuts, times, whole) for kind, whole in zip(kinds, forward, strict=True)], order
+            [_recompute_s(kind, shardings, times, whole) for kind, whole in zip(kinds, forward, strict=True)], order
         ),
         "largest_block_parameters": np.max(parameters, axis=0),
         "working_bytes": np.max(working, axis=0),
         "first_half_bytes": np.max(
-            [first_half_bytes(kind, training, cuts, fused_kernels=fused) for kind in kinds], axis=0
+            [first_half_bytes(kind, training, shardings, fused_kernels=fused) for kind in kinds], axis=0
         ),
-        "distinct_weight_parameters": _distinct_weights(kinds, cuts),
-        "largest_weight_parameters": _largest_weight(kinds, cuts, np.ones_like(cuts.tp)),
-        "largest_gradient_bytes": _largest_gradient(kinds, training, cuts),
-        "second_half_bytes": np.max([_second_half_bytes(kind, training, cuts) for kind in kinds], axis=0),
-        "score_bytes": _score_bytes(kinds, training, cuts),
+        "distinct_weight_parameters": _distinct_weights(kinds, shardings),
+        "largest_weight_parameters": _largest_weight(kinds, shardings, np.ones_like(shardings.tp)),
+        "largest_gradient_bytes": _largest_gradient(kinds, training, shardings),
+        "second_half_bytes": np.max([_second_half_bytes(kind, training, shardings) for kind in kinds], axis=0),
+        "score_bytes": _score_bytes(kinds, training, shardings),
     }
 
 
-def _priced_ends(workload: Workload, cuts: Cuts) -> dict[str, Floats]:
+def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     """Return the columns of the embedding, of the head with the loss, and of what blocks hand on."""
     model, training, framework = workload.model, workload.training, workload.framework
-    times = KernelTimes(training, workload.cluster.gpu, cuts, workload.constants, framework)
-    boundary = cuts.tokens * model.hidden_size * training.activation_bytes / cuts.sequence_tp
+    times = KernelTimes(training, workload.cluster.gpu, shardings, workload.constants, framework)
+    boundary = shardings.tokens * model.hidden_size * training.activation_bytes / shardings.sequence_tp
     return {
-        "embedding_parameters": _parameters(model.embedding, cuts),
-        "embedding_saved_bytes": saved_bytes(model.embedding, training, cuts, fused_kernels=framework.kernels.fused),
+        "embedding_parameters": _parameters(model.embedding, shardings),
+        "embedding_saved_bytes": saved_bytes(
+            model.embedding, training, shardings, fused_kernels=framework.kernels.fused
+        ),
         "embedding_s": times.moved_s(3.0 * boundary),
-        "head_parameters": _parameters(model.head, cuts),
-        "tied_parameters": _largest_weight([model.head], cuts, np.ones_like(cuts.tp)),
-        "head_copied_parameters": _copied_parameters(model.head, cuts),
-        "head_saved_bytes": saved_bytes(model.head, training, cuts, fused_kernels=framework.kernels.fused),
-        "head_output_gradient_bytes": output_gradient_bytes(model.head, training, cuts),
+        "head_parameters": _parameters(model.head, shardings),
+        "tied_parameters": _largest_weight([model.head], shardings, np.ones_like(shardings.tp)),
+        "head_copied_parameters": _copied_parameters(model.head, shardings),
+        "head_saved_bytes": saved_bytes(model.head, training, shardings, fused_kernels=framework.kernels.fused),
+        "head_output_gradient_bytes": output_gradient_bytes(model.head, training, shardings),
         "head_s": times.block_s(model.head)
         + times.block_s(model.head, backward=True)
         + times.loss_s(model.vocab_size or 0),
@@ -197,13 +214,13 @@ def _as_run(block: BlockSpec, framework: FrameworkProfile) -> BlockSpec:
     return block if kept is block.saved_fused else block.replace(saved_fused=kept)
 
 
-def _parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+def _parameters(block: BlockSpec, shardings: Shardings) -> Floats:
     own = [parameter for parameter in block.parameters if not parameter.is_expert]
-    return _divided(own, cuts.tp) + _expert_parameters(block, cuts)
+    return _divided(own, shardings.tp) + _expert_parameters(block, shardings)
 
 
-def _expert_parameters(block: BlockSpec, cuts: Cuts) -> Floats:
-    return _divided([parameter for parameter in block.parameters if parameter.is_expert], cuts.tp) / cuts.ep
+def _expert_parameters(block: BlockSpec, shardings: Shardings) -> Floats:
+    return _divided([parameter for parameter in block.parameters if parameter.is_expert], shardings.tp) / shardings.ep
 
 
 def _divided(parameters: list[Parameter], tp: Floats) -> Floats:
@@ -214,81 +231,95 @@ def _divided(parameters: list[Parameter], tp: Floats) -> Floats:
     return whole + split / tp
 
 
-def _copied_parameters(block: BlockSpec, cuts: Cuts) -> Floats:
+def _copied_parameters(block: BlockSpec, shardings: Shardings) -> Floats:
     """Return the weights that autocast copies: it does not know grouped products, so those of experts stay in fp32."""
-    total = np.zeros_like(cuts.tp)
+    total = np.zeros_like(shardings.tp)
     for matmul in (matmul for matmul in block.matmuls if matmul.num_experts == 1):
-        total += matmul.k * matmul.n / (1.0 if matmul.split == "none" else cuts.tp)
+        total += matmul.k * matmul.n / (1.0 if matmul.split == "none" else shardings.tp)
     return total
 
 
-def _distinct_weights(kinds: list[BlockSpec], cuts: Cuts) -> Floats:
+def _distinct_weights(kinds: list[BlockSpec], shardings: Shardings) -> Floats:
     shapes = {(matmul.k, matmul.n, matmul.split) for kind in kinds for matmul in kind.matmuls}
-    total = np.zeros_like(cuts.tp)
+    total = np.zeros_like(shardings.tp)
     for k, n, split in shapes:
-        total += k * n / (1.0 if split == "none" else cuts.tp)
+        total += k * n / (1.0 if split == "none" else shardings.tp)
     return total
 
 
-def _largest_weight(kinds: list[BlockSpec], cuts: Cuts, expert_factor: Floats) -> Floats:
-    largest = np.zeros_like(cuts.tp)
+def _largest_weight(kinds: list[BlockSpec], shardings: Shardings, expert_factor: Floats) -> Floats:
+    largest = np.zeros_like(shardings.tp)
     for matmul in (matmul for kind in kinds for matmul in kind.matmuls):
         elements = float(matmul.k * matmul.n * matmul.num_experts)
-        factor = expert_factor / cuts.ep if matmul.num_experts > 1 else 1.0
-        largest = np.maximum(largest, elements * factor / (1.0 if matmul.split == "none" else cuts.tp))
+        factor = expert_factor / shardings.ep if matmul.num_experts > 1 else 1.0
+        largest = np.maximum(largest, elements * factor / (1.0 if matmul.split == "none" else shardings.tp))
     return largest
 
 
-def _largest_gradient(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts) -> Floats:
+def _largest_gradient(kinds: list[BlockSpec], training: TrainingSpec, shardings: Shardings) -> Floats:
     """Return the bytes of the largest gradient of a weight, in the type in which its product is computed."""
-    expert_bytes = np.where(cuts.is_autocast & cuts.has_fp32_weights, 4.0, training.activation_bytes)
-    return training.activation_bytes * _largest_weight(kinds, cuts, expert_bytes / training.activation_bytes)
+    expert_bytes = np.where(shardings.is_autocast & shardings.has_fp32_weights, 4.0, training.activation_bytes)
+    return training.activation_bytes * _largest_weight(kinds, shardings, expert_bytes / training.activation_bytes)
 
 
-def _second_half_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts) -> Floats:
+def _second_half_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardings) -> Floats:
     """Return the most that a backward pass of weights alone holds of their gradients, one after the other.
 
     That is one as it is computed and in fp32, where these differ, and the fp32 one before it, which torch still holds
     (torch/distributed/pipelining/_backward.py, `stage_backward_weight`).
     """
-    has_fp32 = cuts.has_fp32_weights if cuts.is_autocast else np.full_like(cuts.has_fp32_weights, fill_value=False)
+    has_fp32 = (
+        shardings.has_fp32_weights
+        if shardings.is_autocast
+        else np.full_like(shardings.has_fp32_weights, fill_value=False)
+    )
     added = np.where(has_fp32, 4.0, training.activation_bytes)
     copies = np.where(has_fp32, training.activation_bytes, 0.0)
-    largest, before = np.zeros_like(cuts.tp), np.zeros_like(cuts.tp)
+    largest, before = np.zeros_like(shardings.tp), np.zeros_like(shardings.tp)
     for matmul in block.matmuls:
         is_expert = matmul.num_experts > 1
-        share = (1.0 if matmul.split == "none" else cuts.tp) * (cuts.ep if is_expert else 1.0)
+        share = (1.0 if matmul.split == "none" else shardings.tp) * (shardings.ep if is_expert else 1.0)
         elements = matmul.k * matmul.n * matmul.num_experts / share
         largest = np.maximum(largest, before + elements * (added + (0.0 if is_expert else copies)))
         before = elements * added
     return largest
 
 
-def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, cuts: Cuts) -> Floats:
+def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, shardings: Shardings) -> Floats:
     heads = max((kind.attention.num_heads for kind in kinds if kind.attention), default=0)
     if training.attention != "eager":
-        return np.zeros_like(cuts.tp)
-    return np.asarray(cuts.tokens * cuts.seq_length * heads / cuts.tp * training.activation_bytes)
+        return np.zeros_like(shardings.tp)
+    return np.asarray(shardings.tokens * shardings.seq_length * heads / shardings.tp * training.activation_bytes)
 
 
-def _kept_bytes(block: BlockSpec, workload: Workload, cuts: Cuts, *, fused_kernels: bool, is_first: bool) -> Floats:
+def _kept_bytes(
+    block: BlockSpec, workload: Workload, shardings: Shardings, *, fused_kernels: bool, is_first: bool
+) -> Floats:
     training = workload.training
     whole, rest = (
         saved_bytes(
             block,
             training,
-            cuts,
+            shardings,
             fused_kernels=fused_kernels,
             is_first=is_first,
             without_attention_core=without,
         )
         for without in (False, True)
     )
-    width = workload.model.hidden_size * cuts.residual_bytes(training, is_first=is_first)
-    entry = cuts.tokens * width / cuts.sequence_tp
-    return np.where(cuts.recompute == _FULL, entry, np.where(cuts.recompute == _SELECTIVE, rest, whole))
+    width = workload.model.hidden_size * shardings.residual_bytes(training, is_first=is_first)
+    entry = shardings.tokens * width / shardings.sequence_tp
+    return np.where(
+        shardings.recompute == RecomputeCode.FULL,
+        entry,
+        np.where(shardings.recompute == RecomputeCode.SELECTIVE, rest, whole),
+    )
 
 
-def _recompute_s(block: BlockSpec, cuts: Cuts, times: KernelTimes, forward_s: Floats) -> Floats:
+def _recompute_s(block: BlockSpec, shardings: Shardings, times: KernelTimes, forward_s: Floats) -> Floats:
     core_s = times.attention_core_s(block)
-    return np.where(cuts.recompute == _FULL, forward_s, np.where(cuts.recompute == _SELECTIVE, core_s, 0.0))
+    return np.where(
+        shardings.recompute == RecomputeCode.FULL,
+        forward_s,
+        np.where(shardings.recompute == RecomputeCode.SELECTIVE, core_s, 0.0),
+    )

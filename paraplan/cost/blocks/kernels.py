@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from paraplan.cost.blocks.saved_tensors import Cuts, saved_bytes
+from paraplan.cost.blocks.saved_tensors import Shardings, saved_bytes
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Mask
@@ -42,17 +42,17 @@ class KernelTimes:
 
     training: TrainingSpec
     gpu: GpuProfile
-    cuts: Cuts
+    shardings: Shardings
     constants: CostConstants
     framework: FrameworkProfile
 
     def block_s(self, block: BlockSpec, *, backward: bool = False) -> Floats:
-        """Return the seconds of the forward or the backward pass of one block, one entry a cut."""
-        traffic = saved_bytes(block, self.training, self.cuts, fused_kernels=self.framework.kernels.fused)
+        """Return the seconds of the forward or the backward pass of one block, one entry a sharding."""
+        traffic = saved_bytes(block, self.training, self.shardings, fused_kernels=self.framework.kernels.fused)
         traffic = traffic * self.framework.kernels.traffic_per_saved_byte * (2.0 if backward else 1.0)
         attention = sum(
             (self._attention_s(one, backward=backward) for one in (block.attention, block.cross_attention) if one),
-            np.zeros_like(self.cuts.tp),
+            np.zeros_like(self.shardings.tp),
         )
         traffic = traffic + self._unfused_softmax_bytes(block, backward=backward)
         return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic))
@@ -63,7 +63,7 @@ class KernelTimes:
             saved_bytes(
                 block,
                 self.training,
-                self.cuts,
+                self.shardings,
                 fused_kernels=self.framework.kernels.fused,
                 without_attention_core=without,
             )
@@ -76,7 +76,7 @@ class KernelTimes:
 
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""
-        logits = self.cuts.tokens * vocab_size / self.cuts.tp
+        logits = self.shardings.tokens * vocab_size / self.shardings.tp
         return self.moved_s(logits * self.framework.loss.traffic_per_logit)
 
     def moved_s(self, num_bytes: Floats) -> Floats:
@@ -86,7 +86,7 @@ class KernelTimes:
 
     def _matmuls_s(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return the seconds of all matmuls of one pass; equal ones are priced once, and all side by side."""
-        total = np.zeros_like(self.cuts.tp)
+        total = np.zeros_like(self.shardings.tp)
         kinds = [(one.k, one.n, one.split, one.rows_per_token, one.num_experts) for one in block.matmuls]
         distinct = dict(zip(kinds, block.matmuls, strict=True))
         if not distinct:
@@ -108,21 +108,21 @@ class KernelTimes:
         return total
 
     def _shape(self, matmul: Matmul) -> tuple[Floats, Floats, Floats]:
-        """Return rows, columns and inner size of a matmul on one rank, under each cut."""
-        tp = self.cuts.tp
-        rows = self.cuts.tokens * matmul.rows_per_token / matmul.num_experts * self._expert_ranks(matmul)
+        """Return rows, columns and inner size of a matmul on one rank, under each sharding."""
+        tp = self.shardings.tp
+        rows = self.shardings.tokens * matmul.rows_per_token / matmul.num_experts * self._expert_ranks(matmul)
         n = matmul.n / tp if matmul.split == "column" else np.full_like(tp, matmul.n)
         k = matmul.k / tp if matmul.split == "row" else np.full_like(tp, matmul.k)
         return rows, n, k
 
     def _expert_ranks(self, matmul: Matmul) -> Floats:
         """Return over how many ranks the experts of a matmul go; a router is taken to load all alike."""
-        return self.cuts.ep if matmul.num_experts > 1 else np.ones_like(self.cuts.ep)
+        return self.shardings.ep if matmul.num_experts > 1 else np.ones_like(self.shardings.ep)
 
     @property
     def _computes_experts_in_fp32(self) -> Mask:
-        """Cuts under autocast over fp32 weights: it does not know grouped products (ATen/autocast_mode.h of torch)."""
-        return self.cuts.has_fp32_weights & self.cuts.is_autocast
+        """Shardings under autocast over fp32 weights: it knows no grouped products (ATen/autocast_mode.h of torch)."""
+        return self.shardings.has_fp32_weights & self.shardings.is_autocast
 
     def _products_s(self, shapes: list[tuple[Floats, Floats, Floats]]) -> Floats:
         return np.asarray(sum(self._product_s(*shape) for shape in shapes))
@@ -161,7 +161,7 @@ class KernelTimes:
         whole = [_divides(8, size) for size in dimensions]
         lines = [_divides(64, size) for size in dimensions]
         if self.training.precision == "fp32":
-            return np.ones_like(self.cuts.tp)
+            return np.ones_like(self.shardings.tp)
         slower = np.where(np.all(lines, axis=0), 1.0, self.gpu.shared.unaligned_line_slowdown)
         return np.asarray(np.where(np.all(whole, axis=0), slower, self.constants.unaligned_slowdown))
 
@@ -177,7 +177,7 @@ class KernelTimes:
         )
 
     def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
-        flops = self.cuts.tokens * attention.flops_per_token(self.cuts.seq_length) / self.cuts.tp
+        flops = self.shardings.tokens * attention.flops_per_token(self.shardings.seq_length) / self.shardings.tp
         constants = self.constants
         if self.training.attention == "eager":
             flops = flops * (2.0 if backward else 1.0)
@@ -199,10 +199,10 @@ class KernelTimes:
         """Return what eager attention's softmax moves beyond a fused one, where that does not take its scores."""
         multiple = self.framework.kernels.fused_softmax_heads
         if multiple == 1 or block.attention is None or self.training.attention != "eager":
-            return np.zeros_like(self.cuts.tp)
-        heads = block.attention.num_heads / self.cuts.tp
-        is_fused = heads * np.ceil(self.cuts.tokens / self.cuts.seq_length) % multiple == 0
-        scores = self.cuts.tokens * self.cuts.seq_length * heads
+            return np.zeros_like(self.shardings.tp)
+        heads = block.attention.num_heads / self.shardings.tp
+        is_fused = heads * np.ceil(self.shardings.tokens / self.shardings.seq_length) % multiple == 0
+        scores = self.shardings.tokens * self.shardings.seq_length * heads
         return np.asarray(np.where(is_fused, 0.0, scores * _UNFUSED_SOFTMAX_BYTES[backward]))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass on one rank, for every distinct way to cut it."""
+"""What a block keeps for its backward pass on one rank, for every distinct sharding."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ _FIXED_BYTES = {"fp32": 4.0, "mask": 1.0}
 
 
 @dataclass(frozen=True, eq=False)
-class Cuts:
-    """Ways in which plans cut a block, one entry a cut.
-
-    `keeps_gathered_inputs` is that of `TensorParallelProfile`.
-    `tokens` counts those of one micro-batch on one rank, `own_tokens` those of one of its sequences; `sequence_tp` the
-    ranks that share the tensors outside of the tensor-parallel regions. `is_autocast` says that the model runs under
-    autocast, `has_fp32_weights` that its parameters are in fp32 there: ZeRO gathers them in 16 bits. `is_compiled` says
-    that torch.compile chooses what a block keeps. `known_saved` has what `saved_bytes` was asked before. `ep` ranks
-    share out the experts: each has as many rows for fewer experts. `head_ranks` of context parallelism exchange tokens
-    for heads: what a rank attends with are all tokens of few heads.
-    """
+class Shardings:
+    """Distinct shardings of a block by the plans of a table, one entry a sharding."""
 
     tokens: Floats
+    """Tokens of one micro-batch on one rank."""
     own_tokens: Floats
+    """Tokens of one of its sequences on one rank."""
     seq_length: int
+    """Tokens of a sequence on all ranks."""
     tp: Floats
+    """Ranks of tensor parallelism."""
     sequence_tp: Floats
+    """Ranks that share the tensors outside of the tensor-parallel regions."""
     recompute: Ints
+    """A `RecomputeCode`."""
     is_autocast: bool
+    """The model runs under autocast."""
     keeps_gathered_inputs: bool
+    """That of `TensorParallelProfile`."""
     has_fp32_weights: Mask
+    """Parameters are in fp32 under autocast: ZeRO gathers them in 16 bits."""
     ep: Floats
+    """Ranks that share out the experts: each has as many rows for fewer experts."""
     head_ranks: Ints
+    """Ranks of context parallelism that exchange tokens for heads: each attends with all tokens of few heads."""
     is_compiled: bool = False
+    """torch.compile chooses what a block keeps."""
     known_saved: dict[tuple[int, bool, bool, bool], Floats] = field(default_factory=dict, init=False, repr=False)
+    """What `saved_bytes` was asked before."""
 
     @classmethod
     def of_columns(
@@ -50,8 +54,8 @@ class Cuts:
         autocast: bool = False,
         keeps_gathered_inputs: bool = False,
         rings_context: bool = False,
-    ) -> Cuts:
-        """Return the cuts of `columns`, in the order of `cut_columns`."""
+    ) -> Shardings:
+        """Return the shardings of `columns`, in the order of `sharding_columns`."""
         tp, sequence_parallel, cp, micro_batch_size, recompute, sharded, ep = columns
         return cls(
             tokens=micro_batch_size * training.seq_length / cp,
@@ -76,8 +80,8 @@ class Cuts:
         return np.where(is_fp32, 4.0, training.activation_bytes)
 
 
-def cut_columns(table: PlanTable) -> tuple[Ints, ...]:
-    """Return what tells one cut from another, in columns of whole numbers, one entry a plan."""
+def sharding_columns(table: PlanTable) -> tuple[Ints, ...]:
+    """Return what tells one sharding from another, in columns of whole numbers, one entry a plan."""
     is_sharded = (table.zero_stage > 0).astype(np.int64)
     return table.tp, table.sequence_parallel, table.cp, table.device_batch_size, table.recompute, is_sharded, table.ep
 
@@ -85,7 +89,7 @@ def cut_columns(table: PlanTable) -> tuple[Ints, ...]:
 def saved_bytes(
     block: BlockSpec,
     training: TrainingSpec,
-    cuts: Cuts,
+    shardings: Shardings,
     *,
     fused_kernels: bool,
     is_first: bool = True,
@@ -95,20 +99,20 @@ def saved_bytes(
 
     `is_first` says that the block stands in the first pipeline stage.
     """
-    is_first = is_first or not cuts.is_autocast  # the residual stream is the same then
+    is_first = is_first or not shardings.is_autocast  # the residual stream is the same then
     key = (id(block), fused_kernels, is_first, without_attention_core)
-    if key not in cuts.known_saved:
-        total = np.zeros_like(cuts.tp)
+    if key not in shardings.known_saved:
+        total = np.zeros_like(shardings.tp)
         for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
             if not (without_attention_core and tensor.in_attention_core):
-                total = total + _tensor_bytes(block, tensor, training, cuts, is_first=is_first)
-        if cuts.is_compiled:
-            total = total + _entry_bytes(block, training, cuts, is_first=is_first)
-        cuts.known_saved[key] = total
-    return cuts.known_saved[key]
+                total = total + _tensor_bytes(block, tensor, training, shardings, is_first=is_first)
+        if shardings.is_compiled:
+            total = total + _entry_bytes(block, training, shardings, is_first=is_first)
+        shardings.known_saved[key] = total
+    return shardings.known_saved[key]
 
 
-def _entry_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, is_first: bool) -> Floats:
+def _entry_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardings, *, is_first: bool) -> Floats:
     """Return what the input of a compiled block takes beyond the activations' type.
 
     Of the inputs of its norms only the first is the residual stream, whatever the type of that is; the next is
@@ -116,12 +120,12 @@ def _entry_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, is_fir
     """
     inputs = [tensor for tensor in block.saved_fused if tensor.element_type == "promoted"]
     if not inputs:
-        return np.zeros_like(cuts.tp)
-    wider = cuts.residual_bytes(training, is_first=is_first) - training.activation_bytes
-    return np.asarray(cuts.tokens * inputs[0].elements_per_token * wider / cuts.sequence_tp)
+        return np.zeros_like(shardings.tp)
+    wider = shardings.residual_bytes(training, is_first=is_first) - training.activation_bytes
+    return np.asarray(shardings.tokens * inputs[0].elements_per_token * wider / shardings.sequence_tp)
 
 
-def transient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, fused_kernels: bool) -> Floats:
+def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardings, *, fused_kernels: bool) -> Floats:
     """Return the bytes that the backward pass of `block` holds besides what was kept.
 
     Counted is the gradient of its largest tensor: what was kept for an operation is freed as its gradients come. An
@@ -131,20 +135,20 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, fus
     widths = (matmul.rows_per_token * max(matmul.k, matmul.n) for matmul in block.matmuls)
     widest = max(widths, default=float("inf"))
     heads = float("inf") if block.attention is None else float(block.attention.num_heads)
-    largest, promoted = np.zeros_like(cuts.tp), np.zeros_like(cuts.tp)
+    largest, promoted = np.zeros_like(shardings.tp), np.zeros_like(shardings.tp)
     for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
         one = tensor.replace(
             elements_per_token=min(tensor.elements_per_token, widest),
             elements_per_token_pair=min(tensor.elements_per_token_pair, heads),
         )
-        size = _tensor_bytes(block, one, training, cuts, is_first=True)
-        if tensor.element_type == "promoted" and cuts.is_autocast:
+        size = _tensor_bytes(block, one, training, shardings, is_first=True)
+        if tensor.element_type == "promoted" and shardings.is_autocast:
             promoted = np.where(size >= largest, size + np.where(size == largest, promoted, 0.0), promoted)
         largest = np.maximum(largest, size)
     return np.maximum(largest, promoted)
 
 
-def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts) -> Floats:
+def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardings) -> Floats:
     """Return the bytes of the gradients of what each matmul and each norm of `block` gives, after the first stage.
 
     That is what a backward pass taken in halves keeps for the weights (torch/distributed/pipelining/_backward.py,
@@ -173,24 +177,24 @@ def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts) 
             )
     return np.asarray(
         sum(
-            (_tensor_bytes(block, output, training, cuts, is_first=False) for output in outputs),
-            np.zeros_like(cuts.tp),
+            (_tensor_bytes(block, output, training, shardings, is_first=False) for output in outputs),
+            np.zeros_like(shardings.tp),
         )
     )
 
 
-def first_half_bytes(block: BlockSpec, training: TrainingSpec, cuts: Cuts, *, fused_kernels: bool) -> Floats:
+def first_half_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardings, *, fused_kernels: bool) -> Floats:
     """Return what the backward pass of activations holds of a block beside gradients that stay and all that was kept.
 
     That is the gradient of its largest tensor, or of a power: its own gradient, the three tensors of its formula
     (tools/autograd, `pow_backward`), and gradients of other branches that wait for it, two of 16 bits or one of 32. An
     activation's power comes before the gradients of most outputs of its block, a norm's after them.
     """
-    largest = transient_bytes(block, training, cuts, fused_kernels=fused_kernels)
-    outputs = output_gradient_bytes(block, training, cuts)
+    largest = transient_bytes(block, training, shardings, fused_kernels=fused_kernels)
+    outputs = output_gradient_bytes(block, training, shardings)
     for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
         if tensor.is_powered:
-            size = _tensor_bytes(block, tensor, training, cuts, is_first=False)
+            size = _tensor_bytes(block, tensor, training, shardings, is_first=False)
             waiting = size * 2 * training.activation_bytes / _FIXED_BYTES["fp32"]
             to_come = outputs if tensor.split == "tensor" else 0.0
             largest = np.maximum(largest, 4 * size + waiting - to_come)
@@ -215,51 +219,51 @@ def _kept_tensors(block: BlockSpec, training: TrainingSpec, *, fused_kernels: bo
 
 
 def _tensor_bytes(
-    block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, cuts: Cuts, *, is_first: bool
+    block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, shardings: Shardings, *, is_first: bool
 ) -> Floats:
-    tokens = cuts.own_tokens if tensor.is_shared_by_batch else cuts.tokens
-    elements = tokens * (tensor.elements_per_token + tensor.elements_per_token_pair * cuts.seq_length)
-    is_whole = tensor.num_readers is not None and cuts.keeps_gathered_inputs
+    tokens = shardings.own_tokens if tensor.is_shared_by_batch else shardings.tokens
+    elements = tokens * (tensor.elements_per_token + tensor.elements_per_token_pair * shardings.seq_length)
+    is_whole = tensor.num_readers is not None and shardings.keeps_gathered_inputs
     split = "none" if is_whole else tensor.split
-    divisor = {"tensor": cuts.tp, "sequence": cuts.sequence_tp, "none": np.ones_like(cuts.tp)}[split]
-    copies = _key_copies(block, tensor, cuts)
-    return copies * elements * _element_bytes(block, tensor, training, cuts, is_first=is_first) / divisor
+    divisor = {"tensor": shardings.tp, "sequence": shardings.sequence_tp, "none": np.ones_like(shardings.tp)}[split]
+    copies = _key_copies(block, tensor, shardings)
+    return copies * elements * _element_bytes(block, tensor, training, shardings, is_first=is_first) / divisor
 
 
-def _key_copies(block: BlockSpec, tensor: SavedTensor, cuts: Cuts) -> Floats | float:
+def _key_copies(block: BlockSpec, tensor: SavedTensor, shardings: Shardings) -> Floats | float:
     """Return how often the heads of kept keys and values are repeated for the ranks of context parallelism."""
     core = block.attention
-    if core is None or tensor.name not in ("key", "value") or (cuts.head_ranks == 1).all():
+    if core is None or tensor.name not in ("key", "value") or (shardings.head_ranks == 1).all():
         return 1.0
     heads = tensor.elements_per_token / (core.qk_head_dim if tensor.name == "key" else core.v_head_dim)
-    own = np.maximum(heads // cuts.tp, 1).astype(np.int64)
-    return np.asarray(cuts.head_ranks / np.gcd(own, cuts.head_ranks))
+    own = np.maximum(heads // shardings.tp, 1).astype(np.int64)
+    return np.asarray(shardings.head_ranks / np.gcd(own, shardings.head_ranks))
 
 
 def _element_bytes(
-    block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, cuts: Cuts, *, is_first: bool
+    block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, shardings: Shardings, *, is_first: bool
 ) -> Floats | float:
-    residual = cuts.residual_bytes(training, is_first=is_first)
-    if cuts.is_compiled and (tensor.num_readers is not None or tensor.element_type == "promoted"):
+    residual = shardings.residual_bytes(training, is_first=is_first)
+    if shardings.is_compiled and (tensor.num_readers is not None or tensor.element_type == "promoted"):
         return training.activation_bytes
-    if tensor.num_readers is not None and cuts.is_autocast:
+    if tensor.num_readers is not None and shardings.is_autocast:
         wide = {
-            "promoted": np.ones_like(cuts.has_fp32_weights),
-            "weights": cuts.has_fp32_weights,
+            "promoted": np.ones_like(shardings.has_fp32_weights),
+            "weights": shardings.has_fp32_weights,
             "residual": residual == _FIXED_BYTES["fp32"],
         }[block.norm_output]
         return training.activation_bytes * np.where(wide, tensor.num_readers, 1)
     if tensor.element_type == "promoted":
-        return _FIXED_BYTES["fp32"] if cuts.is_autocast else training.activation_bytes
+        return _FIXED_BYTES["fp32"] if shardings.is_autocast else training.activation_bytes
     if tensor.element_type == "residual":
         return residual
     if tensor.element_type == "cast":
-        return training.activation_bytes if cuts.is_autocast else _FIXED_BYTES["fp32"]
-    has_fp32_weights = cuts.has_fp32_weights & cuts.is_autocast
+        return training.activation_bytes if shardings.is_autocast else _FIXED_BYTES["fp32"]
+    has_fp32_weights = shardings.has_fp32_weights & shardings.is_autocast
     if tensor.element_type == "weights":
         return np.where(has_fp32_weights, _FIXED_BYTES["fp32"], training.activation_bytes)
     if tensor.element_type == "weights_copy":
         return np.where(has_fp32_weights, training.activation_bytes, 0.0)
     if tensor.element_type == "promoted_copy":
-        return training.activation_bytes if cuts.is_autocast else 0.0
+        return training.activation_bytes if shardings.is_autocast else 0.0
     return _FIXED_BYTES.get(tensor.element_type, training.activation_bytes)

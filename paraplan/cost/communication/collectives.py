@@ -161,7 +161,7 @@ def fastest_links(workload: Workload, size: Ints, collective: Collective) -> Gro
 def _speed(workload: Workload, size: int, stride: int, collective: Collective) -> GroupSpeed:
     """Return what a collective reaches on the slowest group, computed once for a workload."""
     stride = 1 if workload.has_equal_links else stride
-    known, key = workload.group_speeds, (size, stride, collective)
+    known, key = workload.cache.group_speeds, (size, stride, collective)
     if key not in known:
         groups = _groups(workload, size, stride)[: 1 if workload.has_equal_links else None]
         speeds = [bus_bandwidth(workload.cluster, group, collective, workload.links) for group in groups]
@@ -186,3 +186,13 @@ def _groups(workload: Workload, size: int, stride: int) -> list[RankGroup]:
         )
         for first in firsts
     ]
+
+
+def overlap_s(transfer_s: Floats, compute_s: Floats, *, slowdown: float) -> Floats:
+    """Return what `transfer_s` of communication adds to `compute_s` of compute that runs at the same time.
+
+    While both run, each takes `slowdown` times as long (Galvatron, Miao et al. 2022, section 3.4): what is hidden still
+    costs `slowdown - 1` of the shorter one, and what is longer goes on alone.
+    """
+    shared = np.minimum(transfer_s, compute_s)
+    return np.asarray((slowdown - 1.0) * shared + np.maximum(transfer_s - compute_s, 0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paraplan.cost.plan_table import OFFLOADS, Floats, PlanTable
+from paraplan.cost.plan_table import Floats, OffloadCode, PlanTable
 from paraplan.cost.workload import Workload
 
 CPU_STEP_S_PER_PARAMETER = 1.39e-9
@@ -33,5 +33,5 @@ def offload_gather_s(workload: Workload, table: PlanTable, shard_parameters: Flo
     copies them beside compute as far as it gathers ahead, which is not counted.
     """
     moved = shard_parameters * (2 * _PARAMETER + _GRADIENT) * table.num_microbatches
-    is_there = table.offload == OFFLOADS.index("parameters")
+    is_there = table.offload == OffloadCode.PARAMETERS
     return np.where(is_there, moved / workload.cluster.gpu.pcie_bandwidth_bytes_per_s, 0.0)

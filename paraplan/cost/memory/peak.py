@@ -1,9 +1,14 @@
-"""Memory of one rank of each pipeline stage at its peak, by parts that sum.
+"""Peak-memory candidates: the points of a step where allocation can peak, each added up by parts.
 
-A step has a few moments at which a rank may hold most: the end of the forward pass, the backward pass of the loss, of
-the head and of a block, the end of the backward pass, and the optimizer's step. Each is added up by parts; the largest
-is the peak.
-`docs/memory.md` says how, with the sources.
+Candidates are the end of the forward pass, the backward pass of the loss, of the head and of a block, the end of the
+backward pass, and the optimizer step. `docs/memory.md` says how each is counted, with the sources.
+
+Zero bubble splits the backward pass of all stages but the first: the first half makes input gradients and keeps its
+graph, so that only what the loss alone reads is freed, and the output gradients of each matmul and norm wait beside it;
+the second half makes weight gradients one by one in the model's order and frees what waited for each; activations go
+with the last (torch/distributed/pipelining/_backward.py, `stage_backward_input` and `stage_backward_weight`; stage.py,
+`backward_one_chunk`). FSDP adds up what a second half made where the next first half passes the unit: until then it
+stands beside the sum, in 16 bits.
 """
 
 from __future__ import annotations
@@ -12,19 +17,19 @@ from dataclasses import fields
 
 import numpy as np
 
-from paraplan.cost.memory import halves, loss_memory, moments
-from paraplan.cost.memory.rank import FP32, RankMemory, StageMemory
-from paraplan.cost.plan_table import OFFLOADS, Floats
+from paraplan.cost.memory.rank import FP32, HALF, RankMemory, StageMemory
+from paraplan.cost.plan_table import Floats, Mask, OffloadCode
 
-__all__ = ["RankMemory", "StageMemory", "cached_bytes", "host_bytes", "peak_bytes", "peak_of"]
+_KEPT_LOSS_BYTES = HALF + FP32
+"""torch's cross-entropy keeps log-probabilities in 16 bits and a copy of these in fp32 (ATen/native/LossNLL.cpp)."""
 
 
 def peak_of(rank: RankMemory) -> StageMemory:
-    """Return the memory of a rank at the moment when it holds most, as `torch.cuda.max_memory_allocated` shows it."""
-    candidates = _candidates(rank)
-    largest = np.argmax([moment.total_bytes for moment in candidates], axis=0)
+    """Return the memory of a rank where it holds most, as `torch.cuda.max_memory_allocated` shows it."""
+    found = _candidates(rank)
+    largest = np.argmax([candidate.total_bytes for candidate in found], axis=0)
     parts = {
-        field.name: np.choose(largest, [getattr(moment, field.name) for moment in candidates])
+        field.name: np.choose(largest, [getattr(candidate, field.name) for candidate in found])
         for field in fields(StageMemory)
     }
     return StageMemory(**parts)
@@ -32,37 +37,37 @@ def peak_of(rank: RankMemory) -> StageMemory:
 
 def peak_bytes(rank: RankMemory) -> Floats:
     """Return the total of `peak_of` alone."""
-    return np.asarray(np.max([moment.total_bytes for moment in _candidates(rank)], axis=0))
+    return np.asarray(np.max([candidate.total_bytes for candidate in _candidates(rank)], axis=0))
 
 
 def _candidates(rank: RankMemory) -> list[StageMemory]:
     found = [
-        moments.end_of_forward(rank),
-        moments.loss_backward(rank),
-        moments.head_backward(rank),
-        moments.block_backward(rank),
-        moments.end_of_backward(rank),
-        moments.optimizer_step(rank),
+        end_of_forward(rank),
+        loss_backward(rank),
+        head_backward(rank),
+        block_backward(rank),
+        end_of_backward(rank),
+        optimizer_step(rank),
     ]
-    if rank.takes_halves.any():
-        found += [halves.end_of_first_half(rank), halves.later_first_half(rank)]
-        found += [halves.start_of_second_half(rank), halves.end_of_second_half(rank)]
+    if rank.splits_backward.any():
+        found += [end_of_input_gradients(rank), later_input_gradients(rank)]
+        found += [first_weight_gradient(rank), last_weight_gradient(rank)]
     if rank.is_fsdp.any():
-        found.append(moments.block_reduction(rank))
+        found.append(block_reduction(rank))
     return found
 
 
 def cached_bytes(rank: RankMemory, peak: StageMemory) -> Floats:
     """Return what torch's allocator takes from the GPU before its rounding: the peak, or more where blocks do not fit.
 
-    The allocator never joins what it took in several pieces, so that what is larger than each of these is taken anew.
+    The caching allocator does not merge segments, so a larger request allocates a new one.
     In the first step sizes grow: tensors of blocks, of the loss, then flat copies of gradients. They stand side by
     side, although never all are live. Frameworks on other allocators hold their peak.
     """
     if rank.framework.storage.matmul_workspaces == "none":
         return peak.total_bytes
-    beside = loss_memory.backward_bytes(rank) + rank.bucket_bytes + rank.flat_step_bytes
-    return np.asarray(np.maximum(peak.total_bytes, moments.block_backward(rank).total_bytes + beside))
+    beside = loss_backward_bytes(rank) + rank.bucket_bytes + rank.flat_step_bytes
+    return np.asarray(np.maximum(peak.total_bytes, block_backward(rank).total_bytes + beside))
 
 
 def host_bytes(rank: RankMemory) -> Floats:
@@ -74,4 +79,239 @@ def host_bytes(rank: RankMemory) -> Floats:
     has_masters = rank.is_mixed and rank.framework.storage.master_bytes > 0  # among the state already
     states = rank.state_bytes / rank.state_shards
     copies = (1 if has_masters else 2) * FP32 * rank.parameters / rank.state_shards
-    return np.where(rank.table.offload == OFFLOADS.index("none"), 0.0, states + copies)
+    return np.where(rank.table.offload == OffloadCode.NONE, 0.0, states + copies)
+
+
+def end_of_forward(rank: RankMemory) -> StageMemory:
+    """Return the point when all weights have their copies, and the loss has made its tensors."""
+    kept = _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1) + _loss_forward_bytes(rank)
+    return rank.candidate(
+        parameters=rank.gathered_bytes(num_blocks=0, end=rank.head_alone) + rank.copied_bytes(in_forward=True),
+        gradients=rank.gradient_bytes(at_end=False),
+        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept,
+        workspace=rank.unfinished_bytes,
+    )
+
+
+def losses_in_flight(rank: RankMemory) -> Floats:
+    """Return the micro-batches whose loss tensors are alive; with split backward the first half frees them."""
+    return np.where(rank.is_zero_bubble, np.minimum(rank.head_in_flight, 1.0), rank.head_in_flight)
+
+
+def loss_backward(rank: RankMemory) -> StageMemory:
+    """Return the point when everything is kept, and the loss makes gradients of the size of the logits."""
+    kept = _kept_loss_bytes(rank)
+    return rank.candidate(
+        parameters=rank.gathered_bytes(num_blocks=0, end=rank.head_alone) + rank.copied_bytes(in_forward=False),
+        gradients=rank.gradient_bytes(at_end=False),
+        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept * losses_in_flight(rank),
+        workspace=np.maximum(0.0, loss_backward_bytes(rank) - kept) + rank.unfinished_bytes,
+    )
+
+
+def head_backward(rank: RankMemory) -> StageMemory:
+    """Return the point when the gradient of the head's matrix is there, and the head has let go of the rest."""
+    copies = rank.copied_bytes(in_forward=False)
+    head = rank.costs.head_copied_parameters[rank.costs.key] * rank.stage.is_last
+    own_copy = np.minimum(head * rank.framework.storage.autocast_copy_bytes, copies)
+    becomes = np.where(rank.makes_gradients, head * FP32, 0.0)
+    earlier = _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1)
+    candidate = rank.candidate(
+        parameters=rank.gathered_bytes(num_blocks=0) + copies - own_copy,
+        gradients=rank.gradient_bytes(at_end=False) + becomes,
+        activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + earlier,
+        workspace=head_gradient_bytes(rank) * rank.stage.is_last,
+    )
+    return _only(~rank.splits_backward & ~rank.is_fsdp & rank.framework.storage.frees_gradients, candidate)
+
+
+def head_gradient_bytes(rank: RankMemory) -> Floats:
+    """Return the gradient of the head's matrix as computed, and its fp32 copy unless that becomes the gradient."""
+    weight = rank.costs.head_copied_parameters[rank.costs.key]
+    added = np.where(rank.makes_gradients, 0.0, FP32)
+    return np.asarray(weight * (added + (rank.compute_bytes if rank.is_mixed else 0.0)))
+
+
+def block_backward(rank: RankMemory) -> StageMemory:
+    """Return the point when the last block's backward pass begins: its working set stands beside all that is kept."""
+    key = rank.costs.key
+    head = rank.costs.head_parameters[key] * rank.stage.is_last
+    fresh = np.where(rank.is_fsdp, waiting_head_bytes(rank), head * np.where(rank.makes_gradients, FP32, 0.0))
+    return rank.candidate(
+        parameters=rank.gathered_bytes(num_blocks=2) + rank.copied_bytes(in_forward=False),
+        gradients=rank.gradient_bytes(at_end=False) + fresh,
+        activations=rank.kept_bytes + rank.passed_bytes + _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1),
+        workspace=_working_bytes(rank),
+    )
+
+
+def waiting_head_bytes(rank: RankMemory) -> Floats:
+    """Return the gradient of the head's matrix under FSDP: as computed, or what its own reduction reads."""
+    head = rank.costs.head_parameters[rank.costs.key] * rank.stage.is_last
+    is_reduced = (rank.head_alone > 0) & (rank.table.zero_stage > 1)
+    return np.asarray(head * np.where(is_reduced, FP32, rank.compute_bytes))
+
+
+def _working_bytes(rank: RankMemory) -> Floats:
+    """Return what the backward pass of a block has beside what was kept for it."""
+    costs, key = rank.costs, rank.costs.key
+    gradient = costs.largest_gradient_bytes[key]
+    return np.asarray(costs.working_bytes[key] + costs.boundary_bytes[key] + gradient)
+
+
+def _only(happens: Mask, candidate: StageMemory) -> StageMemory:
+    """Return the candidate where it happens, and nothing elsewhere."""
+    return StageMemory(
+        **{field.name: np.where(happens, getattr(candidate, field.name), 0.0) for field in fields(StageMemory)}
+    )
+
+
+def block_reduction(rank: RankMemory) -> StageMemory:
+    """Return the point when the last block's backward pass is done, and FSDP reduces its gradients."""
+    key = rank.costs.key
+    head = np.where((rank.head_alone > 0) & (rank.table.zero_stage > 1), 0.0, waiting_head_bytes(rank))
+    blocks = np.maximum(rank.stage.num_blocks * rank.in_flight, 1.0)
+    candidate = rank.candidate(
+        parameters=rank.gathered_bytes(num_blocks=2),
+        gradients=rank.gradient_bytes(at_end=False) + head + rank.reduced_bytes(rank.block_parameters),
+        activations=rank.kept_bytes * (1 - 1 / blocks) + rank.passed_bytes,
+        workspace=rank.costs.boundary_bytes[key],
+    )
+    # Stage 1 reduces after the last micro-batch only, when a pipeline holds no other.
+    return _only(rank.is_fsdp & ((rank.table.zero_stage > 1) | ~rank.accumulates), candidate)
+
+
+def end_of_backward(rank: RankMemory) -> StageMemory:
+    """Return the point of the last gradients: the embedding's, and what FSDP reduces of all outside of the blocks."""
+    kept = rank.kept_bytes + rank.head_kept_bytes
+    of_one = kept / np.maximum(rank.in_flight, 1.0)
+    embedding = rank.costs.embedding_parameters[rank.costs.key] * rank.stage.is_first * FP32
+    # The first gradient stays as it is: another one beside it is that of a later micro-batch, which has fewer others.
+    is_first = rank.makes_gradients & rank.accumulates
+    is_later = is_first & (embedding > of_one)
+    root = np.where(rank.embedding_alone > 0, rank.embedding_alone, rank.root_parameters - rank.head_alone)
+    is_apart = rank.framework.storage.frees_gradients & (rank.table.zero_stage == 0) & (is_later | ~is_first)
+    num_others = np.maximum(rank.in_flight - np.where(is_later, 2, 1), 0.0)
+    others = of_one * num_others
+    copies = rank.copied_bytes(in_forward=False) * num_others / np.maximum(rank.in_flight, 1.0)
+    return rank.candidate(
+        parameters=rank.gathered_bytes(num_blocks=0, end=rank.embedding_alone) + copies,
+        gradients=rank.gradient_bytes(at_end=True) + rank.reduced_bytes(root),
+        activations=others + rank.passed_bytes,
+        workspace=np.where(is_apart, embedding, np.where(rank.table.zero_stage == 1, rank.bucket_bytes, 0.0)),
+    )
+
+
+def optimizer_step(rank: RankMemory) -> StageMemory:
+    """Return the point of the step or just before: activations are gone, and copies of all parameters or one made."""
+    is_here = rank.table.offload == OffloadCode.NONE
+    copies = np.where(is_here, rank.step_copies_bytes, 0.0)
+    return rank.candidate(
+        parameters=np.zeros(len(rank.table)),
+        gradients=rank.gradient_bytes(at_end=True),
+        activations=rank.passed_bytes,
+        workspace=np.maximum(copies, rank.flat_average_bytes),
+    )
+
+
+def end_of_input_gradients(rank: RankMemory) -> StageMemory:
+    """Return the point when a micro-batch has all gradients of activations, and those before it wait too."""
+    candidate = _split_candidate(
+        rank,
+        activations=rank.kept_bytes + rank.head_kept_bytes + _kept_loss_bytes(rank),
+        workspace=rank.waiting_bytes + rank.split_backward_bytes + _split_working_bytes(rank),
+        at_end=False,
+    )
+    return _only(rank.splits_backward, candidate)
+
+
+def later_input_gradients(rank: RankMemory) -> StageMemory:
+    """Return the same point one micro-batch later, of ranks that had all in flight before any gradient of a weight."""
+    left = 1 - 1 / np.maximum(rank.in_flight, 1.0)
+    candidate = _split_candidate(
+        rank,
+        activations=(rank.kept_bytes + rank.head_kept_bytes) * left + _kept_loss_bytes(rank),
+        workspace=rank.waiting_bytes + rank.split_backward_bytes + _split_working_bytes(rank),
+        at_end=True,
+    )
+    has_next = rank.stage.rank + 1 < rank.table.num_microbatches
+    return _only(rank.splits_backward & ~rank.has_earlier_gradients & has_next, candidate)
+
+
+def first_weight_gradient(rank: RankMemory) -> StageMemory:
+    """Return the point when the second half makes the first gradients of weights: a tied head's, a block's."""
+    is_tied = rank.stage.is_last & rank.workload.model.tied_embeddings
+    of_block = np.where(rank.has_earlier_gradients, rank.costs.second_half_bytes[rank.costs.key], 0.0)
+    candidate = _split_candidate(
+        rank,
+        activations=rank.kept_bytes + rank.head_kept_bytes,
+        workspace=rank.waiting_bytes
+        + rank.split_backward_bytes
+        + np.maximum(of_block, head_gradient_bytes(rank) * is_tied),
+        at_end=False,
+    )
+    return _only(rank.splits_backward, candidate)
+
+
+def last_weight_gradient(rank: RankMemory) -> StageMemory:
+    """Return the point when the second half makes the last gradient of a weight: an untied head's, or a block's."""
+    costs, key = rank.costs, rank.costs.key
+    has_head = rank.stage.is_last & (not rank.workload.model.tied_embeddings)
+    head = costs.head_output_gradient_bytes[key] + head_gradient_bytes(rank)
+    candidate = _split_candidate(
+        rank,
+        activations=rank.kept_bytes + rank.head_kept_bytes,
+        workspace=rank.waiting_bytes
+        + np.where(has_head, head, costs.largest_gradient_bytes[key])
+        + np.where(rank.is_fsdp, rank.parameters * rank.compute_bytes, 0.0),
+        at_end=True,
+    )
+    return _only(rank.splits_backward, candidate)
+
+
+def _split_candidate(rank: RankMemory, *, activations: Floats, workspace: Floats, at_end: bool) -> StageMemory:
+    return rank.candidate(
+        parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=False),
+        gradients=rank.gradient_bytes(at_end=at_end),
+        activations=activations + rank.passed_bytes,
+        workspace=workspace,
+    )
+
+
+def _split_working_bytes(rank: RankMemory) -> Floats:
+    """Return what the first half of a block's backward pass has beside what stays for the second."""
+    key = rank.costs.key
+    unadded = np.where(rank.is_fsdp, rank.block_parameters * rank.compute_bytes, 0.0)
+    return np.asarray(rank.costs.first_half_bytes[key] + rank.costs.boundary_bytes[key] + unadded)
+
+
+def _loss_forward_bytes(rank: RankMemory) -> Floats:
+    """Return what stands when a forward pass has made its loss: beside what that keeps, the logits themselves."""
+    fused = rank.framework.loss.logit_bytes
+    whole = min(HALF + _KEPT_LOSS_BYTES, fused) if rank.is_mixed else 2 * FP32
+    divided = HALF + FP32 if rank.is_mixed else 2 * FP32
+    return rank.num_logits * np.where(_has_parallel_loss(rank), divided, whole)
+
+
+def _kept_loss_bytes(rank: RankMemory) -> Floats:
+    """Return what the loss of one micro-batch keeps for its backward pass; of divided logits the fp32 softmax."""
+    whole = min(_KEPT_LOSS_BYTES, rank.framework.loss.logit_bytes) if rank.is_mixed else FP32
+    return rank.num_logits * np.where(_has_parallel_loss(rank), FP32, whole)
+
+
+def loss_backward_bytes(rank: RankMemory) -> Floats:
+    """Return the most that a loss holds while its backward pass makes gradients, what it kept included.
+
+    A first half of a backward pass frees nothing: the fp32 log-probabilities stand beside the 16-bit gradients too.
+    """
+    framework = rank.framework
+    whole = framework.loss.logit_bytes if rank.is_mixed else 3 * FP32
+    is_plain = rank.is_mixed and whole >= _KEPT_LOSS_BYTES + FP32
+    unfreed = np.where(rank.splits_backward, HALF if is_plain else 0.0, 0.0)
+    divided = (framework.loss.parallel_logit_bytes or 0.0) if rank.is_mixed else FP32
+    return rank.num_logits * np.where(_has_parallel_loss(rank), divided, whole + unfreed)
+
+
+def _has_parallel_loss(rank: RankMemory) -> Mask:
+    """Return the plans whose loss is computed on logits that tensor parallelism divided, by code of its own."""
+    return np.asarray((rank.table.tp > 1) & (rank.framework.loss.parallel_logit_bytes is not None))

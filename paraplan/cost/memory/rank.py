@@ -1,4 +1,4 @@
-"""What one rank of a pipeline stage holds in memory, part by part: what the moments of a step are added up from."""
+"""Memory held by one rank of a pipeline stage: the terms of each peak candidate."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import numpy as np
 from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
-from paraplan.cost.memory.shard_padding import optimizer_shards, shard_padding
-from paraplan.cost.memory.workspaces import matmul_workspace_bytes
+from paraplan.cost.memory.overheads import matmul_workspace_bytes, optimizer_shards, shard_padding
 from paraplan.cost.pipeline.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
-from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Floats, Mask, PlanTable
+from paraplan.cost.plan_table import Floats, Mask, OffloadCode, PlanTable, RecomputeCode, ScheduleCode
 from paraplan.cost.workload import Workload
 
-_FULL = RECOMPUTES.index("full")
-_ZERO_BUBBLE, _INTERLEAVED = SCHEDULES.index("zero_bubble"), SCHEDULES.index("interleaved_1f1b")
 FP32, HALF = 4.0, 2.0
 
 
@@ -39,7 +36,7 @@ class StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class RankMemory:
-    """What the moments of a step are added up from. Bytes of one rank, one entry a plan.
+    """The terms of each peak candidate. Bytes of one rank, one entry a plan.
 
     `chunks_in_flight` is `[V, N]`, the micro-batches of each virtual chunk whose activations a rank keeps, `in_flight`
     their mean, and `head_in_flight` those of the last chunk, where the head is.
@@ -122,8 +119,8 @@ class RankMemory:
 
     @cached_property
     def has_earlier_gradients(self) -> Mask:
-        """Plans with gradients when they keep most activations; others keep all before their first backward pass."""
-        keeps_all = (self.table.schedule != _INTERLEAVED) & (self.table.num_microbatches <= self.in_flight)
+        """Plans that already hold gradients when activations peak."""
+        keeps_all = (self.table.schedule != ScheduleCode.INTERLEAVED) & (self.table.num_microbatches <= self.in_flight)
         return np.asarray(self.accumulates & ((self.table.pp == 1) | ~keeps_all))
 
     @cached_property
@@ -143,12 +140,12 @@ class RankMemory:
     def offloads_parameters(self) -> Mask:
         """Plans whose shards of parameters and gradients lie in the host's memory between their uses."""
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
-        return np.asarray(is_sharded & (self.table.offload == OFFLOADS.index("parameters")))
+        return np.asarray(is_sharded & (self.table.offload == OffloadCode.PARAMETERS))
 
     @cached_property
     def optimizer_bytes(self) -> Floats:
         """The optimizer's state of this rank, if it is not offloaded."""
-        is_here = self.table.offload == OFFLOADS.index("none")
+        is_here = self.table.offload == OffloadCode.NONE
         return np.where(is_here, self.state_bytes * self.padding / self.state_shards, 0.0)
 
     @cached_property
@@ -198,7 +195,7 @@ class RankMemory:
         head = self.costs.head_copied_parameters[self.costs.key] * self.stage.is_last
         one_block = blocks if in_forward else np.minimum(blocks, self.block_parameters)
         of_all = self.stage.sum_in_flight(self.costs, running, self.chunks_in_flight)
-        kept = np.where(self.table.recompute == _FULL, one_block, of_all) + head * self.head_in_flight
+        kept = np.where(self.table.recompute == RecomputeCode.FULL, one_block, of_all) + head * self.head_in_flight
         return np.where(self.table.zero_stage == 0, kept * self.framework.storage.autocast_copy_bytes, 0.0)
 
     @cached_property
@@ -270,7 +267,7 @@ class RankMemory:
     @cached_property
     def is_zero_bubble(self) -> Mask:
         """Plans whose backward passes are taken in halves."""
-        return np.asarray((self.table.schedule == _ZERO_BUBBLE) & (self.table.pp > 1))
+        return np.asarray((self.table.schedule == ScheduleCode.ZERO_BUBBLE) & (self.table.pp > 1))
 
     @cached_property
     def is_replica(self) -> Mask:
@@ -280,7 +277,9 @@ class RankMemory:
     @cached_property
     def averages_flat_copies(self) -> Mask:
         """Plans whose replicas the runtime averages itself: DDP's hooks know no chunks and no halves of a pass."""
-        return np.asarray(self.is_zero_bubble | ((self.table.schedule == _INTERLEAVED) & (self.table.pp > 1)))
+        return np.asarray(
+            self.is_zero_bubble | ((self.table.schedule == ScheduleCode.INTERLEAVED) & (self.table.pp > 1))
+        )
 
     @cached_property
     def flat_average_bytes(self) -> Floats:
@@ -289,18 +288,18 @@ class RankMemory:
         return np.where(copies, self.parameters * FP32, 0.0)
 
     @cached_property
-    def takes_halves(self) -> Mask:
+    def splits_backward(self) -> Mask:
         """Plans whose rank makes the gradients of activations before those of weights: the first does both at once."""
         return np.asarray(self.is_zero_bubble & (self.stage.rank > 0))
 
     @cached_property
-    def half_done_bytes(self) -> Floats:
+    def split_backward_bytes(self) -> Floats:
         """What one micro-batch keeps from the first to the second half of its backward pass: gradients of outputs.
 
         Beside those of matmuls and norms it is what the stage sends back, and what the first half has computed again,
         which the second reads too: with full recompute the 16-bit copies of all weights are among it.
         """
-        if not self.takes_halves.any():
+        if not self.splits_backward.any():
             return np.zeros(len(self.table))
         head = self.costs.head_output_gradient_bytes[self.costs.key] * self.stage.is_last
         blocks = self.stage.sum(self.costs, self.costs.output_gradient_bytes)
@@ -310,8 +309,10 @@ class RankMemory:
             copied = (
                 self.stage.sum(self.costs, self.costs.copied_parameters) * self.framework.storage.autocast_copy_bytes
             )
-            again = again + np.where((self.table.recompute == _FULL) & (self.table.zero_stage == 0), copied, 0.0)
-        return np.where(self.takes_halves, blocks + head + sent + again, 0.0)
+            again = again + np.where(
+                (self.table.recompute == RecomputeCode.FULL) & (self.table.zero_stage == 0), copied, 0.0
+            )
+        return np.where(self.splits_backward, blocks + head + sent + again, 0.0)
 
     @cached_property
     def waiting_bytes(self) -> Floats:
@@ -319,12 +320,12 @@ class RankMemory:
 
         Rank i puts off those of i micro-batches (ZB-H1, Qi et al. 2024, figure 3).
         """
-        return np.asarray(np.minimum(self.stage.rank, self.table.num_microbatches - 1) * self.half_done_bytes)
+        return np.asarray(np.minimum(self.stage.rank, self.table.num_microbatches - 1) * self.split_backward_bytes)
 
     @cached_property
     def unfinished_bytes(self) -> Floats:
         """The same, and the last second half's gradients of weights, which FSDP adds up in the next first half."""
-        unadded = self.takes_halves & self.is_fsdp & self.has_earlier_gradients
+        unadded = self.splits_backward & self.is_fsdp & self.has_earlier_gradients
         return np.asarray(self.waiting_bytes + np.where(unadded, self.parameters * self.compute_bytes, 0.0))
 
     @cached_property
@@ -385,8 +386,10 @@ class RankMemory:
         copies = np.where(loops, one, self.parameters * (states.foreach_copies or 0.0)) / self.state_shards
         return np.asarray(flat + copies * FP32)
 
-    def moment(self, *, parameters: Floats, gradients: Floats, activations: Floats, workspace: Floats) -> StageMemory:
-        """Return a moment: beside what it names, the weights, the optimizer's state and what stands always."""
+    def candidate(
+        self, *, parameters: Floats, gradients: Floats, activations: Floats, workspace: Floats
+    ) -> StageMemory:
+        """Return a peak candidate: beside what it names, the weights, the optimizer's state and what stands always."""
         return StageMemory(
             parameter_bytes=self.weight_bytes + parameters,
             gradient_bytes=gradients,

@@ -1,19 +1,18 @@
-"""The course of many pipelines of one shape at once: the simulation as a recurrence over arrays.
+"""The timeline of many pipelines of one shape at once: the simulation as a recurrence over arrays.
 
-For interleaved and zero-bubble schedules with unequal stages no closed form holds within a percent. Their operations
-are put into levels, each of which depends on earlier ones alone; a level is one step over the columns of all plans.
+For schedules with unequal stages no short closed form holds within a percent. Their operations are put into levels,
+each of which depends on earlier ones alone; a level is one step over the columns of all plans.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from paraplan.cost.pipeline.simulation import PipelineTask, input_of, rank_order
+from paraplan.cost.pipeline.simulation import PassSeconds, PipelineTask, input_of, rank_order
 from paraplan.cost.plan_table import Floats, Ints
 from paraplan.plan.parallel import ScheduleName
 
@@ -25,39 +24,19 @@ _KINDS = ("forward", "backward", "weight")
 _ROWS_AT_A_TIME = 256
 
 
-@dataclass(frozen=True, eq=False)
-class StageColumns:
-    """Seconds of one micro-batch on each virtual stage, `[stages, N]`, and of a send, `[N]`.
-
-    `weight_s` is the part of `backward_s` that zero bubble may put off.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    weight_s: Floats
-    send_s: Floats
-
-    def columns(self, rows: Ints | slice) -> StageColumns:
-        """Return some of the columns."""
-        return StageColumns(
-            self.forward_s[:, rows], self.backward_s[:, rows], self.weight_s[:, rows], self.send_s[rows]
-        )
-
-
 class _Level(NamedTuple):
     """Operations that do not depend on each other: their ranks, inputs and durations by position."""
 
     first: int
     ranks: Ints
     inputs: Ints
-    crosses: Floats
     durations: Ints
 
 
-def recurrence_s(schedule: ScheduleName, stages: StageColumns, *, num_ranks: int, num_microbatches: Ints) -> Floats:
-    """Return the seconds of a step for columns of stages under one schedule, each with its number of micro-batches.
+def recurrence_s(schedule: ScheduleName, stages: PassSeconds, *, num_ranks: int, num_microbatches: Ints) -> Floats:
+    """Return the seconds of a step for columns of stages, `[stages, N]`, each with its number of micro-batches.
 
-    Equal to `simulate_pipeline` as far as the course is followed; every further round takes as long as the last of it.
+    Equal to `simulate_pipeline` where the timeline is followed; every further round takes as long as its last.
     Micro-batches that make no equal rounds for several chunks, which nothing executes, count as a share of more.
     """
     virtual = len(stages.forward_s) // num_ranks
@@ -80,38 +59,35 @@ def recurrence_s(schedule: ScheduleName, stages: StageColumns, *, num_ranks: int
 
 
 def _exact_s(
-    schedule: ScheduleName, stages: StageColumns, num_ranks: int, virtual: int, num_microbatches: int, group: int
+    schedule: ScheduleName, stages: PassSeconds, num_ranks: int, virtual: int, num_microbatches: int, group: int
 ) -> Floats:
-    levels, count = _course(schedule, num_ranks, virtual, num_microbatches, group)
+    levels, count = _levels_of_shape(schedule, num_ranks, virtual, num_microbatches, group)
     parts = [
         _follow(levels, count, stages.columns(slice(first, first + _ROWS_AT_A_TIME)), num_ranks, schedule)
-        for first in range(0, len(stages.send_s), _ROWS_AT_A_TIME)
+        for first in range(0, stages.forward_s.shape[1], _ROWS_AT_A_TIME)
     ]
     return np.concatenate([np.zeros(0), *parts])
 
 
 @lru_cache(maxsize=32)
-def _course(
+def _levels_of_shape(
     schedule: ScheduleName, num_ranks: int, virtual: int, num_microbatches: int, group: int
 ) -> tuple[list[_Level], int]:
     if schedule == "interleaved_1f1b" and group == num_ranks and virtual > 1:
         return _interleaved_levels(num_ranks, virtual, num_microbatches)
-    if schedule == "zero_bubble" and virtual == 1:
-        return _zero_bubble_levels(num_ranks, num_microbatches)
+    if schedule in ("1f1b", "zero_bubble") and virtual == 1:
+        return _turns_levels(num_ranks, num_microbatches, splits_backward=schedule == "zero_bubble")
     return _levels(schedule, num_ranks, virtual, num_microbatches, group)
 
 
-def _follow(levels: list[_Level], count: int, stages: StageColumns, num_ranks: int, schedule: ScheduleName) -> Floats:
+def _follow(levels: list[_Level], count: int, stages: PassSeconds, num_ranks: int, schedule: ScheduleName) -> Floats:
     delayed = stages.weight_s if schedule == "zero_bubble" else np.zeros_like(stages.weight_s)
     seconds = np.concatenate([stages.forward_s, stages.backward_s - delayed, stages.weight_s])
     # The last row stands for what has no input.
-    ends = np.zeros((count + 1, len(stages.send_s)))
-    free = np.zeros((num_ranks, len(stages.send_s)))
-    sends = bool(stages.send_s.any())
+    ends = np.zeros((count + 1, stages.forward_s.shape[1]))
+    free = np.zeros((num_ranks, stages.forward_s.shape[1]))
     for level in levels:
         ready = ends[level.inputs]
-        if sends:
-            ready += level.crosses * stages.send_s
         done = np.maximum(free[level.ranks], ready, out=ready)
         done += seconds[level.durations]
         free[level.ranks] = done
@@ -168,12 +144,6 @@ def _as_arrays(by_level: list[list[PipelineTask]], num_ranks: int, last: int) ->
                 first=first,
                 ranks=np.array([task.stage % num_ranks for task in tasks]),
                 inputs=np.array([-1 if task is None else place[task] for task in inputs]),
-                crosses=np.array(
-                    [
-                        float(before is not None and before.stage % num_ranks != task.stage % num_ranks)
-                        for task, before in zip(tasks, inputs, strict=True)
-                    ]
-                )[:, None],
                 durations=np.array([_KINDS.index(task.kind) * (last + 1) + task.stage for task in tasks]),
             )
         )
@@ -205,27 +175,25 @@ def _interleaved_levels(num_ranks: int, virtual: int, num_microbatches: int) -> 
     )
 
 
-def _zero_bubble_levels(num_ranks: int, num_microbatches: int) -> tuple[list[_Level], int]:
-    """Return the levels of zero bubble with one stage a rank: turns of three slots, forward, backward and weights.
+def _turns_levels(num_ranks: int, num_microbatches: int, *, splits_backward: bool) -> tuple[list[_Level], int]:
+    """Return the levels of 1F1B and zero bubble with one stage a rank: turns of forward, backward and weight passes.
 
-    Rank i warms up in slots i + x, and starts turn y in slot 2 p - 1 - i + 3 y.
+    Rank i warms up in slots i + x. Turns of 1F1B have two slots, those of zero bubble a third one for the weights.
     """
-    p = num_ranks
+    p, turn = num_ranks, 3 if splits_backward else 2
     rank, index = (grid.reshape(-1) for grid in np.meshgrid(np.arange(p), np.arange(num_microbatches), indexing="ij"))
     warmup = np.minimum(p - 1 - rank, num_microbatches)
-    turns = 2 * p - 1 - rank
+    first = (2 * p - 1 if splits_backward else 2 * p - 2) - rank
+    slots = [np.where(index < warmup, rank + index, first + turn * (index - warmup)), first + turn * index + 1]
+    if splits_backward:
+        # Rank i leaves the weights of i micro-batches for later.
+        slots.append(first + turn * (index + rank) + 2)
+    kinds = len(slots)
     return _levels_of_slots(
-        kind=np.repeat([0, 1, 2], len(index)),
-        stage=np.concatenate([rank, rank, rank]),
-        micro_batch=np.concatenate([index, index, index]),
-        slot=np.concatenate(
-            [
-                np.where(index < warmup, rank + index, turns + 3 * (index - warmup)),
-                turns + 3 * index + 1,
-                # Rank i leaves the weights of i micro-batches for later.
-                turns + 3 * (index + rank) + 2,
-            ]
-        ),
+        kind=np.repeat(np.arange(kinds), len(index)),
+        stage=np.tile(rank, kinds),
+        micro_batch=np.tile(index, kinds),
+        slot=np.concatenate(slots),
         num_ranks=p,
     )
 
@@ -245,12 +213,9 @@ def _levels_of_slots(
         stage == last, where[0, stage, micro_batch], where[1, np.minimum(stage + 1, last), micro_batch]
     )
     inputs = np.choose(kind, [where[0, stage - 1, micro_batch], read_by_backward, where[1, stage, micro_batch]])
-    crosses = ((kind == 0) & (stage > 0)) | ((kind == 1) & (stage < last))
     ranks, inputs, durations = (column[order] for column in (stage % num_ranks, inputs, kind * (last + 1) + stage))
-    crossing = crosses[order].astype(float)
     bounds = np.flatnonzero(np.diff(slot[order], prepend=-1, append=slot.max() + 1))
     levels = [
-        _Level(int(low), ranks[low:high], inputs[low:high], crossing[low:high, None], durations[low:high])
-        for low, high in pairwise(bounds)
+        _Level(int(low), ranks[low:high], inputs[low:high], durations[low:high]) for low, high in pairwise(bounds)
     ]
     return levels, len(order)

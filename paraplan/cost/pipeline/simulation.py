@@ -1,6 +1,6 @@
-"""The exact course of one step of a pipeline: every rank's operations with their start and end, by simulation.
+"""The exact timeline of one step of a pipeline: every rank's operations with their start and end, by simulation.
 
-`schedule.py` has the closed forms that a search uses; tests hold them against this.
+`bubble.py` has the forms that a search uses; tests hold them against this.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from paraplan.cost.plan_table import Floats, Ints, Mask
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ScheduleName
 
@@ -29,16 +32,44 @@ class PipelineOperation(NamedTuple):
     end_s: float
 
 
-@dataclass(frozen=True)
-class StageSeconds:
-    """Seconds that one micro-batch spends on one virtual stage; `weight_s` is the part of `backward_s` that can wait.
+@dataclass(frozen=True, eq=False)
+class PassSeconds:
+    """Seconds of one micro-batch, sends included, by stage, by pipeline or by both: arrays of one shape."""
 
-    `backward_s` counts recomputation and the gradients of the weights.
-    """
+    forward_s: Floats
+    """The forward pass."""
+    backward_s: Floats
+    """The backward pass with recomputation and the gradients of the weights."""
+    weight_s: Floats
+    """The part of the backward pass that zero bubble may put off: the gradients of the weights."""
 
-    forward_s: float
-    backward_s: float
-    weight_s: float = 0.0
+    @property
+    def total_s(self) -> Floats:
+        """Forward and backward."""
+        return np.asarray(self.forward_s + self.backward_s)
+
+    def columns(self, rows: Ints | slice) -> PassSeconds:
+        """Return some of the columns: entries of the last axis."""
+        return PassSeconds(self.forward_s[..., rows], self.backward_s[..., rows], self.weight_s[..., rows])
+
+
+@dataclass(frozen=True, eq=False)
+class RankSeconds(PassSeconds):
+    """Seconds of one micro-batch on one pipeline rank, all of its chunks together."""
+
+    end_s: Floats
+    """The part of the embedding, or of the head and the loss, which belongs to one chunk: a third of it is forward, a
+    third the gradient of its weights."""
+
+    def chunk(self, virtual: Ints | int, *, has_end: Mask | bool) -> PassSeconds:
+        """Return one of `virtual` chunks, with the embedding or the head, or without."""
+        third = self.end_s / 3
+        own = third * np.where(has_end, 1.0, 0.0)
+        return PassSeconds(
+            forward_s=(self.forward_s - third) / virtual + own,
+            backward_s=(self.backward_s - 2 * third) / virtual + 2 * own,
+            weight_s=(self.weight_s - third) / virtual + own,
+        )
 
 
 @dataclass(frozen=True)
@@ -67,21 +98,20 @@ class PipelineTask(NamedTuple):
 
 def simulate_pipeline(
     schedule: ScheduleName,
-    stages: Sequence[StageSeconds],
+    stages: PassSeconds,
     *,
     num_ranks: int,
     num_microbatches: int,
-    send_s: float = 0.0,
 ) -> Timeline:
-    """Return the course of one step: `stages` are the virtual stages in model order, stage i on rank i % num_ranks.
+    """Return the timeline of one step. `stages` has one entry a virtual stage in model order, stage i on rank i % p.
 
-    A rank takes its operations in the order of the schedule and starts each as soon as its input is there, `send_s`
-    after the neighbour's end: sends run beside compute, and cost time where somebody waits for them. Raises `PlanError`
-    where the stages do not divide over the ranks, and for chunks with micro-batches that make no equal rounds.
+    A rank takes its operations in the order of the schedule and starts each as soon as its input is there; sends
+    are part of the seconds of stages. Raises `PlanError` where the stages do not divide over the ranks, and for chunks
+    with micro-batches that make no equal rounds.
     """
-    virtual, rest = divmod(len(stages), num_ranks)
+    virtual, rest = divmod(len(stages.forward_s), num_ranks)
     if rest or not virtual:
-        raise PlanError(f"{len(stages)} stages do not divide over {num_ranks} pipeline ranks")
+        raise PlanError(f"{len(stages.forward_s)} stages do not divide over {num_ranks} pipeline ranks")
     group = round_size(num_microbatches, num_ranks)
     if virtual > 1 and num_microbatches % group:
         raise PlanError(
@@ -92,21 +122,20 @@ def simulate_pipeline(
         list(rank_order(schedule, rank=rank, num_ranks=num_ranks, virtual=virtual, num_microbatches=num_microbatches))
         for rank in range(num_ranks)
     ]
-    return Timeline(_run(orders, stages, splits_backward=schedule == "zero_bubble", send_s=send_s))
+    return Timeline(_run(orders, stages, splits_backward=schedule == "zero_bubble"))
 
 
 def _run(
-    orders: list[list[PipelineTask]], stages: Sequence[StageSeconds], *, splits_backward: bool, send_s: float
+    orders: list[list[PipelineTask]], stages: PassSeconds, *, splits_backward: bool
 ) -> tuple[tuple[PipelineOperation, ...], ...]:
-    num_ranks, last = len(orders), len(stages) - 1
+    num_ranks, last = len(orders), len(stages.forward_s) - 1
     done: list[list[PipelineOperation]] = [[] for _ in orders]
     ends: dict[PipelineTask, float] = {}
     seconds = {
-        "forward": [stage.forward_s for stage in stages],
-        "backward": [stage.backward_s - (stage.weight_s if splits_backward else 0.0) for stage in stages],
-        "weight": [stage.weight_s for stage in stages],
+        "forward": stages.forward_s.tolist(),
+        "backward": (stages.backward_s - stages.weight_s * splits_backward).tolist(),
+        "weight": stages.weight_s.tolist(),
     }
-    wait_s = send_s if num_ranks > 1 else 0.0
     free = [0.0] * num_ranks
     waiting = list(range(num_ranks))
     while waiting:
@@ -119,7 +148,7 @@ def _run(
             if before is not None:
                 if before not in ends:
                     break
-                ready = ends[before] + (wait_s if before.stage != task.stage else 0.0)
+                ready = ends[before]
             start = max(free[rank], ready)
             free[rank] = ends[task] = start + seconds[task.kind][task.stage]
             finished.append(PipelineOperation(*task, start, free[rank]))

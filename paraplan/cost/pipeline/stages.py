@@ -9,12 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
-from paraplan.cost.plan_table import SCHEDULES, Floats, Ints, Mask, PlanTable, distinct_rows, first_rows
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, ScheduleCode, distinct_rows, first_rows
 from paraplan.model.spec import ModelSpec
-
-_GPIPE = SCHEDULES.index("gpipe")
-_INTERLEAVED = SCHEDULES.index("interleaved_1f1b")
-_ZERO_BUBBLE = SCHEDULES.index("zero_bubble")
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +144,7 @@ def fullest_ranks(table: PlanTable, running: Floats) -> Ints:
     """
     fullest = np.minimum(1, table.pp - 1)
     rows = np.flatnonzero(are_unlike(table, running))
-    zero_bubble = (table.schedule[rows] == _ZERO_BUBBLE).astype(np.int64)
+    zero_bubble = (table.schedule[rows] == ScheduleCode.ZERO_BUBBLE).astype(np.int64)
     (splits, pps, virtuals, lasts), kind = distinct_rows(
         table.split[rows], table.pp[rows], table.virtual[rows], zero_bubble
     )
@@ -209,7 +205,7 @@ def chunk_in_flight(table: PlanTable, stage: StageBlocks) -> Floats:
     """
     if len(stage.low) == 1:
         interleaved = np.minimum(_started(table, stage) / table.virtual, table.num_microbatches)
-        return np.where(table.schedule == _INTERLEAVED, interleaved, _whole_in_flight(table, stage))[None]
+        return np.where(table.schedule == ScheduleCode.INTERLEAVED, interleaved, _whole_in_flight(table, stage))[None]
     return np.stack(
         [one_chunk_in_flight(table, stage, np.full_like(stage.rank, chunk)) for chunk in range(len(stage.low))]
     )
@@ -222,7 +218,9 @@ def one_chunk_in_flight(table: PlanTable, stage: StageBlocks, chunk: Ints) -> Fl
     rounds, rest = np.divmod(np.minimum(_started(table, stage), microbatches * table.virtual), round_size)
     group = np.minimum(table.pp, microbatches - rounds * table.pp)
     interleaved = rounds * table.pp + np.clip(rest - chunk * group, 0, group)
-    kept = np.where(table.schedule == _INTERLEAVED, interleaved, _whole_in_flight(table, stage) * (chunk == 0))
+    kept = np.where(
+        table.schedule == ScheduleCode.INTERLEAVED, interleaved, _whole_in_flight(table, stage) * (chunk == 0)
+    )
     return np.where(chunk < table.virtual, kept, 0).astype(float)
 
 
@@ -233,6 +231,6 @@ def _started(table: PlanTable, stage: StageBlocks) -> Ints:
 
 def _whole_in_flight(table: PlanTable, stage: StageBlocks) -> Ints:
     """Return how many micro-batches a rank without chunks keeps."""
-    ahead = np.where(table.schedule == _ZERO_BUBBLE, table.pp, table.pp - stage.rank)
+    ahead = np.where(table.schedule == ScheduleCode.ZERO_BUBBLE, table.pp, table.pp - stage.rank)
     depth = np.minimum(table.num_microbatches, ahead)
-    return np.where(table.pp == 1, 1, np.where(table.schedule == _GPIPE, table.num_microbatches, depth))
+    return np.where(table.pp == 1, 1, np.where(table.schedule == ScheduleCode.GPIPE, table.num_microbatches, depth))

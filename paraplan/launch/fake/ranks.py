@@ -19,8 +19,8 @@ from pathlib import Path
 
 import paraplan
 from paraplan.errors import ParaplanError, PlanError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.profile_files import cluster_from_profile
 from paraplan.launch.fake.estimate import StageEstimate, estimate_stages
 from paraplan.launch.fake.report import FakeLaunchReport, render_report
 from paraplan.launch.faults.report import say

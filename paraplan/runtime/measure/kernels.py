@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 
-from paraplan.hardware.kernel_measurement import KernelCase, KernelEvent, KernelRequest
+from paraplan.hardware.measurement.kernels import KernelCase, KernelEvent, KernelRequest
 from paraplan.runtime.measure.rank import run_rank
 
 _RUNS = 8  # of so many timings a fast one is reported

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paraplan.hardware.link_measurement import MeasuredKind, MeasureRequest, RankEvent, collectives_of
+from paraplan.hardware.measurement.links import MeasuredKind, MeasureRequest, RankEvent, collectives_of
 from paraplan.runtime.measure.rank import run_rank
 from paraplan.runtime.torch_private import NOT_SUPPORTED
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.errors import UsageError
-from paraplan.hardware.kernel_measurement import KernelRequest
-from paraplan.hardware.link_measurement import MeasureRequest
+from paraplan.hardware.measurement.kernels import KernelRequest
+from paraplan.hardware.measurement.links import MeasureRequest
 from paraplan.records import Record
 
 _START_TIMEOUT_S = 120.0

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 
 from paraplan.errors import UsageError
-from paraplan.hardware.profile_files import find_gpu
+from paraplan.hardware.catalogue.profile_files import find_gpu
 from paraplan.plan.files import PlannedEstimate
 from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record

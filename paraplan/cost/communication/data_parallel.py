@@ -1,0 +1,144 @@
+"""Data parallelism and ZeRO: weight handling of each pass (casts, copies, host time), gathers, gradient reduction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.communication.collectives import data_links, expert_links, overlap_s
+from paraplan.cost.pipeline.stages import StageBlocks
+from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
+from paraplan.cost.workload import Workload
+
+AUTOCAST_BYTES = 6.0
+"""What a cast between 16 bits and fp32 moves for each element: it reads one and writes the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightWork:
+    """What each micro-batch does with weights and their gradients, one entry a plan.
+
+    Bytes through a GPU's memory: `cast` by autocast in each pass, a recomputed one too, for each weight of a matmul;
+    `forward` and `backward` for each parameter. Seconds of the host for each block: `forward_host_s` and
+    `backward_host_s`.
+    """
+
+    cast: Floats
+    forward: Floats
+    backward: Floats
+    forward_host_s: Floats
+    backward_host_s: Floats
+
+    def select(self, rows: Ints) -> WeightWork:
+        """Return the work of some of the plans."""
+        return WeightWork(*(getattr(self, each.name)[rows] for each in fields(self)))
+
+
+def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
+    """Return what one micro-batch does with weights and their gradients under each plan.
+
+    Weights are copied out of the buffer that they are gathered in, gradients into the one that is reduced. Autocast
+    casts fp32 weights and their gradients. A gradient is added to those of earlier micro-batches, unless the product
+    that makes it does so or ranks keep shards of gradients. What happens once a step is divided among its
+    micro-batches. Copies on a stream of their own count in full: they take bandwidth from what runs beside them.
+    """
+    storage, profile = workload.framework.storage, workload.framework.data_parallel
+    is_mixed = workload.is_mixed_precision
+    kept_bytes = storage.gradient_bytes if is_mixed else 4.0
+    once = 1.0 / table.num_microbatches
+    is_whole, keeps_shards, is_zero_3 = table.zero_stage == 0, table.zero_stage >= 2, table.zero_stage == 3
+    gathers = np.where(is_zero_3, 1.0, np.where(is_whole, 0.0, once) * profile.uses_fsdp)
+    again = 1.0 * is_zero_3
+    reductions = np.where(keeps_shards, 1.0, np.where(is_whole, 0.0, once))
+    cast = np.where(is_whole, AUTOCAST_BYTES if storage.is_autocast and is_mixed else 0.0, 0.0)
+    made_bytes = np.where(cast > 0, 4.0, float(workload.training.activation_bytes))
+    adds = np.where(keeps_shards, 0.0, 0.0 if profile.fuses_accumulation else 1.0 - once)
+    has_replicas = is_whole & (table.dp * table.cp > 1) & (table.devices == 1)
+    reduced = reductions * profile.reduce_traffic[kept_bytes > 2] + once * profile.replica_traffic * has_replicas
+    return WeightWork(
+        cast=cast,
+        forward=gathers * profile.gather_traffic,
+        backward=again * profile.gather_traffic + reduced + adds * (made_bytes + 2.0 * kept_bytes),
+        forward_host_s=gathers * profile.gather_host_s,
+        backward_host_s=again * profile.gather_host_s + reductions * profile.reduce_host_s,
+    )
+
+
+def stage_parameters(costs: BlockCosts, stage: StageBlocks) -> Floats:
+    """Return the parameters of a stage, embedding and head included."""
+    ends = costs.embedding_parameters[costs.key] * stage.is_first + costs.head_parameters[costs.key] * stage.is_last
+    return stage.sum(costs, costs.parameters) + ends
+
+
+def exchanged_experts(table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> Floats:
+    """Return the parameters of experts that a rank holds and not all others of dp and cp: 0 without ep."""
+    if not (table.ep > 1).any():
+        return np.zeros(len(table))
+    experts = np.max([stage.sum(costs, costs.expert_parameters) for stage in stages], axis=0)
+    return np.where(table.ep > 1, experts, 0.0)
+
+
+def data_parallel_s(
+    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks], compute_s: Floats
+) -> tuple[Floats, Floats]:
+    """Return seconds on the wire and seconds exposed of gradient reduction and of ZeRO's gathers.
+
+    DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice or more and
+    reduces once in every micro-batch, each block's transfer behind its neighbour's compute; ZeRO-1 reduces and gathers
+    around the optimizer step, where nothing hides it. Overlap slows both sides by `overlap_slowdown` (Galvatron,
+    section 4).
+    """
+    constants, profile = workload.constants, workload.framework.data_parallel
+    links, replicas = data_links(workload, table)
+    parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
+    num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
+    unit_bytes = float(workload.training.activation_bytes)
+    gradient_bytes = workload.framework.storage.gradient_bytes if workload.is_mixed_precision else 4.0
+    microbatches = table.num_microbatches
+    is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
+    # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
+    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if profile.gathers_each_weight else 1
+    units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
+    experts = exchanged_experts(table, costs, stages)
+    unit = (parameters - experts) * gradient_bytes / units
+    # Ranks with equal shards then sum these (hybrid sharding; Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
+    reduce_s = units * (links.reduce_scatter_s(unit) + replicas.all_reduce_s(unit / table.shard_size))
+    gather_s = units * links.all_gather_s((parameters - experts) * unit_bytes / units)
+    all_reduce_s = links.all_reduce_s((parameters - experts) * gradient_bytes)
+    if experts.any():  # go over the ranks that hold the same ones
+        _, alike = expert_links(workload, table)
+        reduce_s = reduce_s + units * alike.reduce_scatter_s(experts * gradient_bytes / units)
+        gather_s = gather_s + units * alike.all_gather_s(experts * unit_bytes / units)
+        all_reduce_s = all_reduce_s + alike.all_reduce_s(experts * gradient_bytes)
+    block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
+    # A weight whose backward pass is further from its recomputed forward pass than what may stay is gathered again
+    # (DeepSpeed, stage3_max_reuse_distance).
+    is_full = table.recompute == RecomputeCode.FULL
+    lost = np.maximum(0.0, 1 - profile.max_live_elements / (2 * block)) if profile.max_live_elements else 0.0
+    gathers = 2.0 + is_full * lost
+    wire = np.select(
+        [is_zero_3, is_zero_2, is_zero_1],
+        [microbatches * (gathers * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],
+        all_reduce_s,
+    )
+    hidden = [microbatches * compute_s, compute_s * (1.0 if profile.overlaps_zero_1 else 0.0)]
+    behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if profile.overlaps_gradients else 0.0))
+    ahead = np.where(is_zero_3, np.maximum(0.0, 1 - profile.prefetch_elements / block), 0.0)
+    waited = gathers * gather_s * microbatches * ahead
+    # The embedding's gradient is the last of a backward pass, and nothing runs beside what is sent then.
+    embedding = costs.embedding_parameters[costs.key] / np.maximum(parameters, 1.0)
+    last = wire * np.maximum(embedding, 1 / np.maximum(num_blocks, 1)) / np.where(is_zero_3, microbatches, 1)
+    last = np.where(is_zero_1, 0.0, np.minimum(last, wire - waited))
+    overlapped = overlap_s(wire - waited - last, behind, slowdown=constants.overlap_slowdown)
+    return wire, waited + last + overlapped
+
+
+def sharded_parameters(table: PlanTable, parameters: Floats, experts: Floats) -> Floats:
+    """Return the parameters whose optimizer state one rank has, of `parameters` that it holds, `experts` of them.
+
+    ZeRO shards over all ranks of dp and cp, and experts over those that hold the same ones: `ep` times fewer.
+    """
+    alike = parameters + experts * (table.ep - 1)
+    return np.where(table.zero_stage >= 1, alike / table.shard_size, parameters)

@@ -1,0 +1,68 @@
+"""What a rank holds beside the tensors of its model: cuBLAS workspaces, and the padding of FSDP's shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.pipeline.stages import StageBlocks
+from paraplan.cost.plan_table import Floats, PlanTable, distinct_rows
+from paraplan.cost.workload import Workload
+from paraplan.model.spec import ModelSpec
+from paraplan.plan.sharding import padded_share, sharded_dimension
+
+_THREADS = 2
+"""torch keeps a workspace for each thread that multiplies, and a backward pass runs on a thread of its own."""
+
+
+def matmul_workspace_bytes(workload: Workload) -> int:
+    """Return the bytes of the workspaces that matmuls keep on a GPU of the workload; none where it is no NVIDIA GPU."""
+    gpu, kind = workload.cluster.gpu, workload.framework.storage.matmul_workspaces
+    if gpu.vendor != "nvidia" or kind == "none" or not workload.constants.counts_matmul_workspaces:
+        return 0
+    stated = workload.constants.cublas_workspace_bytes
+    total = _THREADS * (gpu.shared.torch_workspace_bytes if stated is None else stated)
+    return total + (gpu.shared.engine_workspace_bytes if kind == "transformer_engine" else 0)
+
+
+def shard_padding(workload: Workload, table: PlanTable) -> Floats:
+    """Return how much larger than an even share FSDP's shards are; the first rank holds the rows that are left over.
+
+    Without tp the runtime divides each parameter along `sharded_dimension`, with it along the first.
+    """
+    if not workload.framework.data_parallel.uses_fsdp:
+        return np.ones(len(table))
+    kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
+    known, asked = workload.cache.shard_paddings, list(zip(*(column.tolist() for column in kinds), strict=True))
+    missing = [one for one in asked if one not in known]
+    if missing:
+        elements = _elements_by_shape(workload.model)
+        known.update((one, _mean_padding(elements, one[0], chooses=one[1] == 1)) for one in missing)
+    return np.array([known[one] for one in asked])[kind]
+
+
+def optimizer_shards(table: PlanTable, costs: BlockCosts, stage: StageBlocks, parameters: Floats) -> Floats:
+    """Return by how much ZeRO divides `parameters`: experts only over the ranks that hold the same ones."""
+    shards = table.shard_size.astype(float)
+    if not (table.ep > 1).any():
+        return shards
+    experts = stage.sum(costs, costs.expert_parameters)
+    return np.asarray(shards * parameters / np.maximum(parameters + experts * (table.ep - 1), 1.0))
+
+
+def _elements_by_shape(model: ModelSpec) -> Counter[tuple[int, ...]]:
+    elements: Counter[tuple[int, ...]] = Counter()
+    for block, count in ((model.embedding, 1), *((run.block, run.count) for run in model.runs), (model.head, 1)):
+        for parameter in block.parameters:
+            elements[parameter.shape or (1,)] += parameter.num_elements * count
+    return elements
+
+
+def _mean_padding(elements: Counter[tuple[int, ...]], num_shards: int, *, chooses: bool) -> float:
+    padded = 0.0
+    for shape, count in elements.items():
+        dim = sharded_dimension(shape, num_shards) if chooses else 0
+        padded += count * padded_share(shape[dim], num_shards)
+    return padded / elements.total()

@@ -1,0 +1,311 @@
+"""Profiles on disk: GPUs, networks and machines as JSON, those that come with paraplan and those that users write."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from paraplan.errors import ProfileError, UsageError, near_names
+from paraplan.hardware.architecture import ArchitectureProfile, load_architecture
+from paraplan.hardware.catalogue.machine_files import MachineFile, compact_machine
+from paraplan.hardware.cluster import Cluster
+from paraplan.hardware.profile_json import read_object, validated
+from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfile
+from paraplan.hardware.topology import NodeTopology
+from paraplan.resources import profiles_folder
+
+ASSUMED_LATENCY_S = 10e-6
+"""One-way time of a small message between nodes where nobody measured it: between InfiniBand's and Ethernet's."""
+
+
+def load_gpu(name_or_path: str, *, beside: Path | None = None) -> GpuProfile:
+    """Return a kind of GPU: a bundled one by name or alias, or a file by path, relative to the folder `beside`.
+
+    Raises `ProfileError` for an unknown name (with near ones) and for a file at fault (with the field).
+    """
+    data, where = _load_named("gpus", name_or_path, beside=beside)
+    return _gpu(data, where=where)
+
+
+def load_network(name_or_path: str, *, beside: Path | None = None) -> NetworkProfile:
+    """Return a network between nodes, by name or path. Raises `ProfileError` as `load_gpu` does."""
+    data, where = _load_named("networks", name_or_path, beside=beside)
+    return validated(NetworkProfile, data, where=where)
+
+
+def load_machine(name_or_path: str) -> MachineProfile:
+    """Return a machine by name, alias or path. Its file names its GPU and network, or holds them inline.
+
+    Raises `ProfileError` as `load_gpu` does.
+    """
+    data, where = _load_named("machines", name_or_path)
+    return _machine(data, where=where)
+
+
+def list_gpus() -> list[GpuProfile]:
+    """Return all bundled kinds of GPU, by name."""
+    known: dict[str, ArchitectureProfile] = {}
+    paths = [profiles_folder() / "gpus" / f"{name}.json" for name in _stems("gpus")]
+    return [_gpu(read_object(path), where=str(path), known=known) for path in paths]
+
+
+def with_architecture(gpu: GpuProfile, *, beside: Path | None = None) -> GpuProfile:
+    """Return a GPU with what its architecture shares, the unknown one where no file describes it."""
+    return gpu.replace(architecture_profile=load_architecture(gpu.architecture, beside=beside))
+
+
+def _gpu(
+    data: dict[str, Any], *, where: str, prefix: str = "", known: dict[str, ArchitectureProfile] | None = None
+) -> GpuProfile:
+    """Return the GPU of a JSON object; `known` holds the architectures that were read before."""
+    gpu = validated(GpuProfile, data, where=where, prefix=prefix)
+    known = {} if known is None else known
+    if gpu.architecture not in known:
+        known[gpu.architecture] = load_architecture(gpu.architecture, beside=Path(where).parent)
+    return gpu.replace(architecture_profile=known[gpu.architecture])
+
+
+def list_networks() -> list[NetworkProfile]:
+    """Return all bundled networks, by name."""
+    return [load_network(name) for name in _stems("networks")]
+
+
+def list_machines() -> list[MachineProfile]:
+    """Return all bundled machines, by name."""
+    return [load_machine(name) for name in _stems("machines")]
+
+
+def profile_names(kind: str) -> set[str]:
+    """Return the names and aliases of the bundled profiles of a kind: "gpus", "machines" or "networks"."""
+    names = set(_stems(kind))
+    for stem in _stems(kind):
+        names.update(read_object(profiles_folder() / kind / f"{stem}.json").get("aliases", ()))
+    return names
+
+
+def cluster_from_profile(
+    name_or_path: str, *, num_nodes: int = 1, gpus_per_node: int | None = None, network: str | None = None
+) -> Cluster:
+    """Return `num_nodes` machines of a profile, each with its first `gpus_per_node` GPUs (all of them by default).
+
+    A machine without GPUs (vendor "cpu") takes any `gpus_per_node`: its ranks are processes that share its memory.
+    `network` names another network than the profile's. Raises `ProfileError` for a profile that cannot be had and
+    `UsageError` for numbers that the machine does not allow.
+    """
+    for option, number in (("--nodes", num_nodes), ("--gpus-per-node", gpus_per_node)):
+        if number is not None and number < 1:
+            raise UsageError(f"{option}={number} must be at least 1")
+    data, where = _load_named("machines", name_or_path)
+    machine = _machine(data, where=where)
+    if gpus_per_node is not None and gpus_per_node != len(machine.node.gpus):
+        machine = _resized(machine, data, where=where, num_gpus=gpus_per_node)
+    return Cluster(
+        name=machine.name,
+        gpu=machine.gpu,
+        node=machine.node,
+        num_nodes=num_nodes,
+        network=load_network(network) if network is not None else machine.network,
+        host_memory_bytes=machine.host_memory_bytes,
+        measured=machine.measured,
+    )
+
+
+def find_gpu(driver_name: str, *, memory_total_bytes: int | None = None) -> GpuProfile | None:
+    """Return the bundled kind of GPU that a driver reports as `driver_name`, None if there is none.
+
+    Of kinds that share a name (`Tesla V100-SXM2` came with 16 and 32 GB) the nearest in memory is returned.
+    """
+    wanted = _driver_key(driver_name)
+    found = [
+        gpu for gpu in list_gpus() if wanted in {_driver_key(name) for name in (gpu.name, gpu.title, *gpu.driver_names)}
+    ]
+    if memory_total_bytes is None:
+        return found[0] if found else None
+    return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_total_bytes), default=None)
+
+
+def machine_from_topology(
+    node: NodeTopology,
+    *,
+    name: str,
+    gpu: GpuProfile | None = None,
+    network: NetworkProfile | None = None,
+    host_memory_bytes: int | None = None,
+) -> MachineProfile:
+    """Return a profile of a real machine, for `paraplan topo --save`. `notes` says what is left to fill in.
+
+    The kind of GPU is found by the name that the driver gave, unless `gpu` is given. A machine of mixed kinds gets
+    the kind with the least matmul peak. Raises `ProfileError` for no GPUs, and for a kind that no profile describes.
+    """
+    if not node.gpus:
+        raise ProfileError("a machine without GPUs makes no profile", hint="use --profile cpu")
+    notes: list[str] = []
+    kinds = {kind.name: kind for kind in ([gpu] if gpu is not None else _kinds(node))}
+    if len(kinds) > 1:
+        notes.append(f"the GPUs are of {len(kinds)} kinds ({', '.join(sorted(kinds))}); plans use the slowest")
+    if network is None and not node.nics:
+        notes.append("network: nothing is known of it; name one (paraplan profiles list) before planning several nodes")
+    elif network is None:
+        network, note = _network_of(node)
+        notes += [note] if note else []
+    if host_memory_bytes is None:
+        notes.append("host_memory_bytes: fill it in before planning with offload")
+    return MachineProfile(
+        name=name,
+        title=f"{len(node.gpus)} x {next(iter(kinds.values())).title}",
+        gpu=min(kinds.values(), key=lambda kind: max(kind.peak_flops_per_s.values())),
+        node=node,
+        network=network,
+        host_memory_bytes=host_memory_bytes,
+        notes=tuple(notes),
+        source=f"this machine, {node.source}",
+    )
+
+
+def machine_content(machine: MachineProfile) -> dict[str, Any]:
+    """Return the JSON object from which `load_machine` makes `machine` again, with its GPU and network inline."""
+    content = compact_machine(machine).model_dump(mode="json", exclude_none=True)
+    content["gpu"] = machine.gpu.model_dump(mode="json", exclude_none=True)
+    if machine.network is not None:
+        content["network"] = machine.network.model_dump(mode="json", exclude_none=True)
+    return content
+
+
+def save_machine(machine: MachineProfile, path: str | Path) -> None:
+    """Write `machine` so that `load_machine` reads it: beside `path` first, then renamed onto it.
+
+    Raises `ProfileError` where the folder cannot be written.
+    """
+    target = Path(path)
+    text = json.dumps(machine_content(machine), indent=2, ensure_ascii=False) + "\n"
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
+            file.write(text)
+        # mkstemp makes a file for its owner alone; a profile is made to be shared, as far as the umask allows.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(file.name).chmod(0o666 & ~umask)
+        Path(file.name).replace(target)
+    except OSError as error:
+        raise ProfileError(f"cannot write {target}: {error.strerror}", hint="choose another file") from None
+
+
+def _resized(machine: MachineProfile, data: dict[str, Any], *, where: str, num_gpus: int) -> MachineProfile:
+    have = len(machine.node.gpus)
+    if machine.gpu.vendor == "cpu":
+        return _machine(data | {"num_gpus": num_gpus}, where=where)
+    if num_gpus > have:
+        raise UsageError(
+            f"--gpus-per-node={num_gpus}, but {machine.name} has {have} GPUs",
+            hint=f"use at most {have}, or more nodes with --nodes",
+        )
+    network = machine.network
+    if network is not None:
+        # GPUs send through the NICs beside them: those of the GPUs that are left out serve nobody.
+        network = network.replace(nics_per_node=-(-network.nics_per_node * num_gpus // have))
+    return machine.replace(node=machine.node.first(num_gpus), network=network)
+
+
+def _machine(data: dict[str, Any], *, where: str) -> MachineProfile:
+    rest = dict(data)
+    folder = Path(where).parent
+    reference = rest.pop("gpu", None)
+    if isinstance(reference, str):
+        gpu = load_gpu(reference, beside=folder)
+    elif isinstance(reference, dict):
+        gpu = _gpu(reference, where=where, prefix="gpu.")
+    else:
+        raise ProfileError(f"{where}: gpu: must name a GPU or describe one", hint="paraplan profiles list shows names")
+    network_reference = rest.pop("network", None)
+    network = None
+    if isinstance(network_reference, str):
+        network = load_network(network_reference, beside=folder)
+    elif network_reference is not None:
+        network = validated(NetworkProfile, network_reference, where=where, prefix="network.")
+    machine = validated(MachineFile, rest, where=where)
+    return machine.expand(gpu=gpu, network=network, source=f"profile {machine.name}")
+
+
+def _load_named(kind: str, name_or_path: str, *, beside: Path | None = None) -> tuple[dict[str, Any], str]:
+    """Return the JSON object of a profile and the path that it was read from."""
+    looks_like_path = name_or_path.endswith(".json") or "/" in name_or_path or os.sep in name_or_path
+    if looks_like_path:
+        path = (beside or Path()) / Path(name_or_path).expanduser()
+        return read_object(path), str(path)
+    folder = profiles_folder() / kind
+    name = name_or_path.strip().lower().replace("_", "-")
+    known = _stems(kind)
+    if name in known:
+        path = folder / f"{name}.json"
+        return read_object(path), str(path)
+    aliases: dict[str, str] = {}
+    for stem in known:
+        path = folder / f"{stem}.json"
+        data = read_object(path)
+        for alias in data.get("aliases", ()):
+            aliases[alias] = stem
+        if name in aliases:
+            return data, str(path)
+    hint = _machine_of_gpu(name) if kind == "machines" else None
+    if hint is None:
+        hint = near_names(name, [*known, *aliases])
+        if hint.startswith("known"):
+            hint = near_names(name, known)  # nothing is near: the names without their aliases are list enough
+    raise ProfileError(f"no {kind.removesuffix('s')} profile is called {name_or_path!r}", hint=hint)
+
+
+def _machine_of_gpu(name: str) -> str | None:
+    """Return the hint for the name of a kind of GPU where a machine is asked for, None for other names."""
+    if name not in profile_names("gpus"):
+        return None
+    gpu = load_gpu(name).name
+    folder = profiles_folder() / "machines"
+    machines = [stem for stem in _stems("machines") if read_object(folder / f"{stem}.json").get("gpu") == gpu]
+    if machines:
+        return f"{name} is a kind of GPU; machines with it: {', '.join(machines)}"
+    example = json.dumps({"name": "mine", "gpu": gpu, "num_gpus": 2})
+    return f"{name} is a kind of GPU; describe the machine: write {example} to mine.json and name that file"
+
+
+def _stems(kind: str) -> list[str]:
+    return sorted(path.stem for path in (profiles_folder() / kind).glob("*.json"))
+
+
+def _driver_key(name: str) -> str:
+    words = name.lower().replace("-", " ").replace("_", " ").split()
+    return " ".join(word for word in words if word not in ("nvidia", "amd", "tesla", "geforce", "instinct", "graphics"))
+
+
+def _kinds(node: NodeTopology) -> list[GpuProfile]:
+    kinds = []
+    for gpu in node.gpus:
+        name = gpu.name or "of unknown name"
+        kind = find_gpu(name, memory_total_bytes=gpu.memory_total_bytes)
+        if kind is None:
+            raise ProfileError(
+                f"no profile describes GPU {gpu.index} ({name})",
+                hint="write one (paraplan profiles show h100-sxm-80gb --json is a pattern) and name it with --gpu FILE",
+            )
+        kinds.append(kind)
+    return kinds
+
+
+def _network_of(node: NodeTopology) -> tuple[NetworkProfile | None, str | None]:
+    rates = [nic.rate_bytes_per_s for nic in node.nics if nic.rate_bytes_per_s is not None]
+    if not rates:
+        return None, "network: the rates of the NICs are unknown; fill in network.nic_bandwidth_bytes_per_s"
+    fastest = max(rates)
+    network = NetworkProfile(
+        name="network",
+        title=f"{rates.count(fastest)} NICs as the machine reports them",
+        nics_per_node=rates.count(fastest),
+        nic_bandwidth_bytes_per_s=fastest,
+        latency_s=ASSUMED_LATENCY_S,
+        source=f"{node.source}; the latency is assumed",
+    )
+    return network, f"network.latency_s: assumed to be {ASSUMED_LATENCY_S:g} s; measure it"

@@ -1,0 +1,1 @@
+"""What links and kernels of a machine reach, from timings."""

@@ -1,0 +1,1 @@
+"""This machine, asked through NVML, sysfs and CUDA."""

@@ -1,0 +1,1 @@
+"""Topologies from the texts, XML and JSON of other tools."""

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from paraplan.cost.blocks.costs import block_costs
+from paraplan.cost.cache import BlockCostCache, ShardingKey
+from paraplan.cost.plan_table import PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+
+MakeWorkload = Callable[..., Workload]
+
+
+def test_columns_grow_and_keep_what_was_known() -> None:
+    known = BlockCostCache()
+    for first in range(0, 40, 4):
+        shardings: list[ShardingKey] = [(number, 0) for number in range(first, first + 4)]
+        assert known.missing(shardings) == [0, 1, 2, 3]
+        values = np.arange(first, first + 4, dtype=float)
+        known.add(shardings, {"one": values, "many": values[:, None] * np.ones(3)})
+        assert known.missing(shardings) == []
+    columns = known.columns()
+    assert columns["one"].tolist() == list(range(40))
+    assert columns["many"][:, 2].tolist() == list(range(40))
+    assert known.rows[17, 0] == 17
+
+
+def test_costs_are_the_same_however_tables_ask_for_them(workload: MakeWorkload) -> None:
+    plans = [
+        ParallelPlan(tp=tp, micro_batch_size=size, recompute=recompute)
+        for tp in (1, 2, 4)
+        for size in (1, 3)
+        for recompute in ("none", "full")
+    ]
+    together, apart = workload("gpt2"), workload("gpt2")
+    whole = block_costs(together, PlanTable.of_plans(plans))
+    for row, plan in reversed(list(enumerate(plans))):
+        alone = block_costs(apart, PlanTable.of_plans([plan]))
+        for name in ("forward_s", "backward_s", "saved_bytes", "parameters"):
+            expected = getattr(whole, name)[whole.key[row]]
+            assert getattr(alone, name)[alone.key[0]] == pytest.approx(expected, rel=1e-12)
+    assert len(apart.cache.blocks.rows) == len(together.cache.blocks.rows) == len(plans)
