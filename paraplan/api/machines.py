@@ -4,34 +4,51 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paraplan.hardware.catalogue.composed_machines import LinkKind as LinkKind
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.topology import NodeTopology
 
 
-def load_cluster(source: str | Path | None = None, *, num_nodes: int = 1, gpus_per_node: int | None = None) -> Cluster:
+def load_cluster(
+    source: str | Path | None = None,
+    *,
+    num_nodes: int = 1,
+    gpus_per_node: int | None = None,
+    network: str | None = None,
+    link: LinkKind | None = None,
+) -> Cluster:
     """Return `num_nodes` machines of one kind, of each the first `gpus_per_node` GPUs, all of them by default.
 
-    `source` is the name of a profile (`dgx-h100`), the path of one, or None for this machine. Raises `ProfileError`
+    `source` is the name of a profile (`dgx-h100`), the path of one, a number of GPUs of a kind (`8xh100`, which `link`
+    connects), or None for this machine. `network` names the network between machines. Raises `ProfileError`
     for a profile that does not exist or cannot be read, and `NoGpuError` where this machine has no GPU.
     """
     if source is not None:
         from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 
-        return cluster_from_profile(str(source), num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+        return cluster_from_profile(
+            str(source), num_nodes=num_nodes, gpus_per_node=gpus_per_node, network=network, link=link
+        )
     from paraplan.hardware.probe.this_machine import cluster_of_this_machine
 
     return cluster_of_this_machine(num_nodes=num_nodes, gpus_per_node=gpus_per_node)
 
 
 def load_cluster_for(
-    num_ranks: int, source: str | Path | None = None, *, num_nodes: int | None = None, gpus_per_node: int | None = None
+    num_ranks: int,
+    source: str | Path | None = None,
+    *,
+    num_nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    network: str | None = None,
+    link: LinkKind | None = None,
 ) -> Cluster:
     """Return the machines of `load_cluster`, by default as many as `num_ranks` ranks need."""
-    cluster = load_cluster(source, num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node)
+    cluster = load_cluster(source, num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node, network=network, link=link)
     if num_nodes is not None or num_ranks <= cluster.num_gpus:
         return cluster
     needed = -(-num_ranks // cluster.gpus_per_node)
-    return load_cluster(source, num_nodes=needed, gpus_per_node=gpus_per_node)
+    return load_cluster(source, num_nodes=needed, gpus_per_node=gpus_per_node, network=network, link=link)
 
 
 def probe_topology() -> NodeTopology:

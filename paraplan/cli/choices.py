@@ -12,6 +12,7 @@ from paraplan.api.machines import load_cluster, load_cluster_for
 from paraplan.api.plans import AXES, make_plan, micro_batches
 from paraplan.api.workloads import Cluster, TrainingSpec, Workload, training_of
 from paraplan.cli.options import (
+    HARDWARE_PANEL,
     MOST_RANKS,
     MOST_SEQUENCES,
     MOST_TOKENS,
@@ -20,6 +21,7 @@ from paraplan.cli.options import (
     AttentionName,
     CalibrationOption,
     GpusPerNodeOption,
+    LinkName,
     NodesOption,
     OffloadName,
     OptimizerChoice,
@@ -44,20 +46,65 @@ class HardwareOptions:
     profile: ProfileOption = None
     nodes: NodesOption = None
     gpus_per_node: GpusPerNodeOption = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="The kind of GPU, with --num-gpus, in place of a profile: rtx-3090.",
+            rich_help_panel=HARDWARE_PANEL,
+        ),
+    ] = None
+    num_gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--num-gpus", metavar="N", min=1, max=512, help="GPUs of one machine.", rich_help_panel=HARDWARE_PANEL
+        ),
+    ] = None
+    link: Annotated[
+        LinkName | None,
+        typer.Option("--link", help="How they are connected; as usual by default.", rich_help_panel=HARDWARE_PANEL),
+    ] = None
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--network",
+            metavar="NAME",
+            help="The network between machines: 10g, or a name of paraplan profiles list.",
+            rich_help_panel=HARDWARE_PANEL,
+        ),
+    ] = None
     calibration: CalibrationOption = None
 
     def cluster(self) -> Cluster:
         """Return the machines. Raises `ProfileError` and `NoGpuError` as `paraplan.load_cluster` does."""
-        return load_cluster(self.profile, num_nodes=self.nodes or 1, gpus_per_node=self.gpus_per_node)
+        return load_cluster(self._source(), num_nodes=self.nodes or 1, **self._how())
 
     def cluster_for(self, num_ranks: int) -> Cluster:
         """Return the machines, by default as many as `num_ranks` ranks need."""
-        return load_cluster_for(num_ranks, self.profile, num_nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        return load_cluster_for(num_ranks, self._source(), num_nodes=self.nodes, **self._how())
+
+    def _source(self) -> str | None:
+        if self.gpu is None and self.num_gpus is None:
+            return self.profile
+        if self.profile is not None or self.gpu is None:
+            raise UsageError(
+                "--gpu and --num-gpus describe a machine together, in place of --profile",
+                hint="for example --gpu rtx-3090 --num-gpus 4",
+            )
+        return f"{self.num_gpus or 1}x{self.gpu}"
+
+    def _how(self) -> dict[str, Any]:
+        return {
+            "gpus_per_node": self.gpus_per_node,
+            "network": self.network,
+            "link": self.link.value if self.link else None,
+        }
 
     def or_of(self, file: PlanFile) -> HardwareOptions:
         """Return the machines that a plan file was made for where no profile is given, with the options beside it."""
         made = file.cluster
-        if self.profile is not None or made is None:
+        if self.profile is not None or self.gpu is not None or made is None:
             return self
         return replace(
             self,

@@ -73,6 +73,14 @@ class FindName(StrEnum):
     longest_sequence = "longest-sequence"
 
 
+class LinkName(StrEnum):
+    """Values of --link."""
+
+    pcie = "pcie"
+    nvlink_pairs = "nvlink-pairs"
+    nvswitch = "nvswitch"
+
+
 class OffloadName(StrEnum):
     """Values of --offload."""
 

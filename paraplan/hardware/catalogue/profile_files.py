@@ -10,6 +10,14 @@ from typing import Any
 
 from paraplan.errors import ProfileError, UsageError, near_names
 from paraplan.hardware.architecture import ArchitectureProfile, load_architecture
+from paraplan.hardware.catalogue.composed_machines import (
+    LinkKind,
+    composed_machine,
+    counted_gpus,
+    plain_name,
+    split_link,
+    usual_link,
+)
 from paraplan.hardware.catalogue.machine_files import MachineFile, compact_machine
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profile_json import read_object, validated
@@ -87,18 +95,26 @@ def profile_names(kind: str) -> set[str]:
 
 
 def cluster_from_profile(
-    name_or_path: str, *, num_nodes: int = 1, gpus_per_node: int | None = None, network: str | None = None
+    name_or_path: str,
+    *,
+    num_nodes: int = 1,
+    gpus_per_node: int | None = None,
+    network: str | None = None,
+    link: LinkKind | None = None,
 ) -> Cluster:
     """Return `num_nodes` machines of a profile, each with its first `gpus_per_node` GPUs (all of them by default).
 
     A machine without GPUs (vendor "cpu") takes any `gpus_per_node`: its ranks are processes that share its memory.
-    `network` names another network than the profile's. Raises `ProfileError` for a profile that cannot be had and
-    `UsageError` for numbers that the machine does not allow.
+    `8xh100` is a machine with so many GPUs of a kind: the first GPUs of a bundled one that has them, or a composed one
+    whose GPUs `link` connects. `network` names another network than the profile's, `10g` is Ethernet.
+
+    Raises `ProfileError` for a profile that cannot be had and `UsageError` for numbers that the machine does not allow.
     """
     for option, number in (("--nodes", num_nodes), ("--gpus-per-node", gpus_per_node)):
         if number is not None and number < 1:
             raise UsageError(f"{option}={number} must be at least 1")
-    data, where = _load_named("machines", name_or_path)
+    data, where, count = _machine_data(name_or_path, link)
+    gpus_per_node = gpus_per_node or count
     machine = _machine(data, where=where)
     if gpus_per_node is not None and gpus_per_node != len(machine.node.gpus):
         machine = _resized(machine, data, where=where, num_gpus=gpus_per_node)
@@ -107,7 +123,7 @@ def cluster_from_profile(
         gpu=machine.gpu,
         node=machine.node,
         num_nodes=num_nodes,
-        network=load_network(network) if network is not None else machine.network,
+        network=load_network(_network_name(network)) if network is not None else machine.network,
         host_memory_bytes=machine.host_memory_bytes,
         measured=machine.measured,
     )
@@ -231,6 +247,40 @@ def _machine(data: dict[str, Any], *, where: str) -> MachineProfile:
     return machine.expand(gpu=gpu, network=network, source=f"profile {machine.name}")
 
 
+def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str, int | None]:
+    """Return the content of a machine, where it stands, and how many of its GPUs are meant where a name says so."""
+    plain, said = split_link(name.strip().lower())
+    counted, link = counted_gpus(plain), link or said
+    if counted is None or (counted[1] not in profile_names("gpus") and find_gpu(counted[1]) is None):
+        if link is not None and said is None:
+            raise UsageError("--link goes with --gpu, or a profile such as 4xrtx-3090", hint="leave --link out")
+        return *_load_named("machines", name), None
+    count, kind = counted
+    gpu = load_gpu(kind) if kind in profile_names("gpus") else find_gpu(kind)
+    assert gpu is not None
+    bundled = None if link not in (None, usual_link(gpu)) else _bundled_with(gpu, count)
+    if bundled is not None:
+        return read_object(bundled), str(bundled), count
+    return composed_machine(gpu, count, link), str(profiles_folder() / "machines" / name), None
+
+
+def _bundled_with(gpu: GpuProfile, count: int) -> Path | None:
+    """Return the smallest bundled machine with `count` GPUs of a kind, linked as usual, a maker's before a cloud's."""
+    found = []
+    for stem in _stems("machines"):
+        path = profiles_folder() / "machines" / f"{stem}.json"
+        data = read_object(path)
+        is_bridged = len(data.get("links", ())) != 1
+        if data.get("gpu") == gpu.name and data.get("num_gpus", 0) >= count and not is_bridged:
+            found.append((data["num_gpus"], stem.startswith(("aws", "azure", "gcp", "oci")), stem, path))
+    return min(found)[-1] if found else None
+
+
+def _network_name(network: str) -> str:
+    """Return the profile of a network; a rate such as `100g` is Ethernet's."""
+    return f"ethernet-{network.lower()}" if network.lower() in ("10g", "25g", "100g") else network
+
+
 def _load_named(kind: str, name_or_path: str, *, beside: Path | None = None) -> tuple[dict[str, Any], str]:
     """Return the JSON object of a profile and the path that it was read from."""
     looks_like_path = name_or_path.endswith(".json") or "/" in name_or_path or os.sep in name_or_path
@@ -238,7 +288,7 @@ def _load_named(kind: str, name_or_path: str, *, beside: Path | None = None) -> 
         path = (beside or Path()) / Path(name_or_path).expanduser()
         return read_object(path), str(path)
     folder = profiles_folder() / kind
-    name = name_or_path.strip().lower().replace("_", "-")
+    name = plain_name(name_or_path) if kind == "machines" else name_or_path.strip().lower().replace("_", "-")
     known = _stems(kind)
     if name in known:
         path = folder / f"{name}.json"
@@ -266,10 +316,8 @@ def _machine_of_gpu(name: str) -> str | None:
     gpu = load_gpu(name).name
     folder = profiles_folder() / "machines"
     machines = [stem for stem in _stems("machines") if read_object(folder / f"{stem}.json").get("gpu") == gpu]
-    if machines:
-        return f"{name} is a kind of GPU; machines with it: {', '.join(machines)}"
-    example = json.dumps({"name": "mine", "gpu": gpu, "num_gpus": 2})
-    return f"{name} is a kind of GPU; describe the machine: write {example} to mine.json and name that file"
+    others = f"; machines with it: {', '.join(machines)}" if machines else ""
+    return f"{name} is a kind of GPU: say how many, --profile 4x{gpu}{others}"
 
 
 def _stems(kind: str) -> list[str]:

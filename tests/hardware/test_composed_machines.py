@@ -1,0 +1,74 @@
+"""Machines by a number of GPUs of a kind, and names as clouds and drivers print them."""
+
+from __future__ import annotations
+
+import pytest
+
+from paraplan.errors import ParaplanError
+from paraplan.hardware.catalogue.composed_machines import LinkKind, counted_gpus
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("8xH100", (8, "h100")),
+        ("4 x RTX 3090", (4, "rtx-3090")),
+        ("4x-rtx-3090", (4, "rtx-3090")),
+        ("rtx-3090-x4", (4, "rtx-3090")),
+        ("3090x2", None),
+        ("dgx-h100", None),
+        ("0xh100", None),
+    ],
+)
+def test_names_say_how_many_gpus_of_which_kind(name: str, expected: tuple[int, str] | None) -> None:
+    assert counted_gpus(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "gpus"),
+    [
+        ("8xh100", "dgx-h100", 8),
+        ("2xH100", "dgx-h100", 2),
+        ("8xmi300x", "mi300x-x8", 8),
+        ("4xrtx-4090", "rtx-4090-x4", 4),
+        ("3090x2", "rtx-3090-x2", 2),
+        ("Standard_ND96asr_v4", "azure-nd96asr-v4", 8),
+        ("ml.p4d.24xlarge", "aws-p4d-24xlarge", 8),
+    ],
+)
+def test_a_bundled_machine_with_these_gpus_is_taken(name: str, machine: str, gpus: int) -> None:
+    found = cluster_from_profile(name)
+    assert (found.name, found.num_gpus) == (machine, gpus)
+
+
+def test_a_machine_that_nobody_described_is_composed_with_the_links_that_are_usual() -> None:
+    rig = cluster_from_profile("4xrtx-3090")
+    assert (rig.name, rig.num_gpus, {link.link_type for link in rig.node.links}) == ("4xrtx-3090", 4, {"PHB"})
+    assert len(rig.node.links) == 6
+    large = cluster_from_profile("16xh100", num_nodes=2, network="100g")
+    assert (large.num_gpus, {link.nvlink_count for link in large.node.links}) == (32, {18})
+    assert large.network is not None
+    assert large.network.name == "ethernet-100g"
+
+
+def test_pairs_over_bridges_are_named_and_read_back() -> None:
+    rig = cluster_from_profile("4xrtx-3090", link="nvlink-pairs")
+    bridged = {(link.gpu_a, link.gpu_b) for link in rig.node.links if link.link_type == "NV"}
+    assert bridged == {(0, 1), (2, 3)}
+    assert cluster_from_profile(rig.name) == rig
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "words"),
+    [
+        ("4xrtx-3090", "nvswitch", "bridges between cards alone"),
+        ("4xt4", "nvlink-pairs", "has no NVLink"),
+        ("dgx-h100", "pcie", "--link goes with --gpu"),
+        ("rtx-3090", None, "no machine profile is called"),
+        ("8xfoo", None, "no machine profile is called"),
+    ],
+)
+def test_what_cannot_be_had_is_told(name: str, link: LinkKind | None, words: str) -> None:
+    with pytest.raises(ParaplanError, match=words):
+        cluster_from_profile(name, link=link)
