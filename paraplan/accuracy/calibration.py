@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import estimate_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
+from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import step_times
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, PlanTable
@@ -234,7 +235,11 @@ class _Prices:
             parts = (workload.model, workload.training, workload.cluster, workload.framework)
             groups.setdefault(tuple(part.model_dump_json() for part in parts), []).append(index)
         self._groups = [
-            (np.array(rows), runs[rows[0]].workload, PlanTable.of_plans([runs[row].plan for row in rows]))
+            (
+                np.array(rows),
+                CostModel.of_workload(runs[rows[0]].workload),
+                PlanTable.of_plans([runs[row].plan for row in rows]),
+            )
             for rows in groups.values()
         ]
         self._count = len(runs)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paraplan.api.frames import framed
 from paraplan.cost.capacity import FitRow, LargestLayer, largest_layer, what_fits
+from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate, StepEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -122,4 +123,5 @@ def estimate(workload: Workload, plan: ParallelPlan) -> Estimate:
     Raises `PlanError` where the plan does not suit the model, the training or the machines: the value, the limit and
     what would do.
     """
-    return Estimate(workload, estimate_plan(workload, plan))
+    model = CostModel.of_workload(workload)
+    return Estimate(model, estimate_plan(model, plan))

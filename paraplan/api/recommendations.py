@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from paraplan.api.estimates import Estimate
 from paraplan.api.executors import executor_of
 from paraplan.api.frames import framed
+from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlanFile
@@ -157,7 +158,7 @@ def answer(workload: Workload, request: SearchRequest) -> Recommendation:
     request = replace(request, executor=executor_of(workload))
     constants = workload.constants.replace(memory_margin=request.memory_margin)
     workload = replace(workload, constants=constants)
-    return Recommendation(recommendation(workload, request), request)
+    return Recommendation(recommendation(CostModel.of_workload(workload), request), request)
 
 
 def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) -> PlanCheck:
@@ -167,7 +168,7 @@ def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) ->
     """
     from paraplan.search.verification import check_plan
 
-    return check_plan(workload, plan, tolerance=tolerance)
+    return check_plan(CostModel.of_workload(workload), plan, tolerance=tolerance)
 
 
 def nothing_fits_html(workload: Workload, error: NothingFitsError) -> str:

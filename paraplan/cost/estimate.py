@@ -6,6 +6,7 @@ import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.blocks.kernels import effective_peak
+from paraplan.cost.cost_model import CostModel
 from paraplan.cost.memory.peak import cached_bytes, host_bytes, peak_bytes, peak_of
 from paraplan.cost.memory.rank import RankMemory, StageMemory
 from paraplan.cost.pipeline.stages import are_unlike, even_stage, fullest_ranks, inner_ranks, running_parameters
@@ -95,6 +96,7 @@ def peak_memory(workload: Workload, table: PlanTable, costs: BlockCosts | None =
     These are the first and the last one, the second where pp > 2, and the one between with most parameters where
     stages differ. `costs` are the plans' `block_costs`, where they are known.
     """
+    workload = CostModel.of_workload(workload)
     costs = costs or block_costs(workload, table)
     peaks = np.zeros(len(table))
     rows_of = [np.arange(len(table)), np.flatnonzero(table.pp > 1), np.flatnonzero(table.pp > 2)]
@@ -122,7 +124,7 @@ def peak_memory(workload: Workload, table: PlanTable, costs: BlockCosts | None =
 
 def step_times(workload: Workload, table: PlanTable) -> StepTime:
     """Return the step time of each plan by parts, from the first and the last pipeline rank and two between."""
-    last = table.pp - 1
+    workload, last = CostModel.of_workload(workload), table.pp - 1
     model = workload.model
     ranks = (np.zeros_like(last), *inner_ranks(table, running_parameters(model)), last)
     stages = [even_stage(table, model.num_blocks, rank, are_alike=len(model.runs) == 1) for rank in ranks]
@@ -171,7 +173,7 @@ def evaluate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
 
     For plans that were run: tables of runs round batches, and count stages with the embedding and the head.
     """
-    table = PlanTable.of_plans([plan])
+    workload, table = CostModel.of_workload(workload), PlanTable.of_plans([plan])
     costs = block_costs(workload, table)
     bounds = _bounds(plan)
     stages = [even_stage(table, workload.model.num_blocks, np.array([rank]), bounds) for rank in range(plan.pp)]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from paraplan.cost.cache import CostCache
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
 from paraplan.cost.framework_files import load_framework
@@ -27,8 +26,6 @@ class Workload:
     links: LinkSpeedTable
     framework: FrameworkProfile
     constants: CostConstants = field(default_factory=CostConstants)
-    cache: CostCache = field(default_factory=CostCache, init=False, repr=False)
-    """Costs that were computed for this workload before; a replaced workload starts an empty one."""
 
     @classmethod
     def of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paraplan.cost.cost_model import CostModel
 from paraplan.cost.workload import Workload
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.search.choice import Choice, EvaluatedPlans, price_the_choice
@@ -30,6 +31,7 @@ def search(
     `NoPlanFitsError` where no plan fits, with the plan that comes nearest, what it lacks and what would help (which
     takes more searches, `explains_failure`), and `PlanError` where what is fixed cannot be had.
     """
+    workload = CostModel.of_workload(workload)
     space = PlanSpace(workload, executor, fixed)
     memory = MemorySurvey.of(workload, space)
     if not memory.fitting.columns:

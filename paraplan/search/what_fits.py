@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import fits, peak_memory
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
@@ -34,6 +35,7 @@ def some_plan_fits(
 
     `without_accumulation` counts only plans that take the batch in one micro-batch.
     """
+    workload = CostModel.of_workload(workload)
     try:
         space = PlanSpace(workload, executor, fixed)
     except PlanError:  # what is fixed cannot be had on these machines

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.cache import BlockCostCache, ShardingKey
+from paraplan.cost.cost_model import CostModel
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -35,7 +37,7 @@ def test_costs_are_the_same_however_tables_ask_for_them(workload: MakeWorkload) 
         for size in (1, 3)
         for recompute in ("none", "full")
     ]
-    together, apart = workload("gpt2"), workload("gpt2")
+    together, apart = (CostModel.of_workload(workload("gpt2")) for _ in range(2))
     whole = block_costs(together, PlanTable.of_plans(plans))
     for row, plan in reversed(list(enumerate(plans))):
         alone = block_costs(apart, PlanTable.of_plans([plan]))
@@ -43,3 +45,12 @@ def test_costs_are_the_same_however_tables_ask_for_them(workload: MakeWorkload) 
             expected = getattr(whole, name)[whole.key[row]]
             assert getattr(alone, name)[alone.key[0]] == pytest.approx(expected, rel=1e-12)
     assert len(apart.cache.blocks.rows) == len(together.cache.blocks.rows) == len(plans)
+
+
+def test_a_cost_model_keeps_its_costs_and_a_replaced_one_starts_anew(workload: MakeWorkload) -> None:
+    plain = workload("gpt2")
+    model = CostModel.of_workload(plain)
+    assert CostModel.of_workload(model) is model
+    block_costs(model, PlanTable.of_plans([ParallelPlan()]))
+    assert len(model.cache.blocks.rows) == 1
+    assert not replace(model, training=plain.training).cache.blocks.rows

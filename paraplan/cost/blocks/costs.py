@@ -16,6 +16,7 @@ from paraplan.cost.blocks.saved_tensors import (
     transient_bytes,
 )
 from paraplan.cost.cache import ShardingKey
+from paraplan.cost.cost_model import cache_of
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode, distinct_rows
 from paraplan.cost.workload import Workload
@@ -101,7 +102,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
     """
     columns, key = distinct_rows(*sharding_columns(table))
     shardings: list[ShardingKey] = list(zip(*(column.tolist() for column in columns), strict=True))
-    known, framework = workload.cache.blocks, workload.framework
+    known, framework = cache_of(workload).blocks, workload.framework
     missing = known.missing(shardings)
     if missing or not known.rows:
         new = Shardings.of_columns(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paraplan.cost.cost_model import cache_of
 from paraplan.cost.plan_table import RANK_ORDERS, Floats, Ints, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.hardware.bus_bandwidth import GroupSpeed, RankGroup, bus_bandwidth, bus_factor
@@ -161,7 +162,7 @@ def fastest_links(workload: Workload, size: Ints, collective: Collective) -> Gro
 def _speed(workload: Workload, size: int, stride: int, collective: Collective) -> GroupSpeed:
     """Return what a collective reaches on the slowest group, computed once for a workload."""
     stride = 1 if workload.has_equal_links else stride
-    known, key = workload.cache.group_speeds, (size, stride, collective)
+    known, key = cache_of(workload).group_speeds, (size, stride, collective)
     if key not in known:
         groups = _groups(workload, size, stride)[: 1 if workload.has_equal_links else None]
         speeds = [bus_bandwidth(workload.cluster, group, collective, workload.links) for group in groups]

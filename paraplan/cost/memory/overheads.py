@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.cost_model import cache_of
 from paraplan.cost.pipeline.stages import StageBlocks
 from paraplan.cost.plan_table import Floats, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
@@ -35,7 +36,7 @@ def shard_padding(workload: Workload, table: PlanTable) -> Floats:
     if not workload.framework.data_parallel.uses_fsdp:
         return np.ones(len(table))
     kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
-    known, asked = workload.cache.shard_paddings, list(zip(*(column.tolist() for column in kinds), strict=True))
+    known, asked = cache_of(workload).shard_paddings, list(zip(*(column.tolist() for column in kinds), strict=True))
     missing = [one for one in asked if one not in known]
     if missing:
         elements = _elements_by_shape(workload.model)

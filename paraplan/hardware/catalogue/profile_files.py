@@ -251,7 +251,8 @@ def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str
     """Return the content of a machine, where it stands, and how many of its GPUs are meant where a name says so."""
     plain, said = split_link(name.strip().lower())
     counted, link = counted_gpus(plain), link or said
-    if counted is None or (counted[1] not in profile_names("gpus") and find_gpu(counted[1]) is None):
+    is_bundled = link is None and plain_name(name) in {*_stems("machines"), *profile_names("machines")}
+    if is_bundled or counted is None or (counted[1] not in profile_names("gpus") and find_gpu(counted[1]) is None):
         if link is not None and said is None:
             raise UsageError("--link goes with --gpu, or a profile such as 4xrtx-3090", hint="leave --link out")
         return *_load_named("machines", name), None
