@@ -27,7 +27,7 @@ class Ended:
 
 def launch_forked(ranks: RankHarness, folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> Ended:
     """Return how `paraplan launch` of `words` ends, run in `folder`; ranks of `--fake` are forked too."""
-    status = ranks.run_alone(_launch, str(folder), words, dict(environment or {}))
+    status = ranks.run_alone(_launch, str(folder), words, dict(environment or {}), is_fresh=True)
     stdout, stderr = (folder / "said" / name for name in ("stdout", "stderr"))
     return Ended(status, stdout.read_text(), stderr.read_text())
 

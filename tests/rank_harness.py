@@ -1,19 +1,28 @@
 """Real ranks for tests: processes forked from one that has torch imported, joined over gloo on the loopback interface.
 
-multiprocessing's fork server is that one process: it imports torch once, runs nothing, and ends with the tests.
+multiprocessing's fork server is that one process: it imports torch once, runs nothing, and ends with the tests. Ranks
+whose work went well wait for more: what torch finds out once (types of kernels, placements of shards) they know.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
+import io
+import logging
 import multiprocessing
 import os
 import pickle
+import random
+import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,6 +31,7 @@ from free_ports import free_port
 
 _SLACK_S = 60.0  # for a rank to show its stacks and end, once its own time is over
 _GRACE_S = 10.0  # for the other ranks to answer, once one has failed
+_READY, _ALL_ANSWERED = b"ready", b"all answered"
 # What ranks of nearly every test would import, each for itself: the compiler comes with FSDP and pipelines.
 _IMPORTED_ONCE = ("paraplan.runtime", "paraplan.runtime.pipeline.assembly", "paraplan.runtime.split.rules")
 _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint", "pytest")
@@ -33,12 +43,49 @@ class RanksFailedError(AssertionError):
     """Ranks raised, ended or did not answer; the text shows each of them."""
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What one rank is to do, in which environment; `path` is the test's own, for modules that hold functions."""
+
+    work: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    environment: dict[str, str]
+    path: list[str]
+    stacks: str
+    timeout_s: float
+
+
+class _Worker:
+    """A process that runs the work of one rank after that of another."""
+
+    def __init__(self, context: multiprocessing.context.ForkServerContext) -> None:
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_rank_main, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def is_ready(self) -> bool:
+        """Whether it waits for more work, once it has left its group; it ends where its work has left something."""
+        try:
+            return self.connection.poll(_GRACE_S) and self.connection.recv_bytes() == _READY
+        except (EOFError, ConnectionError):
+            return False
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.join(0.5)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+
+
 class RankHarness:
     """Runs functions on ranks. The functions and their arguments must pickle: module-level ones."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*_IMPORTED_ONCE])
+        self._idle: dict[int, list[_Worker]] = {}
 
     def run(
         self,
@@ -47,37 +94,55 @@ class RankHarness:
         size: int,
         timeout_s: float = 150.0,
         environment: dict[str, str] | None = None,
+        is_fresh: bool = False,
     ) -> list[Any]:
-        """Return what `work(*arguments)` returns on each of `size` ranks, in order. All ranks have ended by then."""
+        """Return what `work(*arguments)` returns on each of `size` ranks, in order.
+
+        With `is_fresh` no other work has run in their processes, and they have ended by then.
+        """
         with tempfile.TemporaryDirectory() as folder:
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-            connections, processes = [], []
-            for rank in range(size):
-                ours, theirs = self._context.Pipe()
-                own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment or {})
-                stacks = str(Path(folder) / f"{rank}.txt")
-                process = self._context.Process(
-                    target=_rank_main, args=(theirs, own, stacks, timeout_s, work, arguments), daemon=True
-                )
-                process.start()
-                theirs.close()
-                connections.append(ours)
-                processes.append(process)
+            workers = [_Worker(self._context) if is_fresh else self._taken(rank) for rank in range(size)]
+            is_well = False
             try:
+                for rank, worker in enumerate(workers):
+                    own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment or {})
+                    stacks = str(Path(folder) / f"{rank}.txt")
+                    worker.connection.send_bytes(pickle.dumps(_Job(work, arguments, own, sys.path, stacks, timeout_s)))
+                connections = [worker.connection for worker in workers]
                 answers = _collect(connections, deadline_s=time.monotonic() + timeout_s + _SLACK_S)
+                is_well = all(answer is not None and answer[0] == "returned" for answer in answers)
             finally:
-                for connection in connections:
-                    connection.close()
-                for process in processes:
-                    process.join(0.5)
-                    if process.is_alive():
-                        process.kill()
-                    process.join()
-            return _results(answers, Path(folder), [process.exitcode for process in processes])
+                self._release(workers, may_go_on=is_well and not is_fresh)
+            return _results(answers, Path(folder), [worker.process.exitcode for worker in workers])
 
-    def run_alone(self, work: Callable[..., Any], *arguments: Any, timeout_s: float = 150.0) -> Any:
+    def run_alone(
+        self, work: Callable[..., Any], *arguments: Any, timeout_s: float = 150.0, is_fresh: bool = False
+    ) -> Any:
         """Return what `work(*arguments)` returns in one process that no launcher started."""
-        return self.run(_without_launcher, work, arguments, size=1, timeout_s=timeout_s)[0]
+        return self.run(_without_launcher, work, arguments, size=1, timeout_s=timeout_s, is_fresh=is_fresh)[0]
+
+    def _release(self, workers: list[_Worker], *, may_go_on: bool) -> None:
+        for worker in workers:
+            if may_go_on:
+                worker.connection.send_bytes(_ALL_ANSWERED)
+            else:
+                worker.connection.close()
+        for rank, worker in enumerate(workers):
+            if may_go_on:
+                self._idle.setdefault(rank, []).append(worker)
+            else:
+                worker.end()
+
+    def _taken(self, rank: int) -> _Worker:
+        """Return a process that has been this rank, or none yet."""
+        idle = self._idle.get(rank, [])
+        while idle:
+            worker = idle.pop()
+            if worker.is_ready():
+                return worker
+            worker.end()
+        return _Worker(self._context)
 
 
 def _without_launcher(work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -86,31 +151,95 @@ def _without_launcher(work: Callable[..., Any], arguments: tuple[Any, ...]) -> A
     return work(*arguments)
 
 
-def _rank_main(
-    connection: Connection,
-    environment: dict[str, str],
-    stacks: str,
-    timeout_s: float,
-    work: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+def _rank_main(connection: Connection) -> None:
     import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # a collection would touch, and so copy, every page that the fork shares
+    with contextlib.suppress(EOFError, ConnectionError):
+        while _run_one(pickle.loads(connection.recv_bytes()), connection):  # noqa: S301 (the test wrote it)
+            connection.send_bytes(_READY)
+
+
+def _run_one(job: _Job, connection: Connection) -> bool:
+    """Run the work of one rank and answer; return whether the process is then as it was before."""
     import torch.distributed as dist
 
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    with Path(stacks).open("w") as stack_file:
-        faulthandler.dump_traceback_later(timeout_s, file=stack_file, exit=True)
+    with _all_put_back(), Path(job.stacks).open("w") as stack_file:
+        sys.path[:] = job.path
+        os.environ.update(job.environment)
+        faulthandler.dump_traceback_later(job.timeout_s, file=stack_file, exit=True)
         try:
-            answer = ("returned", work(*arguments))
+            answer = ("returned", job.work(*job.arguments))
         except BaseException as error:
             answer = ("raised", (type(error), str(error), traceback.format_exc()))
-        connection.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(_pickled(answer))
         if answer[0] == "returned":
             _wait_for_the_others(connection)
         if dist.is_initialized():
             dist.destroy_process_group()
+            _forget_groups()
         faulthandler.cancel_dump_traceback_later()
+    return answer[0] == "returned" and threading.active_count() == 1 and not multiprocessing.active_children()
+
+
+def _pickled(answer: Any) -> bytes:
+    """Return an answer pickled with its tensors as arrays: torch writes an archive for each of them."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
+            if (
+                is_plain
+                and value.device.type == "cpu"
+                and value.dtype in (torch.float32, torch.float64, torch.int64, torch.bool)
+            ):
+                return torch.from_numpy, (value.numpy(),)
+            return NotImplemented
+
+    stream = io.BytesIO()
+    Pickler(stream).dump(answer)
+    return stream.getvalue()
+
+
+def _forget_groups() -> None:
+    """Clear what torch keeps of placements of shards: it holds meshes, and these the groups of the last job."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+@contextlib.contextmanager
+def _all_put_back() -> Iterator[None]:
+    """Put back at the end of this context what work may set for its process."""
+    import numpy as np
+    import torch
+
+    environment, path, folder = dict(os.environ), [*sys.path], Path.cwd()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    dtype = torch.get_default_dtype()
+    known = [
+        logging.root,
+        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
+    ]
+    loggers = {one: (one.level, one.propagate, one.disabled, [*one.handlers]) for one in known}
+    with warnings.catch_warnings():
+        yield
+    for one, (level, propagate, is_disabled, handlers) in loggers.items():
+        one.setLevel(level)
+        one.propagate, one.disabled, one.handlers[:] = propagate, is_disabled, handlers
+    logging.disable(logging.NOTSET)
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(1)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
 
 
 def _wait_for_the_others(connection: Connection) -> None:
@@ -129,7 +258,7 @@ def _collect(connections: list[Connection], *, deadline_s: float) -> list[tuple[
             del waiting[rank]
             try:
                 answers[rank] = pickle.loads(ready.recv_bytes())  # noqa: S301 (our own ranks wrote it)
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 answers[rank] = None
             if answers[rank] is None or answers[rank][0] == "raised":
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)

@@ -29,7 +29,7 @@ def test_the_notebook_runs_in_a_kernel_and_shows_text_and_reports() -> None:
     assert len(pages) == 2
     assert all(page.startswith("<iframe") and "&lt;svg" in page for page in pages)
     text = "".join("".join(output.get("text", "")) for output in shown)
-    assert "Recommended: " in text
+    assert "FSDP (ZeRO-3) over 8 GPUs" in text
     assert "use --tp 1, 2, 4 or 8" in text
 
 

@@ -127,16 +127,25 @@ def recommend(
     objective: Objective | Literal["cost"] = "throughput",
     constraints: Constraints = FREE,
     num_candidates: int = 10,
+    memory_margin: float = 0.0,
 ) -> Recommendation:
     """Return the plan to use, with the decision tree's reasons and the ranked plans.
 
     Plans are those that paraplan's runtime executes, or the framework that the workload is modelled for: what its
-    exported configuration can say, or all that make sense where paraplan exports none. Raises `NoPlanFitsError` where
-    no plan fits, with what would help, and `PlanError` for constraints that exclude each other.
+    exported configuration can say, or all that make sense where paraplan exports none. `memory_margin` is the share of
+    usable memory to keep free; 6 % of a GPU is left for the allocator's fragmentation in any case.
+
+    Raises `NoPlanFitsError` where no plan fits, with what would help, and `PlanError` for constraints that exclude each
+    other.
     """
     framework = None if workload.framework.is_own_runtime else workload.framework.name
     request = SearchRequest(
-        objective=objective, framework=framework, fixed=constraints, num_candidates=num_candidates, with_front=True
+        objective=objective,
+        framework=framework,
+        fixed=constraints,
+        num_candidates=num_candidates,
+        memory_margin=memory_margin,
+        with_front=True,
     )
     return answer(workload, request)
 
@@ -147,7 +156,9 @@ def answer(workload: Workload, request: SearchRequest) -> Recommendation:
     Raises as `recommend` does.
     """
     request = replace(request, executor=executor_of(workload))
-    return Recommendation(recommendation(CostModel.of_workload(workload), request), request)
+    constants = workload.constants.replace(memory_margin=request.memory_margin)
+    model = CostModel.of_workload(replace(workload, constants=constants))
+    return Recommendation(recommendation(model, request), request)
 
 
 def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) -> PlanCheck:

@@ -101,14 +101,18 @@ class LimitOptions:
 
 def read_tolerance(text: str | None) -> float:
     """Return the share in a text such as `5%` or `5`, 0.05 without one. Raises `UsageError` for anything else."""
-    if text is None:
-        return 0.05
+    return 0.05 if text is None else read_percent(text, option="--tolerance")
+
+
+def read_percent(text: str, *, option: str, most: float = float("inf")) -> float:
+    """Return the share in a text such as `5%` or `5`. Raises `UsageError` for no number, or one above `most`."""
     try:
         percent = float(text.strip().removesuffix("%"))
     except ValueError:
         percent = -1.0
-    if not 0 <= percent < float("inf"):
-        raise UsageError(f"--tolerance {text} is no percentage", hint="write a number from 0 up, such as 5 or 5%")
+    if not 0 <= percent <= most or percent == float("inf"):
+        limit = "" if most == float("inf") else f" to {most:.0f}"
+        raise UsageError(f"{option} {text} is no percentage", hint=f"write a number from 0{limit}, such as 5 or 5%")
     return percent / 100
 
 

@@ -15,7 +15,7 @@ from paraplan.api.plans import load_plan
 from paraplan.api.recommendations import SearchRequest
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
-from paraplan.cli.ci import check_plan_file
+from paraplan.cli.ci import check_plan_file, read_percent
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import require_batch
 from paraplan.cli.old_spellings import OldCheckOptions
@@ -48,6 +48,15 @@ class SearchOptions:
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = OWN_RUNTIME
+    memory_margin: Annotated[
+        str,
+        typer.Option(
+            "--memory-margin",
+            metavar="PERCENT",
+            help="Keep so much of the usable memory free; 6 % of a GPU is left for fragmentation in any case.",
+            rich_help_panel=SEARCH_PANEL,
+        ),
+    ] = "0%"
     objective: Annotated[
         ObjectiveName,
         typer.Option(
@@ -129,6 +138,7 @@ class SearchOptions:
             find=self.find.value if self.find else None,
             framework=None if self.framework == OWN_RUNTIME else self.framework,
             fixed=plan.constraints(),
+            memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
             num_candidates=max(self.num_candidates, MANY_KINDS) if for_report else self.num_candidates,
             explains=self.explain,
             with_front=self.pareto or for_report,

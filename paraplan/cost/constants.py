@@ -57,6 +57,8 @@ class CostConstants(Record):
     """NCCL's buffers among several GPUs."""
     allocated_per_reserved: float = 0.94
     """Allocated over reserved memory of torch's allocator (SimuMax)."""
+    memory_margin: float = 0.0
+    """The share of usable memory that a search is asked to keep free, beside what the allocator reserves."""
     counts_matmul_workspaces: bool = True
     """cuBLAS workspaces count as memory."""
     cublas_workspace_bytes: int | None = None
@@ -80,9 +82,10 @@ class CostConstants(Record):
         """Return what training may allocate of a GPU that reports `total_bytes`.
 
         What torch's allocator does not see comes off, and the allocator reserves more than is allocated
-        (SimuMax: reserved = allocated / 0.94).
+        (SimuMax: reserved = allocated / 0.94). `memory_margin` of the rest is kept free.
         """
-        return int((total_bytes - self.beside_allocator_bytes(num_gpus)) * self.allocated_per_reserved)
+        available = (total_bytes - self.beside_allocator_bytes(num_gpus)) * self.allocated_per_reserved
+        return int(available * (1 - self.memory_margin))
 
     def device_bytes(self, cached_bytes: float, *, num_gpus: int, context_bytes: int | None = None) -> int:
         """Return what `nvidia-smi` shows of a rank whose allocator took `cached_bytes`, its own rounding not counted.

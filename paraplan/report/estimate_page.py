@@ -15,11 +15,13 @@ from paraplan.report.plan_sections import (
     gpus,
     memory_section,
     plan_facts,
+    plan_remarks,
     ranks_section,
     step_section,
     timeline_section,
     workload_lines,
 )
+from paraplan.report.plan_words import plan_in_words
 from paraplan.units import format_bytes
 
 
@@ -40,7 +42,9 @@ def estimate_page(workload: Workload, estimate: PlanEstimate) -> str:
         f"<h1>{escape(workload.model.name)} on {gpus(plan.world_size * plan.devices_per_process)}</h1>",
         *(paragraph(line, style="soft") for line in workload_lines(workload)),
         f'<p class="plan">{escape(plan.describe())}: {verdict}</p>',
+        paragraph(f"{plan_in_words(plan)}."),
         plan_facts(workload, estimate),
+        plan_remarks(workload, estimate),
     ]
     return page(
         title=f"{workload.model.name} on {gpus(plan.world_size * plan.devices_per_process)}: {plan.describe()}",

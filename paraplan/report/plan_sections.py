@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paraplan.accuracy.intervals import step_interval
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
 from paraplan.cost.timeline import StepTimeline, step_timeline
 from paraplan.cost.workload import Workload
@@ -11,7 +12,9 @@ from paraplan.plan.files import PlannedPlacement
 from paraplan.report.chart_svg import NARROW, WIDE, ChartRenderer
 from paraplan.report.charts import MEMORY_PARTS, memory_chart, shown_stages
 from paraplan.report.page import Column, Row, details, facts, figure, paragraph, section, table
+from paraplan.report.plan_words import cautions
 from paraplan.report.rank_map import axis_groups, map_table
+from paraplan.report.short_text import basis_in_words
 from paraplan.report.timeline_chart import shown_rows, timeline_chart
 from paraplan.report.topology_svg import GroupRow, render_svg
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_flops, format_seconds
@@ -57,6 +60,17 @@ def plan_facts(workload: Workload, estimate: PlanEstimate) -> str:
             ("of usable", f"{estimate.peak_memory_bytes / estimate.usable_memory_bytes:.0%}"),
         ]
     )
+
+
+def plan_remarks(workload: Workload, estimate: PlanEstimate) -> str:
+    """Return the range of the step with what it rests on, and what to worry about."""
+    interval, basis = step_interval(workload, estimate), basis_in_words(workload, estimate)
+    lines = []
+    if interval is not None:
+        ends = f"{format_seconds(interval.low_s)} to {format_seconds(interval.high_s)}"
+        lines.append(paragraph(f"Step between {ends}: {basis}.", style="soft"))
+    lines += [paragraph(f"Caution: {words}.", style="bad") for words in cautions(workload, estimate)]
+    return "\n".join(lines)
 
 
 def memory_section(workload: Workload, estimate: PlanEstimate, renderer: ChartRenderer) -> str:

@@ -56,7 +56,8 @@ def _spread(plan: ParallelPlan) -> str:
     if not others:
         return f"{_replicas(plan)} over {plan.dp} GPUs"
     named = [name + (schedule if name.startswith("pipeline") else "") for name in others]
-    of_data = f"data {plan.dp} ({_replicas(plan)})" if plan.dp > 1 else _replicas(plan) if plan.zero_stage else ""
+    replicas = _replicas(plan).replace("FSDP (ZeRO-3)", "ZeRO-3")
+    of_data = f"data {plan.dp} ({replicas})" if plan.dp > 1 else replicas if plan.zero_stage else ""
     return " x ".join(filter(None, [*named, of_data])) + f" over {plan.world_size} GPUs"
 
 

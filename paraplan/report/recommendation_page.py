@@ -13,11 +13,13 @@ from paraplan.report.plan_sections import (
     gpus,
     memory_section,
     plan_facts,
+    plan_remarks,
     ranks_section,
     step_section,
     timeline_section,
     workload_lines,
 )
+from paraplan.report.plan_words import plan_in_words
 from paraplan.report.ranked_rows import table_rows, words_of
 from paraplan.search.failure import NothingFitsError
 from paraplan.search.recommendation import Recommendation
@@ -93,9 +95,10 @@ def _head(answer: Recommendation) -> str:
     if answer.found is not None:
         lines.append(paragraph(f"Found {answer.found}."))
     lines.append(f'<p class="plan">Recommended: <span class="good">{escape(result.best.plan.describe())}</span></p>')
+    lines.append(paragraph(f"{plan_in_words(result.best.plan)}."))
     if result.remark is not None:
-        lines.append(paragraph(f"{result.remark}."))
-    lines.append(plan_facts(workload, result.best))
+        lines.append(paragraph(f"{result.remark[0].upper()}{result.remark[1:]}."))
+    lines += [plan_facts(workload, result.best), plan_remarks(workload, result.best)]
     return "\n".join(lines)
 
 

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, step_interval
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
-from paraplan.report.plan_words import cautions, plan_in_words
+from paraplan.report.plan_words import FULL_MEMORY, cautions, plan_in_words
 from paraplan.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # the search, which an estimate does without
     from paraplan.search.recommendation import Recommendation
+    from paraplan.search.results import SearchResult
 
 LABEL_WIDTH = 10
+ROOMY = 0.9
+"""Of usable memory: a plan that takes less leaves room for fragmentation."""
 WORTH_SAYING = 0.02
 """A risk below this goes unsaid."""
 
@@ -102,9 +105,30 @@ def estimate_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ..
 def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     """Return the recommended plan, its figures, and why it is recommended."""
     result = answer.result
-    beside = (("Found", answer.found), ("Why", result.remark), ("Offload", answer.offload))
+    beside = (
+        ("Found", answer.found),
+        ("Why", result.remark),
+        ("Roomier", _roomier(result)),
+        ("Offload", answer.offload),
+    )
     return (
         *workload_lines(answer.workload),
         *plan_lines(answer.workload, result.best),
         *(Line(label, words) for label, words in beside if words is not None),
     )
+
+
+def _roomier(result: SearchResult) -> str | None:
+    """Return the fastest plan that leaves clearly more memory, where the recommended one takes nearly all."""
+    best = result.best
+    if best.peak_memory_bytes <= FULL_MEMORY * best.usable_memory_bytes:
+        return None
+    others = [one for one in result.candidates if one.peak_memory_bytes <= ROOMY * best.usable_memory_bytes]
+    if not others:
+        return None
+    other = min(others, key=lambda one: one.step_time_s)
+    ratio = other.step_time_s / best.step.step_time_s
+    speed = f"{ratio - 1:.0%} slower" if ratio < 2 else f"{ratio:.1f} times as slow"
+    if ratio < 1:
+        speed = f"{1 - ratio:.0%} less time, and is less simple"
+    return f"{other.plan.describe()} needs {format_bytes(other.peak_memory_bytes)}, {speed}"

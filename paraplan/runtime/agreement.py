@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paraplan.errors import ParaplanError, UnsupportedPlanError, UsageError
-from paraplan.runtime.torch_private import LOST_CONNECTION, LOST_PEER, default_store
+from paraplan.runtime.torch_private import LOST_CONNECTION, default_store
 from paraplan.runtime.world import World
 
 _PATIENCE_S = 5.0
@@ -177,7 +177,7 @@ class RankSync:
             dist.all_gather(gathered, mine)
         except RuntimeError as error:
             left = self._who_left()
-            if left is None and LOST_PEER not in str(error):
+            if left is None and not any(words in str(error) for words in LOST_CONNECTION):
                 raise
             if left is None:
                 raise RankLeftError(

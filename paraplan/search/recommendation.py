@@ -41,6 +41,7 @@ class SearchRequest:
     executor: Executor = OWN_RUNTIME
     fixed: Constraints = FREE
     num_candidates: int = 10
+    memory_margin: float = 0.0
     explains: bool = False
     with_front: bool = False
     earlier: PlanFile | None = None

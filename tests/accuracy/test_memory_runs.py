@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from small_run import run
 
-from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import RunPrediction, predict_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, training_of_run, workload_of_run
 from paraplan.accuracy.scoring import score_fits
@@ -20,20 +20,6 @@ MEGATRON_CORE = load_framework("megatron-core")
 MEGATRON_DEEPSPEED = load_framework("megatron-deepspeed")
 
 MakeWorkload = Callable[..., Workload]
-
-
-def run(**values: object) -> MeasuredRun:
-    base: dict[str, object] = {
-        "id": "a",
-        "gpu": "H100-80GB",
-        "num_gpus": 8,
-        "layers": 12,
-        "hidden": 768,
-        "heads": 12,
-        "seq_len": 1024,
-        "global_batch": 64,
-    }
-    return MeasuredRun.model_validate(base | values)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from small_run import run
 
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import is_standard, predict_run
@@ -21,22 +22,6 @@ KNOWN = BundledData(configs=known_configs())
 FRAMEWORKS = FrameworkCatalog()
 
 MakeWorkload = Callable[..., Workload]
-
-
-def run(**values: object) -> MeasuredRun:
-    base: dict[str, object] = {
-        "id": "a",
-        "gpu": "H100-80GB",
-        "num_gpus": 8,
-        "layers": 12,
-        "hidden": 768,
-        "heads": 12,
-        "seq_len": 1024,
-        "global_batch": 64,
-        "quality": "A",
-        "precision": "bf16",
-    }
-    return MeasuredRun.model_validate(base | values)
 
 
 def planned(one: MeasuredRun) -> ParallelPlan:

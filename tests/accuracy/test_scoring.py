@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from small_run import run
 
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import RunPrediction
@@ -11,20 +12,6 @@ from paraplan.accuracy.scoring import rank_correlation, score, score_fits, score
 def prediction(error: float, *, source: str = "paper", **values: object) -> RunPrediction:
     base = {"id": f"{source} {error}", "source": source, "gpu": "A100-80GB", "framework": "Megatron-LM"}
     return RunPrediction.model_validate(base | {"step_time_error": error} | values)
-
-
-def run(**values: object) -> MeasuredRun:
-    base: dict[str, object] = {
-        "id": "a",
-        "gpu": "A100-80GB",
-        "num_gpus": 8,
-        "layers": 12,
-        "hidden": 768,
-        "heads": 12,
-        "seq_len": 1024,
-        "global_batch": 64,
-    }
-    return MeasuredRun.model_validate(base | values)
 
 
 def sweep_of(predicted: list[float], measured: list[float]) -> list[tuple[MeasuredRun, RunPrediction]]:

@@ -60,6 +60,21 @@ def test_the_text_names_the_plan_the_tree_and_the_command() -> None:
     assert all(expected in verbose for expected in details)
 
 
+def test_memory_can_be_kept_free_and_a_roomier_plan_is_named_where_it_is_full() -> None:
+    job = ["recommend", "llama-3-70b", "--profile", "dgx-h100", "--nodes", "2", "--seq-len", "4096"]
+    job += ["--global-batch", "64"]
+    full = json.loads(run(*job, "--json")[1])["estimate"]
+    assert full["peak_memory_bytes"] > 0.95 * full["usable_memory_bytes"]
+    words = " ".join(run(*job)[1].split())
+    assert "Roomier" in words
+    assert "risk of running out" in words
+    free = json.loads(run(*job, "--memory-margin", "10%", "--json")[1])["estimate"]
+    assert free["usable_memory_bytes"] == pytest.approx(0.9 * full["usable_memory_bytes"], rel=1e-6)
+    assert free["peak_memory_bytes"] <= free["usable_memory_bytes"]
+    status, _, stderr = run(*job, "--memory-margin", "95")
+    assert (status, "--memory-margin 95 is no percentage" in stderr) == (2, True)
+
+
 def test_what_a_plan_wastes_is_said_with_its_cause() -> None:
     few = ["recommend", "llama-3-405b", "--profile", "dgx-h100", "--nodes", "2048", "--seq-len", "8192"]
     words = " ".join(run(*few, "--global-batch", "256", "--cp", "1")[1].split())

@@ -35,7 +35,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.ranks
 def test_processes_of_a_machine_without_gpus_are_measured_and_saved_for_the_cost_model(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
-    done = run("--measure", "--ranks", "2", "--seconds", "4", "--json", "--save", str(mine))
+    done = run("--measure", "--ranks", "2", "--seconds", "1", "--json", "--save", str(mine))
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("saved:")  # no progress in a pipe
     measurement = json.loads(done.stdout)["measurement"]

@@ -33,7 +33,7 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 8192,
@@ -44,7 +44,7 @@ GPT2 = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
     "n_embd": 512,
-    "n_layer": 6,
+    "n_layer": 4,
     "n_head": 8,
     "n_positions": TOKENS,
     "vocab_size": 8192,
@@ -54,7 +54,7 @@ BERT = {
     "architectures": ["BertForMaskedLM"],
     "hidden_size": 512,
     "intermediate_size": 2048,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "vocab_size": 8192,
     "max_position_embeddings": TOKENS,
@@ -115,7 +115,7 @@ class Plain(nn.Module):
     def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.embedding = nn.Embedding(1000, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(6))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 1000, bias=False)
 
@@ -209,7 +209,7 @@ def test_the_estimate_is_what_the_runtime_holds(fields: dict[str, Any], plan: di
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_estimate_of_each_stage_is_what_the_runtime_holds(stage: int) -> None:
-    spec, build = of_config(LLAMA)
+    spec, build = of_config(LLAMA | {"num_hidden_layers": 6})  # of fewer what is there for a moment is a larger share
     compare(spec, build, ParallelPlan.model_validate({**PIPELINE, "micro_batch_size": 8}), "bf16", stage)
 
 

@@ -10,6 +10,7 @@ from rank_harness import RankHarness
 from paraplan.plan.parallel import ParallelPlan
 
 HALF = BATCH // 2
+GLOO = {"PARAPLAN_BACKEND": "gloo"}
 PLANS = {
     "ddp": ParallelPlan(dp=2, micro_batch_size=HALF),
     "zero 1": ParallelPlan(dp=2, zero_stage=1, micro_batch_size=HALF),
@@ -36,8 +37,8 @@ def harness() -> RankHarness:
 
 @pytest.mark.parametrize("case", PLANS)
 def test_ranks_on_one_gpu_train_as_one_process(case: str, harness: RankHarness) -> None:
-    (expected,) = harness.run(_trained, ParallelPlan(micro_batch_size=BATCH), size=1)
-    for found in harness.run(_trained, PLANS[case], size=2, environment={"PARAPLAN_BACKEND": "gloo"}):
+    (expected,) = harness.run(_trained, ParallelPlan(micro_batch_size=BATCH), size=1, is_fresh=True)
+    for found in harness.run(_trained, PLANS[case], size=2, is_fresh=True, environment=GLOO):
         assert found.losses == pytest.approx(expected.losses, rel=1e-4)
         assert found.norms == pytest.approx(expected.norms, rel=1e-3)
         for name, gradient in found.gradients.items():
@@ -48,5 +49,5 @@ def test_ranks_on_one_gpu_train_as_one_process(case: str, harness: RankHarness) 
 @pytest.mark.cuda_only
 def test_two_ranks_on_one_gpu_without_gloo_are_told_what_to_do(harness: RankHarness) -> None:
     with pytest.raises(AssertionError, match="local rank 1 has no GPU: this machine has 1"):
-        harness.run(_trained, PLANS["ddp"], size=2)
+        harness.run(_trained, PLANS["ddp"], size=2, is_fresh=True)
     assert torch.cuda.device_count() == 1

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +10,7 @@ from pathlib import Path
 import pytest
 from factory_script import FACTORY
 from forked_launch import Ended, launch_forked
-from launching import PATIENCE_S, Start, names_in, wait_until_dead
+from launching import PATIENCE_S, Launch, Start, names_in, wait_until_dead
 from rank_harness import RankHarness
 
 from paraplan.errors import ParaplanError
@@ -147,12 +144,6 @@ def fake(ranks: RankHarness, tmp_path: Path) -> Fake:
     return launch_fake
 
 
-def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paraplan", "launch", *words]
-    environment = dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
 def write(folder: Path, plan: ParallelPlan = PLAN, *, names_model: bool = True) -> Path:
     """Write the script, and a plan of which there is an estimate where it names the model."""
     (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
@@ -162,9 +153,9 @@ def write(folder: Path, plan: ParallelPlan = PLAN, *, names_model: bool = True) 
     return path
 
 
-def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path) -> None:
+def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path, launch: Launch) -> None:
     write(tmp_path)
-    done = launch("--fake", "8", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+    done = launch("--fake", "8", "--plan", "plan.json", "--json", "train.py", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     assert report.no_estimate is None
@@ -346,9 +337,9 @@ def test_a_plain_script_that_would_fail_or_not_train_is_told(
     assert len(done.stderr.splitlines()) <= 8  # lines of the script alone
 
 
-def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
+def test_a_script_that_fails_shows_its_own_error(tmp_path: Path, fake: Fake) -> None:
     write(tmp_path)
-    done = launch("--fake", "8", "--fake-rank", "1", "train.py", "--broken", folder=tmp_path)
+    done = fake("8", "--fake-rank", "1", "train.py", "--broken")
     assert done.returncode == 2
     assert done.stdout == ""
     assert "rank 1: the learning rate is missing" in done.stderr
@@ -442,14 +433,14 @@ def test_an_ended_fake_launch_leaves_nothing(tmp_path: Path, start: Start, scrat
     assert names_in(scratch) == []
 
 
-def test_a_stream_and_recompute_in_part_run_without_the_other_ranks(tmp_path: Path) -> None:
-    write(tmp_path, ParallelPlan(dp=2, zero_stage=3, micro_batch_size=8))
+def test_a_stream_and_recompute_in_part_run_without_the_other_ranks(tmp_path: Path, fake: Fake) -> None:
+    write(tmp_path, ParallelPlan(dp=2, zero_stage=3, micro_batch_size=8), names_model=False)
     activations = []
     for policy in ("None", "runtime.RecomputePolicy(keep='matmul')", "runtime.RecomputePolicy()"):
         script = SCRIPT.replace("job.shard(data)", "job.shard(iter(data))")
         script = script.replace("max_grad_norm=1.0,", f"max_grad_norm=1.0, recompute={policy},")
         (tmp_path / "train.py").write_text(script, encoding="utf-8")
-        done = launch("--fake", "2", "--fake-rank", "1", "--plan", "plan.json", "--json", "train.py", folder=tmp_path)
+        done = fake("2", "--fake-rank", "1", "--plan", "plan.json", "--json", "train.py")
         assert done.returncode == 0, done.stderr
         (rank,) = FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks
         activations.append(rank.activation_bytes)

@@ -203,6 +203,14 @@ def loss_fn(outputs, targets):
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
+class Pairs:
+    def __len__(self):
+        return 80000
+
+    def __getitem__(self, index):
+        return torch.full((8,), index % 32), torch.full((8,), (index + 1) % 32)
+
+
 def main(folder, num_steps=None):
     from paraplan import runtime
 
@@ -211,16 +219,15 @@ def main(folder, num_steps=None):
     engine = job.prepare(Net(), loss_fn=loss_fn, optimizer=lambda part: torch.optim.SGD(part, lr=0.1))
     if (folder / "checkpoint").exists():
         engine.load(folder / "checkpoint")
-    data = [(torch.full((8,), i % 32), torch.full((8,), (i + 1) % 32)) for i in range(80000)]
-    for inputs, targets in job.shard(data, batch_size=8, skip=engine.num_steps):
+    for inputs, targets in job.shard(Pairs(), batch_size=8, skip=engine.num_steps):
         loss = float(engine.step(inputs, targets))
         if job.is_main:
             sys.stdout.write(f"step {engine.num_steps} of {job.world.size} ranks: {loss:.4f}\\n")  # in one piece
             sys.stdout.flush()
-        if engine.num_steps % 10 == 0 and (folder / "stop").exists() or engine.num_steps == num_steps:
+        if engine.num_steps % 4 == 0 and (folder / "stop").exists() or engine.num_steps == num_steps:
             break
         if num_steps is None:  # not of the one to compare with, which nothing interrupts
-            time.sleep(0.1)
+            time.sleep(0.3)
             engine.save(folder / "checkpoint")
 
 

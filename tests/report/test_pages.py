@@ -120,11 +120,15 @@ def test_headings_are_in_order_and_drawings_have_names(name: str, reports: dict[
 
 
 def test_the_report_says_what_the_terminal_says(reports: dict[str, Path]) -> None:
-    printed = CliRunner().invoke(app, COMMANDS["recommended"], env={"COLUMNS": "200"}).stdout
+    printed = CliRunner().invoke(app, [*COMMANDS["recommended"], "-v"], env={"COLUMNS": "200"}).stdout
     text = read(reports["recommended"]).text
-    plan = re.search(r"Recommended: (.+)", printed)
+    plan = re.search(r"Plan +(.+)\n +(.+)", printed)
     assert plan is not None
-    assert f"Recommended: {plan[1].strip()}" in text
+    assert f"Recommended: {plan[2].strip()}" in text
+    assert f"{plan[1].strip()}." in text
+    reached = re.search(r"a step \((.+?)\)", printed)
+    assert reached is not None
+    assert f"Step between {reached[1]}" in text
     for line in printed.split("Decision tree\n")[1].split("\n\n")[0].splitlines():
         assert line.strip() in text
     for word in ("1.00 B tokens", "Other numbers of GPUs", "cost per 1e9 tokens", "Ruled out"):

@@ -191,3 +191,32 @@ def test_what_one_rank_refuses_is_raised_on_all(ranks: RankHarness) -> None:
         for count in (1, 3):
             assert said[f"loss {count}"] == (own if rank else told + own) + " unchanged=True, steps=0"
         assert said["after all"] == "no error unchanged=False, steps=1"
+
+
+def losses_of_two_steps(makes: list[Callable[[], nn.Module]]) -> list[list[int]]:
+    """Return how often the loss is computed by each of two steps of every model."""
+    plan = ParallelPlan(dp=2, micro_batch_size=2)
+    counts = []
+    for make in makes:
+        calls: list[int] = []
+
+        def counted(outputs: torch.Tensor, targets: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
+            return loss_fn(outputs, targets)
+
+        engine = prepared(plan, make, loss_fn=counted)
+        engine.step(*batch_of(plan))
+        first = len(calls)
+        engine.step(*batch_of(plan))
+        counts.append([first, len(calls) - first])
+    return counts
+
+
+def with_dropout() -> nn.Module:
+    return with_layers(DropoutLayer)
+
+
+@pytest.mark.ranks
+def test_one_pass_of_a_piece_shows_all_that_is_asked_of_it(ranks: RankHarness) -> None:
+    """Two sequences, one of them from another seed and both together; one with dropout again without it."""
+    assert ranks.run(losses_of_two_steps, [plain, with_dropout], size=2) == [[[4 + 1, 1], [3 + 3 + 1, 1]]] * 2

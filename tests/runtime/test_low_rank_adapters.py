@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_transformers
 import torch
+from case_selection import with_all
 from rank_harness import RankHarness
 from torch import nn
 from training_cases import TOKENS, AttentionLayer, GroupedLayer, Transformer
@@ -100,9 +101,9 @@ def plan_of(**options: Any) -> ParallelPlan:
     return ParallelPlan(**options, micro_batch_size=BATCH // shares)
 
 
-def assert_right(ranks: RankHarness, plans: list[ParallelPlan], names: list[str], *, size: int) -> None:
+def assert_right(ranks: RankHarness, cases: list[tuple[ParallelPlan, str]], *, size: int) -> None:
+    names = list(dict.fromkeys(name for _, name in cases))
     expected = dict(zip(names, ranks.run_alone(trained_all, [(plan_of(), name) for name in names]), strict=True))
-    cases = [(plan, name) for plan in plans for name in names]
     by_rank = ranks.run(trained_all, cases, size=size)
     for number, (plan, name) in enumerate(cases):
         gradients: dict[str, torch.Tensor] = {}
@@ -130,18 +131,22 @@ MIXES = [
 
 @pytest.mark.ranks
 def test_adapters_train_as_in_one_process_beside_split_layers_and_split_tokens(ranks: RankHarness) -> None:
-    assert_right(ranks, [SPLIT, TOKENS_SPLIT], ["fused", "uneven", "grouped"], size=2)
+    cases = [(TOKENS_SPLIT, "fused"), (SPLIT, "uneven"), (TOKENS_SPLIT, "grouped")]
+    cases += with_all([(SPLIT, "fused"), (TOKENS_SPLIT, "uneven"), (SPLIT, "grouped")])
+    assert_right(ranks, cases, size=2)
 
 
 @pytest.mark.ranks
 def test_adapters_train_as_in_one_process_where_axes_meet(ranks: RankHarness) -> None:
-    assert_right(ranks, MIXES, ["fused"], size=4)
+    assert_right(ranks, [(plan, "fused") for plan in MIXES], size=4)
 
 
 @pytest.mark.ranks
 def test_adapters_of_peft_train_as_in_one_process(ranks: RankHarness) -> None:
     pytest.importorskip("peft")
-    assert_right(ranks, [SPLIT, TOKENS_SPLIT], ["llama", "llama, as peft chooses", "gpt2"], size=2)
+    cases = [(TOKENS_SPLIT, "llama"), (SPLIT, "llama, as peft chooses"), (TOKENS_SPLIT, "gpt2")]
+    cases += with_all([(SPLIT, "llama"), (TOKENS_SPLIT, "llama, as peft chooses"), (SPLIT, "gpt2")])
+    assert_right(ranks, cases, size=2)
 
 
 @pytest.mark.ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from case_selection import with_all
 from odd_models import (
@@ -9,6 +11,7 @@ from odd_models import (
     REFUSED,
     SOUND,
     SPLIT,
+    Base,
     BlockTiedToHead,
     Chosen,
     FrozenAverage,
@@ -17,6 +20,7 @@ from odd_models import (
     NoiseAtBothEnds,
     Normed,
     PooledStates,
+    Run,
     SharedPart,
     SharedWeight,
     TrainedTower,
@@ -44,9 +48,26 @@ PIPELINES = [
 ]
 
 
-def test_models_of_odd_build_train_as_in_one_process(ranks: RankHarness) -> None:
+Alone = Callable[[Sequence[type[Base]]], list[Run]]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankHarness) -> Alone:
+    """Return the trainings of models in one process, run once for each."""
+    known: dict[type[Base], Run] = {}
+
+    def trained(kinds: Sequence[type[Base]]) -> list[Run]:
+        new = [kind for kind in kinds if kind not in known]
+        if new:
+            known.update(zip(new, ranks.run_alone(train_all, new, [ALONE])[0], strict=True))
+        return [known[kind] for kind in kinds]
+
+    return trained
+
+
+def test_models_of_odd_build_train_as_in_one_process(ranks: RankHarness, alone: Alone) -> None:
     """Every one on two stages; halves of backward passes, and several stages of a rank, with every other one."""
-    (references,) = ranks.run_alone(train_all, list(SOUND), [ALONE])
+    references = alone(SOUND)
     refused_where_stages_meet = (WarmUp, FrozenAverage)  # written where two stages read it
     wrong = {}
     for number, plan in enumerate(PIPELINES):
@@ -86,10 +107,10 @@ def test_models_of_which_stages_would_compute_something_else_are_refused_on_ever
 
 
 def test_blocks_that_write_what_a_second_run_would_read_are_refused_and_their_own_buffers_written_once(
-    ranks: RankHarness,
+    ranks: RankHarness, alone: Alone
 ) -> None:
     full = PIPELINES[1].replace(recompute="full")
-    (references,) = ranks.run_alone(train_all, [Normed], [ALONE])
+    references = alone([Normed])
     for found in ranks.run(train_all, [InPlaceBlocks, Normed, FrozenTower], [full], size=2):
         in_place, normed, sound = found[0]
         assert "write in place into the hidden state" in in_place
@@ -104,10 +125,10 @@ def test_code_between_the_blocks_is_refused_where_ranks_have_some_tokens(ranks: 
         assert "does not compute what it computes whole" in found[0][1]  # statistics in training, of some tokens
 
 
-def test_models_of_odd_build_are_sharded_as_in_one_process(ranks: RankHarness) -> None:
+def test_models_of_odd_build_are_sharded_as_in_one_process(ranks: RankHarness, alone: Alone) -> None:
     """Buffers follow the data of each rank under data parallelism."""
     kinds = [SharedPart, SharedWeight, BlockTiedToHead, FrozenTower, TrainedTower, Chosen, ValuesOfHeads]
-    (references,) = ranks.run_alone(train_all, kinds, [ALONE])
+    references = alone(kinds)
     plans = [ALONE.replace(dp=2, micro_batch_size=BATCH // 4, zero_stage=stage) for stage in (1, 2, 3)]
     for found in ranks.run(train_all, kinds, plans, size=2, timeout_s=240.0):
         for kind, reference, *runs in zip(kinds, references, *found, strict=True):
@@ -125,9 +146,9 @@ NOT_SPLIT = {
 }
 
 
-def test_models_of_odd_build_train_with_split_layers_as_in_one_process(ranks: RankHarness) -> None:
+def test_models_of_odd_build_train_with_split_layers_as_in_one_process(ranks: RankHarness, alone: Alone) -> None:
     kinds = [*SPLIT, *SOUND, *(kind for kind in REFUSED if kind is not NoiseAtBothEnds)]
-    (references,) = ranks.run_alone(train_all, kinds, [ALONE])
+    references = alone(kinds)
     refused = {}
     for found in ranks.run(train_all, kinds, [ALONE.replace(tp=2)], size=2, timeout_s=240.0):
         for kind, run, reference in zip(kinds, found[0], references, strict=True):

@@ -27,6 +27,10 @@ PLANS = {
         "keyword",
         ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3),
     ),
+    "stages and layers": (
+        "attention",
+        ParallelPlan(tp=2, pp=2, pipeline_schedule="zero_bubble", micro_batch_size=6, num_microbatches=2),
+    ),
     "stages, layers, shards": (
         "attention",
         ParallelPlan(
@@ -103,7 +107,10 @@ def predict_and_evaluate(name: str, plan: ParallelPlan | None) -> Answer:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[pytest.mark.with_all] * (plan.world_size > 4)) for name, (_, plan) in PLANS.items()],
+)
 def test_predictions_and_metrics_are_those_of_one_process(case: str, ranks: RankHarness) -> None:
     name, plan = PLANS[case]
     model = model_of(name).eval()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from case_selection import with_all
 from rank_harness import RankHarness
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -127,8 +128,10 @@ def one_process(ranks: RankHarness) -> Any:
 
 @pytest.mark.ranks
 def test_policies_train_as_one_process_under_every_axis(ranks: RankHarness, one_process: Any) -> None:
-    cases = [(plan, "products") for plan in TWO_RANKS]
-    cases += [(plan, "mixed") for plan in (TWO_RANKS[3], TWO_RANKS[5], TWO_RANKS[8])]
+    mixed = [TWO_RANKS[3], TWO_RANKS[5], TWO_RANKS[8]]
+    cases = [(plan, "mixed") for plan in mixed]
+    cases += [(plan, "products") for plan in TWO_RANKS if plan not in mixed]
+    cases += with_all([(plan, "products") for plan in mixed])
     cases += [(plan.replace(recompute="selective"), "selective") for plan in (TWO_RANKS[0], TWO_RANKS[8])]
     found = ranks.run(trained_all, cases, AttentionLayer, size=2)
     for number in range(len(cases)):

@@ -165,7 +165,7 @@ def _values_left() -> set[tuple[int, ...]]:
 
 @pytest.mark.ranks
 def test_the_copies_that_a_split_is_checked_with_leave_no_values(ranks: RankHarness) -> None:
-    assert ranks.run(_values_left, size=2) == [set(), set()]
+    assert ranks.run(_values_left, size=2, is_fresh=True) == [set(), set()]
 
 
 def _dropped_out() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -98,11 +98,12 @@ def test_unmodified_models_compute_the_same_with_split_tokens(ranks: RankHarness
     assert_equal([*families, *with_all(["llama", "gemma2", "gpt_neox", "qwen2_moe"])], plan, ranks)
 
 
+@pytest.mark.with_all  # the plan with split tokens in place of replicas, below, and of other models in three dimensions
 def test_unmodified_models_compute_the_same_in_three_dimensions(ranks: RankHarness) -> None:
     plan = ParallelPlan(
         dp=2, tp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2
     )
-    assert_equal(["gpt2", *with_all(["llama", "qwen2", "qwen3", "mixtral"])], plan, ranks)
+    assert_equal(["gpt2", "llama", "qwen2", "qwen3", "mixtral"], plan, ranks)
 
 
 def test_unmodified_models_compute_the_same_with_some_tokens_on_each_rank(ranks: RankHarness) -> None:
@@ -112,14 +113,14 @@ def test_unmodified_models_compute_the_same_with_some_tokens_on_each_rank(ranks:
     """
     options = {"num_microbatches": 2, "micro_batch_size": 4}
     families = ["llama", "gemma3_text", "olmo2", "phi3", "stablelm", "gpt_neox", "gpt2", "falcon", "olmoe", "bert"]
-    four, two = ["gemma3_text", "falcon", "bert"], ["olmo2", "gpt2", "olmoe"]
+    four, two = ["gemma3_text", "bert"], ["olmo2", "gpt2", "olmoe"]
     assert_equal([*four, *with_all([one for one in families if one not in four])], ParallelPlan(cp=4, **options), ranks)
     assert_equal(two, ParallelPlan(cp=2, **options), ranks)
     plan = ParallelPlan(cp=2, tp=2, sequence_parallel=True, recompute="full", **options)
-    beside = ["phi3", "gpt_neox", "qwen2_moe"]
+    beside = ["phi3", "qwen2_moe"]
     assert_equal([*beside, *with_all([one for one in families if one not in beside])], plan, ranks)
     plan = ParallelPlan(cp=2, pp=2, pipeline_schedule="1f1b", **options)
-    assert_equal(["gpt2", "mixtral", *with_all(["llama", "qwen2"])], plan, ranks)
+    assert_equal(["gpt2", *with_all(["mixtral", "llama", "qwen2"])], plan, ranks)
 
 
 def test_unmodified_models_compute_the_same_with_tokens_layers_and_stages_split(ranks: RankHarness) -> None:

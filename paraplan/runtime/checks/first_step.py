@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checks.forward_state import BatchStatistics, ForwardState
-from paraplan.runtime.checks.loss_rule import LossProbe
+from paraplan.runtime.checks.forward_state import BatchStatistics, Buffers, ForwardState
+from paraplan.runtime.checks.loss_rule import LossProbe, Tried
 from paraplan.runtime.checks.trials import (
     Piece,
     check_same_batch,
@@ -22,7 +22,7 @@ from paraplan.runtime.checks.trials import (
 from paraplan.runtime.checks.verification import Verification
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.step.loss import LossRule
+from paraplan.runtime.step.loss import LossRule, Returned
 
 _WORTH_SAYING_S = 0.5
 _MOST_TRIES = 2
@@ -91,11 +91,10 @@ class FirstStep:
     def _look(
         self, pieces: Sequence[Piece], needs_rule: bool, verification: Verification | None, num_sequences: int
     ) -> None:
-        is_steady = self._steady(pieces[0])
+        is_steady, tried = self._try(pieces, needs_rule=needs_rule)
         if needs_rule:
-            self._state.find(self._probe, pieces, self._plan, statistics=self._statistics)
             with modes(self._module, training=None if is_steady else False, batch_norm_training=False):
-                self.rule = self._rule_of((pieces[0], pieces[1]), num_sequences)
+                self.rule = self._rule_of((pieces[0], pieces[1]), num_sequences, tried if is_steady else None)
         if verification is None:
             return
         if not verification.is_current():
@@ -115,23 +114,38 @@ class FirstStep:
                 said = f"the plan trains like one process, checked in {taken_s:.1f} s"
             sys.stderr.write(f"paraplan: {said}\n")
 
-    def _rule_of(self, pieces: tuple[Piece, Piece], num_sequences: int) -> LossRule:
+    def _rule_of(self, pieces: tuple[Piece, Piece], num_sequences: int, tried: Tried | None) -> LossRule:
         is_strict = self._statistics == "global" or not self._state.is_written
         if self._gathers:
             return self._probe.check_gathered(pieces)
-        return self._probe.find(pieces, num_sequences=num_sequences, is_strict=is_strict)
+        return self._probe.find(pieces, num_sequences=num_sequences, is_strict=is_strict, tried=tried)
 
-    def _steady(self, piece: Piece) -> bool:
-        """Return whether the model gives the same for the same in training: whether nothing in it is random."""
-        if self._is_steady is None:
-            values = []
-            with modes(self._module, training=None, batch_norm_training=False):
-                for seed in (0, 1):
-                    returned = self._probe.value(piece, seed=seed)
-                    values.append(None if returned is None else float(returned.value))
-            differs = float(values[0] != values[1] and values[0] == values[0])
-            self._is_steady = not any(row[0] for row in gathered_numbers([differs], self._mesh))
-        return self._is_steady
+    def _try(self, pieces: Sequence[Piece], *, needs_rule: bool) -> tuple[bool, Tried | None]:
+        """Return whether nothing in the model is random, and what two pieces give in training where a rule is needed.
+
+        The same passes show which buffers they write. Raises `UnsupportedPlanError` where a plan divides such a batch.
+        """
+        if self._is_steady is not None and not needs_rule:
+            return self._is_steady, None
+        tried: list[Returned | None] = []
+        after: list[Buffers] = []
+        before = self._state.buffers()
+        with modes(self._module, training=None, batch_norm_training=False):
+            for piece in pieces if needs_rule else pieces[:1]:
+                value = self._probe.value(piece, seed=0, seen=lambda: after.append(self._state.buffers()))
+                tried.append(value)
+            if self._is_steady is None:
+                self._is_steady = self._is_same(tried[0], self._probe.value(pieces[0], seed=1))
+        if not needs_rule:
+            return self._is_steady, None
+        self._state.find(before, (after[0], after[1]), self._plan, statistics=self._statistics)
+        return self._is_steady, (tried[0], tried[1])
+
+    def _is_same(self, one: Returned | None, other: Returned | None) -> bool:
+        """Return whether no rank has two losses of one piece."""
+        values = [None if returned is None else float(returned.value) for returned in (one, other)]
+        differs = float(values[0] != values[1] and values[0] == values[0])
+        return not any(row[0] for row in gathered_numbers([differs], self._mesh))
 
     def _one_sequence(self, inputs: Any, targets: Any, sizes: Sequence[int]) -> tuple[Piece] | None:
         return ((inputs, targets),) if min(sizes) == max(sizes) == 1 and self._mesh.size("dp") == 1 else None

@@ -17,16 +17,11 @@ from torch.distributed.tensor import DTensor
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.batch_norm import batch_norms
-from paraplan.runtime.checks.loss_rule import LossProbe
-from paraplan.runtime.checks.trials import (
-    Piece,
-    gathered_numbers,
-    modes,
-    state_of,
-)
+from paraplan.runtime.checks.trials import gathered_numbers, state_of
 from paraplan.runtime.mesh import Mesh
 
 BatchStatistics = Literal["global", "local"]
+Buffers = dict[str, torch.Tensor]
 
 
 class ForwardState:
@@ -38,19 +33,18 @@ class ForwardState:
         self._written: list[str] = []
         self.is_written = False
 
-    def find(
-        self, probe: LossProbe, pieces: Sequence[Piece], plan: ParallelPlan, *, statistics: BatchStatistics
-    ) -> None:
-        """Find out which buffers are written, by forward passes of two sequences; every rank calls it.
+    def buffers(self) -> Buffers:
+        """Return copies of what a forward pass may write."""
+        return {name: _local(one).clone() for name, one in state_of(self._module).items()}
 
-        Raises `UnsupportedPlanError` on every rank where these are written from a part of a batch in the place of it
-        all, or more than once in a step.
+    def find(
+        self, before: Buffers, after: tuple[Buffers, Buffers], plan: ParallelPlan, *, statistics: BatchStatistics
+    ) -> None:
+        """Find out which buffers are written: they were as `before`, and after either of two sequences as `after` says.
+
+        Every rank calls it. Raises `UnsupportedPlanError` on every rank where buffers are written from a part of a
+        batch in the place of it all, or more than once in a step.
         """
-        before = self._buffers()
-        after: list[dict[str, torch.Tensor]] = []
-        with modes(self._module, training=None, batch_norm_training=False):
-            for piece in pieces:
-                probe.value(piece, seen=lambda: after.append(self._buffers()))
         first, second = after
         written = [name for name in before if not _same(first[name], before[name])]
         by_data = [name for name in written if not _same(first[name], second[name])]
@@ -89,9 +83,6 @@ class ForwardState:
             hint="use a plan of one rank of dp and one micro-batch, or job.prepare(batch_statistics='local') to write "
             "it from micro-batches",
         )
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return {name: _local(one).clone() for name, one in state_of(self._module).items()}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,9 @@ _LEAST = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 _MOST = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 _OF_ROUNDING = 8.0
 
+Tried = tuple[Returned | None, Returned | None]
+"""What two pieces gave, None on a rank without the end of the model."""
+
 
 @dataclass(frozen=True)
 class _Finding:
@@ -106,22 +109,27 @@ class LossProbe:
         self._count_targets = count_targets
         self._dtype = dtype
 
-    def find(self, pieces: tuple[Piece, Piece], *, num_sequences: int, is_strict: bool = True) -> LossRule:
+    def find(
+        self, pieces: tuple[Piece, Piece], *, num_sequences: int, is_strict: bool = True, tried: Tried | None = None
+    ) -> LossRule:
         """Return the rule of the loss, tried on two sequences; `num_sequences` is how many the global batch has.
 
-        Without `is_strict` a sequence may be computed by statistics of those beside it. Otherwise this raises
-        `UnsupportedPlanError` on every rank where the loss of a batch is not made up of those of its parts.
+        `tried` is what `value` has given for each of them, where it has. Without `is_strict` a sequence may be computed
+        by statistics of those beside it. Otherwise this raises `UnsupportedPlanError` on every rank where the loss of a
+        batch is not made up of those of its parts.
         """
-        first, in_model = self.value(pieces[0]), False
+        first, in_model = self.value(pieces[0]) if tried is None else tried[0], False
         if not self._is_known(first):
             in_the_model = self.value(pieces[0], in_model=True)
             in_model = self._is_known(in_the_model)
             first = in_the_model if in_model else first
-        others = (pieces[1], joined(*pieces), joined(pieces[0], pieces[0]))
-        returned = [first, *(self.value(piece, in_model=in_model) for piece in others)]
-        own = None
-        if returned[0] is not None:
-            own = self._finding([one for one in returned if one is not None], pieces, in_model=in_model)
+        second = self.value(pieces[1], in_model=in_model) if tried is None or in_model else tried[1]
+        returned = [first, second, self.value(joined(*pieces), in_model=in_model)]
+        own = self._finding(returned, pieces, in_model=in_model)
+        is_near = own is None or self._fits(own)
+        if not all(row[0] for row in gathered_numbers([float(is_near)], self._mesh)):
+            returned.append(self.value(joined(pieces[0], pieces[0]), in_model=in_model))
+            own = self._finding(returned, pieces, in_model=in_model)
         return self._agreed(own, num_sequences=num_sequences, is_strict=is_strict)
 
     def check_gathered(self, pieces: tuple[Piece, Piece]) -> LossRule:
@@ -176,8 +184,15 @@ class LossProbe:
         is_known = returned is not None and term_kind(returned) is not None
         return any(row[0] for row in gathered_numbers([float(is_known)], self._mesh))
 
-    def _finding(self, returned: Sequence[Returned], pieces: Sequence[Piece], *, in_model: bool) -> _Finding:
-        first, second, both, twice = returned
+    def _finding(self, found: Sequence[Returned | None], pieces: Sequence[Piece], *, in_model: bool) -> _Finding | None:
+        """Return what the losses of two pieces, of both and of the first one twice show, None without the end.
+
+        Without the last of them rounding is not known, and the likeliest rule alone is tried.
+        """
+        returned = [one for one in found if one is not None]
+        if not returned:
+            return None
+        first, second, both, *twice = returned
         kinds = {term_kind(one) for one in returned}
         known = kinds.pop() if len(kinds) == 1 else None
         candidates: list[LossKind] = [known] if known is not None else ["targets", "sequences", "sum"]
@@ -185,25 +200,27 @@ class LossProbe:
             candidates = ["targets"]
         elif known is None and not _has_plain_targets(pieces[0][1]):
             candidates.remove("targets")
-        found = None
-        for kind in candidates:
+        own = None
+        for kind in candidates if twice else candidates[:1]:
             together, from_parts = self._tried(kind, (first, second), both, pieces)
-            rounding = _relative(*self._tried(kind, (first, first), twice, (pieces[0], pieces[0])))
+            rounding = 0.0
+            for again in twice:
+                rounding = _relative(*self._tried(kind, (first, first), again, (pieces[0], pieces[0])))
             is_known = known is not None or kind == "targets"
-            found = _Finding(kind, is_known, together, from_parts, rounding=rounding, in_model=in_model)
-            if self._fits(found):
+            own = _Finding(kind, is_known, together, from_parts, rounding=rounding, in_model=in_model)
+            if self._fits(own):
                 break
         else:
             if known is None and "sequences" in candidates:
                 tried = self._tried("sequences", (first, second), both, pieces)
-                found = _Finding("sequences", False, *tried, in_model=in_model)
-        assert found is not None
-        if found.kind != "counted":
-            return found
+                own = _Finding("sequences", False, *tried, in_model=in_model)
+        assert own is not None
+        if own.kind != "counted":
+            return own
         totals = [one.total_and_count for one in (first, second)]
         count = sum(float(total[1]) for total in totals if total is not None) / 2
         num_others = len(first.term.others) if isinstance(first.term, Mean) else 0
-        return replace(found, count=count, num_others=num_others)
+        return replace(own, count=count, num_others=num_others)
 
     def _tried(
         self, kind: LossKind, parts: Sequence[Returned], both: Returned, pieces: Sequence[Piece]

@@ -87,24 +87,67 @@ class _YesToQuestions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class QuickNorms(TorchFunctionMode):
-    """Normalises tensors without values by a product, of the same shape and from the same operands.
+class QuickShapes(TorchFunctionMode):
+    """Computes norms, layers and attention of tensors without values by products, of the same shape and operands.
 
-    torch has the shapes of its own layer norm from Python, which takes longer than all else that a block does on meta.
+    torch has the shapes of these from Python, which takes longer than all else that a block does on meta.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (F.layer_norm, F.rms_norm) and type(args[0]) is torch.Tensor and args[0].is_meta:
-            # Named where they are called by nn.LayerNorm and nn.RMSNorm or not; the norm's shape is no operand.
-            operands = [one for one in (*args[2:4], *(kwargs or {}).values()) if isinstance(one, torch.Tensor)]
-            if all(one.dtype == args[0].dtype for one in operands):
-                result = args[0] * 1
-                for one in operands:
-                    result = result * one
-                return result.contiguous()
+        if func in _QUICK and args and type(args[0]) is torch.Tensor and args[0].is_meta:
+            result = _QUICK[func](*args, **(kwargs or {}))
+            if result is not None:
+                return result
         return func(*args, **(kwargs or {}))
+
+
+def _quick_norm(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    # Operands are named where nn.LayerNorm and nn.RMSNorm call, or not; the norm's shape, the first one, is none.
+    operands = [one for one in (*args[1:3], *kwargs.values()) if isinstance(one, torch.Tensor)]
+    if any(one.dtype != tensor.dtype for one in operands):
+        return None
+    result = tensor * 1
+    for one in operands:
+        result = result * one
+    return result.contiguous()
+
+
+def _quick_linear(tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    if bias is None or not _is_plain(weight, bias) or tensor.dtype != weight.dtype or bias.dtype != weight.dtype:
+        return None
+    rows = tensor.reshape(1, -1, tensor.shape[-1])
+    sums = torch.baddbmm(bias.expand(1, rows.shape[1], -1), rows, weight.t()[None])
+    return sums.view(*tensor.shape[:-1], weight.shape[0])
+
+
+def _quick_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor | None:
+    is_alike = query.dtype == key.dtype == value.dtype and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    # A mask is an operand too, and dropout takes random numbers.
+    if not is_alike or not _is_plain(key, value) or attn_mask is not None or dropout_p:
+        return None
+    return (query @ key.transpose(-2, -1)).softmax(-1) @ value
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    return all(type(one) in (torch.Tensor, nn.Parameter) and one.is_meta for one in tensors)
+
+
+_QUICK: dict[Callable[..., Any], Callable[..., torch.Tensor | None]] = {
+    F.layer_norm: _quick_norm,
+    F.rms_norm: _quick_norm,
+    F.linear: _quick_linear,
+    F.scaled_dot_product_attention: _quick_attention,
+}
 
 
 @contextmanager
