@@ -157,8 +157,8 @@ def answer(workload: Workload, request: SearchRequest) -> Recommendation:
     """
     request = replace(request, executor=executor_of(workload))
     constants = workload.constants.replace(memory_margin=request.memory_margin)
-    workload = replace(workload, constants=constants)
-    return Recommendation(recommendation(CostModel.of_workload(workload), request), request)
+    model = CostModel.of_workload(replace(workload, constants=constants))
+    return Recommendation(recommendation(model, request), request)
 
 
 def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) -> PlanCheck:
