@@ -178,7 +178,7 @@ def _run_one(job: _Job, connection: Connection) -> bool:
             _wait_for_the_others(connection)
         if dist.is_initialized():
             dist.destroy_process_group()
-            _forget_groups()
+        _forget_groups()
         faulthandler.cancel_dump_traceback_later()
     return answer[0] == "returned" and threading.active_count() == 1 and not multiprocessing.active_children()
 
@@ -204,9 +204,13 @@ def _pickled(answer: Any) -> bytes:
 
 
 def _forget_groups() -> None:
-    """Clear what torch keeps of placements of shards: it holds meshes, and these the groups of the last job."""
+    """Clear what holds the groups of the last job: placements of shards, and stores, whose ports others get again."""
     from torch.distributed.tensor import _redistribute, debug
 
+    from paraplan.runtime import world
+
+    world._Stores.held.clear()
+    world._Stores.num_jobs.clear()
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
 

@@ -29,6 +29,7 @@ from paraplan.cli.options import (
     ProfileOption,
     RecomputeName,
     ScheduleChoice,
+    count,
 )
 from paraplan.errors import UsageError
 
@@ -58,7 +59,11 @@ class HardwareOptions:
     num_gpus: Annotated[
         int | None,
         typer.Option(
-            "--num-gpus", metavar="N", min=1, max=512, help="GPUs of one machine.", rich_help_panel=HARDWARE_PANEL
+            "--num-gpus",
+            metavar="N",
+            parser=count(1, 512),
+            help="GPUs of one machine.",
+            rich_help_panel=HARDWARE_PANEL,
         ),
     ] = None
     link: Annotated[
@@ -130,8 +135,8 @@ class TrainingChoices:
         int | None,
         typer.Option(
             "--global-batch",
-            min=1,
-            max=MOST_SEQUENCES,
+            metavar="N",
+            parser=count(1, MOST_SEQUENCES),
             help="Sequences of one step over all GPUs.",
             rich_help_panel=TRAINING_PANEL,
         ),
@@ -140,8 +145,8 @@ class TrainingChoices:
         int | None,
         typer.Option(
             "--seq-len",
-            min=1,
-            max=MOST_TOKENS,
+            metavar="N",
+            parser=count(1, MOST_TOKENS),
             help="Tokens of a sequence; by default the model's longest.",
             rich_help_panel=TRAINING_PANEL,
         ),
@@ -158,7 +163,6 @@ class TrainingChoices:
     ] = OptimizerChoice.adamw
     attention: Annotated[
         AttentionName,
-        CalibrationOption,
         typer.Option(
             "--attention", help="The attention kernel; eager keeps all scores.", rich_help_panel=TRAINING_PANEL
         ),
@@ -196,7 +200,7 @@ _RANKS_OF = {axis.name: axis.ranks for axis in AXES}
 
 
 def _count(name: str, what: str) -> Any:
-    return typer.Option(f"--{name}", metavar="N", min=1, max=MOST_RANKS, rich_help_panel=PLAN_PANEL, help=what)
+    return typer.Option(f"--{name}", metavar="N", parser=count(1, MOST_RANKS), rich_help_panel=PLAN_PANEL, help=what)
 
 
 def _degree(axis: Degree) -> Any:
@@ -213,7 +217,10 @@ class PlanChoices:
     cp: Annotated[int | None, _degree("cp")] = None
     ep: Annotated[int | None, _degree("ep")] = None
     zero: Annotated[
-        int | None, typer.Option("--zero", min=0, max=3, rich_help_panel=PLAN_PANEL, help="ZeRO stage; 0 is DDP.")
+        int | None,
+        typer.Option(
+            "--zero", metavar="0-3", parser=count(0, 3), rich_help_panel=PLAN_PANEL, help="ZeRO stage; 0 is DDP."
+        ),
     ] = None
     micro_batch: Annotated[int | None, _count("micro-batch", "Sequences of one micro-batch.")] = None
     recompute: Annotated[

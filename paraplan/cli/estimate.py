@@ -21,7 +21,7 @@ from paraplan.cli.ci import LimitOptions
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given
 from paraplan.cli.old_spellings import OldImportOptions
-from paraplan.cli.options import MOST_RANKS, PLAN_PANEL, JsonOption, ModelArgument
+from paraplan.cli.options import MOST_RANKS, PLAN_PANEL, JsonOption, ModelArgument, count
 from paraplan.cli.outputs import HtmlOption, TraceOption, require_files, write_estimate_files
 from paraplan.errors import UsageError
 
@@ -42,8 +42,8 @@ class OnePlanOptions:
         int | None,
         typer.Option(
             "--zero-shards",
-            min=2,
-            max=MOST_RANKS,
+            metavar="N",
+            parser=count(2, MOST_RANKS),
             rich_help_panel=PLAN_PANEL,
             help="ZeRO over groups of so many data-parallel ranks, with replicas between them (hybrid sharding).",
         ),
@@ -51,15 +51,19 @@ class OnePlanOptions:
     virtual_stages: Annotated[
         int,
         typer.Option(
-            "--virtual-stages", min=1, max=MOST_RANKS, rich_help_panel=PLAN_PANEL, help="Stages per pipeline rank."
+            "--virtual-stages",
+            metavar="N",
+            parser=count(1, MOST_RANKS),
+            rich_help_panel=PLAN_PANEL,
+            help="Stages per pipeline rank.",
         ),
     ] = 1
     devices_per_process: Annotated[
         int,
         typer.Option(
             "--devices-per-process",
-            min=1,
-            max=MOST_RANKS,
+            metavar="N",
+            parser=count(1, MOST_RANKS),
             rich_help_panel=PLAN_PANEL,
             help="GPUs over which one process divides its micro-batches (DataParallel).",
         ),

@@ -14,7 +14,7 @@ from paraplan.api.workloads import Workload, training_of
 from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given, require_folder, write_beside_and_rename
-from paraplan.cli.options import PLAN_PANEL, JsonOption, RecomputeName
+from paraplan.cli.options import MOST_RANKS, PLAN_PANEL, JsonOption, RecomputeName, count
 from paraplan.cli.outputs import write_estimate_files
 from paraplan.errors import PlanError, UsageError
 from paraplan.units import format_bytes, format_count, format_seconds
@@ -49,7 +49,8 @@ def import_config(
         int | None,
         typer.Option(
             "--micro-batch",
-            min=1,
+            metavar="N",
+            parser=count(1, MOST_RANKS),
             help="Sequences of one micro-batch, where the script decides.",
             rich_help_panel=PLAN_PANEL,
         ),

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from paraplan import __version__
-from paraplan.errors import ParaplanError
+from paraplan.errors import ParaplanError, UsageError, near_names
 from paraplan.units import broken_between_words
 
 COMMANDS = (
@@ -44,6 +44,17 @@ _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 class LazyGroup(TyperGroup):
     """A group that imports a subcommand's module when that subcommand is asked for, and renders `ParaplanError`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read `paraplan help COMMAND` and `paraplan version` as the options of these names."""
+        words = {"help": [*args[1:2], "--help"], "version": ["--version"]}
+        return super().parse_args(ctx, words.get(args[0], args) if args else args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the subcommand that the words start with; name near ones where there is none."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise UsageError(f"there is no command {args[0]!r}", hint=near_names(args[0], COMMANDS))
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the subcommands in the order of the help text."""

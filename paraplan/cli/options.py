@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -89,6 +90,17 @@ class OffloadName(StrEnum):
     parameters = "parameters"
 
 
+def count(least: int, most: int) -> Callable[[str], int]:
+    """Return the parser of a whole number from `least` to `most`: help shows `N`, errors the limits."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+            raise typer.BadParameter(f"{text!r} is no whole number from {least} to {most:,}")
+        return int(text)
+
+    return read
+
+
 # Far beyond any machine or text, and small enough for sums in 64 bits.
 MOST_RANKS, MOST_TOKENS, MOST_SEQUENCES = 10**6, 10**9, 10**9
 
@@ -112,12 +124,22 @@ ProfileOption = Annotated[
 GpusPerNodeOption = Annotated[
     int | None,
     typer.Option(
-        "--gpus-per-node", min=1, help="Use only so many GPUs of each machine.", rich_help_panel=HARDWARE_PANEL
+        "--gpus-per-node",
+        parser=count(1, MOST_RANKS),
+        metavar="N",
+        help="Use only so many GPUs of each machine.",
+        rich_help_panel=HARDWARE_PANEL,
     ),
 ]
 NodesOption = Annotated[
     int | None,
-    typer.Option("--nodes", min=1, max=MOST_RANKS, help="Number of such machines.", rich_help_panel=HARDWARE_PANEL),
+    typer.Option(
+        "--nodes",
+        parser=count(1, MOST_RANKS),
+        metavar="N",
+        help="Number of such machines.",
+        rich_help_panel=HARDWARE_PANEL,
+    ),
 ]
 CalibrationOption = Annotated[
     Path | None,

@@ -25,6 +25,7 @@ from paraplan.cli.options import (
     JsonOption,
     ModelArgument,
     ObjectiveName,
+    count,
 )
 from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
 
@@ -76,7 +77,12 @@ class SearchOptions:
     ] = None
     top: Annotated[
         int | None,
-        typer.Option("--top", metavar="N", min=1, help="Rows of the table of plans: 5 by default, 10 with -v."),
+        typer.Option(
+            "--top",
+            metavar="N",
+            parser=count(1, 1000),
+            help="Rows of the table of plans: 5 by default, 10 with -v.",
+        ),
     ] = None
     verbose: Annotated[
         bool,

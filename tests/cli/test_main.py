@@ -32,10 +32,27 @@ def test_the_package_is_a_program() -> None:
     assert "--global-batch" in finished.stdout
 
 
-def test_an_unknown_command_is_a_usage_error() -> None:
+def test_an_unknown_command_is_a_usage_error_that_names_near_ones() -> None:
     result = CliRunner().invoke(app, ["recomend"])
     assert result.exit_code == 2
-    assert "recomend" in result.stderr
+    assert "there is no command 'recomend'" in result.stderr
+    assert "did you mean recommend" in result.stderr
+
+
+def test_help_and_version_are_words_too() -> None:
+    run = CliRunner().invoke
+    assert run(app, ["help"]).stdout == run(app, ["--help"]).stdout
+    assert run(app, ["help", "verify"]).stdout == run(app, ["verify", "--help"]).stdout
+    assert run(app, ["version"]).stdout == run(app, ["--version"]).stdout
+
+
+def test_numbers_have_their_limits_in_errors_and_not_in_help() -> None:
+    shown = CliRunner().invoke(app, ["recommend", "--help"], env={"COLUMNS": "120"}).stdout
+    assert "1000000" not in shown
+    for value in ("0", "many", "1000001", "1.5"):
+        result = CliRunner().invoke(app, ["recommend", "gpt2", "--tp", value], env={"COLUMNS": "200"})
+        assert result.exit_code == 2
+        assert f"'{value}' is no whole number from 1 to 1,000,000" in result.stderr
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -39,9 +39,11 @@ def listener(answer: bytes | None) -> Iterator[int]:
                 connection.sendall(answer)
                 connection.close()
 
-    threading.Thread(target=serve, daemon=True).start()
+    serving = threading.Thread(target=serve, daemon=True)
+    serving.start()
     yield server.getsockname()[1]
     server.shutdown(socket.SHUT_RDWR)
+    serving.join()  # what it has just taken is closed below
     server.close()
     for connection in taken:
         connection.close()
