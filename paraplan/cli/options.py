@@ -90,10 +90,11 @@ class OffloadName(StrEnum):
     parameters = "parameters"
 
 
-def count(least: int, most: int) -> Callable[[str], int]:
+def count(least: int, most: int) -> Callable[[str | int], int]:
     """Return the parser of a whole number from `least` to `most`: help shows `N`, errors the limits."""
 
-    def read(text: str) -> int:
+    def read(value: str | int) -> int:
+        text = str(value)  # a default is a number already
         if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
             raise typer.BadParameter(f"{text!r} is no whole number from {least} to {most:,}")
         return int(text)
