@@ -15,7 +15,6 @@ from paraplan.cli.options import (
     HARDWARE_PANEL,
     MOST_RANKS,
     MOST_SEQUENCES,
-    MOST_TOKENS,
     PLAN_PANEL,
     TRAINING_PANEL,
     AttentionName,
@@ -30,6 +29,7 @@ from paraplan.cli.options import (
     RecomputeName,
     ScheduleChoice,
     count,
+    length,
 )
 from paraplan.errors import UsageError
 
@@ -146,8 +146,8 @@ class TrainingChoices:
         typer.Option(
             "--seq-len",
             metavar="N",
-            parser=count(1, MOST_TOKENS),
-            help="Tokens of a sequence; by default the model's longest.",
+            parser=length,
+            help="Tokens of a sequence, also as 8k; by default the model's longest.",
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = None

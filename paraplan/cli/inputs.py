@@ -7,7 +7,6 @@ from pathlib import Path
 
 import typer
 
-from paraplan.api.workloads import Cluster
 from paraplan.errors import UsageError
 
 
@@ -15,16 +14,6 @@ def options_given(ctx: typer.Context) -> frozenset[str]:
     """Return the names of the parameters that the command line gave, those left at their defaults not."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
-
-
-def require_batch(global_batch: int | None, cluster: Cluster) -> int:
-    """Return the global batch; raise `UsageError` where none is given."""
-    if global_batch is None:
-        raise UsageError(
-            "--global-batch is missing: the sequences of one step over all GPUs",
-            hint=f"for example --global-batch {8 * cluster.num_gpus}",
-        )
-    return global_batch
 
 
 def require_folder(*paths: Path | None) -> None:

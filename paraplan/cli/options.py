@@ -102,6 +102,33 @@ def count(least: int, most: int) -> Callable[[str | int], int]:
     return read
 
 
+def length(text: str | int) -> int:
+    """Return the tokens of a sequence: 8192, or 8k, which people mean as 8 x 1,024."""
+    words = str(text).strip().lower()
+    thousands = words.endswith("k") and words[:-1].isascii() and words[:-1].isdigit()
+    return count(1, MOST_TOKENS)(str(1024 * int(words[:-1])) if thousands else words)
+
+
+_POWERS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def amount(least: float, most: float) -> Callable[[str | float], float]:
+    """Return the parser of a number such as 1e12, 1T, 300B, 2.5 or $2.5."""
+
+    def read(value: str | float) -> float:
+        words = str(value).strip().lower().removeprefix("$")
+        power = _POWERS.get(words[-1:], 1.0)
+        try:
+            found = float(words[:-1] if power > 1 else words) * power
+        except ValueError:
+            found = float("nan")
+        if not least <= found <= most:
+            raise typer.BadParameter(f"{value!r} is no number from {least:g} to {most:g}, such as 1e12 or 1T")
+        return found
+
+    return read
+
+
 # Far beyond any machine or text, and small enough for sums in 64 bits.
 MOST_RANKS, MOST_TOKENS, MOST_SEQUENCES = 10**6, 10**9, 10**9
 

@@ -17,7 +17,6 @@ from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
 from paraplan.cli.ci import check_plan_file, read_percent
 from paraplan.cli.groups import grouped
-from paraplan.cli.inputs import require_batch
 from paraplan.cli.old_spellings import OldCheckOptions
 from paraplan.cli.options import (
     SEARCH_PANEL,
@@ -25,12 +24,15 @@ from paraplan.cli.options import (
     JsonOption,
     ModelArgument,
     ObjectiveName,
+    amount,
     count,
 )
 from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
 
 app = typer.Typer(add_completion=False)
 MONEY_PANEL = "Time and money"
+SEQUENCES_PER_GPU = 8
+"""Of the global batch, where none is given: enough to accumulate or to fill a pipeline."""
 MOST_MONEY = 1e18
 """Tokens, and a price: far beyond any, and finite."""
 
@@ -115,9 +117,9 @@ class SearchOptions:
         float | None,
         typer.Option(
             "--tokens",
-            min=1,
-            max=MOST_MONEY,
-            help="Tokens to train on: time and GPU-hours (1e12).",
+            metavar="N",
+            parser=amount(1, MOST_MONEY),
+            help="Tokens to train on, as 1e12 or 1T: time and GPU-hours.",
             rich_help_panel=MONEY_PANEL,
         ),
     ] = None
@@ -125,8 +127,8 @@ class SearchOptions:
         float | None,
         typer.Option(
             "--price",
-            min=0,
-            max=MOST_MONEY,
+            metavar="N",
+            parser=amount(0, MOST_MONEY),
             help="Price of a GPU-hour, in any currency; of 1e9 tokens without --tokens.",
             rich_help_panel=MONEY_PANEL,
         ),
@@ -182,7 +184,10 @@ def recommend(
     started = time.perf_counter()
     spec = load_model(model, seq_length=training.seq_len, finds_length=search.find is FindName.longest_sequence)
     cluster = hardware.cluster()
-    batch = require_batch(training.global_batch, cluster)
+    batch = training.global_batch or SEQUENCES_PER_GPU * cluster.num_gpus
+    if training.global_batch is None:
+        assumed = f"a global batch of {batch} is assumed, {SEQUENCES_PER_GPU} sequences a GPU"
+        typer.echo(f"note: {assumed}: --global-batch says otherwise", err=True)
     asked = training_of(spec, seq_length=training.seq_len, global_batch_size=batch, **training.fields)
     request = search.request(plan, for_report=html is not None)
     workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=search.framework))

@@ -162,10 +162,22 @@ def test_an_unknown_model_is_named_before_what_else_is_missing() -> None:
     status, _, stderr = run("recommend", "nothere")
     assert status == 2
     assert "'nothere' is neither a file" in stderr
-    status, stdout, stderr = run("recommend", *LLAMA)
-    assert (status, stdout) == (2, "")
-    assert "--global-batch is missing" in stderr
-    assert "--global-batch 64" in stderr
+
+
+def test_a_batch_that_is_not_given_is_assumed_and_said() -> None:
+    status, stdout, stderr = run("recommend", *LLAMA, "--json")
+    assert status == 0
+    assert json.loads(stdout)["estimate"]["training"]["global_batch_size"] == 64
+    assert "a global batch of 64 is assumed, 8 sequences a GPU" in stderr
+
+
+def test_numbers_are_read_as_people_write_them() -> None:
+    whole = run(*RECOMMEND, "--tokens", "1e12", "--price", "2.5")[1]
+    assert run(*RECOMMEND, "--tokens", "1T", "--price", "$2.5")[1].splitlines()[:-4] == whole.splitlines()[:-4]
+    long = json.loads(run("recommend", "gpt2", "--profile", "8xh100", "--seq-len", "1k", "--json")[1])
+    assert long["estimate"]["training"]["seq_length"] == 1024
+    for words in (["--tokens", "lots"], ["--price", "-1"], ["--seq-len", "k"]):
+        assert run(*RECOMMEND, *words)[0] == 2
 
 
 @pytest.mark.parametrize("command", [("recommend", "--global-batch", "8"), ("estimate", "--dp", "8", "--zero", "3")])
