@@ -84,9 +84,11 @@ def node_verdict(cluster: Cluster, thresholds: InterconnectThresholds) -> Verdic
     slowest = _ring_bottleneck(cluster)
     if slowest is None:
         return None
-    rate = _rate(cluster, slowest)
+    at_once = _links_at_once(cluster, slowest)
+    rate = at_once * _rate(cluster, slowest)
     limit = thresholds.node_bytes_per_s
-    words = f"{format_bandwidth(rate)} per GPU and direction over {_link_words(slowest)}"
+    several = f"{at_once} x " if at_once > 1 else ""
+    words = f"{format_bandwidth(rate)} per GPU and direction over {several}{_link_words(slowest)}"
     islands = cluster.node.nvlink_islands
     if islands and not slowest.link_type.is_fast:
         inside = ", ".join("-".join(str(gpu) for gpu in island) for island in islands)
@@ -141,6 +143,18 @@ def _rate(cluster: Cluster, link: GpuLink) -> float:
         return link.bandwidth_bytes_per_s
     known = link_bandwidth(cluster.gpu, link.link_type, link.nvlink_count)
     return known if known is not None else cluster.gpu.pcie_bandwidth_bytes_per_s
+
+
+def _links_at_once(cluster: Cluster, link: GpuLink) -> int:
+    """Return over how many links a GPU sends at a time: one to each peer where all pairs have wires of their own.
+
+    Where the links to all peers together are more than the GPU has, they are one switch's (NVSwitch).
+    """
+    count, peers = cluster.gpus_per_node, cluster.gpus_per_node - 1
+    kinds = {(each.link_type, each.nvlink_count) for each in cluster.node.links}
+    is_whole = len(kinds) == 1 and len(cluster.node.links) == count * peers // 2 and link.link_type.is_fast
+    has_wires = (link.nvlink_count or 1) * peers <= (cluster.gpu.nvlink_count or 0)
+    return peers if is_whole and has_wires else 1
 
 
 def _ring_bottleneck(cluster: Cluster) -> GpuLink | None:

@@ -13,7 +13,7 @@ from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
         ("titan-rtx-x2", False, "over PHB"),
         ("rtx-3090-x4-bridged", False, "NVLink only inside 0-1, 2-3"),
         ("dgx-1", True, "50.0 GB/s per GPU and direction over NV2"),
-        ("mi300x-x8", True, "over XGMI1"),
+        ("mi300x-x8", True, "448 GB/s per GPU and direction over 7 x XGMI1"),
         ("l40s-x8", False, "over SYS"),
     ],
 )
