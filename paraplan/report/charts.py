@@ -23,7 +23,7 @@ MEMORY_PARTS = (
 
 _PLAN_KINDS = (
     ("", "recommended", "var(--best)"),
-    ("", "none better in both", "var(--c1)"),
+    ("", "Pareto-optimal", "var(--c1)"),
     ("", "other plans", "var(--dim)"),
 )
 _MOST_STAGES = 16
@@ -80,7 +80,7 @@ def plans_chart(
     linked: dict[str, str],
 ) -> Spec:
     """Return the plans by step time and memory; those in `linked`, by their words, lead to a row of a table."""
-    front_rows = [_plan_row(plan, "none better in both", linked) for plan in front]
+    front_rows = [_plan_row(plan, "Pareto-optimal", linked) for plan in front]
     cloud_rows = [_plan_row(plan, "other plans", linked) for plan in cloud]
     chosen = _point(best.plan.describe(), best.step.step_time_s, best.peak_memory_bytes, "recommended", linked)
     place = {
@@ -142,8 +142,7 @@ def throughput_chart(offers: Sequence[SizeOffer], *, tokens_per_step: int, now: 
         for offer in offers
     ]
     ideal: list[dict[str, Any]] = [
-        {"gpus": num, "rate": each * num, "kind": "in proportion", "words": "in proportion to the GPUs"}
-        for num in rates
+        {"gpus": num, "rate": each * num, "kind": "linear scaling", "words": "linear scaling"} for num in rates
     ]
     return _size_chart([*ideal, *rows], "tokens/s", ticks=_log_ticks([row["rate"] for row in [*ideal, *rows]]))
 
@@ -166,7 +165,7 @@ def _size_chart(rows: list[dict[str, Any]], title: str, *, ticks: list[float] | 
         "x": {"field": "gpus", "type": "ordinal", "title": "GPUs", "axis": {"labelAngle": 0}},
         "y": {"field": "rate", "type": "quantitative", "title": title, "axis": axis} | scale,
     }
-    kinds = [kind for kind in ("predicted", "in proportion") if any(row["kind"] == kind for row in rows)]
+    kinds = [kind for kind in ("predicted", "linear scaling") if any(row["kind"] == kind for row in rows)]
     color = {
         "field": "kind",
         "type": "nominal",

@@ -27,7 +27,7 @@ STEP_PARTS = (
     ("expert_parallel_s", "expert-parallel communication"),
     ("pipeline_bubble_s", "pipeline bubble"),
     ("pipeline_send_s", "pipeline sends"),
-    ("data_parallel_s", "data-parallel communication that nothing hides"),
+    ("data_parallel_s", "exposed data-parallel communication"),
     ("optimizer_s", "optimizer"),
 )
 
@@ -157,7 +157,7 @@ def timeline_section(workload: Workload, estimate: PlanEstimate, renderer: Chart
         )
         sentence = f"No pipeline: every rank does the same, {one}."
     return section(
-        "Course of a step",
+        "Timeline of a step",
         paragraph(sentence),
         figure(wide=wide, narrow=narrow, caption=caption, below=details("As a table", _timeline_table(timeline))),
     )
@@ -195,7 +195,7 @@ def ranks_section(workload: Workload, estimate: PlanEstimate, placement: Planned
         else ""
     )
     return section(
-        "Ranks on the machine" if cluster.num_nodes == 1 else "Ranks on the machines",
+        "Rank placement",
         paragraph(" ".join(sentences)) if sentences else "",
         f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">{picture}</div>' if picture else "",
         paragraph(note, style="soft") if note else "",

@@ -127,11 +127,16 @@ def _plans(result: SearchResult, renderer: ChartRenderer) -> str:
         caption = (
             f"{result.plans_considered:,} plans considered, {result.plans_priced:,} priced by memory and "
             f"{result.times_priced:,} by time: the others cannot be among the best. "
-            "Of every region the fastest is shown."
+            "Only the fastest plan in each area of the chart is drawn."
         )
         parts.append(figure(wide=wide, narrow=narrow, caption=caption, below=_reading(result, links)))
     parts.append(
-        _plan_table(ranked, result, anchors, "Best plan of each choice of axes and ZeRO stage (* = named by the tree)")
+        _plan_table(
+            ranked,
+            result,
+            anchors,
+            "Best plan of each choice of axes and ZeRO stage (* = suggested by Hugging Face's guide)",
+        )
     )
     if result.front:
         fronted = _plan_table(result.front, result, anchors, "No plan beats these in both time and memory")
@@ -223,7 +228,7 @@ def _sizes(workload: Workload, sizes: Sequence[SizeOffer], renderer: ChartRender
         "with more GPUs each has less of it. Sizes on which nothing fits are left out."
     )
     return section(
-        "Other numbers of GPUs",
+        "Scaling",
         paragraph(sentence),
         f'<div class="pair">{"".join(figures)}</div>',
         table(columns, rows, caption="Best plan by number of GPUs"),

@@ -225,6 +225,8 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
     training = workload.training
     alone = ParallelPlan(micro_batch_size=1, num_microbatches=training.global_batch_size, recompute="full")
     memory = stage_memories(workload, alone)[0]
+    # Without an optimizer's state the peak is where the activations are.
+    without_state = replace(workload, training=training.replace(optimizer="sgd"))
     state = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_state_bytes
     model = workload.model
     largest = max([*model.blocks, model.embedding, model.head], key=lambda block: block.num_parameters)
@@ -248,7 +250,7 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
         ddp_step_s=ddp_s,
         one_process_step_s=torch_data_parallel_s,
         has_gpus=has_gpus,
-        sequence_bytes=memory.activation_bytes,
+        sequence_bytes=stage_memories(without_state, alone)[0].activation_bytes,
         num_experts=model.num_experts,
     )
 

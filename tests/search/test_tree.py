@@ -75,6 +75,8 @@ def test_sequences_whose_activations_fit_no_gpu_need_context_parallelism(workloa
     long = answer(workload("llama-3-70b", num_nodes=8, seq_length=524288, global_batch_size=8))
     assert outcome(long, "activations of one sequence") == "no: context parallelism divides its tokens"
     assert long.families[:2] == ("CP x DP", "PP x TP x CP x DP")
+    kept = tree_facts(workload("llama-3-8b", seq_length=8192)).sequence_bytes
+    assert kept >= 32 * 8192 * 4096 * 2  # the input of each block
     short = answer(workload("llama-3-70b", num_nodes=8))
     assert outcome(short, "activations of one sequence") == "yes"
     assert not any("CP" in name for name in short.families)
