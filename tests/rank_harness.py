@@ -39,6 +39,9 @@ _IMPORTED_ONCE += ("transformers.models.auto.modeling_auto", "transformers.model
 _IMPORTED_ONCE += ("paraplan.runtime.fake.script",)
 
 
+_stores_of_the_past: list[Any] = []  # kept: a thread of torch's may still hold one, and cannot end it
+
+
 class RanksFailedError(AssertionError):
     """Ranks raised, ended or did not answer; the text shows each of them."""
 
@@ -125,7 +128,8 @@ class RankHarness:
     def _release(self, workers: list[_Worker], *, may_go_on: bool) -> None:
         for worker in workers:
             if may_go_on:
-                worker.connection.send_bytes(_ALL_ANSWERED)
+                with contextlib.suppress(OSError):  # it has answered: what becomes of it then fails no test
+                    worker.connection.send_bytes(_ALL_ANSWERED)
             else:
                 worker.connection.close()
         for rank, worker in enumerate(workers):
@@ -209,6 +213,7 @@ def _forget_groups() -> None:
 
     from paraplan.runtime import world
 
+    _stores_of_the_past.extend(world._Stores.held.values())
     world._Stores.held.clear()
     world._Stores.num_jobs.clear()
     debug._clear_sharding_prop_cache()
