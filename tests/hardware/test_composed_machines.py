@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paraplan.errors import ParaplanError
 from paraplan.hardware.catalogue.composed_machines import LinkKind, counted_gpus
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,7 @@ def test_names_say_how_many_gpus_of_which_kind(name: str, expected: tuple[int, s
         ("8xmi300x", "mi300x-x8", 8),
         ("4xrtx-4090", "rtx-4090-x4", 4),
         ("3090x2", "rtx-3090-x2", 2),
+        ("8xh100-nvl", "8xh100-nvl-94gb", 8),
         ("Standard_ND96asr_v4", "azure-nd96asr-v4", 8),
         ("ml.p4d.24xlarge", "aws-p4d-24xlarge", 8),
     ],
@@ -50,6 +53,34 @@ def test_a_machine_that_nobody_described_is_composed_with_the_links_that_are_usu
     assert (large.num_gpus, {link.nvlink_count for link in large.node.links}) == (32, {18})
     assert large.network is not None
     assert large.network.name == "ethernet-100g"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "links"),
+    [
+        ("4xh100-pcie", "h100-pcie-80gb", {"PHB"}),
+        ("2xa100-pcie", "a100-pcie-80gb", {"PHB"}),
+        ("4xa100-pcie-nvlink-pairs", "a100-pcie-80gb", {"PHB", "NV"}),
+        ("16xh100-pcie-pcie", "h100-pcie-80gb", {"PHB"}),
+        ("16xh100-sxm-80gb-pcie", "h100-sxm-80gb", {"PHB"}),
+    ],
+)
+def test_a_gpu_that_is_called_as_links_are_is_told_apart(name: str, gpu: str, links: set[str]) -> None:
+    found = cluster_from_profile(name)
+    assert (found.gpu.name, {link.link_type for link in found.node.links}) == (gpu, links)
+
+
+def test_every_command_takes_them_and_no_more_gpus_than_were_named() -> None:
+    assert len(load_machine("2xh100").node.gpus) == len(load_machine("2xh100").node.links) + 1 == 2
+    assert cluster_from_profile("4xh100", gpus_per_node=2).num_gpus == 2
+    with pytest.raises(ParaplanError, match=r"--gpus-per-node=8, but dgx-h100 has 4 GPUs"):
+        cluster_from_profile("4xh100", gpus_per_node=8)
+
+
+def test_a_file_that_is_called_as_a_number_of_gpus_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "4xh100"
+    path.write_text('{"name": "mine", "gpu": "rtx-3090", "num_gpus": 2}')
+    assert cluster_from_profile(str(path)).gpu.name == "rtx-3090"
 
 
 def test_pairs_over_bridges_are_named_and_read_back() -> None:

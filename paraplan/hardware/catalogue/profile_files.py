@@ -45,12 +45,11 @@ def load_network(name_or_path: str, *, beside: Path | None = None) -> NetworkPro
 
 
 def load_machine(name_or_path: str) -> MachineProfile:
-    """Return a machine by name, alias or path. Its file names its GPU and network, or holds them inline.
+    """Return a machine by name, alias or path, or as a number of GPUs of a kind: `8xh100`.
 
-    Raises `ProfileError` as `load_gpu` does.
+    Its file names its GPU and network, or holds them inline. Raises `ProfileError` as `load_gpu` does.
     """
-    data, where = _load_named("machines", name_or_path)
-    return _machine(data, where=where)
+    return _loaded_machine(name_or_path)[0]
 
 
 def list_gpus() -> list[GpuProfile]:
@@ -113,9 +112,7 @@ def cluster_from_profile(
     for option, number in (("--nodes", num_nodes), ("--gpus-per-node", gpus_per_node)):
         if number is not None and number < 1:
             raise UsageError(f"{option}={number} must be at least 1")
-    data, where, count = _machine_data(name_or_path, link)
-    gpus_per_node = gpus_per_node or count
-    machine = _machine(data, where=where)
+    machine, data, where = _loaded_machine(name_or_path, link)
     if gpus_per_node is not None and gpus_per_node != len(machine.node.gpus):
         machine = _resized(machine, data, where=where, num_gpus=gpus_per_node)
     return Cluster(
@@ -247,22 +244,45 @@ def _machine(data: dict[str, Any], *, where: str) -> MachineProfile:
     return machine.expand(gpu=gpu, network=network, source=f"profile {machine.name}")
 
 
+def _loaded_machine(name: str, link: LinkKind | None = None) -> tuple[MachineProfile, dict[str, Any], str]:
+    """Return a machine, and the content that it was made from with its path."""
+    data, where, count = _machine_data(name, link)
+    machine = _machine(data, where=where)
+    if count is not None and count != len(machine.node.gpus):
+        machine = _resized(machine, data, where=where, num_gpus=count)
+    return machine, data, where
+
+
 def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str, int | None]:
     """Return the content of a machine, where it stands, and how many of its GPUs are meant where a name says so."""
-    plain, said = split_link(name.strip().lower())
-    counted, link = counted_gpus(plain), link or said
-    is_bundled = link is None and plain_name(name) in {*_stems("machines"), *profile_names("machines")}
-    if is_bundled or counted is None or (counted[1] not in profile_names("gpus") and find_gpu(counted[1]) is None):
-        if link is not None and said is None:
+    counted = None if _looks_like_path(name) or plain_name(name) in _stems("machines") else _counted_machine(name)
+    if counted is None or (link is None and plain_name(name) in profile_names("machines")):
+        if link is not None:
             raise UsageError("--link goes with --gpu, or a profile such as 4xrtx-3090", hint="leave --link out")
         return *_load_named("machines", name), None
-    count, kind = counted
-    gpu = load_gpu(kind) if kind in profile_names("gpus") else find_gpu(kind)
-    assert gpu is not None
+    count, gpu, said = counted
+    link = link or said
     bundled = None if link not in (None, usual_link(gpu)) else _bundled_with(gpu, count)
     if bundled is not None:
         return read_object(bundled), str(bundled), count
     return composed_machine(gpu, count, link), str(profiles_folder() / "machines" / name), None
+
+
+def _counted_machine(name: str) -> tuple[int, GpuProfile, LinkKind | None] | None:
+    """Return the number, the kind and the links of GPUs where a name says these, as `4xrtx-3090-nvlink-pairs` does.
+
+    A GPU may be called as links are: `4xh100-pcie` are four cards, not SXM modules without NVLink.
+    """
+    for words, link in ((name.strip().lower(), None), split_link(name.strip().lower())):
+        counted = counted_gpus(words)
+        gpu = None if counted is None else _gpu_called(counted[1])
+        if counted is not None and gpu is not None:
+            return counted[0], gpu, link
+    return None
+
+
+def _gpu_called(name: str) -> GpuProfile | None:
+    return load_gpu(name) if name in profile_names("gpus") else find_gpu(name)
 
 
 def _bundled_with(gpu: GpuProfile, count: int) -> Path | None:
@@ -282,10 +302,13 @@ def _network_name(network: str) -> str:
     return f"ethernet-{network.lower()}" if network.lower() in ("10g", "25g", "100g") else network
 
 
+def _looks_like_path(name: str) -> bool:
+    return name.endswith(".json") or "/" in name or os.sep in name
+
+
 def _load_named(kind: str, name_or_path: str, *, beside: Path | None = None) -> tuple[dict[str, Any], str]:
     """Return the JSON object of a profile and the path that it was read from."""
-    looks_like_path = name_or_path.endswith(".json") or "/" in name_or_path or os.sep in name_or_path
-    if looks_like_path:
+    if _looks_like_path(name_or_path):
         path = (beside or Path()) / Path(name_or_path).expanduser()
         return read_object(path), str(path)
     folder = profiles_folder() / kind
