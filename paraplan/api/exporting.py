@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paraplan.cost.framework_files import framework_of_target
 from paraplan.errors import UnsupportedPlanError
 from paraplan.interop.export import TARGETS, export_plan
 from paraplan.interop.exported import Exported, Subject
@@ -12,14 +13,6 @@ EXPORT_TARGETS = {name: target.title for name, target in TARGETS.items()}
 
 
 _HARMLESS = ("rank_order=", "machines")
-_FRAMEWORKS = {
-    "accelerate": "fsdp",
-    "megatron-lm": "megatron-core",
-    "megatron-bridge": "megatron-core",
-    "torchtitan-python": "torchtitan",
-    **{name: name for name in ("deepspeed", "hf-trainer", "torchtitan")},
-}
-"""The framework of `paraplan recommend` whose plans a target can say."""
 
 
 def export(
@@ -44,6 +37,6 @@ def export(
         raise UnsupportedPlanError(
             f"without {' and '.join(gap.part for gap in changing)} {target} would run another plan than {path}, of "
             "another batch or memory",
-            hint=f"make a plan that it can run: paraplan recommend --framework {_FRAMEWORKS.get(target, 'NAME')}",
+            hint=f"make a plan that it can run: paraplan recommend --framework {framework_of_target(target) or 'NAME'}",
         )
     return exported

@@ -199,12 +199,15 @@ class TrainingChoices:
 _RANKS_OF = {axis.name: axis.ranks for axis in AXES}
 
 
-def _count(name: str, what: str) -> Any:
-    return typer.Option(f"--{name}", metavar="N", parser=count(1, MOST_RANKS), rich_help_panel=PLAN_PANEL, help=what)
+def plan_count(name: str, what: str, *, least: int = 1) -> Any:
+    """Return the option of a whole number that a plan has."""
+    return typer.Option(
+        f"--{name}", metavar="N", parser=count(least, MOST_RANKS), rich_help_panel=PLAN_PANEL, help=what
+    )
 
 
 def _degree(axis: Degree) -> Any:
-    return _count(axis, _RANKS_OF[axis])
+    return plan_count(axis, _RANKS_OF[axis])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +225,7 @@ class PlanChoices:
             "--zero", metavar="0-3", parser=count(0, 3), rich_help_panel=PLAN_PANEL, help="ZeRO stage; 0 is DDP."
         ),
     ] = None
-    micro_batch: Annotated[int | None, _count("micro-batch", "Sequences of one micro-batch.")] = None
+    micro_batch: Annotated[int | None, plan_count("micro-batch", "Sequences of one micro-batch.")] = None
     recompute: Annotated[
         RecomputeName | None,
         typer.Option("--recompute", rich_help_panel=PLAN_PANEL, help="Activation checkpointing."),

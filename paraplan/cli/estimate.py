@@ -16,12 +16,12 @@ from paraplan.api.estimates import estimate as estimate_plan
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
-from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
+from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices, plan_count
 from paraplan.cli.ci import LimitOptions
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given
 from paraplan.cli.old_spellings import OldImportOptions
-from paraplan.cli.options import MOST_RANKS, PLAN_PANEL, JsonOption, ModelArgument, count
+from paraplan.cli.options import PLAN_PANEL, JsonOption, ModelArgument
 from paraplan.cli.outputs import HtmlOption, TraceOption, require_files, write_estimate_files
 from paraplan.errors import UsageError
 
@@ -40,33 +40,16 @@ class OnePlanOptions:
 
     zero_shards: Annotated[
         int | None,
-        typer.Option(
-            "--zero-shards",
-            metavar="N",
-            parser=count(2, MOST_RANKS),
-            rich_help_panel=PLAN_PANEL,
-            help="ZeRO over groups of so many data-parallel ranks, with replicas between them (hybrid sharding).",
+        plan_count(
+            "zero-shards",
+            "ZeRO over groups of so many data-parallel ranks, with replicas between them (hybrid sharding).",
+            least=2,
         ),
     ] = None
-    virtual_stages: Annotated[
-        int,
-        typer.Option(
-            "--virtual-stages",
-            metavar="N",
-            parser=count(1, MOST_RANKS),
-            rich_help_panel=PLAN_PANEL,
-            help="Stages per pipeline rank.",
-        ),
-    ] = 1
+    virtual_stages: Annotated[int, plan_count("virtual-stages", "Stages per pipeline rank.")] = 1
     devices_per_process: Annotated[
         int,
-        typer.Option(
-            "--devices-per-process",
-            metavar="N",
-            parser=count(1, MOST_RANKS),
-            rich_help_panel=PLAN_PANEL,
-            help="GPUs over which one process divides its micro-batches (DataParallel).",
-        ),
+        plan_count("devices-per-process", "GPUs over which one process divides its micro-batches (DataParallel)."),
     ] = 1
     framework: Annotated[
         str,

@@ -11,10 +11,10 @@ import typer
 from paraplan.api.imported import Alternatives, ImportedPlan, Tool, alternatives, import_plan, workloads_of
 from paraplan.api.models import load_model
 from paraplan.api.workloads import Workload, training_of
-from paraplan.cli.choices import HardwareOptions, TrainingChoices
+from paraplan.cli.choices import HardwareOptions, TrainingChoices, plan_count
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given, require_folder, write_beside_and_rename
-from paraplan.cli.options import MOST_RANKS, PLAN_PANEL, JsonOption, RecomputeName, count
+from paraplan.cli.options import PLAN_PANEL, JsonOption, RecomputeName
 from paraplan.cli.outputs import write_estimate_files
 from paraplan.errors import PlanError, UsageError
 from paraplan.units import format_bytes, format_count, format_seconds
@@ -47,13 +47,7 @@ def import_config(
     training: TrainingChoices,
     micro_batch: Annotated[
         int | None,
-        typer.Option(
-            "--micro-batch",
-            metavar="N",
-            parser=count(1, MOST_RANKS),
-            help="Sequences of one micro-batch, where the script decides.",
-            rich_help_panel=PLAN_PANEL,
-        ),
+        plan_count("micro-batch", "Sequences of one micro-batch, where the script decides."),
     ] = None,
     recompute: Annotated[
         RecomputeName | None,

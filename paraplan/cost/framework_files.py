@@ -101,5 +101,11 @@ def load_framework(name_or_path: str) -> FrameworkProfile:
     return FrameworkCatalog().load(name_or_path)
 
 
+def framework_of_target(target: str) -> str | None:
+    """Return the framework whose plans a target of `paraplan export` can say, None where none names it."""
+    catalog = FrameworkCatalog()
+    return next((name for name in catalog.names() if catalog.load(name).export_target == target), None)
+
+
 def _has_word(text: str, word: str) -> bool:
     return re.search(rf"(?<![a-z0-9_]){re.escape(word)}(?![a-z0-9_])", text) is not None

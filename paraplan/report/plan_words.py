@@ -54,17 +54,20 @@ def _spread(plan: ParallelPlan) -> str:
     ]
     schedule = f" ({_schedule(plan)})" if plan.pp > 1 else ""
     if not others:
-        return f"{_replicas(plan)} over {plan.dp} GPUs"
+        return f"{'FSDP (ZeRO-3)' if _is_fsdp(plan) else _replicas(plan)} over {plan.dp} GPUs"
     named = [name + (schedule if name.startswith("pipeline") else "") for name in others]
-    replicas = _replicas(plan).replace("FSDP (ZeRO-3)", "ZeRO-3")
-    of_data = f"data {plan.dp} ({replicas})" if plan.dp > 1 else replicas if plan.zero_stage else ""
+    of_data = f"data {plan.dp} ({_replicas(plan)})" if plan.dp > 1 else _replicas(plan) if plan.zero_stage else ""
     return " x ".join(filter(None, [*named, of_data])) + f" over {plan.world_size} GPUs"
 
 
 def _replicas(plan: ParallelPlan) -> str:
     if plan.zero_shards:
         return f"hybrid sharding (ZeRO-{plan.zero_stage} in groups of {plan.zero_shards})"
-    return {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP (ZeRO-3)"}[plan.zero_stage]
+    return f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "DDP"
+
+
+def _is_fsdp(plan: ParallelPlan) -> bool:
+    return plan.zero_stage == 3 and plan.zero_shards is None
 
 
 def _schedule(plan: ParallelPlan) -> str:

@@ -14,10 +14,9 @@ from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
 from paraplan.cost.plan_table import Ints, Mask
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.support import unsupported_reason
-from paraplan.search.constraints import Constraints
 from paraplan.search.evaluation import Priced, TimeSurvey, kinds_of
 from paraplan.search.results import TOLERANCE, Baseline, Candidate, Objective, complexity, rank
+from paraplan.search.space import PlanSpace
 from paraplan.search.tree import TreeAnswer, family
 
 PLAIN: tuple[tuple[Baseline, Literal[0, 3]], ...] = (("FSDP", 3), ("DDP", 0))
@@ -177,12 +176,12 @@ class Choice:
         """Return the best of each kind."""
         return tuple(self.plans.candidate(row) for row in self.rows[:count])
 
-    def baselines(self, fixed: Constraints) -> tuple[Candidate, ...]:
+    def baselines(self, space: PlanSpace) -> tuple[Candidate, ...]:
         """Return the plans that everybody knows, also where they do not fit: plain FSDP and DDP, and the guide's."""
         fitting = self._baselines()
         found = [self.plans.candidate(row, name) for row, name in fitting.items()]
         for name, stage in PLAIN:
-            too_large = None if name in fitting.values() else _too_large(self.plans, name, stage, fixed)
+            too_large = None if name in fitting.values() else _too_large(self.plans, name, stage, space)
             found += [] if too_large is None else [too_large]
         return tuple(found)
 
@@ -198,19 +197,17 @@ class Choice:
         return found
 
 
-def _too_large(plans: EvaluatedPlans, name: Baseline, stage: Literal[0, 3], fixed: Constraints) -> Candidate | None:
+def _too_large(plans: EvaluatedPlans, name: Baseline, stage: Literal[0, 3], space: PlanSpace) -> Candidate | None:
     """Return a plain plan that does not fit, as it needs least memory; None for one that was no plan to begin with."""
     workload = plans.workload
     ranks, batch = workload.cluster.num_gpus, workload.training.global_batch_size
     if ranks == 1 or batch % ranks:
         return None
     plan = ParallelPlan(dp=ranks, zero_stage=stage, num_microbatches=batch // ranks, recompute="full")
-    if not fixed.allows(**plan.degrees, zero_stage=stage, micro_batch_size=1, recompute="full", offload="none"):
-        return None
-    if why_unsuitable(workload, plan) is not None or unsupported_reason(plan, precision=workload.training.precision):
+    if why_unsuitable(workload, plan) is not None or space.why_left_out(plan) is not None:
         return None
     estimate = estimate_plan(workload, plan)
-    if estimate.fits:  # it was not priced: it is no plan for this framework
+    if estimate.fits:
         return None
     return Candidate(
         plan=plan,

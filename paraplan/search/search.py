@@ -60,7 +60,7 @@ def search(
         fastest=None if objective == "memory" else chosen.fastest,
         guide=chosen.guide,
         candidates=chosen.candidates(num_candidates),
-        baselines=chosen.baselines(fixed),
+        baselines=chosen.baselines(space),
         rejections=memory.rejections,
         plans_considered=space.considered,
         plans_priced=memory.num_priced,

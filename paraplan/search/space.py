@@ -23,7 +23,7 @@ from paraplan.plan.compatibility import (
     why_untrainable,
 )
 from paraplan.plan.executor import OWN_RUNTIME, Executor
-from paraplan.plan.parallel import AXES, Axis, Degree
+from paraplan.plan.parallel import AXES, Axis, Degree, ParallelPlan
 from paraplan.plan.support import rule_of, unsupported_axes
 from paraplan.search.constraints import FREE, Constraints, check_axes, check_micro_batch, nothing_has_all
 from paraplan.search.rank_orders import RankOrders
@@ -133,6 +133,20 @@ class PlanSpace:
             yield self._joined(found)
         if not self.considered:
             raise nothing_has_all(self.fixed)
+
+    def why_left_out(self, plan: ParallelPlan) -> str | None:
+        """Return why a plan that suits the workload is not in this space, None for one that is."""
+        chosen = {
+            "zero_stage": plan.zero_stage,
+            "micro_batch_size": plan.micro_batch_size,
+            "recompute": plan.recompute,
+            "schedule": plan.pipeline_schedule,
+            "sequence_parallel": plan.sequence_parallel,
+            "offload": plan.offload,
+        }
+        if not self.fixed.allows(**plan.degrees, **chosen):
+            return "something else is fixed"
+        return self._reason(PlanTable.of_plans([plan]), 0)
 
     def _joined(self, chunks: list[Chunk]) -> Chunk:
         # The divisions that later plans brought are in the rows of all.

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from small_run import run
 
 from paraplan.accuracy.calibration import (
     KNOBS,
@@ -14,7 +15,6 @@ from paraplan.accuracy.calibration import (
     read_calibration,
     scaled,
 )
-from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
@@ -89,10 +89,11 @@ def test_two_runs_are_too_few(workload: MakeWorkload) -> None:
 
 
 def test_a_calibration_file_says_what_it_was_fitted_to_and_is_read_back() -> None:
-    rows = [measured(id=f"run {size}", micro_batch=size) for size in (1, 2, 4)]
-    rows += [measured(id="untimed", measured_step_time_s=None), measured(id="odd", gpu="Abacus-1")]
+    timed = {"framework": "FSDP", "measured_step_time_s": 0.5}
+    rows = [run(id=f"run {size}", micro_batch=size, **timed) for size in (1, 2, 4)]
+    rows += [run(id="untimed", **timed | {"measured_step_time_s": None}), run(id="odd", gpu="Abacus-1", **timed)]
     fitted = calibrate_to_runs(rows, source="runs.csv")
-    assert (fitted.num_runs, fitted.gpus, fitted.frameworks) == (3, ("A100-80GB",), ("FSDP",))
+    assert (fitted.num_runs, fitted.gpus, fitted.frameworks) == (3, ("H100-80GB",), ("FSDP",))
     assert [line.split(":")[0] for line in fitted.skipped] == ["untimed", "odd"]
     assert read_calibration(fitted.to_json(), source="file") == fitted
 
@@ -101,20 +102,3 @@ def test_a_calibration_file_says_what_it_was_fitted_to_and_is_read_back() -> Non
 def test_a_file_without_a_calibration_is_one_clear_error(text: str) -> None:
     with pytest.raises(PlanError, match=r"^cal\.json (is not JSON|holds no calibration)"):
         read_calibration(text, source="cal.json")
-
-
-def measured(**values: object) -> MeasuredRun:
-    base: dict[str, object] = {
-        "id": "a",
-        "gpu": "A100-80GB",
-        "num_gpus": 8,
-        "layers": 12,
-        "hidden": 768,
-        "heads": 12,
-        "seq_len": 1024,
-        "global_batch": 64,
-        "precision": "bf16",
-        "framework": "FSDP",
-        "measured_step_time_s": 0.5,
-    }
-    return MeasuredRun.model_validate(base | values)

@@ -221,6 +221,10 @@ def test_plain_fsdp_and_ddp_stand_beside_the_best_also_where_they_do_not_fit(wor
     assert (ddp.baseline, ddp.fits, ddp.plan.zero_stage, ddp.plan.dp) == ("DDP", False, 0, 8)
     assert ddp.peak_memory_bytes > made.usable_memory_bytes
     assert search(made, fixed=Constraints(tp=2)).baselines == ()
+    # What a framework cannot run is no baseline of it.
+    large = workload("gpt3-175b", num_nodes=8, global_batch_size=64)
+    refusing = Executor("none", lambda plan, training, blocks: "no FSDP" if plan.zero_stage == 3 else None)
+    assert [one.baseline for one in search(large, executor=refusing).baselines] == ["DDP"]
 
 
 def test_the_products_of_axes_are_those_of_the_world() -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from paraplan.hardware.pci import normal_bus_id
-from paraplan.hardware.topology import Gpu, GpuLink, LinkType, PeerAccess
+from paraplan.hardware.topology import Gpu, GpuLink, LinkType, NodeTopology, PeerAccess
 
 MAX_GPUS = 256
 
@@ -56,6 +56,17 @@ class AmdMachine:
             evidence.access = text
         elif kind == "type_word" and re.fullmatch(r"XGMI|PCIE|XXXX", text):
             evidence.type_word = text
+
+    def topology(self, source: str) -> NodeTopology:
+        """Return the machine; `source` names what it was read from."""
+        return NodeTopology(
+            source=source,
+            driver_version=self.driver_version,
+            gpus=self.make_gpus(),
+            links=self.make_links(),
+            peer_access=self.make_peer_access(),
+            warnings=tuple(dict.fromkeys(self.warnings)),
+        )
 
     def make_gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs by index."""

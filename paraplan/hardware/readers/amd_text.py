@@ -67,14 +67,7 @@ def read_amd_text(text: str, *, source: str) -> NodeTopology:
         raise TopologyError(
             f"{source} is of AMD's tools, but names no GPU", hint="give the output of `rocm-smi --showtopo`"
         )
-    return NodeTopology(
-        source=source,
-        driver_version=machine.driver_version,
-        gpus=machine.make_gpus(),
-        links=machine.make_links(),
-        peer_access=machine.make_peer_access(),
-        warnings=tuple(dict.fromkeys(machine.warnings)),
-    )
+    return machine.topology(source)
 
 
 def _read_values(lines: list[str], machine: AmdMachine) -> None:

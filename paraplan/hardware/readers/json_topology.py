@@ -58,14 +58,7 @@ def read_json(text: str, *, source: str) -> NodeTopology:
         _read_amd_smi(data, machine)
     if not machine.gpus:
         raise TopologyError(f"{source} is JSON, but describes no machine", hint=f"give {_FORMS}")
-    return NodeTopology(
-        source=source,
-        driver_version=machine.driver_version,
-        gpus=machine.make_gpus(),
-        links=machine.make_links(),
-        peer_access=machine.make_peer_access(),
-        warnings=tuple(dict.fromkeys(machine.warnings)),
-    )
+    return machine.topology(source)
 
 
 def read_report(data: dict[str, Any], *, source: str) -> NodeTopology:
