@@ -24,6 +24,7 @@ from paraplan.report.short_text import Line, recommendation_lines
 from paraplan.search.constraints import FREE
 from paraplan.search.constraints import Constraints as Constraints
 from paraplan.search.failure import NothingFitsError as NothingFitsError
+from paraplan.search.recommendation import Find as Find
 from paraplan.search.recommendation import Recommendation as SearchAnswer
 from paraplan.search.recommendation import SearchRequest as SearchRequest
 from paraplan.search.recommendation import plan_file, recommendation

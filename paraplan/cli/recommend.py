@@ -32,6 +32,7 @@ from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommende
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
+    from paraplan.api.recommendations import Find
     from paraplan.api.workloads import Cluster
     from paraplan.model.spec import ModelSpec
 
@@ -186,7 +187,7 @@ class SearchOptions:
         """Return what is asked of the search; a report ranks many plans and draws their front."""
         return SearchRequest(
             objective=self.objective.value,
-            find=None if self.find is None or self.find is FindName.largest_model else self.find.value,
+            find=_of_plans(self.find),
             framework=None if self.framework == OWN_RUNTIME else self.framework,
             fixed=plan.constraints(),
             memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
@@ -198,6 +199,17 @@ class SearchOptions:
             tokens=1e9 if self.tokens is None and self.price is not None else self.tokens,
             price_per_gpu_hour=self.price,
         )
+
+
+def _of_plans(find: FindName | None) -> Find | None:
+    """Return what the search finds; the model is found before it."""
+    found: dict[FindName, Find] = {
+        FindName.fewest_gpus: "fewest-gpus",
+        FindName.by_date: "by-date",
+        FindName.largest_batch: "largest-batch",
+        FindName.longest_sequence: "longest-sequence",
+    }
+    return None if find is None else found.get(find)
 
 
 @app.command()
