@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
+from paraplan.accuracy.fine_tuning import fine_tuning_fields, is_fine_tuning, with_fine_tuning
 from paraplan.accuracy.machines import DescribedMachines, described_cluster
 from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
 from paraplan.cost.constants import CostConstants
@@ -73,9 +74,11 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
     if run.deterministic:
         constants = constants.replace(cublas_workspace_bytes=DETERMINISTIC_WORKSPACE_BYTES)
     training = training_of_run(run, framework)
+    if is_fine_tuning(run):
+        training = training.replace(**fine_tuning_fields(run, framework))
     if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
         training = training.replace(precision="fp16")
-    return Workload(
+    plain = Workload(
         model=model,
         training=training,
         cluster=cluster,
@@ -83,6 +86,7 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         framework=framework,
         constants=constants,
     )
+    return with_fine_tuning(run, plain) if is_fine_tuning(run) else plain.trained_as(training)
 
 
 def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> FrameworkProfile:
@@ -201,9 +205,10 @@ def _splits_sequences(run: MeasuredRun, framework: FrameworkProfile) -> bool:
 def _named_model(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[str, Fields]) -> ModelSpec | None:
     """Return the known model that a run names, None for a run that gives its shapes."""
     blank = [name for name in SHAPES if getattr(run, name) is None]
-    if not blank:
-        return None
     fields = named_config(known, run.model_name, num_layers=run.layers)
+    has_experts = is_fine_tuning(run) and fields is not None and "num_local_experts" in fields
+    if not blank and not has_experts:
+        return None
     if fields is None:
         raise PlanError(f"{', '.join(blank)} not given", hint="a model_name that is bundled says them too")
     vocabulary = padded_vocabulary(run, framework, run.vocab or int(fields["vocab_size"]))

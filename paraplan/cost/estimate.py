@@ -146,7 +146,9 @@ def why_unsuitable(workload: Workload, plan: ParallelPlan) -> Incompatibility | 
 def assumed_speeds(workload: Workload) -> tuple[str, ...]:
     """Return in a sentence what nobody measured of the GPU's speed; none where all of it was."""
     gpu, training = workload.cluster.gpu, workload.training
-    if gpu.vendor == "cpu" or (gpu.calibration is not None and gpu.calibration.fit(training.precision) is not None):
+    if gpu.vendor == "cpu" or (
+        gpu.calibration is not None and gpu.calibration.fit(training.compute_precision) is not None
+    ):
         return ()
     parts = []
     if gpu.reached_matmul_flops_per_s is None and training.precision != "fp32":

@@ -40,7 +40,8 @@ class RankMemory:
 
     `chunks_in_flight` is `[V, N]`, the micro-batches of each virtual chunk whose activations a rank keeps, `in_flight`
     their mean, and `head_in_flight` those of the last chunk, where the head is.
-    `parameters` and `root_parameters` count the stage's and those outside of its blocks. `state_bytes` is the whole
+    `parameters` and `root_parameters` count the stage's that train and those outside of its blocks; `frozen_bytes` and
+    `root_frozen_bytes` are the bytes of those that do not. `state_bytes` is the whole
     optimizer state, `state_shards` the ranks over which it is divided, and `padding` how much larger than an even
     share the shards of the first rank are.
     """
@@ -52,6 +53,8 @@ class RankMemory:
     states: OptimizerStates
     parameters: Floats
     root_parameters: Floats
+    frozen_bytes: Floats
+    root_frozen_bytes: Floats
     state_bytes: Floats
     shards: Floats
     state_shards: Floats
@@ -75,6 +78,8 @@ class RankMemory:
         state_bytes = blocks * states.blocks + embedding * states.embedding + head * states.head
         shards = optimizer_shards(table, costs, stage, blocks + embedding + head)
         chunks = chunk_in_flight(table, stage)
+        frozen_ends = costs.head_frozen_bytes[key] * stage.is_last
+        frozen_ends = frozen_ends + costs.embedding_frozen_bytes[key] * np.where(is_tied, 1.0, stage.is_first)
         return cls(
             workload=workload,
             table=table,
@@ -83,6 +88,8 @@ class RankMemory:
             states=states,
             parameters=np.asarray(blocks + embedding + head),
             root_parameters=np.asarray(embedding + head),
+            frozen_bytes=np.asarray(stage.sum(costs, costs.frozen_bytes) + frozen_ends),
+            root_frozen_bytes=np.asarray(frozen_ends),
             state_bytes=np.asarray(state_bytes + master * (blocks + embedding + head)),
             shards=shards,
             state_shards=np.where(table.zero_stage >= 1, shards, 1.0),
@@ -106,6 +113,11 @@ class RankMemory:
     def compute_bytes(self) -> float:
         """Bytes of an element of what matmuls read."""
         return float(self.workload.training.activation_bytes)
+
+    @cached_property
+    def full_bytes(self) -> float:
+        """Bytes of a gradient's element as the optimizer reads it, and of a copy that its step makes."""
+        return self.framework.storage.step_gradient_bytes if self.is_mixed else FP32
 
     @cached_property
     def is_fsdp(self) -> Mask:
@@ -134,7 +146,7 @@ class RankMemory:
         each = self.framework.storage.weight_bytes if self.is_mixed else FP32
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
         shard = np.where(self.offloads_parameters, 0.0, self.padding / self.shards)
-        return np.asarray(self.parameters * each * np.where(is_sharded, shard, 1.0))
+        return np.asarray((self.parameters * each + self.frozen_bytes) * np.where(is_sharded, shard, 1.0))
 
     @cached_property
     def offloads_parameters(self) -> Mask:
@@ -168,8 +180,8 @@ class RankMemory:
     def gathered_bytes(self, *, num_blocks: int, end: Floats | float = 0.0) -> Floats:
         """Return what ZeRO has gathered while `num_blocks` blocks and the parameters of an `end` alone are in use.
 
-        FSDP's stages 1 and 2 gather all for a step; stage 3 blocks as they are used, and what is left outside of them
-        for a whole pass. Other ZeRO-3 gathers the largest unit and its successor, and lets go of what exceeds a limit.
+        Frozen weights are gathered as they are stored. FSDP's stages 1 and 2 gather all for a step; stage 3 blocks as
+        they are used, and what is left outside of them for a whole pass. Other ZeRO-3 gathers the largest unit and its successor, and lets go of what exceeds a limit.
         """
         root = self.root_parameters - self.embedding_alone - self.head_alone
         units = root + end + num_blocks * self.block_parameters
@@ -181,7 +193,16 @@ class RankMemory:
         live = np.minimum(units, self.parameters)
         gathers_all = self.is_fsdp & (self.table.zero_stage < 3)
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
-        return np.where(is_sharded, np.where(gathers_all, self.parameters, live) * self.compute_bytes, 0.0)
+        trained = np.where(gathers_all, self.parameters, live) * self.compute_bytes
+        return np.where(is_sharded, trained + self._gathered_frozen_bytes(num_blocks, gathers_all), 0.0)
+
+    def _gathered_frozen_bytes(self, num_blocks: int, gathers_all: Mask) -> Floats:
+        block = self.costs.largest_block_frozen_bytes[self.costs.key]
+        units = self.root_frozen_bytes + num_blocks * block
+        if not self.framework.data_parallel.uses_fsdp:
+            limit = self.framework.data_parallel.max_live_elements * self.compute_bytes
+            units = np.maximum(2 * np.maximum(block, self.root_frozen_bytes), limit)
+        return np.where(gathers_all, self.frozen_bytes, np.minimum(units, self.frozen_bytes))
 
     def copied_bytes(self, *, in_forward: bool) -> Floats:
         """Return the 16-bit copies of fp32 weights that autocast makes for each pass and its backward pass.
@@ -248,6 +269,7 @@ class RankMemory:
         """
         framework = self.framework
         each = framework.storage.gradient_bytes if self.is_mixed else FP32
+        full = self.full_bytes
         if self.accumulates_apart:
             each += HALF
         whole = self.parameters * each
@@ -257,7 +279,7 @@ class RankMemory:
         replicated = whole * (stands | is_ddp) + np.where(is_ddp & before, whole, 0.0)
         shard = whole * self.padding / self.shards
         last = np.where(self.embedding_alone > 0, self.embedding_alone, self.root_parameters - self.head_alone)
-        reduced = np.where(self.table.zero_stage == 1, whole, shard + last * FP32)
+        reduced = np.where(self.table.zero_stage == 1, whole, shard + last * full)
         fsdp = np.where(at_end, shard, np.where(before, reduced, 0.0))
         other = np.where(self.table.zero_stage >= 2, whole / self.shards, whole)
         # On their way to the host the shards of one unit at a time are here, which the reduction has anyway.
@@ -285,7 +307,7 @@ class RankMemory:
     def flat_average_bytes(self) -> Floats:
         """Flat copies of all gradients, in which the runtime averages those of replicas before a step."""
         copies = self.is_replica & self.averages_flat_copies & self.framework.storage.frees_gradients
-        return np.where(copies, self.parameters * FP32, 0.0)
+        return np.where(copies, self.parameters * self.full_bytes, 0.0)
 
     @cached_property
     def splits_backward(self) -> Mask:
@@ -336,7 +358,7 @@ class RankMemory:
 
     def reduced_bytes(self, parameters: Floats) -> Floats:
         """Return the gradients of a unit of `parameters` while FSDP reduces them: as computed, and to be reduced."""
-        return np.where(self.is_fsdp, parameters * (self.compute_bytes + FP32), 0.0)
+        return np.where(self.is_fsdp, parameters * (self.compute_bytes + self.full_bytes), 0.0)
 
     @cached_property
     def standing_workspace_bytes(self) -> Floats:
@@ -384,7 +406,7 @@ class RankMemory:
         one = states.loop_copies * np.maximum(weight, ends) + states.left_over * weight
         loops = self.is_fsdp | (self.framework.storage.optimizer_step == "for_loop") | (states.foreach_copies is None)
         copies = np.where(loops, one, self.parameters * (states.foreach_copies or 0.0)) / self.state_shards
-        return np.asarray(flat + copies * FP32)
+        return np.asarray(flat + copies * self.full_bytes)
 
     def candidate(
         self, *, parameters: Floats, gradients: Floats, activations: Floats, workspace: Floats
