@@ -27,9 +27,11 @@ _FORMATS: tuple[tuple[str, WeightFormat], ...] = (
 _LOSSES: tuple[tuple[str, LossKernel], ...] = (("liger", "liger"), ("cut cross", "cut"), ("chunked cross", "chunked"))
 _FUSED_KERNELS = ("foak", "unsloth")
 """Kernels of unsloth, which fms-acceleration carries too: norms, rotations, MLPs and adapters are one operation each."""
-_FUSED_LOGIT_BYTES = 4.0
-"""Their cross-entropy makes gradients in the place of 16-bit logits, and returns these (unsloth/kernels/
-cross_entropy_loss.py): a loss in 32 bits reads them without a copy."""
+_FUSED_LOGIT_BYTES, _UNSLOTH_LOGIT_BYTES = 8.0, 4.0
+"""Their cross-entropy makes gradients in the place of logits (unsloth/kernels/cross_entropy_loss.py). transformers' code
+gives it fp32 logits and a copy without the last token, unsloth's own models 16-bit ones."""
+_HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
+"""The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
 _MODELLED = (
     r"lora.*",
     r"\S+ base.*",
@@ -93,9 +95,17 @@ def with_fine_tuning(run: MeasuredRun, workload: Workload) -> Workload:
     """Return the workload of a fine-tuning row with its kernels and what its optimizer keeps."""
     framework, words = workload.framework, f"{run.kernels} {run.nonstandard_features}".lower()
     if any(name in words for name in _FUSED_KERNELS):
+        adapter = workload.training.trainable.adapter
+        has_mlp = adapter is not None and not {"gate", "up", "down", ALL_LINEAR}.isdisjoint(adapter.targets)
         framework = framework.changed(
-            kernels={"fused": True, "fuses_adapters": True}, loss={"logit_bytes": _FUSED_LOGIT_BYTES}
+            kernels={"fused": True, "fuses_adapters": True, "writes_out_gates": not has_mlp},
+            loss={"logit_bytes": _UNSLOTH_LOGIT_BYTES if "unsloth" in words else _FUSED_LOGIT_BYTES},
         )
+    elif re.search(r"\b(hf|trl|transformers)\b", run.framework.lower()):
+        framework = framework.changed(loss=_HF_LOSS)
+    if "fsdp1" in run.framework.lower():
+        # Shards of flat parameters are plain tensors, which torch's optimizers go over as lists.
+        framework = framework.changed(data_parallel={"shards_are_flat": True})
     workload = Workload(
         model=workload.model,
         training=workload.training,

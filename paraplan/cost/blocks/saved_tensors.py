@@ -137,7 +137,9 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
 
     Counted is the gradient of its largest tensor: what was kept for an operation is freed as its gradients come. An
     activation that is written out in products has the gradients of all that autocast promoted at once.
-    A model that was traced lists sums of tensors, none of which is wider than a matmul.
+    A model that was traced lists sums of tensors, none of which is wider than a matmul. The gradients of both factors of
+    a gated activation stand beside that of their product: where the next layer is frozen, it has not kept the product,
+    and nothing is freed for them.
     """
     widths = (matmul.rows_per_token * max(matmul.k, matmul.n) for matmul in block.matmuls)
     widest = max(widths, default=float("inf"))
@@ -151,6 +153,8 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
         size = _tensor_bytes(block, one, training, shardings, is_first=True)
         if tensor.element_type == "promoted" and shardings.is_autocast:
             promoted = np.where(size >= largest, size + np.where(size == largest, promoted, 0.0), promoted)
+        if tensor.name == "up projection" and block.before_freezing is not None:
+            size = 3 * size
         largest = np.maximum(largest, size)
     return np.maximum(largest, promoted)
 

@@ -160,7 +160,9 @@ def _working_bytes(rank: RankMemory) -> Floats:
     """Return what the backward pass of a block has beside what was kept for it."""
     costs, key = rank.costs, rank.costs.key
     gradient = costs.largest_gradient_bytes[key]
-    return np.asarray(costs.working_bytes[key] + costs.boundary_bytes[key] + gradient)
+    keeps_next = rank.framework.data_parallel.shards_are_flat and rank.workload.model.is_partly_frozen
+    num_blocks = np.where(rank.is_fsdp & keeps_next, 2.0, 1.0)
+    return np.asarray(costs.working_bytes[key] * num_blocks + costs.boundary_bytes[key] + gradient)
 
 
 def _only(happens: Mask, candidate: StageMemory) -> StageMemory:

@@ -404,7 +404,8 @@ class RankMemory:
             costs.head_parameters[costs.key] * self.stage.is_last,
         )
         one = states.loop_copies * np.maximum(weight, ends) + states.left_over * weight
-        loops = self.is_fsdp | (self.framework.storage.optimizer_step == "for_loop") | (states.foreach_copies is None)
+        is_by_tensor = self.is_fsdp & (not self.framework.data_parallel.shards_are_flat)
+        loops = is_by_tensor | (self.framework.storage.optimizer_step == "for_loop") | (states.foreach_copies is None)
         copies = np.where(loops, one, self.parameters * (states.foreach_copies or 0.0)) / self.state_shards
         return np.asarray(flat + copies * self.full_bytes)
 
