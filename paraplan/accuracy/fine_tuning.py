@@ -26,10 +26,10 @@ _FORMATS: tuple[tuple[str, WeightFormat], ...] = (
 )
 _LOSSES: tuple[tuple[str, LossKernel], ...] = (("liger", "liger"), ("cut cross", "cut"), ("chunked cross", "chunked"))
 _FUSED_KERNELS = ("foak", "unsloth")
-"""Kernels of unsloth, which fms-acceleration carries too: norms, rotations, MLPs and adapters are one operation each."""
+"""Kernels of unsloth, which fms-acceleration has too: norms, rotations, MLPs and adapters are one operation each."""
 _FUSED_LOGIT_BYTES, _UNSLOTH_LOGIT_BYTES = 8.0, 4.0
-"""Their cross-entropy makes gradients in the place of logits (unsloth/kernels/cross_entropy_loss.py). transformers' code
-gives it fp32 logits and a copy without the last token, unsloth's own models 16-bit ones."""
+"""Their cross-entropy makes gradients in the place of logits (unsloth/kernels/cross_entropy_loss.py). transformers'
+code gives it fp32 logits and a copy without the last token, unsloth's own models 16-bit ones."""
 _HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
 """The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
 _MODELLED = (

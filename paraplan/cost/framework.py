@@ -138,10 +138,10 @@ class DataParallelProfile(_Group):
     uses_fsdp: bool = False
     """Every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones, as FSDP does."""
     shards_are_flat: bool = False
-    """Shards of parameters are plain tensors, as in FSDP1, which an optimizer goes over as lists; a DTensor, as in FSDP2,
-    it takes one by one (torch/optim/optimizer.py, `_default_to_fused_or_foreach`). Where parameters are frozen, the hook
-    that frees FSDP1's gathered weights (`register_multi_grad_hook`) keeps a block's graph until the next block's is
-    done, so that the tensors of two blocks stand side by side: the peaks of 12 published runs grow by just that."""
+    """Shards of parameters are plain tensors, as in FSDP1, which an optimizer goes over as lists; a DTensor, as in
+    FSDP2, it takes one by one (torch/optim/optimizer.py, `_default_to_fused_or_foreach`). Where parameters are frozen,
+    the hook that frees FSDP1's gathered weights (`register_multi_grad_hook`) keeps a block's graph until the next
+    block's is done: the tensors of two blocks stand side by side. The peaks of published runs grow by just that."""
     wraps_embedding_and_head: bool = False
     """Embedding and head are FSDP units of their own where they are as large as a block."""
     gathers_each_weight: bool = False

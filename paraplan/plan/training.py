@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from paraplan.errors import PlanError
 from paraplan.model.spec import ModelSpec
@@ -91,6 +91,15 @@ class TrainingSpec(Record):
     @classmethod
     def _is_known(cls, text: str) -> str:
         return parse_trainable(text).text
+
+    @model_validator(mode="after")
+    def _has_frozen_weights(self) -> Self:
+        if self.base_weights is not None and self.train == "full":
+            raise PlanError(
+                f"base weights in {self.base_weights} are frozen, and nothing is where all parameters train",
+                hint="add --train lora:r=16, or leave out --base-weights",
+            )
+        return self
 
     @property
     def trainable(self) -> Trainable:

@@ -137,9 +137,9 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
 
     Counted is the gradient of its largest tensor: what was kept for an operation is freed as its gradients come. An
     activation that is written out in products has the gradients of all that autocast promoted at once.
-    A model that was traced lists sums of tensors, none of which is wider than a matmul. The gradients of both factors of
-    a gated activation stand beside that of their product: where the next layer is frozen, it has not kept the product,
-    and nothing is freed for them.
+    A model that was traced lists sums of tensors, none of which is wider than a matmul. The gradients of both factors
+    of a gated activation stand beside that of their product: where the next layer is frozen, it has not kept the
+    product, and nothing is freed for them.
     """
     widths = (matmul.rows_per_token * max(matmul.k, matmul.n) for matmul in block.matmuls)
     widest = max(widths, default=float("inf"))

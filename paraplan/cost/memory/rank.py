@@ -181,7 +181,8 @@ class RankMemory:
         """Return what ZeRO has gathered while `num_blocks` blocks and the parameters of an `end` alone are in use.
 
         Frozen weights are gathered as they are stored. FSDP's stages 1 and 2 gather all for a step; stage 3 blocks as
-        they are used, and what is left outside of them for a whole pass. Other ZeRO-3 gathers the largest unit and its successor, and lets go of what exceeds a limit.
+        they are used, and what is left outside of them for a whole pass. Other ZeRO-3 gathers the largest unit and its
+        successor, and lets go of what exceeds a limit.
         """
         root = self.root_parameters - self.embedding_alone - self.head_alone
         units = root + end + num_blocks * self.block_parameters

@@ -17,7 +17,7 @@ from pydantic import Field
 from paraplan.errors import UsageError
 from paraplan.hardware.catalogue.profile_files import find_gpu
 from paraplan.plan.files import PlannedEstimate
-from paraplan.plan.training import ComputePrecision
+from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record
 from paraplan.runtime.torch_private import pytree
 from paraplan.units import format_bytes, format_count, format_seconds
@@ -73,12 +73,12 @@ class SpeedBaseline:
         return flops / (step_time_s * self.num_ranks * self.peak_flops_per_s)
 
 
-def peak_flops_per_s(device: torch.device, precision: ComputePrecision) -> float | None:
+def peak_flops_per_s(device: torch.device, precision: TrainingPrecision) -> float | None:
     """Return the data sheet's peak of this rank's GPU; None for a CPU or a GPU that no profile knows."""
     if device.type != "cuda":
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))
-    return None if gpu is None else gpu.peak(precision)
+    return None if gpu is None else gpu.peak("bf16" if precision == "bf16-pure" else precision)
 
 
 def count_tokens(inputs: Any) -> int:
