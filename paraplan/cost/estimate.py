@@ -40,8 +40,8 @@ class MemoryEstimate(MemoryParts, _OfStage):
 class StepEstimate(Record):
     """Seconds of one optimizer step; the exposed parts sum to `step_time_s`. `*_wire_s` also counts what is hidden.
 
-    `model_flops_per_s_per_gpu` counts three times the forward FLOPs, recomputation not (Narayanan et al. 2021, eq. 3,
-    and PaLM, Chowdhery et al. 2022, appendix B).
+    `model_flops_per_s_per_gpu` counts three times the forward FLOPs, of frozen layers twice, and recomputation not
+    (Narayanan et al. 2021, eq. 3, and PaLM, Chowdhery et al. 2022, appendix B).
     """
 
     step_time_s: float
@@ -235,7 +235,7 @@ def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime) -> Step
     training, model = workload.training, workload.model
     step_time_s = float(time.step_time_s[0])
     tokens_per_s = training.tokens_per_step / step_time_s / (plan.world_size * plan.devices_per_process)
-    flops_per_s = 3 * model.flops_per_token(training.seq_length) * tokens_per_s
+    flops_per_s = model.training_flops_per_token(training.seq_length) * tokens_per_s
     return StepEstimate(
         step_time_s=step_time_s,
         compute_s=float(time.compute_s[0]),

@@ -279,3 +279,15 @@ class ModelSpec(Record):
         """Forward FLOPs of the whole model for one token. Forward and backward together are three times that."""
         parts = [(self.embedding, 1), *((run.block, run.count) for run in self.runs), (self.head, 1)]
         return sum(block.flops_per_token(seq_length, with_attention=with_attention) * count for block, count in parts)
+
+    def training_flops_per_token(self, seq_length: int) -> float:
+        """FLOPs of both passes for one token: three times the forward pass, without the gradients of frozen weights.
+
+        Of blocks without a backward pass it is the forward pass alone.
+        """
+        total = 0.0
+        for block, count in [(self.embedding, 1), *((run.block, run.count) for run in self.runs), (self.head, 1)]:
+            forward = block.flops_per_token(seq_length)
+            frozen = sum(matmul.flops_per_token for matmul in block.matmuls if not matmul.trains)
+            total += count * (3 * forward - frozen if block.has_backward else forward)
+        return total
