@@ -7,8 +7,9 @@ import numpy as np
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.blocks.kernels import effective_peak
 from paraplan.cost.cost_model import CostModel
+from paraplan.cost.memory.parts import StageMemory
 from paraplan.cost.memory.peak import cached_bytes, host_bytes, peak_bytes, peak_of
-from paraplan.cost.memory.rank import RankMemory, StageMemory
+from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.pipeline.stages import are_unlike, even_stage, fullest_ranks, inner_ranks, running_parameters
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.step import StepTime, step_time

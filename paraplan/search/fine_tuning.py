@@ -49,7 +49,7 @@ class FineTuningWay(Record):
         gpus = "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
         fewest = "one GPU" if self.fewest_gpus == 1 else f"{self.fewest_gpus} GPUs"
         also = f"; it fits {fewest} too" if self.fewest_gpus < self.num_gpus else ""
-        return f"{self.options}: fits {gpus} with {spare} to spare on each, {rate} tokens/s per GPU ({self.plan}){also}"
+        return f"{self.options}: fits {gpus} with {spare} to spare, {rate} tokens/s per GPU ({self.plan}){also}"
 
 
 def _trainings(training: TrainingSpec) -> Iterator[tuple[str, str, TrainingSpec]]:
@@ -65,7 +65,8 @@ def _trainings(training: TrainingSpec) -> Iterator[tuple[str, str, TrainingSpec]
 def fine_tuning_ways(workload: Workload, *, executor: Executor, fixed: Constraints) -> tuple[FineTuningWay, ...]:
     """Return the ways that fit the workload's machines without offload, fastest first.
 
-    None where a part of the model trains already. Each is searched as the workload itself would be, with what is `fixed`.
+    None where a part of the model trains already. Each is searched as the workload itself would be, with what is
+    `fixed`.
     """
     if workload.training.train != "full" or workload.cluster.gpu.vendor == "cpu":
         return ()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.memory.rank import FP32, RankMemory
+from paraplan.cost.memory.parts import FP32
+from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.plan_table import Floats
 
 _CHUNKS = 8.0

@@ -44,6 +44,18 @@ def shard_padding(workload: Workload, table: PlanTable) -> Floats:
     return np.array([known[one] for one in asked])[kind]
 
 
+def gathered_frozen_bytes(workload: Workload, block: Floats, root: Floats, *, num_blocks: int) -> Floats:
+    """Return the frozen weights that ZeRO-3 has gathered while `num_blocks` blocks are in use, as they are stored.
+
+    `block` and `root` are the bytes of the largest block and of what is outside of blocks. There may be fewer.
+    """
+    profile = workload.framework.data_parallel
+    if profile.uses_fsdp:
+        return root + num_blocks * block
+    limit = profile.max_live_elements * workload.training.activation_bytes
+    return np.maximum(2 * np.maximum(block, root), limit)
+
+
 def optimizer_shards(table: PlanTable, costs: BlockCosts, stage: StageBlocks, parameters: Floats) -> Floats:
     """Return by how much ZeRO divides `parameters`: experts only over the ranks that hold the same ones."""
     shards = table.shard_size.astype(float)

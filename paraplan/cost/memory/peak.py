@@ -18,7 +18,8 @@ from dataclasses import fields
 import numpy as np
 
 from paraplan.cost.memory.losses import loss_without_all_logits
-from paraplan.cost.memory.rank import FP32, HALF, RankMemory, StageMemory
+from paraplan.cost.memory.parts import FP32, HALF, StageMemory
+from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.plan_table import Floats, Mask, OffloadCode
 
 _KEPT_LOSS_BYTES = HALF + FP32

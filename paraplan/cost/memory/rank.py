@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -10,28 +10,16 @@ import numpy as np
 from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
-from paraplan.cost.memory.overheads import matmul_workspace_bytes, optimizer_shards, shard_padding
+from paraplan.cost.memory.overheads import (
+    gathered_frozen_bytes,
+    matmul_workspace_bytes,
+    optimizer_shards,
+    shard_padding,
+)
+from paraplan.cost.memory.parts import FP32, HALF, StageMemory
 from paraplan.cost.pipeline.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
 from paraplan.cost.plan_table import Floats, Mask, OffloadCode, PlanTable, RecomputeCode, ScheduleCode
 from paraplan.cost.workload import Workload
-
-FP32, HALF = 4.0, 2.0
-
-
-@dataclass(frozen=True, eq=False)
-class StageMemory:
-    """Bytes that one rank of a stage allocates at its peak, one entry a plan."""
-
-    parameter_bytes: Floats
-    gradient_bytes: Floats
-    optimizer_state_bytes: Floats
-    activation_bytes: Floats
-    workspace_bytes: Floats
-
-    @property
-    def total_bytes(self) -> Floats:
-        """Sum of the parts."""
-        return np.asarray(sum(getattr(self, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +66,8 @@ class RankMemory:
         state_bytes = blocks * states.blocks + embedding * states.embedding + head * states.head
         shards = optimizer_shards(table, costs, stage, blocks + embedding + head)
         chunks = chunk_in_flight(table, stage)
-        frozen_ends = costs.head_frozen_bytes[key] * stage.is_last
-        frozen_ends = frozen_ends + costs.embedding_frozen_bytes[key] * np.where(is_tied, 1.0, stage.is_first)
+        frozen = costs.embedding_frozen_bytes[key] * (is_tied | stage.is_first)
+        frozen_ends = frozen + costs.head_frozen_bytes[key] * stage.is_last
         return cls(
             workload=workload,
             table=table,
@@ -195,15 +183,10 @@ class RankMemory:
         gathers_all = self.is_fsdp & (self.table.zero_stage < 3)
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
         trained = np.where(gathers_all, self.parameters, live) * self.compute_bytes
-        return np.where(is_sharded, trained + self._gathered_frozen_bytes(num_blocks, gathers_all), 0.0)
-
-    def _gathered_frozen_bytes(self, num_blocks: int, gathers_all: Mask) -> Floats:
         block = self.costs.largest_block_frozen_bytes[self.costs.key]
-        units = self.root_frozen_bytes + num_blocks * block
-        if not self.framework.data_parallel.uses_fsdp:
-            limit = self.framework.data_parallel.max_live_elements * self.compute_bytes
-            units = np.maximum(2 * np.maximum(block, self.root_frozen_bytes), limit)
-        return np.where(gathers_all, self.frozen_bytes, np.minimum(units, self.frozen_bytes))
+        some = gathered_frozen_bytes(self.workload, block, self.root_frozen_bytes, num_blocks=num_blocks)
+        frozen = np.where(gathers_all, self.frozen_bytes, np.minimum(some, self.frozen_bytes))
+        return np.where(is_sharded, trained + frozen, 0.0)
 
     def copied_bytes(self, *, in_forward: bool) -> Floats:
         """Return the 16-bit copies of fp32 weights that autocast makes for each pass and its backward pass.
