@@ -212,13 +212,31 @@ def end_of_backward(rank: RankMemory) -> StageMemory:
 def optimizer_step(rank: RankMemory) -> StageMemory:
     """Return the point of the step or just before: activations are gone, and copies of all parameters or one made."""
     is_here = rank.table.offload == OffloadCode.NONE
-    copies = np.where(is_here, rank.step_copies_bytes, 0.0)
+    copies = np.where(is_here, step_copies_bytes(rank), 0.0)
     return rank.candidate(
         parameters=np.zeros(len(rank.table)),
         gradients=rank.gradient_bytes(at_end=True),
         activations=rank.passed_bytes,
         workspace=np.maximum(copies, rank.flat_average_bytes),
     )
+
+
+def step_copies_bytes(rank: RankMemory) -> Floats:
+    """Return what an optimizer step allocates: of all parameters at once, or of one after the other."""
+    flat = rank.flat_step_bytes
+    if rank.framework.storage.optimizer_step == "fused":
+        return flat
+    costs, states = rank.costs, rank.states
+    weight = costs.largest_weight_parameters[costs.key]
+    ends = np.maximum(
+        costs.embedding_parameters[costs.key] * rank.stage.is_first,
+        costs.head_parameters[costs.key] * rank.stage.is_last,
+    )
+    one = states.loop_copies * np.maximum(weight, ends) + states.left_over * weight
+    is_by_tensor = rank.is_fsdp & (not rank.framework.data_parallel.shards_are_flat)
+    loops = is_by_tensor | (rank.framework.storage.optimizer_step == "for_loop") | (states.foreach_copies is None)
+    copies = np.where(loops, one, rank.parameters * (states.foreach_copies or 0.0)) / rank.state_shards
+    return np.asarray(flat + copies * rank.full_bytes)
 
 
 def end_of_input_gradients(rank: RankMemory) -> StageMemory:

@@ -14,6 +14,7 @@ from paraplan.cost.memory.overheads import (
     gathered_frozen_bytes,
     matmul_workspace_bytes,
     optimizer_shards,
+    root_frozen_bytes,
     shard_padding,
 )
 from paraplan.cost.memory.parts import FP32, HALF, StageMemory
@@ -28,7 +29,7 @@ class RankMemory:
 
     `chunks_in_flight` is `[V, N]`, the micro-batches of each virtual chunk whose activations a rank keeps, `in_flight`
     their mean, and `head_in_flight` those of the last chunk, where the head is.
-    `parameters` and `root_parameters` count the stage's that train and those outside of its blocks; `frozen_bytes` and
+    `parameters` and `root_parameters` count the stage's that train and those outside of blocks; `frozen_bytes` and
     `root_frozen_bytes` are the bytes of those that do not. `state_bytes` is the whole
     optimizer state, `state_shards` the ranks over which it is divided, and `padding` how much larger than an even
     share the shards of the first rank are.
@@ -66,8 +67,7 @@ class RankMemory:
         state_bytes = blocks * states.blocks + embedding * states.embedding + head * states.head
         shards = optimizer_shards(table, costs, stage, blocks + embedding + head)
         chunks = chunk_in_flight(table, stage)
-        frozen = costs.embedding_frozen_bytes[key] * (is_tied | stage.is_first)
-        frozen_ends = frozen + costs.head_frozen_bytes[key] * stage.is_last
+        ends = root_frozen_bytes(costs, stage, is_tied)
         return cls(
             workload=workload,
             table=table,
@@ -76,8 +76,8 @@ class RankMemory:
             states=states,
             parameters=np.asarray(blocks + embedding + head),
             root_parameters=np.asarray(embedding + head),
-            frozen_bytes=np.asarray(stage.sum(costs, costs.frozen_bytes) + frozen_ends),
-            root_frozen_bytes=np.asarray(frozen_ends),
+            frozen_bytes=np.asarray(stage.sum(costs, costs.frozen_bytes) + ends),
+            root_frozen_bytes=ends,
             state_bytes=np.asarray(state_bytes + master * (blocks + embedding + head)),
             shards=shards,
             state_shards=np.where(table.zero_stage >= 1, shards, 1.0),
@@ -169,8 +169,8 @@ class RankMemory:
         """Return what ZeRO has gathered while `num_blocks` blocks and the parameters of an `end` alone are in use.
 
         Frozen weights are gathered as they are stored. FSDP's stages 1 and 2 gather all for a step; stage 3 blocks as
-        they are used, and what is left outside of them for a whole pass. Other ZeRO-3 gathers the largest unit and its
-        successor, and lets go of what exceeds a limit.
+        they are used, what is left for a whole pass. Other ZeRO-3 gathers the largest unit and its successor, and lets
+        go of what exceeds a limit.
         """
         root = self.root_parameters - self.embedding_alone - self.head_alone
         units = root + end + num_blocks * self.block_parameters
@@ -183,9 +183,9 @@ class RankMemory:
         gathers_all = self.is_fsdp & (self.table.zero_stage < 3)
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
         trained = np.where(gathers_all, self.parameters, live) * self.compute_bytes
-        block = self.costs.largest_block_frozen_bytes[self.costs.key]
-        some = gathered_frozen_bytes(self.workload, block, self.root_frozen_bytes, num_blocks=num_blocks)
-        frozen = np.where(gathers_all, self.frozen_bytes, np.minimum(some, self.frozen_bytes))
+        block = self.costs.largest_block_frozen_bytes[self.costs.key] * num_blocks
+        some = gathered_frozen_bytes(self.workload, block, self.root_frozen_bytes)
+        frozen = np.minimum(np.where(gathers_all, np.inf, some), self.frozen_bytes)
         return np.where(is_sharded, trained + frozen, 0.0)
 
     def copied_bytes(self, *, in_forward: bool) -> Floats:
@@ -374,24 +374,6 @@ class RankMemory:
         """Flat copies of this rank's share of the gradients that a step makes, unless these are flat already."""
         each = 0.0 if self.accumulates_apart else self.framework.storage.flat_step_bytes
         return np.asarray(self.parameters / self.state_shards * each)
-
-    @cached_property
-    def step_copies_bytes(self) -> Floats:
-        """What an optimizer step allocates: of all parameters at once, or of one after the other."""
-        flat = self.flat_step_bytes
-        if self.framework.storage.optimizer_step == "fused":
-            return flat
-        costs, states = self.costs, self.states
-        weight = costs.largest_weight_parameters[costs.key]
-        ends = np.maximum(
-            costs.embedding_parameters[costs.key] * self.stage.is_first,
-            costs.head_parameters[costs.key] * self.stage.is_last,
-        )
-        one = states.loop_copies * np.maximum(weight, ends) + states.left_over * weight
-        is_by_tensor = self.is_fsdp & (not self.framework.data_parallel.shards_are_flat)
-        loops = is_by_tensor | (self.framework.storage.optimizer_step == "for_loop") | (states.foreach_copies is None)
-        copies = np.where(loops, one, self.parameters * (states.foreach_copies or 0.0)) / self.state_shards
-        return np.asarray(flat + copies * self.full_bytes)
 
     def candidate(
         self, *, parameters: Floats, gradients: Floats, activations: Floats, workspace: Floats
