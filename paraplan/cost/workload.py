@@ -78,11 +78,10 @@ class Workload:
 
     @property
     def keeps_fp32_weights(self) -> bool:
-        """Whether weights are in fp32 under autocast: not where most are frozen in 16 bits."""
-        training = self.training
-        if training.precision == "bf16-pure":
-            return False
-        return not self.model.is_partly_frozen or training.frozen_weights == "fp32"
+        """Whether all weights are in fp32 under autocast: not where some are frozen in fewer bits."""
+        parameters = (parameter for parameter, _ in self.model.all_parameters)
+        is_narrow = any(one.frozen_bytes is not None and one.frozen_bytes < 4 * one.num_elements for one in parameters)
+        return self.training.precision != "bf16-pure" and not is_narrow
 
     @cached_property
     def has_equal_links(self) -> bool:
