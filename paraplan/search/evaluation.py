@@ -18,10 +18,11 @@ from paraplan.cost.pipeline.stages import even_stage, fullest_ranks, running_par
 from paraplan.cost.plan_table import COLUMNS, Floats, Ints, Mask, OffloadCode, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import AXES, ParallelPlan
+from paraplan.progress import is_stopped, say
 from paraplan.search.lower_bound import least_step_s
 from paraplan.search.results import Rejection
 from paraplan.search.space import CHUNK_ROWS, PlanSpace
-from paraplan.units import format_bytes
+from paraplan.units import format_bytes, format_seconds
 
 SLACK = 1.02
 """Kinds up to this factor slower than the last one shown are priced too: prices of all stages may change the order."""
@@ -68,13 +69,17 @@ class Plans:
     @classmethod
     def of(cls, workload: Workload, space: PlanSpace) -> Plans:
         """Read all of a space."""
-        columns, least, degrees = [], [], []
+        columns, degrees = list[Ints](), list[Ints]()
+        least = list[Floats]()
         splits = np.zeros((1, 1), dtype=np.int64)
         for chunk in space.chunks():
+            say(f"counting plans, {sum(len(each) for each in least):,} so far (Ctrl-C: the best of these)")
             columns.append(np.stack([getattr(chunk.table, name) for name in COLUMNS]).astype(np.int32))
             least.append(least_step_s(workload, chunk.table))
             degrees.append(chunk.degrees.astype(np.int32))
             splits = chunk.table.splits  # later chunks have those of the earlier ones too
+            if is_stopped():
+                break
         return cls(
             np.concatenate(columns, axis=1) if columns else np.zeros((len(COLUMNS), 0), np.int32),
             np.concatenate([np.zeros(0), *least]),
@@ -227,6 +232,9 @@ class Survey:
             np.minimum.at(best, kind[rows], priced.peak_bytes if self.smallest_first else priced.seconds)
             waiting = waiting[self._may_matter(waiting, kind, best)]
             size = min(4 * size, _MOST_ROWS)
+            if is_stopped() and np.isfinite(best).any():
+                break
+            say(f"pricing plans, {len(waiting):,} left, {_best_so_far(self.fastest_s)} (Ctrl-C: the best so far)")
 
     def find(self, among: Mask, *, at_most_s: float = np.inf) -> float:
         """Price plans until the fastest of `among` is known, if it takes at most `at_most_s`; return its seconds."""
@@ -236,7 +244,7 @@ class Survey:
         rows = np.concatenate([rows, timed[self.plans.least_s[timed] < min(best, at_most_s)]])
         rows = rows[np.argsort(self.plans.least_s[rows], kind="stable")]
         size = _FIRST_ROWS
-        while len(rows):
+        while len(rows) and not is_stopped():
             batch, rows = rows[:size], rows[size:]
             self._price(batch)
             best = min(best, float(self._seconds[batch].min()))
@@ -316,6 +324,10 @@ class Survey:
         self.found.append(priced)
         self.num_timed += len(priced)
         return priced, rows
+
+
+def _best_so_far(seconds: float) -> str:
+    return f"best {format_seconds(seconds)} a step" if np.isfinite(seconds) else "none fits so far"
 
 
 NOTICEABLE = 0.99
