@@ -15,6 +15,7 @@ from paraplan.plan.training import LossKernel, OptimizerName, TrainingSpec
 
 _ADAPTERS: dict[str, AdapterKind] = {"lora": "lora", "qlora": "lora", "rslora": "lora", "dora": "dora", "ia3": "ia3"}
 _DEFAULT_RANK = 8  # peft's LoraConfig
+_MEGATRON_RANK = 32  # Megatron-Bridge's LoRA, on all linear layers of blocks
 _FORMATS: tuple[tuple[str, WeightFormat], ...] = (
     ("nf4.*(double|torchao)", "nf4:double"),
     ("nf4", "nf4"),
@@ -50,7 +51,12 @@ _MODELLED = (
 
 def is_fine_tuning(run: MeasuredRun) -> bool:
     """Return whether a row says how it was fine-tuned."""
-    return bool(run.method)
+    return bool(_method(run))
+
+
+def _method(run: MeasuredRun) -> str:
+    """Return the method; a table without the column notes LoRA among what is unusual."""
+    return run.method.lower() or ("lora" if re.match(r"lora\b", run.nonstandard_features.lower()) else "")
 
 
 def has_only_modelled_features(run: MeasuredRun) -> bool:
@@ -153,7 +159,7 @@ def _named_targets(training: TrainingSpec, workload: Workload) -> TrainingSpec:
 
 
 def _trainable(run: MeasuredRun) -> Trainable:
-    method = run.method.lower()
+    method = _method(run)
     if method == "full":
         return Trainable()
     if method == "ln_tuning":
@@ -165,7 +171,11 @@ def _trainable(run: MeasuredRun) -> Trainable:
     targets = (ALL_LINEAR,) if "all" in words or not words else tuple(words)
     if "mlp" in targets:
         targets = (*(word for word in targets if word != "mlp"), "gate", "up", "down")
-    return Trainable(adapter=AdapterSpec(kind=kind, rank=run.lora_rank or _DEFAULT_RANK, targets=targets))
+    return Trainable(adapter=AdapterSpec(kind=kind, rank=run.lora_rank or _usual_rank(run), targets=targets))
+
+
+def _usual_rank(run: MeasuredRun) -> int:
+    return _MEGATRON_RANK if "megatron" in run.framework.lower() else _DEFAULT_RANK
 
 
 def _weight_format(text: str) -> WeightFormat | None:

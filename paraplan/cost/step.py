@@ -27,10 +27,9 @@ from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import ModelSpec
 
-BLOCK_KERNELS, ADAPTER_KERNELS = 39, 7
-"""Kernels that the forward pass of transformers' Llama block starts, counted by operation: 16 of its norms, 10 of
-rotations, 5 of the MLP, 4 projections, attention with its layouts 2, 2 sums; and of a LoRA adapter of peft: two casts,
-two products, a factor, a sum and a cast back."""
+ADAPTER_KERNEL_S = 0.0003 / 39
+"""Seconds of the host to start one kernel of an adapter: those of a Llama block of transformers, 39 by operation (16 of
+its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms that it takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,8 +218,8 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # collective takes what one of a byte takes.
     # One process starts the kernels of all its GPUs, by threads that share Python's lock.
     model = workload.model
-    adapters = sum(run.block.num_adapters * run.count for run in model.runs) / max(1, model.num_blocks)
-    host_s = framework.kernels.host_s_per_block * (1 + adapters * ADAPTER_KERNELS / BLOCK_KERNELS) * table.devices
+    adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
+    host_s = (framework.kernels.host_s_per_block + adapters * ADAPTER_KERNEL_S) * table.devices
     floor = (host_s + 2.0 * tp.all_reduce_s(np.ones_like(activation))) * stage.num_blocks
     again = np.maximum(again, floor - forward_sends)
     forward = np.maximum(forward, floor + work.forward_host_s * stage.num_blocks - forward_sends)

@@ -18,6 +18,8 @@ from paraplan.model.spec import BlockRun, BlockSpec, ElementType, Matmul, ModelS
 from paraplan.model.trainable import AdapterSpec, InputCopy, Trainable, targeted_layers
 from paraplan.model.weight_formats import WeightFormat, is_quantized, stored_bytes
 
+_ADAPTER_KERNELS: dict[InputCopy, int] = {"fused": 0, "shared": 4, "activation": 7, "fp32": 6}
+"""Kernels that the forward pass of an adapter starts: two products, a factor and a sum, and the casts between them."""
 _NORM_WORDS = ("norm", "ln_", "_ln", "ln.")
 
 
@@ -169,7 +171,7 @@ def _frozen_block(
         saved=saved if has_backward else (),
         saved_fused=fused if has_backward else (),
         has_backward=has_backward,
-        num_adapters=len(targets) if storage.input_copies != "fused" else 0,
+        adapter_kernels=len(targets) * _ADAPTER_KERNELS[storage.input_copies],
         adapter_traffic_per_token=traffic,
         before_freezing=block,
     )

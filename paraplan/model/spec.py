@@ -133,9 +133,9 @@ class BlockSpec(Record):
     `cross_attention` is a second attention over an encoder's output (decoders of encoder-decoder models).
     `norm_output` is the type of what its norms return under autocast: fp32 where autocast runs the norm's kernel, that
     of the residual stream, or the wider one of this and the weights.
-    `has_backward` is False where nothing in it or before it trains. `num_adapters` counts those beside its layers,
-    `adapter_traffic_per_token` is what they move in a forward pass outside of their products, in bytes, and
-    `before_freezing` the block as it was, None where nothing is frozen: what a pass moves does not depend on that.
+    `has_backward` is False where nothing in it or before it trains. Adapters start `adapter_kernels` kernels in a
+    forward pass and move `adapter_traffic_per_token` bytes outside of their products. `before_freezing` is the block as
+    it was, None where nothing is frozen: what a pass moves does not depend on that.
     """
 
     kind: str
@@ -149,7 +149,7 @@ class BlockSpec(Record):
     norm_output: NormOutput = "promoted"
     is_traced: bool = False
     has_backward: bool = True
-    num_adapters: int = 0
+    adapter_kernels: int = 0
     adapter_traffic_per_token: float = 0.0
     before_freezing: BlockSpec | None = None
 
