@@ -60,9 +60,11 @@ def _method(run: MeasuredRun) -> str:
 
 
 def has_only_modelled_features(run: MeasuredRun) -> bool:
-    """Return whether all that a fine-tuning row notes as unusual is taken in."""
+    """Return whether a row says how it was fine-tuned, and all that it notes as unusual is taken in."""
     parts = re.sub(r"\(.*?\)", "", run.nonstandard_features.lower()).split(";")
-    return all(any(re.fullmatch(known, part.strip()) for known in _MODELLED) for part in parts if part.strip())
+    return bool(run.method) and all(
+        any(re.fullmatch(known, part.strip()) for known in _MODELLED) for part in parts if part.strip()
+    )
 
 
 def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[str, Any]:
