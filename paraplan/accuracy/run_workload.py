@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from paraplan.accuracy.fine_tuning import fine_tuning_fields, is_fine_tuning, with_fine_tuning
@@ -86,7 +86,12 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         framework=framework,
         constants=constants,
     )
-    return with_fine_tuning(run, plain) if is_fine_tuning(run) else plain.trained_as(training)
+    if is_fine_tuning(run):
+        return with_fine_tuning(run, plain)
+    made = plain.trained_as(training)
+    # AdamW of a published run is what its framework took then.
+    step = framework.storage.optimizer_step if training.optimizer == "adamw" else made.framework.storage.optimizer_step
+    return replace(made, framework=made.framework.changed(storage={"optimizer_step": step}))
 
 
 def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> FrameworkProfile:

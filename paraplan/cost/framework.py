@@ -33,6 +33,7 @@ _PURE_STORAGE: dict[str, Any] = {
 }
 """Everything in bf16: torch's optimizers keep states in the type of the parameters."""
 _STEPS = {
+    "adamw": "fused",
     "adamw_foreach": "foreach",
     "adamw_8bit": "fused",
     "adamw_4bit": "for_loop",
@@ -41,7 +42,7 @@ _STEPS = {
     "lion": "fused",
     "lion_8bit": "fused",
 }
-"""How optimizers with one way only go over parameters: bitsandbytes has one kernel for each tensor."""
+"""How optimizers go over parameters: bitsandbytes has one kernel for each tensor."""
 
 
 class _Group(Record):
@@ -250,10 +251,13 @@ class FrameworkProfile(Record):
         """Return the profile with some values of groups replaced: `changed(storage={"gradient_bytes": 4})`."""
         return self.replace(**{name: getattr(self, name).replace(**values) for name, values in groups.items()})
 
-    def for_training(self, training: TrainingSpec) -> FrameworkProfile:
-        """Return the profile of a training: without fp32 copies in pure bf16, with the step of its optimizer."""
+    def for_training(self, training: TrainingSpec, *, on_gpu: bool = True) -> FrameworkProfile:
+        """Return the profile of a training: without fp32 copies in pure bf16, with the step of its optimizer.
+
+        AdamW is torch's fused one on a GPU, as transformers' Trainer and torchtitan take it.
+        """
         storage: dict[str, Any] = {}
-        if training.optimizer in _STEPS:
+        if training.optimizer in _STEPS and (on_gpu or training.optimizer != "adamw"):
             storage["optimizer_step"] = _STEPS[training.optimizer]
         if training.precision == "bf16-pure":
             storage |= _PURE_STORAGE

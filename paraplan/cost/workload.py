@@ -61,7 +61,7 @@ class Workload:
         Raises `PlanError` for adapters that the model has no layers for.
         """
         model, framework = self.whole_model or self.model, self.plain_framework or self.framework
-        profile = framework.for_training(training)
+        profile = framework.for_training(training, on_gpu=self.cluster.gpu.vendor != "cpu")
         storage = FrozenStorage(
             weights=training.frozen_weights,
             others_in_fp32=training.upcasts_frozen,
