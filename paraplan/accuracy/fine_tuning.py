@@ -80,12 +80,25 @@ def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[st
         fields |= {"precision": "bf16-pure"} if is_pure and run.precision == "bf16" else {}
     else:
         fields["base_weights"] = _weight_format(run.base_weight_dtype)
-        # FSDP brings all that it flattens to one type again.
-        fields["upcasts_frozen"] = "prepare_model_for_kbit_training" in features and not run.zero_stage
+        fields["upcasts_frozen"] = _upcasts(run)
     kernels = f"{run.kernels} {features}".lower()
     fields["loss"] = next((loss for words, loss in _LOSSES if words in kernels), "plain")
     fields["optimizer"] = fine_tuning_optimizer(run.optimizer.lower())
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _upcasts(run: MeasuredRun) -> bool:
+    """Return whether frozen weights that are not quantized are in fp32.
+
+    TRL's SFTTrainer and peft's examples call `prepare_model_for_kbit_training` for models that bitsandbytes quantized;
+    unsloth and its kernels do not need it, and FSDP brings all that it flattens to one type again.
+    """
+    if "prepare_model_for_kbit_training" in run.nonstandard_features.lower():
+        return not run.zero_stage
+    words = f"{run.kernels} {run.nonstandard_features} {run.framework}".lower()
+    is_of_bitsandbytes = re.search("nf4|fp4|int8", run.base_weight_dtype.lower()) is not None
+    is_plain = re.search(r"\b(hf|trl|peft|axolotl)\b", words) is not None
+    return is_of_bitsandbytes and is_plain and not run.zero_stage and not any(name in words for name in _FUSED_KERNELS)
 
 
 def fine_tuning_optimizer(words: str) -> OptimizerName:

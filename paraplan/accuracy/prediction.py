@@ -108,7 +108,8 @@ def _reading(metric: str) -> MemoryReading:
     words = metric.lower()
     if "nvidia-smi" in words or "nvml" in words:
         return "not stated" if "unknown" in words else "nvidia-smi"
-    if not words or "unknown" in words:
+    is_named = any(known in words for known in ("allocated", "active", "reserved"))
+    if not words or "unknown" in words or (not is_named and ("not stated" in words or "as printed" in words)):
         return "not stated"
     return "max_reserved" if "reserved" in words else "max_allocated"
 
