@@ -20,6 +20,7 @@ from paraplan.api.workloads import (
     training_of,
     weight_format,
 )
+from paraplan.cli import completion
 from paraplan.cli.options import (
     HARDWARE_PANEL,
     MOST_RANKS,
@@ -62,6 +63,7 @@ class HardwareOptions:
             "--gpu",
             metavar="NAME",
             help="The kind of GPU, with --num-gpus, in place of a profile: rtx-3090.",
+            autocompletion=completion.gpus,
             rich_help_panel=HARDWARE_PANEL,
         ),
     ] = None
@@ -85,6 +87,7 @@ class HardwareOptions:
             "--network",
             metavar="NAME",
             help="The network between machines: 10g, or a name of paraplan profiles list.",
+            autocompletion=completion.networks,
             rich_help_panel=HARDWARE_PANEL,
         ),
     ] = None
@@ -156,7 +159,7 @@ class TrainingChoices:
             "--seq-len",
             metavar="N",
             parser=length,
-            help="Tokens of a sequence, also as 8k; by default the model's longest.",
+            help="Tokens of a sequence, also as 8k; by default the model's longest, at most 4096.",
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
@@ -231,6 +234,12 @@ class TrainingChoices:
             "base_weights": self.base_weights,
             "loss": self.loss,
         }
+
+    def say_length(self, model: ModelSpec, length: int) -> None:
+        """Say which length is assumed, where the model takes longer sequences and none was given."""
+        if self.seq_len is None and length < (model.max_seq_length or 0):
+            assumed = f"sequences of {length} tokens are assumed, of {model.max_seq_length} that the model takes"
+            typer.echo(f"note: {assumed}: --seq-len says otherwise", err=True)
 
     def or_of(self, file: PlanFile, model: ModelSpec, path: Path, given: frozenset[str]) -> TrainingSpec:
         """Return the training of the plan file at `path`, with the options that are `given` in place of its fields.

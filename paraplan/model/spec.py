@@ -152,6 +152,8 @@ class BlockSpec(Record):
     adapter_kernels: int = 0
     adapter_traffic_per_token: float = 0.0
     before_freezing: BlockSpec | None = None
+    loops_over_tokens: bool = False
+    """Of a traced block whose code does so, as references of scan kernels do: what all tokens do counts as one."""
 
     @property
     def num_parameters(self) -> int:

@@ -1,8 +1,7 @@
 """Any `nn.Module` as a `ModelSpec`: built and run once without values, its matmuls and saved tensors written down.
 
 The module stands on torch's meta device, where every operation computes shapes and autograd records what it would
-keep. Dropout and scaled dot-product attention are sent to the operators that a GPU runs, because the CPU's own keep
-other tensors. The only module of this package that imports torch.
+keep. Only the modules of this package that are called `trace...` import torch.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch.utils.flop_counter import flop_registry
 
 from paraplan.errors import ModelError
 from paraplan.model.factory import call_user_code, load_factory
-from paraplan.model.measured import Measured, Product, products_of, saved_of
+from paraplan.model.measured import Measured, Product, loops_over_tokens, products_of, saved_of
 from paraplan.model.spec import Attention, BlockRun, BlockSpec, Matmul, ModelSpec, Parameter, SavedTensor
-from paraplan.model.trace_as_on_gpu import AsOnGpu, AsUnderAutocast
+from paraplan.model.trace_on_gpu import AsOnGpu, AsUnderAutocast
+from paraplan.model.trace_repeats import skipped_repeats
 from paraplan.model.trace_torch_private import (
     EFFICIENT_ATTENTION,
     FLASH_ATTENTION,
@@ -157,7 +158,8 @@ def _measure(
     recorder = _Recorder(module)
     is_mixed = len({parameter.dtype for parameter in module.parameters()}) > 1
     autocast = AsUnderAutocast(torch.bfloat16) if is_mixed else nullcontext()
-    with torch.device("meta"), recorder.watching(module, blocks), autocast, AsOnGpu(), recorder:
+    repeats = skipped_repeats(module, blocks, recorder)
+    with torch.device("meta"), recorder.watching(module, blocks), repeats, autocast, AsOnGpu(), recorder:
         call_user_code(source, "the model was run without values", run)
     return recorder.measured
 
@@ -172,22 +174,6 @@ def _example_inputs(
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def library_inputs(module: Any, config: Any) -> Callable[[int, int], Any] | None:
-    """Return what makes the inputs of a transformers model (`example_inputs`), None where token ids alone will do."""
-    if module.main_input_name == "pixel_values":
-        sizes = config.image_size
-        height, width = sizes if isinstance(sizes, list | tuple) else (sizes, sizes)
-        return lambda batch, _: torch.zeros(batch, config.num_channels, height, width, dtype=torch.bfloat16)
-    if config.is_encoder_decoder:
-
-        def ids(batch: int, length: int) -> dict[str, Any]:
-            tokens = torch.zeros(batch, length, dtype=torch.long)
-            return {"input_ids": tokens, "decoder_input_ids": tokens}
-
-        return ids
-    return None
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -223,6 +209,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             size = tensor.element_size()
             self.measured.saved_elements[self._scope][size] += tensor.untyped_storage().nbytes() // size
         return tensor
+
+    def same_as(self, scope: str, earlier: str) -> None:
+        """Write down for one block what another one did."""
+        measured = self.measured
+        measured.products[scope] = list(measured.products[earlier])
+        measured.saved_elements[scope] = measured.saved_elements[earlier].copy()
 
     @contextmanager
     def watching(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -277,6 +269,9 @@ def _product(packet: Any, args: Any, flops: int) -> Product:
         left, right = shapes[-2:]
         batch = left[0] if len(left) == 3 else 1
         return Product(flops, dims=(batch, left[-2], left[-1], right[-1]))
+    if packet is aten.convolution and not args[6]:  # as a product of patches and filters, a group of channels at a time
+        groups, (channels, k) = int(args[8]), (shapes[1][0], prod(shapes[1][1:]))
+        return Product(flops, dims=(groups, round(flops / (2 * channels * k)), k, channels // groups))
     causal_argument = _causal_arguments().get(packet)
     if causal_argument is not None:
         query, key, value = shapes[:3]
@@ -308,6 +303,7 @@ def _assemble(
             scopes[scope],
             products_of(scope, whole, half, micro_batch_size=micro_batch_size, seq_length=seq_length),
             saved_of(scope, whole, half, micro_batch_size=micro_batch_size, seq_length=seq_length),
+            loops_over_tokens=half is not None and loops_over_tokens(scope, whole, half),
         )
         for scope in (_EMBEDDING, *blocks, _HEAD)
     }
@@ -353,7 +349,12 @@ def _parameters_by_scope(
 
 
 def _block(
-    kind: str, parameters: list[Parameter], products: tuple[list[Matmul], list[Attention]], saved: list[SavedTensor]
+    kind: str,
+    parameters: list[Parameter],
+    products: tuple[list[Matmul], list[Attention]],
+    saved: list[SavedTensor],
+    *,
+    loops_over_tokens: bool,
 ) -> BlockSpec:
     matmuls, attentions = products
     return BlockSpec(
@@ -366,4 +367,5 @@ def _block(
         saved_fused=tuple(saved),
         tp_limit=1,
         is_traced=True,
+        loops_over_tokens=loops_over_tokens,
     )

@@ -1,4 +1,4 @@
-"""Operators as a GPU runs them, for modules that are run without values or on a CPU."""
+"""Operators as a GPU runs them, in a run without values: the CPU's own dropout and attention keep other tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.model.trace_torch_private import EFFICIENT_ATTENTION, FLASH_ATTENTION
 
+_QUESTIONS: dict[Any, bool] = {Tensor.__bool__: True, Tensor.item: True, Tensor.__contains__: False}
 CHECKS = {Tensor.all: True, torch.all: True, Tensor.any: False, torch.any: False}
 
 
@@ -18,7 +19,7 @@ class AsOnGpu(TorchFunctionMode):
     """Sends dropout and attention to the operators that torch picks on a GPU, and answers checks of values.
 
     A model that asks whether all values of a mask are set, or any are, gets the answer of a plain batch without
-    padding: all are, none is.
+    padding: all are, none is; whether something holds: it does; whether a layer is dropped: none is.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -29,6 +30,10 @@ class AsOnGpu(TorchFunctionMode):
             return _dropout_on_gpu(*args, **kwargs)
         if func in CHECKS and len(args) == 1 and not kwargs and args[0].is_meta:
             return torch.tensor(CHECKS[func], device="cpu")
+        if func in _QUESTIONS and args[0].is_meta and (func is not Tensor.item or args[0].dtype is torch.bool):
+            return _QUESTIONS[func]
+        if func is torch.rand and args in (([],), ((),)):  # whether a layer is dropped in this step: none is
+            return torch.ones((), device="cpu")
         return func(*args, **kwargs)
 
 
