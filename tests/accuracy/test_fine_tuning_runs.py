@@ -48,7 +48,7 @@ def peak_gib(measured: MeasuredRun) -> float:
     [
         ({"method": "full", "base_weight_dtype": "bf16", "nonstandard_features": "pure bf16"}, 67.46),
         ({"method": "lora", "base_weight_dtype": "bf16", "nonstandard_features": "LoRA"}, 36.08),
-        ({"method": "qlora", "base_weight_dtype": "nf4", "nonstandard_features": "LoRA; nf4 base"}, 26.46),
+        ({"method": "qlora", "base_weight_dtype": "nf4", "kernels": "FOAK; Liger"}, 20.27),
         (
             {
                 "method": "qlora",
