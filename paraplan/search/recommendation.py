@@ -235,7 +235,7 @@ def planned_estimate(result: SearchResult) -> PlannedEstimate:
 
 def plan_file(answer: Recommendation) -> PlanFile:
     """Return the plan file of the recommended plan."""
-    model = answer.workload.model
+    model = answer.workload.whole_model or answer.workload.model
     return PlanFile(
         plan=answer.result.best.plan,
         model=ModelReference(

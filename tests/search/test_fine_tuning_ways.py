@@ -54,6 +54,10 @@ def test_lora_is_searched_over_replicas_shards_and_pipelines(workload: MakeWorkl
     result = search(made.trained_as(made.training.replace(train="lora:r=16")))
     found = {(one.plan.pp > 1, one.plan.zero_stage) for one in result.candidates if one.fits}
     assert {(True, 0), (False, 3)} <= found
+    # One count of FLOPs, without products for frozen weights, is behind all figures.
+    best = result.best.step
+    for one in result.candidates:
+        assert one.mfu / one.tokens_per_s_per_gpu == pytest.approx(best.mfu / best.tokens_per_s_per_gpu)
 
 
 def test_no_quantized_plan_splits_tensors(workload: MakeWorkload) -> None:
