@@ -91,13 +91,14 @@ def _upcasts(run: MeasuredRun) -> bool:
     """Return whether frozen weights that are not quantized are in fp32.
 
     TRL's SFTTrainer and peft's examples call `prepare_model_for_kbit_training` for models that bitsandbytes quantized;
-    unsloth and its kernels do not need it, and FSDP brings all that it flattens to one type again.
+    unsloth and its kernels do not need it, axolotl casts all back to 16 bits for FlashAttention, and FSDP brings all
+    that it flattens to one type again.
     """
     if "prepare_model_for_kbit_training" in run.nonstandard_features.lower():
         return not run.zero_stage
     words = f"{run.kernels} {run.nonstandard_features} {run.framework}".lower()
     is_of_bitsandbytes = re.search("nf4|fp4|int8", run.base_weight_dtype.lower()) is not None
-    is_plain = re.search(r"\b(hf|trl|peft|axolotl)\b", words) is not None
+    is_plain = re.search(r"\b(hf|trl|peft)\b", words) is not None and "axolotl" not in words
     return is_of_bitsandbytes and is_plain and not run.zero_stage and not any(name in words for name in _FUSED_KERNELS)
 
 

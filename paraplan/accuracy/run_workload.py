@@ -28,6 +28,8 @@ from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecisi
 from paraplan.units import KIB
 
 DEFAULT_VOCABULARY = 50304
+UNKNOWN_GPUS, UNSTATED_GPU = ("unstated", "not stated", "unknown"), "A100-80GB"
+"""The GPU of rows that measured memory and do not say on which."""
 COMPILED_LOSS_BYTES = 10.0
 """Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
 (core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors."""
@@ -56,8 +58,10 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
     `described_cluster` assumes. Where the precision is blank, GPUs without bf16 train in fp16.
     Raises `ParaplanError` for a GPU that no profile describes and for shapes that do not divide.
     """
+    # Memory alone hardly depends on the GPU.
+    is_unstated = run.gpu.lower() in UNKNOWN_GPUS and run.measured_step_time_s is None
     machines = DescribedMachines(
-        gpu=run.gpu,
+        gpu=UNSTATED_GPU if is_unstated else run.gpu,
         num_gpus=run.num_gpus,
         gpus_per_node=run.gpus_per_node,
         link=run.intra_node_link,

@@ -7,7 +7,7 @@ from paraplan.accuracy.fine_tuning import fine_tuning_optimizer, has_only_modell
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import is_standard, predict_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
-from paraplan.errors import PlanError
+from paraplan.errors import ParaplanError, PlanError
 from paraplan.units import GIB
 
 DATA = BundledData()
@@ -90,3 +90,10 @@ def test_targets_of_tables_are_those_that_the_model_has() -> None:
     assert "q|k|v" in fused.training.train
     every = workload_of_run(run(method="lora", lora_targets="all linear", activation="swiglu"), DATA)
     assert every.training.train == "lora:r=8"
+
+
+def test_memory_is_predicted_without_a_gpu_and_time_is_not() -> None:
+    said = run(**MISTRAL | {"gpu": "unstated", "method": "lora", "nonstandard_features": "LoRA"})
+    assert peak_gib(said) == peak_gib(said.replace(gpu="A100-80GB"))
+    with pytest.raises(ParaplanError, match="unstated"):
+        workload_of_run(said.replace(measured_step_time_s=1.0), DATA)
