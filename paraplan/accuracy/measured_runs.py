@@ -103,6 +103,17 @@ class MeasuredRun(Record):
     """The loss was compiled (Megatron-LM's --cross-entropy-loss-fusion)."""
     head: str = ""
     """"classifier" for a model without an LM head."""
+    method: str = ""
+    """How it was fine-tuned: full, lora, qlora, dora, ia3. Blank: all parameters train, as they do in pretraining."""
+    lora_rank: int | None = None
+    lora_targets: str = ""
+    """Layers with adapters: "q v", "all linear", "q k v o + MLP"."""
+    base_weight_dtype: str = ""
+    """How frozen weights are stored: bf16, nf4, nf4 double quant, int8, fp32."""
+    kernels: str = ""
+    """Fused kernels: unsloth, FOAK, Liger, chunked or cut cross-entropy."""
+    offload: str = ""
+    """What lies in the host's memory."""
     notes: str = ""
     """For people; nothing is read from them."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from paraplan.accuracy.fine_tuning import has_only_modelled_features, is_fine_tuning
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import TrainingPrecision
+from paraplan.plan.training import ComputePrecision
 from paraplan.records import Record
 from paraplan.units import GIB
 
@@ -107,7 +108,8 @@ def _reading(metric: str) -> MemoryReading:
     words = metric.lower()
     if "nvidia-smi" in words or "nvml" in words:
         return "not stated" if "unknown" in words else "nvidia-smi"
-    if not words or "unknown" in words:
+    is_named = any(known in words for known in ("allocated", "active", "reserved"))
+    if not words or "unknown" in words or (not is_named and ("not stated" in words or "as printed" in words)):
         return "not stated"
     return "max_reserved" if "reserved" in words else "max_allocated"
 
@@ -136,5 +138,6 @@ def is_standard(run: MeasuredRun) -> bool:
 
     A table that does not grade its rows is taken at its word.
     """
-    complete = run.quality in ("A", "B", "") and not run.nonstandard_features
-    return complete and run.precision in (*get_args(TrainingPrecision), "") and run.fit_status != "oom"
+    is_modelled = is_fine_tuning(run) and has_only_modelled_features(run) and run.offload.lower() in ("", "none")
+    complete = run.quality in ("A", "B", "") and (is_modelled or not run.nonstandard_features)
+    return complete and run.precision in (*get_args(ComputePrecision), "") and run.fit_status != "oom"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
+from paraplan.accuracy.fine_tuning import fine_tuning_fields, is_fine_tuning, with_fine_tuning
 from paraplan.accuracy.machines import DescribedMachines, described_cluster
 from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
 from paraplan.cost.constants import CostConstants
@@ -27,6 +28,8 @@ from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecisi
 from paraplan.units import KIB
 
 DEFAULT_VOCABULARY = 50304
+UNKNOWN_GPUS, UNSTATED_GPU = ("unstated", "not stated", "unknown"), "A100-80GB"
+"""The GPU of rows that measured memory and do not say on which."""
 COMPILED_LOSS_BYTES = 10.0
 """Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
 (core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors."""
@@ -55,8 +58,10 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
     `described_cluster` assumes. Where the precision is blank, GPUs without bf16 train in fp16.
     Raises `ParaplanError` for a GPU that no profile describes and for shapes that do not divide.
     """
+    # Memory alone hardly depends on the GPU.
+    is_unstated = run.gpu.lower() in UNKNOWN_GPUS and run.measured_step_time_s is None
     machines = DescribedMachines(
-        gpu=run.gpu,
+        gpu=UNSTATED_GPU if is_unstated else run.gpu,
         num_gpus=run.num_gpus,
         gpus_per_node=run.gpus_per_node,
         link=run.intra_node_link,
@@ -73,9 +78,11 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
     if run.deterministic:
         constants = constants.replace(cublas_workspace_bytes=DETERMINISTIC_WORKSPACE_BYTES)
     training = training_of_run(run, framework)
+    if is_fine_tuning(run):
+        training = training.replace(**fine_tuning_fields(run, framework))
     if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
         training = training.replace(precision="fp16")
-    return Workload(
+    plain = Workload(
         model=model,
         training=training,
         cluster=cluster,
@@ -83,6 +90,12 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         framework=framework,
         constants=constants,
     )
+    if is_fine_tuning(run):
+        return with_fine_tuning(run, plain)
+    made = plain.trained_as(training)
+    # AdamW of a published run is what its framework took then.
+    step = framework.storage.optimizer_step if training.optimizer == "adamw" else made.framework.storage.optimizer_step
+    return replace(made, framework=made.framework.changed(storage={"optimizer_step": step}))
 
 
 def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> FrameworkProfile:
@@ -201,9 +214,10 @@ def _splits_sequences(run: MeasuredRun, framework: FrameworkProfile) -> bool:
 def _named_model(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[str, Fields]) -> ModelSpec | None:
     """Return the known model that a run names, None for a run that gives its shapes."""
     blank = [name for name in SHAPES if getattr(run, name) is None]
-    if not blank:
-        return None
     fields = named_config(known, run.model_name, num_layers=run.layers)
+    has_experts = is_fine_tuning(run) and fields is not None and "num_local_experts" in fields
+    if not blank and not has_experts:
+        return None
     if fields is None:
         raise PlanError(f"{', '.join(blank)} not given", hint="a model_name that is bundled says them too")
     vocabulary = padded_vocabulary(run, framework, run.vocab or int(fields["vocab_size"]))

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from paraplan.cost.framework import OWN_RUNTIME as OWN_RUNTIME
 from paraplan.cost.workload import Workload as Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.cluster import Cluster as Cluster
 from paraplan.model.spec import ModelSpec
+from paraplan.model.trainable import parse_trainable
+from paraplan.model.weight_formats import weight_format as weight_format
+from paraplan.plan.training import OptimizerName
 from paraplan.plan.training import TrainingSpec as TrainingSpec
+from paraplan.plan.training import optimizer_name as optimizer_name
+
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
+"""Optimizers that are priced; `optimizer_name` knows more names of them."""
+
+
+def trainable_words(text: str) -> str:
+    """Return the words of `--train` in their usual form. Raises `PlanError` for others, with what would do."""
+    return parse_trainable(text).text
 
 
 def framework_names() -> list[str]:

@@ -10,7 +10,16 @@ import typer
 
 from paraplan.api.machines import load_cluster, load_cluster_for
 from paraplan.api.plans import AXES, make_plan, micro_batches
-from paraplan.api.workloads import Cluster, TrainingSpec, Workload, training_of
+from paraplan.api.workloads import (
+    OPTIMIZERS,
+    Cluster,
+    TrainingSpec,
+    Workload,
+    optimizer_name,
+    trainable_words,
+    training_of,
+    weight_format,
+)
 from paraplan.cli import completion
 from paraplan.cli.options import (
     HARDWARE_PANEL,
@@ -22,9 +31,9 @@ from paraplan.cli.options import (
     CalibrationOption,
     GpusPerNodeOption,
     LinkName,
+    LossName,
     NodesOption,
     OffloadName,
-    OptimizerChoice,
     PrecisionName,
     ProfileOption,
     RecomputeName,
@@ -157,13 +166,51 @@ class TrainingChoices:
     precision: Annotated[
         PrecisionName,
         typer.Option(
-            "--precision", help="bf16 and fp16 are mixed: fp32 master weights.", rich_help_panel=TRAINING_PANEL
+            "--precision",
+            help="bf16 and fp16 are mixed: fp32 master weights. bf16-pure has everything in bf16.",
+            rich_help_panel=TRAINING_PANEL,
         ),
     ] = PrecisionName.bf16
     optimizer: Annotated[
-        OptimizerChoice,
-        typer.Option("--optimizer", help="Decides the optimizer state.", rich_help_panel=TRAINING_PANEL),
-    ] = OptimizerChoice.adamw
+        str,
+        typer.Option(
+            "--optimizer",
+            metavar="NAME",
+            parser=optimizer_name,
+            autocompletion=lambda incomplete: [one for one in OPTIMIZERS if one.startswith(incomplete)],
+            help=f"Decides the optimizer state: {', '.join(OPTIMIZERS)}, or a name of transformers' --optim.",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = "adamw"
+    train: Annotated[
+        str,
+        typer.Option(
+            "--train",
+            metavar="WHAT",
+            parser=trainable_words,
+            help="What trains: full, lora:r=16,targets=q|v, dora, rslora, ia3, head, embeddings, norms, layers:last4, "
+            "joined by +.",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = "full"
+    base_weights: Annotated[
+        str | None,
+        typer.Option(
+            "--base-weights",
+            metavar="FORMAT",
+            parser=weight_format,
+            help="How frozen linear layers are stored: bf16, fp32, int8, nf4, nf4:double, fp4, mxfp4.",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = None
+    loss: Annotated[
+        LossName,
+        typer.Option(
+            "--loss",
+            help="Cross-entropy on all logits, in chunks, fused with the head (Liger), or without logits (cut).",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = LossName.plain
     attention: Annotated[
         AttentionName,
         typer.Option(
@@ -183,6 +230,9 @@ class TrainingChoices:
             "optimizer": self.optimizer,
             "attention": self.attention,
             "compiled": self.compiled,
+            "train": self.train,
+            "base_weights": self.base_weights,
+            "loss": self.loss,
         }
 
     def say_length(self, model: ModelSpec, length: int) -> None:

@@ -19,7 +19,17 @@ from paraplan.errors import UsageError, near_names
 app = typer.Typer(add_completion=False)
 
 TOPICS = (
-    *("decision-tree", "plans-and-ranks", "training", "runtime", "memory", "cost-model", "recommendations", "reports"),
+    *(
+        "decision-tree",
+        "plans-and-ranks",
+        "fine-tuning",
+        "training",
+        "runtime",
+        "memory",
+        "cost-model",
+        "recommendations",
+        "reports",
+    ),
     *("launch", "faq", "glossary"),
     *("moving-from-torchrun", "moving-from-accelerate", "moving-from-deepspeed", "moving-from-megatron-lm"),
     *("export", "ci", "calibrate", "validate"),

@@ -18,19 +18,18 @@ class PrecisionName(StrEnum):
     """Values of --precision."""
 
     bf16 = "bf16"
+    bf16_pure = "bf16-pure"
     fp16 = "fp16"
     fp32 = "fp32"
 
 
-class OptimizerChoice(StrEnum):
-    """Values of --optimizer."""
+class LossName(StrEnum):
+    """Values of --loss."""
 
-    adamw = "adamw"
-    adamw_8bit = "adamw_8bit"
-    adafactor = "adafactor"
-    muon = "muon"
-    sgd_momentum = "sgd_momentum"
-    sgd = "sgd"
+    plain = "plain"
+    chunked = "chunked"
+    liger = "liger"
+    cut = "cut"
 
 
 class AttentionName(StrEnum):

@@ -108,7 +108,9 @@ def largest_layer(workload: Workload) -> LargestLayer:
         if workload.is_mixed_precision
         else 8.0
     )
-    state_bytes = round(block.num_parameters * (weights + state))
+    trained = sum(one.num_elements for one in block.parameters if one.trains)
+    frozen = sum(one.frozen_bytes or 0.0 for one in block.parameters)
+    state_bytes = round(trained * (weights + state) + frozen)
     return LargestLayer(
         name=name,
         num_parameters=block.num_parameters,

@@ -7,8 +7,9 @@ import numpy as np
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.blocks.kernels import effective_peak
 from paraplan.cost.cost_model import CostModel
+from paraplan.cost.memory.parts import StageMemory
 from paraplan.cost.memory.peak import cached_bytes, host_bytes, peak_bytes, peak_of
-from paraplan.cost.memory.rank import RankMemory, StageMemory
+from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.pipeline.stages import are_unlike, even_stage, fullest_ranks, inner_ranks, running_parameters
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable
 from paraplan.cost.step import StepTime, step_time
@@ -40,8 +41,8 @@ class MemoryEstimate(MemoryParts, _OfStage):
 class StepEstimate(Record):
     """Seconds of one optimizer step; the exposed parts sum to `step_time_s`. `*_wire_s` also counts what is hidden.
 
-    `model_flops_per_s_per_gpu` counts three times the forward FLOPs, recomputation not (Narayanan et al. 2021, eq. 3,
-    and PaLM, Chowdhery et al. 2022, appendix B).
+    `model_flops_per_s_per_gpu` counts three times the forward FLOPs, of frozen layers twice, and recomputation not
+    (Narayanan et al. 2021, eq. 3, and PaLM, Chowdhery et al. 2022, appendix B).
     """
 
     step_time_s: float
@@ -146,7 +147,9 @@ def why_unsuitable(workload: Workload, plan: ParallelPlan) -> Incompatibility | 
 def assumed_speeds(workload: Workload) -> tuple[str, ...]:
     """Return in a sentence what nobody measured of the GPU's speed; none where all of it was."""
     gpu, training = workload.cluster.gpu, workload.training
-    if gpu.vendor == "cpu" or (gpu.calibration is not None and gpu.calibration.fit(training.precision) is not None):
+    if gpu.vendor == "cpu" or (
+        gpu.calibration is not None and gpu.calibration.fit(training.compute_precision) is not None
+    ):
         return ()
     parts = []
     if gpu.reached_matmul_flops_per_s is None and training.precision != "fp32":
@@ -233,7 +236,7 @@ def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime) -> Step
     training, model = workload.training, workload.model
     step_time_s = float(time.step_time_s[0])
     tokens_per_s = training.tokens_per_step / step_time_s / (plan.world_size * plan.devices_per_process)
-    flops_per_s = 3 * model.flops_per_token(training.seq_length) * tokens_per_s
+    flops_per_s = model.training_flops_per_token(training.seq_length) * tokens_per_s
     return StepEstimate(
         step_time_s=step_time_s,
         compute_s=float(time.compute_s[0]),

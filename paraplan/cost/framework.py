@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from paraplan.model.trainable import InputCopy
 from paraplan.plan.parallel import ScheduleName
-from paraplan.plan.training import AttentionKind
+from paraplan.plan.training import AttentionKind, TrainingSpec
 from paraplan.records import Record, Source
 
 OWN_RUNTIME = "paraplan"
@@ -16,6 +17,32 @@ OWN_RUNTIME = "paraplan"
 FUSED_TRAFFIC = 1.6
 """Bytes that a forward pass of fused kernels moves outside of matmuls for each byte that it saves for the backward
 pass, counted by operation: a GPT block moves 54 bytes and saves 34 for each hidden feature."""
+
+
+_HALF = 2.0
+_PURE_STORAGE: dict[str, Any] = {
+    "weight_bytes": _HALF,
+    "gradient_bytes": _HALF,
+    "master_bytes": 0.0,
+    "optimizer_state_bytes": _HALF,
+    "step_gradient_bytes": _HALF,
+    "autocast_copy_bytes": 0.0,
+    "is_autocast": False,
+    "accumulates_separately": False,
+    "keeps_dummy_gradients": False,
+}
+"""Everything in bf16: torch's optimizers keep states in the type of the parameters."""
+_STEPS = {
+    "adamw": "fused",
+    "adamw_foreach": "foreach",
+    "adamw_8bit": "fused",
+    "adamw_4bit": "for_loop",
+    "paged_adamw": "fused",
+    "paged_adamw_8bit": "fused",
+    "lion": "fused",
+    "lion_8bit": "fused",
+}
+"""How optimizers go over parameters: bitsandbytes has one kernel for each tensor."""
 
 
 class _Group(Record):
@@ -55,6 +82,8 @@ class StorageProfile(_Group):
     """Copies of the gradient of a rank's own share that an optimizer step makes, all at once."""
     matmul_workspaces: Literal["none", "torch", "transformer_engine"] = "torch"
     """Whose cuBLAS workspaces matmuls hold."""
+    step_gradient_bytes: float = 4.0
+    """A gradient as the optimizer's step reads it, and a copy that the step makes: 2 where nothing is in fp32."""
     context_bytes: int | None = None
     """The CUDA context where the software has another than `CostConstants` names."""
 
@@ -64,6 +93,8 @@ class KernelProfile(_Group):
 
     fused: bool
     """Norms, activations and rotary embeddings are fused kernels (`BlockSpec.saved_fused`)."""
+    fuses_adapters: bool = False
+    """Adapters run in one operation with their layers, which reads what these read."""
     traffic_per_saved_byte: float = 2.6
     """Bytes that a forward pass moves outside of matmuls for each byte that it saves: `FUSED_TRAFFIC` where kernels are
     fused, 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and saves 49)."""
@@ -107,6 +138,11 @@ class DataParallelProfile(_Group):
     """The ways that it has to shard over data-parallel ranks."""
     uses_fsdp: bool = False
     """Every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones, as FSDP does."""
+    shards_are_flat: bool = False
+    """Shards of parameters are plain tensors, as in FSDP1, which an optimizer goes over as lists; a DTensor, as in
+    FSDP2, it takes one by one (torch/optim/optimizer.py, `_default_to_fused_or_foreach`). Where parameters are frozen,
+    the hook that frees FSDP1's gathered weights (`register_multi_grad_hook`) keeps a block's graph until the next
+    block's is done: the tensors of two blocks stand side by side. The peaks of published runs grow by just that."""
     wraps_embedding_and_head: bool = False
     """Embedding and head are FSDP units of their own where they are as large as a block."""
     gathers_each_weight: bool = False
@@ -214,6 +250,33 @@ class FrameworkProfile(Record):
     def changed(self, **groups: dict[str, Any]) -> FrameworkProfile:
         """Return the profile with some values of groups replaced: `changed(storage={"gradient_bytes": 4})`."""
         return self.replace(**{name: getattr(self, name).replace(**values) for name, values in groups.items()})
+
+    def for_training(self, training: TrainingSpec, *, on_gpu: bool = True) -> FrameworkProfile:
+        """Return the profile of a training: without fp32 copies in pure bf16, with the step of its optimizer.
+
+        AdamW is torch's fused one on a GPU, as transformers' Trainer and torchtitan take it.
+        """
+        storage: dict[str, Any] = {}
+        if training.optimizer in _STEPS and (on_gpu or training.optimizer != "adamw"):
+            storage["optimizer_step"] = _STEPS[training.optimizer]
+        if training.precision == "bf16-pure":
+            storage |= _PURE_STORAGE
+        return self.changed(storage=storage) if storage else self
+
+    @property
+    def input_copies(self) -> InputCopy:
+        """What an adapter keeps of its input.
+
+        peft casts it to the adapter's type (peft/tuners/lora/layer.py, `_cast_input_dtype`): to fp32, of which autocast
+        makes a 16-bit copy. FSDP gathers adapters in the type of activations, and of 16-bit ones there is no copy.
+        """
+        if self.kernels.fuses_adapters:
+            return "fused"
+        if self.storage.weight_bytes == _HALF:
+            return "shared"
+        if self.storage.is_autocast:
+            return "activation"
+        return "shared" if self.data_parallel.uses_fsdp else "fp32"
 
     def compiled(self) -> FrameworkProfile:
         """Return the profile of blocks under torch.compile, which fuses what stands between matmuls.

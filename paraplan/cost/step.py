@@ -12,6 +12,7 @@ from paraplan.cost.communication.data_parallel import (
     WeightWork,
     data_parallel_s,
     exchanged_experts,
+    frozen_bytes,
     sharded_parameters,
     stage_parameters,
     weight_work,
@@ -24,6 +25,11 @@ from paraplan.cost.pipeline.simulation import RankSeconds
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
 from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
+from paraplan.model.spec import ModelSpec
+
+ADAPTER_KERNEL_S = 0.0003 / 39
+"""Seconds of the host to start one kernel of an adapter: those of a Llama block of transformers, 39 by operation (16 of
+its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms that it takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +217,9 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time. To start a
     # collective takes what one of a byte takes.
     # One process starts the kernels of all its GPUs, by threads that share Python's lock.
-    host_s = framework.kernels.host_s_per_block * table.devices
+    model = workload.model
+    adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
+    host_s = (framework.kernels.host_s_per_block + adapters * ADAPTER_KERNEL_S) * table.devices
     floor = (host_s + 2.0 * tp.all_reduce_s(np.ones_like(activation))) * stage.num_blocks
     again = np.maximum(again, floor - forward_sends)
     forward = np.maximum(forward, floor + work.forward_host_s * stage.num_blocks - forward_sends)
@@ -230,7 +238,7 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
     return MicroBatchTime(
         forward_s=forward + forward_sends + context_s + expert_s + sends / 2 + ends / 3,
-        weight_s=backward / 2 + ends / 3,
+        weight_s=backward / 2 * weight_share(model) + ends / 3,
         end_s=ends,
         compute_s=forward + backward + ends,
         recompute_s=recompute,
@@ -244,6 +252,13 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     )
 
 
+def weight_share(model: ModelSpec) -> float:
+    """Return how much of the products of weight gradients is left where layers are frozen."""
+    matmuls = [(one, run.count) for run in model.runs for one in run.block.matmuls]
+    whole = sum(one.flops_per_token * count for one, count in matmuls)
+    return sum(one.flops_per_token * count for one, count in matmuls if one.trains) / max(1.0, whole)
+
+
 def _passes(
     workload: Workload, costs: BlockCosts, stage: StageBlocks, work: WeightWork
 ) -> tuple[Floats, Floats, Floats]:
@@ -255,7 +270,9 @@ def _passes(
         cast = work.cast * (stage.sum(costs, costs.copied_parameters) + head) / bandwidth
         again, backward = again + cast, backward + cast
     weights = stage_parameters(costs, stage) / bandwidth
-    return again + work.forward * weights, backward + work.backward * weights, again
+    # Frozen weights are copied out of the buffer that they are gathered in, and have no gradients.
+    frozen = work.gathered * frozen_bytes(costs, stage) / bandwidth
+    return again + work.forward * weights + frozen, backward + work.backward * weights + frozen, again
 
 
 def _tensor_parallel(

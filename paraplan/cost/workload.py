@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -12,6 +12,7 @@ from paraplan.cost.framework_files import load_framework
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.freezing import FrozenStorage, freeze
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.training import TrainingSpec
 
@@ -26,6 +27,10 @@ class Workload:
     links: LinkSpeedTable
     framework: FrameworkProfile
     constants: CostConstants = field(default_factory=CostConstants)
+    whole_model: ModelSpec | None = None
+    """The model as it was before a part of it was frozen, None where that is `model`."""
+    plain_framework: FrameworkProfile | None = None
+    """The framework as its file describes it, None where that is `framework`."""
 
     @classmethod
     def of(
@@ -47,7 +52,36 @@ class Workload:
             constants = constants.for_cpu()
         profile = load_framework(framework) if isinstance(framework, str) else framework
         found = load_link_speeds() if links is None else links
-        return cls(model, training, cluster, found, profile, calibrated_constants(constants, cluster.gpu))
+        plain = cls(model, training, cluster, found, profile, calibrated_constants(constants, cluster.gpu))
+        return plain.trained_as(training)
+
+    def trained_as(self, training: TrainingSpec) -> Self:
+        """Return the workload of another training: what that freezes and adds, and what it stores.
+
+        Raises `PlanError` for adapters that the model has no layers for.
+        """
+        model, framework = self.whole_model or self.model, self.plain_framework or self.framework
+        profile = framework.for_training(training, on_gpu=self.cluster.gpu.vendor != "cpu")
+        storage = FrozenStorage(
+            weights=training.frozen_weights,
+            others_in_fp32=training.upcasts_frozen,
+            input_copies=profile.input_copies,
+        )
+        return replace(
+            self,
+            model=freeze(model, training.trainable, storage),
+            training=training,
+            framework=profile,
+            whole_model=model,
+            plain_framework=framework,
+        )
+
+    @property
+    def keeps_fp32_weights(self) -> bool:
+        """Whether all weights are in fp32 under autocast: not where some are frozen in fewer bits."""
+        parameters = (parameter for parameter, _ in self.model.all_parameters)
+        is_narrow = any(one.frozen_bytes is not None and one.frozen_bytes < 4 * one.num_elements for one in parameters)
+        return self.training.precision != "bf16-pure" and not is_narrow
 
     @cached_property
     def has_equal_links(self) -> bool:

@@ -34,7 +34,7 @@ def accelerate_variables(file: PlanFile, environment: Mapping[str, str]) -> dict
     if plan.pp > 1 or plan.cp > 1 or plan.world_size == 1 or (plan.tp > 1 and is_plain_dp):
         return chosen
     if file.training is not None:
-        chosen["ACCELERATE_MIXED_PRECISION"] = "no" if file.training.precision == "fp32" else file.training.precision
+        chosen["ACCELERATE_MIXED_PRECISION"] = file.training.precision.replace("fp32", "no").replace("bf16-pure", "no")
     if not any(name in environment for name in _OWN_CHOICE):
         if plan.zero_stage > 0 and plan.dp > 1:
             chosen |= {

@@ -15,13 +15,14 @@ class Product:
     """One matmul-like operation and its forward FLOPs.
 
     `dims` is [batch, m, k, n] of a product of matrices, `attention` and `key_length` describe an attention kernel;
-    other operations (convolutions) have neither.
+    other operations (convolutions) have neither. `trains` is False for a product with a frozen parameter.
     """
 
     flops: int
     dims: tuple[int, int, int, int] | None = None
     attention: Attention | None = None
     key_length: int | None = None
+    trains: bool = True
 
 
 @dataclass
@@ -66,7 +67,7 @@ def products_of(
             k, n = product.attention.qk_head_dim, product.key_length
             matmuls.append(_matmul(f"attention {index}", k, n, product.flops / 2 / k / n / tokens))
         elif product.dims is None or shorter.dims is None:
-            matmuls.append(_matmul(f"operation {index}", 1, 1, product.flops / 2 / tokens))
+            matmuls.append(_matmul(f"operation {index}", 1, 1, product.flops / 2 / tokens, product))
         else:
             batch, m, k, n = product.dims
             if batch > 1 and n != shorter.dims[3]:
@@ -76,7 +77,7 @@ def products_of(
                 attentions.append(Attention(num_heads=heads, num_kv_heads=heads, qk_head_dim=qk_head_dim, v_head_dim=n))
                 scores = None
             else:
-                matmuls.append(_matmul(f"matmul {index}", k, n, batch * m / tokens))
+                matmuls.append(_matmul(f"matmul {index}", k, n, batch * m / tokens, product))
     return matmuls, attentions
 
 
@@ -97,8 +98,9 @@ def _rows_by_shape(products: list[Product]) -> dict[tuple[int, int], float]:
     return rows
 
 
-def _matmul(name: str, k: int, n: int, rows_per_token: float) -> Matmul:
-    return Matmul(name=name, k=k, n=n, rows_per_token=rows_per_token)
+def _matmul(name: str, k: int, n: int, rows_per_token: float, product: Product | None = None) -> Matmul:
+    trains = product is None or product.trains
+    return Matmul(name=name, k=k, n=n, rows_per_token=rows_per_token, trains=trains, is_narrow=not trains)
 
 
 def saved_of(

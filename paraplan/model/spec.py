@@ -6,6 +6,7 @@ Shapes are those of one unsplit model. `split` fields say which of them tensor a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import gcd, prod
 from typing import Literal
 
@@ -25,12 +26,20 @@ class Parameter(Record):
     """One parameter tensor. `tp_dim` is the dimension that tensor parallelism divides, None where each rank keeps all.
 
     `is_expert` marks tensors of routed experts, which expert parallelism divides along dimension 0.
+    `frozen_bytes` is what a tensor that does not train takes as it is stored, None for one that trains: that one takes
+    what the training says.
     """
 
     name: str
     shape: tuple[int, ...]
     tp_dim: int | None = None
     is_expert: bool = False
+    frozen_bytes: float | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a gradient and optimizer state."""
+        return self.frozen_bytes is None
 
     @property
     def num_elements(self) -> int:
@@ -43,6 +52,9 @@ class Matmul(Record):
 
     `split` is the tensor dimension that tensor parallelism divides: "column" divides n, "row" divides k.
     `rows_per_token` is above 1 where a router sends each token to several experts (top-k: k rows over all of them).
+    `trains` is False where the weight is frozen, and no gradient of it is computed. `is_narrow` says that the weight is
+    no fp32 one, which autocast would copy. `quantized_bytes` is what an element of a weight takes of which every use
+    makes a copy in the type of the product, 0 for others.
     """
 
     name: str
@@ -51,6 +63,9 @@ class Matmul(Record):
     split: Literal["column", "row", "none"] = "none"
     rows_per_token: float = 1.0
     num_experts: int = 1
+    trains: bool = True
+    is_narrow: bool = False
+    quantized_bytes: float = 0.0
 
     @property
     def flops_per_token(self) -> float:
@@ -118,6 +133,9 @@ class BlockSpec(Record):
     `cross_attention` is a second attention over an encoder's output (decoders of encoder-decoder models).
     `norm_output` is the type of what its norms return under autocast: fp32 where autocast runs the norm's kernel, that
     of the residual stream, or the wider one of this and the weights.
+    `has_backward` is False where nothing in it or before it trains. Adapters start `adapter_kernels` kernels in a
+    forward pass and move `adapter_traffic_per_token` bytes outside of their products. `before_freezing` is the block as
+    it was, None where nothing is frozen: what a pass moves does not depend on that.
     """
 
     kind: str
@@ -130,6 +148,10 @@ class BlockSpec(Record):
     tp_limit: int | None = None
     norm_output: NormOutput = "promoted"
     is_traced: bool = False
+    has_backward: bool = True
+    adapter_kernels: int = 0
+    adapter_traffic_per_token: float = 0.0
+    before_freezing: BlockSpec | None = None
     loops_over_tokens: bool = False
     """Of a traced block whose code does so, as references of scan kernels do: what all tokens do counts as one."""
 
@@ -185,6 +207,22 @@ class ModelSpec(Record):
     embedding: BlockSpec
     runs: tuple[BlockRun, ...]
     head: BlockSpec
+
+    @property
+    def all_parameters(self) -> Iterator[tuple[Parameter, int]]:
+        """Every parameter tensor, and how many such there are."""
+        for block, count in ((self.embedding, 1), *((run.block, run.count) for run in self.runs), (self.head, 1)):
+            yield from ((parameter, count) for parameter in block.parameters)
+
+    @property
+    def num_trained(self) -> int:
+        """Elements of all parameters that train."""
+        return sum(each.num_elements * count for each, count in self.all_parameters if each.trains)
+
+    @property
+    def is_partly_frozen(self) -> bool:
+        """Whether any parameter does not train."""
+        return any(not parameter.trains for parameter, _ in self.all_parameters)
 
     @property
     def has_learned_positions(self) -> bool:
@@ -243,3 +281,15 @@ class ModelSpec(Record):
         """Forward FLOPs of the whole model for one token. Forward and backward together are three times that."""
         parts = [(self.embedding, 1), *((run.block, run.count) for run in self.runs), (self.head, 1)]
         return sum(block.flops_per_token(seq_length, with_attention=with_attention) * count for block, count in parts)
+
+    def training_flops_per_token(self, seq_length: int) -> float:
+        """FLOPs of both passes for one token: three times the forward pass, without the gradients of frozen weights.
+
+        Of blocks without a backward pass it is the forward pass alone.
+        """
+        total = 0.0
+        for block, count in [(self.embedding, 1), *((run.block, run.count) for run in self.runs), (self.head, 1)]:
+            forward = block.flops_per_token(seq_length)
+            frozen = sum(matmul.flops_per_token for matmul in block.matmuls if not matmul.trains)
+            total += count * (3 * forward - frozen if block.has_backward else forward)
+        return total

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -21,7 +22,7 @@ from paraplan.errors import ModelError
 from paraplan.model.factory import call_user_code, load_factory
 from paraplan.model.measured import Measured, Product, loops_over_tokens, products_of, saved_of
 from paraplan.model.spec import Attention, BlockRun, BlockSpec, Matmul, ModelSpec, Parameter, SavedTensor
-from paraplan.model.trace_on_gpu import AsOnGpu
+from paraplan.model.trace_on_gpu import AsOnGpu, AsUnderAutocast
 from paraplan.model.trace_repeats import skipped_repeats
 from paraplan.model.trace_torch_private import (
     EFFICIENT_ATTENTION,
@@ -59,6 +60,8 @@ def trace_module(
     Inputs are those of the module's own `example_inputs(micro_batch_size, seq_length)` (a tensor, a tuple of positional
     or a dict of keyword arguments), else token ids [batch, sequence]. Parameters and activations have `dtype`. What
     grows with the sequence's square is told apart by a second run at half its length. `is_traced` marks the blocks.
+    `requires_grad` says which parameters train; the others are stored in the type that the module has them in. Where
+    the two are of different types, as peft makes them, both keep theirs, and products are computed as under autocast.
     """
     seq_length = seq_length or DEFAULT_SEQ_LENGTH
     with torch.device("meta"):
@@ -68,13 +71,21 @@ def trace_module(
             f"{source} returned {type(module).__name__}, expected an nn.Module",
             hint="return the model itself",
         )
-    module = call_user_code(source, "the model was cast", lambda: module.to(device="meta", dtype=dtype)).train()
+    sizes = {name: parameter.element_size() for name, parameter in module.named_parameters()}
+    kept_types = {parameter.requires_grad: parameter.dtype for parameter in module.parameters()}
+    is_mixed = len(set(kept_types.values())) > 1
+    module = call_user_code(
+        source, "the model was cast", lambda: module.to(device="meta", dtype=None if is_mixed else dtype)
+    ).train()
     blocks = find_blocks(module)
     whole = _measure(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length)
     half = None
     if seq_length >= 2:
         half = _measure(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length // 2)
-    return _assemble(module, blocks, whole, half, source, micro_batch_size=micro_batch_size, seq_length=seq_length)
+    scopes = _parameters_by_scope(module, blocks, whole, sizes)
+    return _assemble(
+        module, blocks, scopes, whole, half, source, micro_batch_size=micro_batch_size, seq_length=seq_length
+    )
 
 
 def stack_names(container: nn.Module) -> list[str]:
@@ -145,8 +156,10 @@ def _measure(
         module(*args, **kwargs)
 
     recorder = _Recorder(module)
+    is_mixed = len({parameter.dtype for parameter in module.parameters()}) > 1
+    autocast = AsUnderAutocast(torch.bfloat16) if is_mixed else nullcontext()
     repeats = skipped_repeats(module, blocks, recorder)
-    with torch.device("meta"), recorder.watching(module, blocks), repeats, AsOnGpu(), recorder:
+    with torch.device("meta"), recorder.watching(module, blocks), repeats, autocast, AsOnGpu(), recorder:
         call_user_code(source, "the model was run without values", run)
     return recorder.measured
 
@@ -172,6 +185,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._scope = _EMBEDDING
         # Storages are told apart by address, so all that were seen stay alive until the end.
         self._seen = {storage_key(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        self._frozen = {storage_key(one) for one in module.parameters() if not one.requires_grad}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -184,7 +198,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             packet = func.overloadpacket
             is_attention = packet in _causal_arguments()
             flops = _attention_flops(*args[:3]) if is_attention else int(formula(*args, **(kwargs or {}), out_val=out))
-            self.measured.products[self._scope].append(_product(packet, args, flops))
+            trains = not any(isinstance(one, Tensor) and storage_key(one) in self._frozen for one in args)
+            self.measured.products[self._scope].append(replace(_product(packet, args, flops), trains=trains))
         return out
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -274,6 +289,7 @@ def _product(packet: Any, args: Any, flops: int) -> Product:
 def _assemble(
     module: nn.Module,
     blocks: Mapping[str, nn.Module],
+    scopes: Mapping[str, list[Parameter]],
     whole: Measured,
     half: Measured | None,
     source: str,
@@ -281,7 +297,6 @@ def _assemble(
     micro_batch_size: int,
     seq_length: int,
 ) -> ModelSpec:
-    scopes = _parameters_by_scope(module, blocks, whole)
     specs = {
         scope: _block(
             scope if scope in (_EMBEDDING, _HEAD) else type(blocks[scope]).__name__,
@@ -292,6 +307,10 @@ def _assemble(
         )
         for scope in (_EMBEDDING, *blocks, _HEAD)
     }
+    for scope in specs:  # up to the first that trains there is no backward pass
+        if any(parameter.trains for parameter in scopes[scope]):
+            break
+        specs[scope] = specs[scope].replace(has_backward=False)
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     tables = {id(part.weight): part.num_embeddings for part in embeddings}
     projections = [part for part in module.modules() if isinstance(part, nn.Linear)]
@@ -310,9 +329,12 @@ def _assemble(
 
 
 def _parameters_by_scope(
-    module: nn.Module, blocks: Mapping[str, nn.Module], measured: Measured
+    module: nn.Module, blocks: Mapping[str, nn.Module], measured: Measured, sizes: Mapping[str, int]
 ) -> dict[str, list[Parameter]]:
-    """Give a parameter to its block, else to the scope in which its module ran first, to the head if it never ran."""
+    """Give a parameter to its block, else to the scope in which its module ran first, to the head if it never ran.
+
+    `sizes` are the bytes of an element of each as the module has it.
+    """
     scopes: dict[str, list[Parameter]] = defaultdict(list)
     for name, parameter in module.named_parameters():
         block = next((block for block in blocks if not block or name.startswith(f"{block}.")), None)
@@ -321,7 +343,8 @@ def _parameters_by_scope(
         if scope in blocks and block is None:  # shared by blocks, owned by none
             scope = _EMBEDDING
         short = name[len(block) + 1 :] if block else name
-        scopes[scope].append(Parameter(name=short, shape=tuple(parameter.shape)))
+        frozen = None if parameter.requires_grad else float(parameter.numel() * sizes[name])
+        scopes[scope].append(Parameter(name=short, shape=tuple(parameter.shape), frozen_bytes=frozen))
     return scopes
 
 

@@ -65,3 +65,21 @@ def _attention_on_gpu(
         attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     efficient = EFFICIENT_ATTENTION(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
     return efficient[0]  # type: ignore[no-any-return]
+
+
+_IN_16_BITS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.addmm)
+
+
+class AsUnderAutocast(TorchFunctionMode):
+    """Casts fp32 operands of matrix products, as autocast does, which knows no meta device."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _IN_16_BITS:
+            args = tuple(
+                one.to(self._dtype) if isinstance(one, Tensor) and one.dtype is torch.float32 else one for one in args
+            )
+        return func(*args, **(kwargs or {}))

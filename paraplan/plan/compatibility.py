@@ -9,6 +9,7 @@ from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.spec import ModelSpec
+from paraplan.model.weight_formats import is_stored_below_16_bits
 from paraplan.plan.context_heads import context_reason
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stages_reason
@@ -27,6 +28,8 @@ Rule = Literal[
     "stages",
     "ep",
     "sequence_parallel",
+    "base_weights",
+    "optimizer",
 ]
 
 _MOST_LISTED = 64
@@ -72,6 +75,44 @@ def why_incompatible(
         )
         or _stages(plan, model)
         or _sequence(plan, training)
+        or why_not_sharded(training, zero_stage=plan.zero_stage)
+    )
+
+
+_OF_BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion", "lion_8bit")
+
+
+def why_not_sharded(training: TrainingSpec, *, zero_stage: int) -> Incompatibility | None:
+    """Return why ZeRO-3 cannot shard frozen weights as they are stored, None where it can.
+
+    FSDP flattens parameters of one type: bitsandbytes stores 4-bit weights as 16-bit numbers for it
+    (`bnb_4bit_quant_storage`), 8-bit ones it does not (huggingface.co/docs/bitsandbytes/fsdp_qlora).
+    """
+    if zero_stage < 3 or training.base_weights != "int8":
+        return None
+    return Incompatibility(
+        rule="base_weights",
+        value="int8",
+        limit="ZeRO-2",
+        message="int8 weights of bitsandbytes cannot be sharded by ZeRO-3 or FSDP",
+        reason="int8 weights cannot be sharded by ZeRO-3",
+        allowed=("nf4", "bf16"),
+        hint="use --base-weights nf4 or bf16, or --zero 0",
+    )
+
+
+def _quantized_tp(training: TrainingSpec, tp: int) -> Incompatibility | None:
+    weights = training.base_weights
+    if tp == 1 or weights is None or not is_stored_below_16_bits(weights) or weights == "fp8":
+        return None
+    return Incompatibility(
+        rule="base_weights",
+        value=weights,
+        limit=1,
+        message=f"tp={tp}: tensor parallelism cannot divide {weights} weights, whose blocks go on from row to row",
+        reason=f"tensor parallelism cannot divide {weights} weights",
+        allowed=(1,),
+        hint="use --tp 1: data parallelism, ZeRO-3 or a pipeline, or --base-weights bf16",
     )
 
 
@@ -89,7 +130,17 @@ def why_untrainable(model: ModelSpec, training: TrainingSpec, gpu: GpuProfile) -
 
     Rotary and other computed positions have no end.
     """
-    if training.precision not in gpu.peak_flops_per_s:
+    if training.optimizer in _OF_BITSANDBYTES and gpu.vendor == "cpu":
+        return Incompatibility(
+            rule="optimizer",
+            value=training.optimizer,
+            limit="GPUs",
+            message=f"{training.optimizer} is a kernel of bitsandbytes for GPUs, and {gpu.title} is none",
+            reason=f"{training.optimizer} needs a GPU",
+            allowed=("adamw",),
+            hint="use --optimizer adamw",
+        )
+    if training.compute_precision not in gpu.peak_flops_per_s:
         known = tuple(name for name in ("bf16", "fp16", "fp32") if name in gpu.peak_flops_per_s)
         return Incompatibility(
             rule="precision",
@@ -128,6 +179,7 @@ def why_degrees_incompatible(
     """Return why no plan of these degrees suits a model and its training, None where one may."""
     rules = (
         why_tp(model, tp),
+        _quantized_tp(training, tp),
         None if rings_context else _context_heads(model, tp=tp, cp=cp),
         why_pp(model, pp),
         _share("global_batch", dp, training.global_batch_size),

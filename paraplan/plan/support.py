@@ -9,7 +9,8 @@ from paraplan.plan.training import TrainingPrecision
 
 RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 RUNNABLE_RECOMPUTE = ("none", "selective", "full")
-RUNNABLE_PRECISIONS = ("fp32", "bf16", "fp16")
+RUNNABLE_PRECISIONS = ("fp32", "bf16", "fp16", "bf16-pure")
+"""bf16-pure is a model in bf16 as it comes, without autocast."""
 
 
 def unsupported_reason(

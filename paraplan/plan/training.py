@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
+from paraplan.errors import PlanError
 from paraplan.model.spec import ModelSpec
+from paraplan.model.trainable import Trainable, parse_trainable
+from paraplan.model.weight_formats import WeightFormat
 from paraplan.records import Record
 
-TrainingPrecision = Literal["fp32", "bf16", "fp16"]
-OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd_momentum", "sgd"]
+ComputePrecision = Literal["fp32", "bf16", "fp16"]
+TrainingPrecision = Literal["fp32", "bf16", "fp16", "bf16-pure"]
+OptimizerName = Literal[
+    "adamw",
+    "adamw_foreach",
+    "adamw_8bit",
+    "adamw_4bit",
+    "paged_adamw",
+    "paged_adamw_8bit",
+    "lion",
+    "lion_8bit",
+    "adafactor",
+    "muon",
+    "sgd_momentum",
+    "sgd",
+]
 AttentionKind = Literal["flash", "sdpa", "eager"]
+LossKernel = Literal["plain", "chunked", "liger", "cut"]
+_OPTIMIZER_ALIASES: dict[str, OptimizerName] = {
+    "adam": "adamw",
+    "adamw_torch": "adamw_foreach",
+    "adamw_torch_fused": "adamw",
+    "adamw_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adam_8bit": "adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw",
+    "adamw_torch_4bit": "adamw_4bit",
+    "adamw_torch_8bit": "adamw_8bit",
+    "lion_32bit": "lion",
+}
+"""Names of transformers' `--optim` (`OptimizerNames` in training_args.py) and of the libraries behind them."""
+
+
+def optimizer_name(text: str) -> OptimizerName:
+    """Return the optimizer that a name stands for. Raises `PlanError` for one that is not known."""
+    words = text.strip().lower()
+    known: tuple[OptimizerName, ...] = get_args(OptimizerName)
+    for name in known:
+        if words == name:
+            return name
+    if words not in _OPTIMIZER_ALIASES:
+        raise PlanError(
+            f"the optimizer {text!r} is not known",
+            hint=f"use {', '.join(known)}, or a name of transformers' --optim such as adamw_torch or adamw_bnb_8bit",
+        )
+    return _OPTIMIZER_ALIASES[words]
 
 
 class TrainingSpec(Record):
@@ -22,19 +68,62 @@ class TrainingSpec(Record):
     seq_length: int = Field(gt=0)
     """Tokens of a sequence."""
     precision: TrainingPrecision = "bf16"
-    """bf16 and fp16 are mixed: matmuls and activations in 16 bits, optimizer state and master weights in fp32."""
+    """bf16 and fp16 are mixed: matmuls and activations in 16 bits, optimizer state and master weights in fp32.
+    bf16-pure: weights, gradients and optimizer state in bf16 too."""
     optimizer: OptimizerName = "adamw"
     """Decides the bytes of state for each parameter."""
     attention: AttentionKind = "sdpa"
     """The attention kernel: flash-attention, torch's scaled_dot_product_attention, or all scores written out."""
     compiled: bool = False
     """True where torch.compile compiles the model's repeated blocks; what stands around them is not compiled."""
+    train: str = "full"
+    """What trains, in the words of `--train`: full, lora:r=16,targets=q|v, head, layers:last4, ..."""
+    base_weights: WeightFormat | None = None
+    """How frozen linear layers are stored. None: in the type that matmuls compute in."""
+    upcasts_frozen: bool = False
+    """Frozen weights that are not quantized are in fp32, and with them the residual stream: what peft's
+    prepare_model_for_kbit_training does."""
+    loss: LossKernel = "plain"
+    """plain: cross-entropy on all logits. chunked: on an eighth of the tokens after the other (torchtune). liger: head
+    and loss in chunks, gradients with them (Hsu et al. 2024). cut: no logits at all (Wijmans et al. 2024)."""
+
+    @field_validator("train")
+    @classmethod
+    def _is_known(cls, text: str) -> str:
+        return parse_trainable(text).text
+
+    @model_validator(mode="after")
+    def _has_frozen_weights(self) -> Self:
+        if self.base_weights is not None and self.train == "full":
+            raise PlanError(
+                f"base weights in {self.base_weights} are frozen, and nothing is where all parameters train",
+                hint="add --train lora:r=16, or leave out --base-weights",
+            )
+        return self
+
+    @property
+    def trainable(self) -> Trainable:
+        """What trains."""
+        return parse_trainable(self.train)
+
+    @property
+    def compute_precision(self) -> ComputePrecision:
+        """The type that matmuls compute in."""
+        return "bf16" if self.precision == "bf16-pure" else self.precision
+
+    @property
+    def frozen_weights(self) -> WeightFormat:
+        """How frozen linear layers are stored."""
+        return self.base_weights or ("fp32" if self.precision == "fp32" else "bf16")
 
     @property
     def title(self) -> str:
         """How a step computes, for people: "bf16, adamw, sdpa attention"."""
         compiled = ", compiled blocks" if self.compiled else ""
-        return f"{self.precision}, {self.optimizer}, {self.attention} attention{compiled}"
+        base = f" on {self.base_weights} weights" if self.base_weights else ""
+        trained = "" if self.train == "full" else f", {self.train}{base}"
+        loss = "" if self.loss == "plain" else f", {self.loss} loss"
+        return f"{self.precision}, {self.optimizer}, {self.attention} attention{compiled}{trained}{loss}"
 
     @property
     def tokens_per_step(self) -> int:

@@ -115,6 +115,7 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
         *workload_lines(answer.workload),
         *plan_lines(answer.workload, result.best),
         *(Line(label, words) for label, words in beside if words is not None),
+        *(Line(way.name, way.in_words, "good") for way in answer.ways),
     )
 
 

@@ -26,6 +26,7 @@ from paraplan.units import format_count
 
 if TYPE_CHECKING:
     from paraplan.search.comparison import Comparison, Explanation
+    from paraplan.search.fine_tuning import FineTuningWay
     from paraplan.search.sizes import Budget, SizeOffer
 
 
@@ -57,7 +58,7 @@ class Recommendation:
     """The answer: the workload that was planned for (another one where something was to be found), and the search.
 
     `found` says in a sentence what was found that was to be found, `offload` what offload costs and what would do
-    without it. What was not asked for is None or empty.
+    without it, `ways` how else the model trains without offload. What was not asked for is None or empty.
     """
 
     workload: Workload
@@ -70,6 +71,7 @@ class Recommendation:
     comparison: Comparison | None = None
     budget: Budget | None = None
     offers: tuple[SizeOffer, ...] = ()
+    ways: tuple[FineTuningWay, ...] = ()
 
     def cut(self, *, num_candidates: int, with_front: bool) -> Recommendation:
         """Return the answer with fewer candidates, and without its front if so asked."""
@@ -81,11 +83,18 @@ class Recommendation:
 
 
 def recommendation(workload: Workload, question: SearchRequest) -> Recommendation:
-    """Return the answer to a question; raise `NoPlanFitsError` where no plan fits."""
+    """Return the answer to a question; raise `NoPlanFitsError` where no plan fits, with what would."""
     executor = question.executor
     asked = workload.cluster
     workload, found = _found(workload, question, executor=executor)
-    result, workload, offers = _searched(workload, question, executor=executor)
+    try:
+        result, workload, offers = _searched(workload, question, executor=executor)
+    except NoPlanFitsError as error:
+        ways = [way.in_words for way in _ways(workload, question)]
+        if ways:
+            error.hint = "\n  ".join(["one of these fits:", *ways, *([error.hint] if error.hint else [])])
+        raise
+    offloads = result.best.plan.offload != "none" and question.fixed.offload is None
     return Recommendation(
         workload=workload,
         result=result,
@@ -97,7 +106,14 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
         comparison=_comparison(workload, question.earlier, result) if question.earlier else None,
         budget=_budget(workload, question.tokens, question.price_per_gpu_hour, result) if question.tokens else None,
         offers=offers,
+        ways=_ways(workload, question) if offloads else (),
     )
+
+
+def _ways(workload: Workload, question: SearchRequest) -> tuple[FineTuningWay, ...]:
+    from paraplan.search.fine_tuning import fine_tuning_ways
+
+    return fine_tuning_ways(workload, executor=question.executor, fixed=question.fixed)
 
 
 def _searched(
@@ -256,7 +272,7 @@ def planned_estimate(result: SearchResult) -> PlannedEstimate:
 
 def plan_file(answer: Recommendation) -> PlanFile:
     """Return the plan file of the recommended plan."""
-    model = answer.workload.model
+    model = answer.workload.whole_model or answer.workload.model
     return PlanFile(
         plan=answer.result.best.plan,
         model=ModelReference(

@@ -18,6 +18,7 @@ from paraplan.plan.compatibility import (
     Incompatibility,
     why_degrees_incompatible,
     why_ep,
+    why_not_sharded,
     why_pp,
     why_tp,
     why_untrainable,
@@ -232,7 +233,11 @@ class PlanSpace:
         return self._known_choices[key]
 
     def _new_choices(self, is_sharded: bool, is_split: bool, pp: int, dp_alone: int, has_experts: bool) -> Ints:
-        stages = range(1 if not is_sharded else 2 if pp > 1 else 4)
+        stages = [
+            zero
+            for zero in range(1 if not is_sharded else 2 if pp > 1 else 4)
+            if why_not_sharded(self.workload.training, zero_stage=zero) is None
+        ]
         cuts = [
             (schedule, virtual, recompute, split)
             for schedule, virtual in self._schedules(pp)

@@ -20,7 +20,7 @@ from paraplan.cost.cost_model import cache_of
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode, distinct_rows
 from paraplan.cost.workload import Workload
-from paraplan.model.spec import BlockSpec, Parameter
+from paraplan.model.spec import BlockSpec, Matmul, Parameter
 from paraplan.plan.training import TrainingSpec
 
 
@@ -34,9 +34,11 @@ class BlockCosts:
     key: Ints
     """The sharding of each plan: a row of the other arrays."""
     parameters: Floats
-    """Sums of parameters."""
+    """Sums of the parameters that train."""
+    frozen_bytes: Floats
+    """Sums of the bytes of those that do not."""
     expert_parameters: Floats
-    """Sums of the parameters of routed experts among them, which `ep` divides too."""
+    """Sums of the parameters of routed experts that train, which `ep` divides too."""
     copied_parameters: Floats
     """Sums of the parameters of which autocast keeps a 16-bit copy."""
     saved_bytes: Floats
@@ -54,7 +56,9 @@ class BlockCosts:
     recompute_s: Floats
     """Sums of the seconds of recomputation."""
     largest_block_parameters: Floats
-    """Parameters of the largest block."""
+    """Parameters that train of the largest block."""
+    largest_block_frozen_bytes: Floats
+    """Bytes of the frozen parameters of the block that has most."""
     working_bytes: Floats
     """What the costliest block holds beside its saved activations while its backward pass runs."""
     first_half_bytes: Floats
@@ -68,15 +72,20 @@ class BlockCosts:
     second_half_bytes: Floats
     """Gradients of weights in a backward pass that computes nothing else, of the costliest block."""
     embedding_parameters: Floats
-    """Parameters of the embedding."""
+    """Parameters of the embedding that train."""
+    embedding_frozen_bytes: Floats
+    """Bytes of those that do not."""
     embedding_saved_bytes: Floats
     """Saved activations of the embedding."""
     embedding_s: Floats
     """Seconds of both passes of the embedding."""
     head_parameters: Floats
-    """Parameters of the head."""
+    """Parameters of the head that train."""
+    head_frozen_bytes: Floats
+    """Bytes of those that do not."""
     tied_parameters: Floats
-    """Parameters of the head's matrix, which a last stage has beside its own where it is the embedding's."""
+    """Parameters of the head's matrix, which a last stage has beside its own where it is the embedding's, if it
+    trains."""
     head_copied_parameters: Floats
     """Parameters of the head of which autocast keeps a 16-bit copy."""
     head_saved_bytes: Floats
@@ -111,6 +120,8 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
             autocast=framework.storage.is_autocast,
             keeps_gathered_inputs=framework.tensor_parallel.keeps_gathered_inputs,
             rings_context=framework.kernels.ring_attention,
+            fp32_weights=workload.keeps_fp32_weights,
+            fp32_residual=workload.training.upcasts_frozen,
         )
         known.add([shardings[position] for position in missing], _costs_of(workload, new))
     rows = np.array([known.rows[one] for one in shardings], dtype=np.int64)
@@ -128,6 +139,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     order = [kinds.index(run.block) for run in model.runs for _ in range(run.count)]
     kinds = [_as_run(kind, framework) for kind in kinds]
     parameters = [_parameters(kind, shardings) for kind in kinds]
+    frozen = [_frozen_bytes(kind, shardings) for kind in kinds]
     fused = framework.kernels.fused
     kept, later_kept = (
         [_kept_bytes(kind, workload, shardings, fused_kernels=fused, is_first=is_first) for kind in kinds]
@@ -142,10 +154,13 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         saved_bytes(kind, training, shardings, fused_kernels=fused)
         - less
         + transient_bytes(kind, training, shardings, fused_kernels=fused)
+        + _dequantized_bytes(kind, training, shardings)
         for kind, less in zip(kinds, kept, strict=True)
     ]
     return ends | {
         "parameters": _running_sum(parameters, order),
+        "frozen_bytes": _running_sum(frozen, order),
+        "largest_block_frozen_bytes": np.max(frozen, axis=0),
         "expert_parameters": _running_sum([_expert_parameters(kind, shardings) for kind in kinds], order),
         "copied_parameters": _running_sum([_copied_parameters(kind, shardings) for kind in kinds], order),
         "saved_bytes": _running_sum(kept, order),
@@ -179,11 +194,13 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
     boundary = shardings.tokens * model.hidden_size * training.activation_bytes / shardings.sequence_tp
     return {
         "embedding_parameters": _parameters(model.embedding, shardings),
+        "embedding_frozen_bytes": _frozen_bytes(model.embedding, shardings),
         "embedding_saved_bytes": saved_bytes(
             model.embedding, training, shardings, fused_kernels=framework.kernels.fused
         ),
         "embedding_s": times.moved_s(3.0 * boundary),
         "head_parameters": _parameters(model.head, shardings),
+        "head_frozen_bytes": _frozen_bytes(model.head, shardings),
         "tied_parameters": _largest_weight([model.head], shardings, np.ones_like(shardings.tp)),
         "head_copied_parameters": _copied_parameters(model.head, shardings),
         "head_saved_bytes": saved_bytes(model.head, training, shardings, fused_kernels=framework.kernels.fused),
@@ -216,12 +233,27 @@ def _as_run(block: BlockSpec, framework: FrameworkProfile) -> BlockSpec:
 
 
 def _parameters(block: BlockSpec, shardings: Shardings) -> Floats:
-    own = [parameter for parameter in block.parameters if not parameter.is_expert]
+    own = [parameter for parameter in block.parameters if parameter.trains and not parameter.is_expert]
     return _divided(own, shardings.tp) + _expert_parameters(block, shardings)
 
 
 def _expert_parameters(block: BlockSpec, shardings: Shardings) -> Floats:
-    return _divided([parameter for parameter in block.parameters if parameter.is_expert], shardings.tp) / shardings.ep
+    experts = [parameter for parameter in block.parameters if parameter.trains and parameter.is_expert]
+    return _divided(experts, shardings.tp) / shardings.ep
+
+
+def _frozen_bytes(block: BlockSpec, shardings: Shardings) -> Floats:
+    total = np.zeros_like(shardings.tp)
+    for parameter in block.parameters:
+        ranks = (1.0 if parameter.tp_dim is None else shardings.tp) * (shardings.ep if parameter.is_expert else 1.0)
+        total += (parameter.frozen_bytes or 0.0) / ranks
+    return total
+
+
+def _dequantized_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardings) -> Floats:
+    """Return the largest copy of a quantized weight in the type of its product."""
+    quantized = [one for one in block.matmuls if one.quantized_bytes]
+    return training.activation_bytes * _weights_of(quantized, shardings, np.ones_like(shardings.tp))
 
 
 def _divided(parameters: list[Parameter], tp: Floats) -> Floats:
@@ -235,13 +267,13 @@ def _divided(parameters: list[Parameter], tp: Floats) -> Floats:
 def _copied_parameters(block: BlockSpec, shardings: Shardings) -> Floats:
     """Return the weights that autocast copies: it does not know grouped products, so those of experts stay in fp32."""
     total = np.zeros_like(shardings.tp)
-    for matmul in (matmul for matmul in block.matmuls if matmul.num_experts == 1):
+    for matmul in (matmul for matmul in block.matmuls if matmul.num_experts == 1 and not matmul.is_narrow):
         total += matmul.k * matmul.n / (1.0 if matmul.split == "none" else shardings.tp)
     return total
 
 
 def _distinct_weights(kinds: list[BlockSpec], shardings: Shardings) -> Floats:
-    shapes = {(matmul.k, matmul.n, matmul.split) for kind in kinds for matmul in kind.matmuls}
+    shapes = {(one.k, one.n, one.split) for kind in kinds for one in kind.matmuls if one.trains}
     total = np.zeros_like(shardings.tp)
     for k, n, split in shapes:
         total += k * n / (1.0 if split == "none" else shardings.tp)
@@ -249,8 +281,13 @@ def _distinct_weights(kinds: list[BlockSpec], shardings: Shardings) -> Floats:
 
 
 def _largest_weight(kinds: list[BlockSpec], shardings: Shardings, expert_factor: Floats) -> Floats:
+    """Return the elements of the largest weight that trains."""
+    return _weights_of([one for kind in kinds for one in kind.matmuls if one.trains], shardings, expert_factor)
+
+
+def _weights_of(matmuls: list[Matmul], shardings: Shardings, expert_factor: Floats) -> Floats:
     largest = np.zeros_like(shardings.tp)
-    for matmul in (matmul for kind in kinds for matmul in kind.matmuls):
+    for matmul in matmuls:
         elements = float(matmul.k * matmul.n * matmul.num_experts)
         factor = expert_factor / shardings.ep if matmul.num_experts > 1 else 1.0
         largest = np.maximum(largest, elements * factor / (1.0 if matmul.split == "none" else shardings.tp))
@@ -277,7 +314,7 @@ def _second_half_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shar
     added = np.where(has_fp32, 4.0, training.activation_bytes)
     copies = np.where(has_fp32, training.activation_bytes, 0.0)
     largest, before = np.zeros_like(shardings.tp), np.zeros_like(shardings.tp)
-    for matmul in block.matmuls:
+    for matmul in (matmul for matmul in block.matmuls if matmul.trains):
         is_expert = matmul.num_experts > 1
         share = (1.0 if matmul.split == "none" else shardings.tp) * (shardings.ep if is_expert else 1.0)
         elements = matmul.k * matmul.n * matmul.num_experts / share
@@ -297,6 +334,8 @@ def _kept_bytes(
     block: BlockSpec, workload: Workload, shardings: Shardings, *, fused_kernels: bool, is_first: bool
 ) -> Floats:
     training = workload.training
+    if not block.has_backward:
+        return np.zeros_like(shardings.tp)
     whole, rest = (
         saved_bytes(
             block,
@@ -318,6 +357,8 @@ def _kept_bytes(
 
 
 def _recompute_s(block: BlockSpec, shardings: Shardings, times: KernelTimes, forward_s: Floats) -> Floats:
+    if not block.has_backward:
+        return np.zeros_like(forward_s)
     core_s = times.attention_core_s(block)
     return np.where(
         shardings.recompute == RecomputeCode.FULL,

@@ -22,7 +22,7 @@ def effective_peak(gpu: GpuProfile, training: TrainingSpec) -> float:
     fp32 training counts plain fp32 arithmetic: torch leaves TF32 off for matmuls by default. A GPU without bf16 units
     computes it at the fp32 rate.
     """
-    wanted: tuple[Precision, Precision] = (training.precision, "fp32")
+    wanted: tuple[Precision, Precision] = (training.compute_precision, "fp32")
     return next(gpu.peak_flops_per_s[name] for name in wanted if name in gpu.peak_flops_per_s)
 
 
@@ -50,15 +50,32 @@ class KernelTimes:
     framework: FrameworkProfile
 
     def block_s(self, block: BlockSpec, *, backward: bool = False) -> Floats:
-        """Return the seconds of the forward or the backward pass of one block, one entry a sharding."""
-        traffic = saved_bytes(block, self.training, self.shardings, fused_kernels=self.framework.kernels.fused)
-        traffic = traffic * self.framework.kernels.traffic_per_saved_byte * (2.0 if backward else 1.0)
+        """Return the seconds of the forward or the backward pass of one block, one entry a sharding.
+
+        What a forward pass moves is told by what it saves where nothing is frozen.
+        """
+        if backward and not block.has_backward:
+            return np.zeros_like(self.shardings.tp)
+        whole = block.before_freezing or block
+        traffic = saved_bytes(whole, self.training, self.shardings, fused_kernels=self.framework.kernels.fused)
+        traffic = traffic * self.framework.kernels.traffic_per_saved_byte
+        traffic = traffic + self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
+        traffic = traffic * (2.0 if backward else 1.0)
         attention = sum(
             (self._attention_s(one, backward=backward) for one in (block.attention, block.cross_attention) if one),
             np.zeros_like(self.shardings.tp),
         )
-        traffic = traffic + self._unfused_softmax_bytes(block, backward=backward)
+        traffic = traffic + self._unfused_softmax_bytes(block, backward=backward) + self._dequantizing_bytes(block)
         return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic))
+
+    def _dequantizing_bytes(self, block: BlockSpec) -> Floats:
+        """Return what copies of quantized weights in the type of products read and write, in either pass."""
+        total = np.zeros_like(self.shardings.tp)
+        for one in (one for one in block.matmuls if one.quantized_bytes):
+            ranks = (1.0 if one.split == "none" else self.shardings.tp) * self._expert_ranks(one)
+            each = one.quantized_bytes + self.training.activation_bytes
+            total += one.k * one.n * one.num_experts * each / ranks
+        return total
 
     def attention_core_s(self, block: BlockSpec) -> Floats:
         """Return the seconds of the attention core's forward pass, which selective recompute runs again."""
@@ -90,15 +107,20 @@ class KernelTimes:
     def _matmuls_s(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return the seconds of all matmuls of one pass; equal ones are priced once, and all side by side."""
         total = np.zeros_like(self.shardings.tp)
-        kinds = [(one.k, one.n, one.split, one.rows_per_token, one.num_experts) for one in block.matmuls]
+        kinds = [(one.k, one.n, one.split, one.rows_per_token, one.num_experts, one.trains) for one in block.matmuls]
         distinct = dict(zip(kinds, block.matmuls, strict=True))
         if not distinct:
             return total
         rows, n, k = (np.stack(each) for each in zip(*map(self._shape, distinct.values()), strict=True))
-        # Backward: the gradient of the input, then that of the weight.
-        shapes = [(rows, k, n), (k, n, rows)] if backward else [(rows, n, k)]
+        # Backward: the gradient of the input, then that of the weight where it trains.
+        trains = np.array([[one.trains] for one in distinct.values()])
+        shapes = [(rows, k, n)] if backward else [(rows, n, k)]
+        if backward and trains.any():
+            shapes.append((k, n, rows))
         experts = np.stack([matmul.num_experts / self._expert_ranks(matmul) for matmul in distinct.values()])
         each = self._products_s(shapes) * self._misalignment(n, k)
+        if backward and trains.any() and not trains.all():
+            each = np.where(trains, each, self._products_s(shapes[:1]) * self._misalignment(n, k))
         is_fp32 = self._computes_experts_in_fp32 & np.array([[one.num_experts > 1] for one in distinct.values()])
         if is_fp32.any():
             whole = replace(self, training=self.training.replace(precision="fp32"))
@@ -221,7 +243,7 @@ class KernelTimes:
     def _fit(self) -> KernelFit | None:
         """What a calibration of this machine found for the training's precision."""
         calibration = self.gpu.calibration
-        return None if calibration is None else calibration.fit(self.training.precision)
+        return None if calibration is None else calibration.fit(self.training.compute_precision)
 
     def _attention_rate(self, *, backward: bool) -> float | None:
         if self._fit is None:

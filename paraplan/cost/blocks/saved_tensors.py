@@ -40,6 +40,8 @@ class Shardings:
     """Ranks that share out the experts: each has as many rows for fewer experts."""
     head_ranks: Ints
     """Ranks of context parallelism that exchange tokens for heads: each attends with all tokens of few heads."""
+    has_fp32_residual: bool = False
+    """Frozen norms and embeddings in fp32 make the residual stream so, in every stage."""
     is_compiled: bool = False
     """torch.compile chooses what a block keeps."""
     known_saved: dict[tuple[int, bool, bool, bool], Floats] = field(default_factory=dict, init=False, repr=False)
@@ -54,6 +56,8 @@ class Shardings:
         autocast: bool = False,
         keeps_gathered_inputs: bool = False,
         rings_context: bool = False,
+        fp32_weights: bool = True,
+        fp32_residual: bool = False,
     ) -> Shardings:
         """Return the shardings of `columns`, in the order of `sharding_columns`."""
         tp, sequence_parallel, cp, micro_batch_size, recompute, sharded, ep = columns
@@ -66,7 +70,8 @@ class Shardings:
             recompute=recompute,
             is_autocast=autocast and training.precision != "fp32",
             keeps_gathered_inputs=keeps_gathered_inputs,
-            has_fp32_weights=sharded == 0,
+            has_fp32_weights=(sharded == 0) & fp32_weights,
+            has_fp32_residual=fp32_residual,
             ep=ep.astype(float),
             head_ranks=np.ones_like(cp) if rings_context else cp,
         )
@@ -76,6 +81,8 @@ class Shardings:
 
         Under autocast an fp32 embedding starts it in fp32; what a pipeline sends to later stages has 16 bits.
         """
+        if self.has_fp32_residual:
+            return np.full(len(self.tp), 4.0)
         is_fp32 = self.has_fp32_weights if self.is_autocast and is_first else np.zeros_like(self.has_fp32_weights)
         return np.where(is_fp32, 4.0, training.activation_bytes)
 
@@ -130,7 +137,9 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
 
     Counted is the gradient of its largest tensor: what was kept for an operation is freed as its gradients come. An
     activation that is written out in products has the gradients of all that autocast promoted at once.
-    A model that was traced lists sums of tensors, none of which is wider than a matmul.
+    A model that was traced lists sums of tensors, none of which is wider than a matmul. The gradients of both factors
+    of a gated activation stand beside that of their product: where the next layer is frozen, it has not kept the
+    product, and nothing is freed for them.
     """
     widths = (matmul.rows_per_token * max(matmul.k, matmul.n) for matmul in block.matmuls)
     widest = max(widths, default=float("inf"))
@@ -144,6 +153,8 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
         size = _tensor_bytes(block, one, training, shardings, is_first=True)
         if tensor.element_type == "promoted" and shardings.is_autocast:
             promoted = np.where(size >= largest, size + np.where(size == largest, promoted, 0.0), promoted)
+        if tensor.name == "up projection" and block.before_freezing is not None:
+            size = 3 * size
         largest = np.maximum(largest, size)
     return np.maximum(largest, promoted)
 

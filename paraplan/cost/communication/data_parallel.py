@@ -21,13 +21,14 @@ class WeightWork:
     """What each micro-batch does with weights and their gradients, one entry a plan.
 
     Bytes through a GPU's memory: `cast` by autocast in each pass, a recomputed one too, for each weight of a matmul;
-    `forward` and `backward` for each parameter. Seconds of the host for each block: `forward_host_s` and
-    `backward_host_s`.
+    `forward` and `backward` for each parameter that trains, `gathered` in either pass for each byte of the others.
+    Seconds of the host for each block: `forward_host_s` and `backward_host_s`.
     """
 
     cast: Floats
     forward: Floats
     backward: Floats
+    gathered: Floats
     forward_host_s: Floats
     backward_host_s: Floats
 
@@ -61,15 +62,22 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
         cast=cast,
         forward=gathers * profile.gather_traffic,
         backward=again * profile.gather_traffic + reduced + adds * (made_bytes + 2.0 * kept_bytes),
+        gathered=np.where(is_zero_3, profile.gather_traffic / 2, 0.0),
         forward_host_s=gathers * profile.gather_host_s,
         backward_host_s=again * profile.gather_host_s + reductions * profile.reduce_host_s,
     )
 
 
 def stage_parameters(costs: BlockCosts, stage: StageBlocks) -> Floats:
-    """Return the parameters of a stage, embedding and head included."""
+    """Return the parameters of a stage that train, embedding and head included."""
     ends = costs.embedding_parameters[costs.key] * stage.is_first + costs.head_parameters[costs.key] * stage.is_last
     return stage.sum(costs, costs.parameters) + ends
+
+
+def frozen_bytes(costs: BlockCosts, stage: StageBlocks) -> Floats:
+    """Return the bytes of the frozen parameters of a stage, embedding and head included."""
+    embedding = costs.embedding_frozen_bytes[costs.key] * stage.is_first
+    return stage.sum(costs, costs.frozen_bytes) + embedding + costs.head_frozen_bytes[costs.key] * stage.is_last
 
 
 def exchanged_experts(table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> Floats:
@@ -105,7 +113,8 @@ def data_parallel_s(
     unit = (parameters - experts) * gradient_bytes / units
     # Ranks with equal shards then sum these (hybrid sharding; Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
     reduce_s = units * (links.reduce_scatter_s(unit) + replicas.all_reduce_s(unit / table.shard_size))
-    gather_s = units * links.all_gather_s((parameters - experts) * unit_bytes / units)
+    frozen = np.max([frozen_bytes(costs, stage) for stage in stages], axis=0) * is_zero_3
+    gather_s = units * links.all_gather_s(((parameters - experts) * unit_bytes + frozen) / units)
     all_reduce_s = links.all_reduce_s((parameters - experts) * gradient_bytes)
     if experts.any():  # go over the ranks that hold the same ones
         _, alike = expert_links(workload, table)

@@ -8,8 +8,9 @@ import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.cost_model import cache_of
+from paraplan.cost.memory.parts import HALF
 from paraplan.cost.pipeline.stages import StageBlocks
-from paraplan.cost.plan_table import Floats, PlanTable, distinct_rows
+from paraplan.cost.plan_table import Floats, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.sharding import padded_share, sharded_dimension
@@ -42,6 +43,23 @@ def shard_padding(workload: Workload, table: PlanTable) -> Floats:
         elements = _elements_by_shape(workload.model)
         known.update((one, _mean_padding(elements, one[0], chooses=one[1] == 1)) for one in missing)
     return np.array([known[one] for one in asked])[kind]
+
+
+def gathered_frozen_bytes(workload: Workload, blocks: Floats, root: Floats) -> Floats:
+    """Return the frozen weights that ZeRO-3 has gathered while blocks of so many bytes are in use, as they are stored.
+
+    `root` are the bytes outside of blocks. There may be fewer in all.
+    """
+    profile = workload.framework.data_parallel
+    if profile.uses_fsdp:
+        return np.asarray(root + blocks)
+    return np.asarray(np.maximum(np.maximum(blocks, 2 * root), profile.max_live_elements * HALF))
+
+
+def root_frozen_bytes(costs: BlockCosts, stage: StageBlocks, is_tied: Mask) -> Floats:
+    """Return the bytes of frozen embeddings and heads; a last stage has a tied one too."""
+    embedding = costs.embedding_frozen_bytes[costs.key] * (is_tied | stage.is_first)
+    return np.asarray(embedding + costs.head_frozen_bytes[costs.key] * stage.is_last)
 
 
 def optimizer_shards(table: PlanTable, costs: BlockCosts, stage: StageBlocks, parameters: Floats) -> Floats:

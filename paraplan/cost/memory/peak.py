@@ -17,7 +17,9 @@ from dataclasses import fields
 
 import numpy as np
 
-from paraplan.cost.memory.rank import FP32, HALF, RankMemory, StageMemory
+from paraplan.cost.memory.losses import loss_without_all_logits
+from paraplan.cost.memory.parts import FP32, HALF, StageMemory
+from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.plan_table import Floats, Mask, OffloadCode
 
 _KEPT_LOSS_BYTES = HALF + FP32
@@ -114,7 +116,7 @@ def head_backward(rank: RankMemory) -> StageMemory:
     copies = rank.copied_bytes(in_forward=False)
     head = rank.costs.head_copied_parameters[rank.costs.key] * rank.stage.is_last
     own_copy = np.minimum(head * rank.framework.storage.autocast_copy_bytes, copies)
-    becomes = np.where(rank.makes_gradients, head * FP32, 0.0)
+    becomes = np.where(rank.makes_gradients, head * rank.full_bytes, 0.0)
     earlier = _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1)
     candidate = rank.candidate(
         parameters=rank.gathered_bytes(num_blocks=0) + copies - own_copy,
@@ -128,15 +130,18 @@ def head_backward(rank: RankMemory) -> StageMemory:
 def head_gradient_bytes(rank: RankMemory) -> Floats:
     """Return the gradient of the head's matrix as computed, and its fp32 copy unless that becomes the gradient."""
     weight = rank.costs.head_copied_parameters[rank.costs.key]
-    added = np.where(rank.makes_gradients, 0.0, FP32)
-    return np.asarray(weight * (added + (rank.compute_bytes if rank.is_mixed else 0.0)))
+    added = np.where(rank.makes_gradients, 0.0, rank.full_bytes)
+    has_copy = rank.is_mixed and rank.full_bytes > HALF
+    return np.asarray(weight * (added + (rank.compute_bytes if has_copy else 0.0)))
 
 
 def block_backward(rank: RankMemory) -> StageMemory:
     """Return the point when the last block's backward pass begins: its working set stands beside all that is kept."""
     key = rank.costs.key
     head = rank.costs.head_parameters[key] * rank.stage.is_last
-    fresh = np.where(rank.is_fsdp, waiting_head_bytes(rank), head * np.where(rank.makes_gradients, FP32, 0.0))
+    fresh = np.where(
+        rank.is_fsdp, waiting_head_bytes(rank), head * np.where(rank.makes_gradients, rank.full_bytes, 0.0)
+    )
     return rank.candidate(
         parameters=rank.gathered_bytes(num_blocks=2) + rank.copied_bytes(in_forward=False),
         gradients=rank.gradient_bytes(at_end=False) + fresh,
@@ -149,14 +154,16 @@ def waiting_head_bytes(rank: RankMemory) -> Floats:
     """Return the gradient of the head's matrix under FSDP: as computed, or what its own reduction reads."""
     head = rank.costs.head_parameters[rank.costs.key] * rank.stage.is_last
     is_reduced = (rank.head_alone > 0) & (rank.table.zero_stage > 1)
-    return np.asarray(head * np.where(is_reduced, FP32, rank.compute_bytes))
+    return np.asarray(head * np.where(is_reduced, rank.full_bytes, rank.compute_bytes))
 
 
 def _working_bytes(rank: RankMemory) -> Floats:
     """Return what the backward pass of a block has beside what was kept for it."""
     costs, key = rank.costs, rank.costs.key
     gradient = costs.largest_gradient_bytes[key]
-    return np.asarray(costs.working_bytes[key] + costs.boundary_bytes[key] + gradient)
+    keeps_next = rank.framework.data_parallel.shards_are_flat and rank.workload.model.is_partly_frozen
+    num_blocks = np.where(rank.is_fsdp & keeps_next, 2.0, 1.0)
+    return np.asarray(costs.working_bytes[key] * num_blocks + costs.boundary_bytes[key] + gradient)
 
 
 def _only(happens: Mask, candidate: StageMemory) -> StageMemory:
@@ -185,7 +192,7 @@ def end_of_backward(rank: RankMemory) -> StageMemory:
     """Return the point of the last gradients: the embedding's, and what FSDP reduces of all outside of the blocks."""
     kept = rank.kept_bytes + rank.head_kept_bytes
     of_one = kept / np.maximum(rank.in_flight, 1.0)
-    embedding = rank.costs.embedding_parameters[rank.costs.key] * rank.stage.is_first * FP32
+    embedding = rank.costs.embedding_parameters[rank.costs.key] * rank.stage.is_first * rank.full_bytes
     # The first gradient stays as it is: another one beside it is that of a later micro-batch, which has fewer others.
     is_first = rank.makes_gradients & rank.accumulates
     is_later = is_first & (embedding > of_one)
@@ -205,13 +212,31 @@ def end_of_backward(rank: RankMemory) -> StageMemory:
 def optimizer_step(rank: RankMemory) -> StageMemory:
     """Return the point of the step or just before: activations are gone, and copies of all parameters or one made."""
     is_here = rank.table.offload == OffloadCode.NONE
-    copies = np.where(is_here, rank.step_copies_bytes, 0.0)
+    copies = np.where(is_here, step_copies_bytes(rank), 0.0)
     return rank.candidate(
         parameters=np.zeros(len(rank.table)),
         gradients=rank.gradient_bytes(at_end=True),
         activations=rank.passed_bytes,
         workspace=np.maximum(copies, rank.flat_average_bytes),
     )
+
+
+def step_copies_bytes(rank: RankMemory) -> Floats:
+    """Return what an optimizer step allocates: of all parameters at once, or of one after the other."""
+    flat = rank.flat_step_bytes
+    if rank.framework.storage.optimizer_step == "fused":
+        return flat
+    costs, states = rank.costs, rank.states
+    weight = costs.largest_weight_parameters[costs.key]
+    ends = np.maximum(
+        costs.embedding_parameters[costs.key] * rank.stage.is_first,
+        costs.head_parameters[costs.key] * rank.stage.is_last,
+    )
+    one = states.loop_copies * np.maximum(weight, ends) + states.left_over * weight
+    is_by_tensor = rank.is_fsdp & (not rank.framework.data_parallel.shards_are_flat)
+    loops = is_by_tensor | (rank.framework.storage.optimizer_step == "for_loop") | (states.foreach_copies is None)
+    copies = np.where(loops, one, rank.parameters * (states.foreach_copies or 0.0)) / rank.state_shards
+    return np.asarray(flat + copies * rank.full_bytes)
 
 
 def end_of_input_gradients(rank: RankMemory) -> StageMemory:
@@ -287,6 +312,8 @@ def _split_working_bytes(rank: RankMemory) -> Floats:
 
 def _loss_forward_bytes(rank: RankMemory) -> Floats:
     """Return what stands when a forward pass has made its loss: beside what that keeps, the logits themselves."""
+    if rank.workload.training.loss != "plain":
+        return loss_without_all_logits(rank).forward
     fused = rank.framework.loss.logit_bytes
     whole = min(HALF + _KEPT_LOSS_BYTES, fused) if rank.is_mixed else 2 * FP32
     divided = HALF + FP32 if rank.is_mixed else 2 * FP32
@@ -295,6 +322,8 @@ def _loss_forward_bytes(rank: RankMemory) -> Floats:
 
 def _kept_loss_bytes(rank: RankMemory) -> Floats:
     """Return what the loss of one micro-batch keeps for its backward pass; of divided logits the fp32 softmax."""
+    if rank.workload.training.loss != "plain":
+        return loss_without_all_logits(rank).kept
     whole = min(_KEPT_LOSS_BYTES, rank.framework.loss.logit_bytes) if rank.is_mixed else FP32
     return rank.num_logits * np.where(_has_parallel_loss(rank), FP32, whole)
 
@@ -304,6 +333,8 @@ def loss_backward_bytes(rank: RankMemory) -> Floats:
 
     A first half of a backward pass frees nothing: the fp32 log-probabilities stand beside the 16-bit gradients too.
     """
+    if rank.workload.training.loss != "plain":
+        return loss_without_all_logits(rank).backward
     framework = rank.framework
     whole = framework.loss.logit_bytes if rank.is_mixed else 3 * FP32
     is_plain = rank.is_mixed and whole >= _KEPT_LOSS_BYTES + FP32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -10,28 +10,17 @@ import numpy as np
 from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
-from paraplan.cost.memory.overheads import matmul_workspace_bytes, optimizer_shards, shard_padding
+from paraplan.cost.memory.overheads import (
+    gathered_frozen_bytes,
+    matmul_workspace_bytes,
+    optimizer_shards,
+    root_frozen_bytes,
+    shard_padding,
+)
+from paraplan.cost.memory.parts import FP32, HALF, StageMemory
 from paraplan.cost.pipeline.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
 from paraplan.cost.plan_table import Floats, Mask, OffloadCode, PlanTable, RecomputeCode, ScheduleCode
 from paraplan.cost.workload import Workload
-
-FP32, HALF = 4.0, 2.0
-
-
-@dataclass(frozen=True, eq=False)
-class StageMemory:
-    """Bytes that one rank of a stage allocates at its peak, one entry a plan."""
-
-    parameter_bytes: Floats
-    gradient_bytes: Floats
-    optimizer_state_bytes: Floats
-    activation_bytes: Floats
-    workspace_bytes: Floats
-
-    @property
-    def total_bytes(self) -> Floats:
-        """Sum of the parts."""
-        return np.asarray(sum(getattr(self, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +29,8 @@ class RankMemory:
 
     `chunks_in_flight` is `[V, N]`, the micro-batches of each virtual chunk whose activations a rank keeps, `in_flight`
     their mean, and `head_in_flight` those of the last chunk, where the head is.
-    `parameters` and `root_parameters` count the stage's and those outside of its blocks. `state_bytes` is the whole
+    `parameters` and `root_parameters` count the stage's that train and those outside of blocks; `frozen_bytes` and
+    `root_frozen_bytes` are the bytes of those that do not. `state_bytes` is the whole
     optimizer state, `state_shards` the ranks over which it is divided, and `padding` how much larger than an even
     share the shards of the first rank are.
     """
@@ -52,6 +42,8 @@ class RankMemory:
     states: OptimizerStates
     parameters: Floats
     root_parameters: Floats
+    frozen_bytes: Floats
+    root_frozen_bytes: Floats
     state_bytes: Floats
     shards: Floats
     state_shards: Floats
@@ -75,6 +67,7 @@ class RankMemory:
         state_bytes = blocks * states.blocks + embedding * states.embedding + head * states.head
         shards = optimizer_shards(table, costs, stage, blocks + embedding + head)
         chunks = chunk_in_flight(table, stage)
+        ends = root_frozen_bytes(costs, stage, is_tied)
         return cls(
             workload=workload,
             table=table,
@@ -83,6 +76,8 @@ class RankMemory:
             states=states,
             parameters=np.asarray(blocks + embedding + head),
             root_parameters=np.asarray(embedding + head),
+            frozen_bytes=np.asarray(stage.sum(costs, costs.frozen_bytes) + ends),
+            root_frozen_bytes=ends,
             state_bytes=np.asarray(state_bytes + master * (blocks + embedding + head)),
             shards=shards,
             state_shards=np.where(table.zero_stage >= 1, shards, 1.0),
@@ -106,6 +101,11 @@ class RankMemory:
     def compute_bytes(self) -> float:
         """Bytes of an element of what matmuls read."""
         return float(self.workload.training.activation_bytes)
+
+    @cached_property
+    def full_bytes(self) -> float:
+        """Bytes of a gradient's element as the optimizer reads it, and of a copy that its step makes."""
+        return self.framework.storage.step_gradient_bytes if self.is_mixed else FP32
 
     @cached_property
     def is_fsdp(self) -> Mask:
@@ -134,7 +134,7 @@ class RankMemory:
         each = self.framework.storage.weight_bytes if self.is_mixed else FP32
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
         shard = np.where(self.offloads_parameters, 0.0, self.padding / self.shards)
-        return np.asarray(self.parameters * each * np.where(is_sharded, shard, 1.0))
+        return np.asarray((self.parameters * each + self.frozen_bytes) * np.where(is_sharded, shard, 1.0))
 
     @cached_property
     def offloads_parameters(self) -> Mask:
@@ -168,8 +168,9 @@ class RankMemory:
     def gathered_bytes(self, *, num_blocks: int, end: Floats | float = 0.0) -> Floats:
         """Return what ZeRO has gathered while `num_blocks` blocks and the parameters of an `end` alone are in use.
 
-        FSDP's stages 1 and 2 gather all for a step; stage 3 blocks as they are used, and what is left outside of them
-        for a whole pass. Other ZeRO-3 gathers the largest unit and its successor, and lets go of what exceeds a limit.
+        Frozen weights are gathered as they are stored. FSDP's stages 1 and 2 gather all for a step; stage 3 blocks as
+        they are used, what is left for a whole pass. Other ZeRO-3 gathers the largest unit and its successor, and lets
+        go of what exceeds a limit.
         """
         root = self.root_parameters - self.embedding_alone - self.head_alone
         units = root + end + num_blocks * self.block_parameters
@@ -181,7 +182,11 @@ class RankMemory:
         live = np.minimum(units, self.parameters)
         gathers_all = self.is_fsdp & (self.table.zero_stage < 3)
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
-        return np.where(is_sharded, np.where(gathers_all, self.parameters, live) * self.compute_bytes, 0.0)
+        trained = np.where(gathers_all, self.parameters, live) * self.compute_bytes
+        block = self.costs.largest_block_frozen_bytes[self.costs.key] * num_blocks
+        some = gathered_frozen_bytes(self.workload, block, self.root_frozen_bytes)
+        frozen = np.minimum(np.where(gathers_all, np.inf, some), self.frozen_bytes)
+        return np.where(is_sharded, trained + frozen, 0.0)
 
     def copied_bytes(self, *, in_forward: bool) -> Floats:
         """Return the 16-bit copies of fp32 weights that autocast makes for each pass and its backward pass.
@@ -248,6 +253,7 @@ class RankMemory:
         """
         framework = self.framework
         each = framework.storage.gradient_bytes if self.is_mixed else FP32
+        full = self.full_bytes
         if self.accumulates_apart:
             each += HALF
         whole = self.parameters * each
@@ -257,7 +263,7 @@ class RankMemory:
         replicated = whole * (stands | is_ddp) + np.where(is_ddp & before, whole, 0.0)
         shard = whole * self.padding / self.shards
         last = np.where(self.embedding_alone > 0, self.embedding_alone, self.root_parameters - self.head_alone)
-        reduced = np.where(self.table.zero_stage == 1, whole, shard + last * FP32)
+        reduced = np.where(self.table.zero_stage == 1, whole, shard + last * full)
         fsdp = np.where(at_end, shard, np.where(before, reduced, 0.0))
         other = np.where(self.table.zero_stage >= 2, whole / self.shards, whole)
         # On their way to the host the shards of one unit at a time are here, which the reduction has anyway.
@@ -285,7 +291,7 @@ class RankMemory:
     def flat_average_bytes(self) -> Floats:
         """Flat copies of all gradients, in which the runtime averages those of replicas before a step."""
         copies = self.is_replica & self.averages_flat_copies & self.framework.storage.frees_gradients
-        return np.where(copies, self.parameters * FP32, 0.0)
+        return np.where(copies, self.parameters * self.full_bytes, 0.0)
 
     @cached_property
     def splits_backward(self) -> Mask:
@@ -336,7 +342,7 @@ class RankMemory:
 
     def reduced_bytes(self, parameters: Floats) -> Floats:
         """Return the gradients of a unit of `parameters` while FSDP reduces them: as computed, and to be reduced."""
-        return np.where(self.is_fsdp, parameters * (self.compute_bytes + FP32), 0.0)
+        return np.where(self.is_fsdp, parameters * (self.compute_bytes + self.full_bytes), 0.0)
 
     @cached_property
     def standing_workspace_bytes(self) -> Floats:
@@ -368,23 +374,6 @@ class RankMemory:
         """Flat copies of this rank's share of the gradients that a step makes, unless these are flat already."""
         each = 0.0 if self.accumulates_apart else self.framework.storage.flat_step_bytes
         return np.asarray(self.parameters / self.state_shards * each)
-
-    @cached_property
-    def step_copies_bytes(self) -> Floats:
-        """What an optimizer step allocates: of all parameters at once, or of one after the other."""
-        flat = self.flat_step_bytes
-        if self.framework.storage.optimizer_step == "fused":
-            return flat
-        costs, states = self.costs, self.states
-        weight = costs.largest_weight_parameters[costs.key]
-        ends = np.maximum(
-            costs.embedding_parameters[costs.key] * self.stage.is_first,
-            costs.head_parameters[costs.key] * self.stage.is_last,
-        )
-        one = states.loop_copies * np.maximum(weight, ends) + states.left_over * weight
-        loops = self.is_fsdp | (self.framework.storage.optimizer_step == "for_loop") | (states.foreach_copies is None)
-        copies = np.where(loops, one, self.parameters * (states.foreach_copies or 0.0)) / self.state_shards
-        return np.asarray(flat + copies * FP32)
 
     def candidate(
         self, *, parameters: Floats, gradients: Floats, activations: Floats, workspace: Floats

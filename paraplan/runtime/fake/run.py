@@ -257,13 +257,15 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def make_optimizer(name: OptimizerName, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return torch's optimizer of that name, in the form that it takes by default on a GPU.
+    """Return torch's optimizer of that name: AdamW fused, others in the form that they take by default on a GPU.
 
     That is foreach over plain tensors, and one parameter after the other over DTensors (torch.optim.optimizer,
     `_default_to_fused_or_foreach`). Raises `PlanError` for optimizers that torch does not bring, or that read values.
     """
     foreach = not any(isinstance(parameter, DTensor) for parameter in parameters)
     if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    if name == "adamw_foreach":
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=foreach)
     if name in ("sgd", "sgd_momentum"):
         momentum = 0.9 if name == "sgd_momentum" else 0.0

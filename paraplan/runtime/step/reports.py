@@ -78,7 +78,7 @@ def peak_flops_per_s(device: torch.device, precision: TrainingPrecision) -> floa
     if device.type != "cuda":
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))
-    return None if gpu is None else gpu.peak(precision)
+    return None if gpu is None else gpu.peak("bf16" if precision == "bf16-pure" else precision)
 
 
 def count_tokens(inputs: Any) -> int:

@@ -1,0 +1,199 @@
+"""Fine-tuning runs: what a row's columns say of adapters, base weights, kernels and optimizers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
+from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, targeted_layers
+from paraplan.model.weight_formats import WeightFormat
+from paraplan.plan.training import LossKernel, OptimizerName, TrainingSpec
+
+_ADAPTERS: dict[str, AdapterKind] = {"lora": "lora", "qlora": "lora", "rslora": "lora", "dora": "dora", "ia3": "ia3"}
+_DEFAULT_RANK = 8  # peft's LoraConfig
+_MEGATRON_RANK = 32  # Megatron-Bridge's LoRA, on all linear layers of blocks
+_FORMATS: tuple[tuple[str, WeightFormat], ...] = (
+    ("nf4.*(double|torchao)", "nf4:double"),
+    ("nf4", "nf4"),
+    ("fp4", "fp4"),
+    ("(int4|gptq|awq)", "int4"),
+    ("int8", "int8"),
+    ("fp8", "fp8"),
+    ("fp32", "fp32"),
+)
+_LOSSES: tuple[tuple[str, LossKernel], ...] = (("liger", "liger"), ("cut cross", "cut"), ("chunked cross", "chunked"))
+_FUSED_KERNELS = ("foak", "unsloth")
+"""Kernels of unsloth, which fms-acceleration has too: norms, rotations, MLPs and adapters are one operation each."""
+_FUSED_LOGIT_BYTES, _UNSLOTH_LOGIT_BYTES = 8.0, 4.0
+"""Their cross-entropy makes gradients in the place of logits (unsloth/kernels/cross_entropy_loss.py). transformers'
+code gives it fp32 logits and a copy without the last token, unsloth's own models 16-bit ones."""
+_HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
+"""The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
+_MODELLED = (
+    r"lora.*",
+    r"\S+ base.*",
+    r"4-bit gptq base.*",
+    r"pure bf16.*",
+    r"fused kernels.*",
+    r"liger.*",
+    r"hf prepare_model_for_kbit_training.*",
+    r"8-bit adamw",
+    r"unsloth kernels",
+    r"(cut|chunked) cross-entropy",
+    r"peft (ia3|ln_tuning).*",
+)
+"""Features of fine-tuning rows that predictions take in."""
+
+
+def is_fine_tuning(run: MeasuredRun) -> bool:
+    """Return whether a row says how it was fine-tuned."""
+    return bool(_method(run))
+
+
+def _method(run: MeasuredRun) -> str:
+    """Return the method; a table without the column notes LoRA among what is unusual."""
+    return run.method.lower() or ("lora" if re.match(r"lora\b", run.nonstandard_features.lower()) else "")
+
+
+def has_only_modelled_features(run: MeasuredRun) -> bool:
+    """Return whether a row says how it was fine-tuned, and all that it notes as unusual is taken in."""
+    parts = re.sub(r"\(.*?\)", "", run.nonstandard_features.lower()).split(";")
+    return bool(run.method) and all(
+        any(re.fullmatch(known, part.strip()) for known in _MODELLED) for part in parts if part.strip()
+    )
+
+
+def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[str, Any]:
+    """Return the fields of a `TrainingSpec` that a fine-tuning row states.
+
+    Raises `PlanError` for methods that are not modelled.
+    """
+    features, fields = run.nonstandard_features.lower(), dict[str, Any]()
+    trainable = _trainable(run)
+    fields["train"] = trainable.text
+    if trainable.is_full:
+        is_pure = "pure bf16" in features or run.base_weight_dtype.lower() == "bf16"
+        fields |= {"precision": "bf16-pure"} if is_pure and run.precision == "bf16" else {}
+    else:
+        fields["base_weights"] = _weight_format(run.base_weight_dtype)
+        fields["upcasts_frozen"] = _upcasts(run)
+    kernels = f"{run.kernels} {features}".lower()
+    fields["loss"] = next((loss for words, loss in _LOSSES if words in kernels), "plain")
+    fields["optimizer"] = fine_tuning_optimizer(run.optimizer.lower())
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _upcasts(run: MeasuredRun) -> bool:
+    """Return whether frozen weights that are not quantized are in fp32.
+
+    TRL's SFTTrainer and peft's examples call `prepare_model_for_kbit_training` for models that bitsandbytes quantized;
+    unsloth and its kernels do not need it, axolotl casts all back to 16 bits for FlashAttention, and FSDP brings all
+    that it flattens to one type again.
+    """
+    if "prepare_model_for_kbit_training" in run.nonstandard_features.lower():
+        return not run.zero_stage
+    words = f"{run.kernels} {run.nonstandard_features} {run.framework}".lower()
+    is_of_bitsandbytes = re.search("nf4|fp4|int8", run.base_weight_dtype.lower()) is not None
+    is_plain = re.search(r"\b(hf|trl|peft)\b", words) is not None and "axolotl" not in words
+    return is_of_bitsandbytes and is_plain and not run.zero_stage and not any(name in words for name in _FUSED_KERNELS)
+
+
+def fine_tuning_optimizer(words: str) -> OptimizerName:
+    """Return the optimizer that a row of fine-tuning names; torch's AdamW goes over lists unless it says fused."""
+    is_paged, is_8bit = "paged" in words, "8bit" in words or "8-bit" in words
+    if "adam" in words:
+        if is_paged:
+            return "paged_adamw_8bit" if is_8bit else "paged_adamw"
+        return "adamw_8bit" if is_8bit else "adamw_foreach" if "torch" in words and "fused" not in words else "adamw"
+    names: tuple[OptimizerName, ...] = ("adafactor", "muon", "lion", "sgd")
+    return next((name for name in names if name in words), "adamw")
+
+
+def with_fine_tuning(run: MeasuredRun, workload: Workload) -> Workload:
+    """Return the workload of a fine-tuning row with its kernels and what its optimizer keeps."""
+    framework, words = workload.framework, f"{run.kernels} {run.nonstandard_features}".lower()
+    if any(name in words for name in _FUSED_KERNELS):
+        adapter = workload.training.trainable.adapter
+        has_mlp = adapter is not None and not {"gate", "up", "down", ALL_LINEAR}.isdisjoint(adapter.targets)
+        framework = framework.changed(
+            kernels={"fused": True, "fuses_adapters": True, "writes_out_gates": not has_mlp},
+            loss={"logit_bytes": _UNSLOTH_LOGIT_BYTES if "unsloth" in words else _FUSED_LOGIT_BYTES},
+        )
+    elif re.search(r"\b(hf|trl|transformers)\b", run.framework.lower()):
+        framework = framework.changed(loss=_HF_LOSS)
+    if "fsdp1" in run.framework.lower():
+        # Shards of flat parameters are plain tensors, which torch's optimizers go over as lists.
+        framework = framework.changed(data_parallel={"shards_are_flat": True})
+    workload = Workload(
+        model=workload.model,
+        training=workload.training,
+        cluster=workload.cluster,
+        links=workload.links,
+        framework=framework,
+        constants=workload.constants,
+    ).trained_as(_named_targets(workload.training, workload))
+    if "optimizer in backward" in run.optimizer.lower() or "optimizer-in-backward" in words:
+        # Each gradient is used and freed as it comes.
+        changed = workload.framework.changed(storage={"gradient_bytes": 0.0, "optimizer_step": "fused"})
+        return Workload(
+            model=workload.model,
+            training=workload.training,
+            cluster=workload.cluster,
+            links=workload.links,
+            framework=changed,
+            constants=workload.constants,
+            whole_model=workload.whole_model,
+            plain_framework=workload.plain_framework,
+        )
+    return workload
+
+
+_FUSED_PROJECTIONS = {"c_attn": ("q", "k", "v"), "query_key_value": ("q", "k", "v"), "linear_qkv": ("q", "k", "v")}
+
+
+def _named_targets(training: TrainingSpec, workload: Workload) -> TrainingSpec:
+    """Return the training with targets that the model has: shapes of a table do not say whether q, k and v are one."""
+    trainable = training.trainable
+    adapter = trainable.adapter
+    if adapter is None:
+        return training
+    names = tuple({one.name for run in workload.model.runs for one in run.block.matmuls if one.num_experts == 1})
+    targets: list[str] = []
+    for target in adapter.targets:
+        for one in (target, *_FUSED_PROJECTIONS.get(target, ()), *("qkv",) * (target in ("q", "k", "v"))):
+            try:
+                targeted_layers(adapter.replace(targets=(one,)), names)
+            except PlanError:
+                continue
+            targets.append(one)
+    found = tuple(dict.fromkeys(targets)) or adapter.targets
+    return training.replace(train=trainable.replace(adapter=adapter.replace(targets=found)).text)
+
+
+def _trainable(run: MeasuredRun) -> Trainable:
+    method = _method(run)
+    if method == "full":
+        return Trainable()
+    if method == "ln_tuning":
+        return Trainable(norms=True)
+    if method not in _ADAPTERS:
+        raise PlanError(f"the method {run.method} is not modelled", hint="lora, qlora, dora, ia3 and full are")
+    kind = _ADAPTERS[method]
+    words = re.sub(r"\(.*?\)|,.*", " ", run.lora_targets.lower()).replace("+", " ").split()
+    targets = (ALL_LINEAR,) if "all" in words or not words else tuple(words)
+    if "mlp" in targets:
+        targets = (*(word for word in targets if word != "mlp"), "gate", "up", "down")
+    return Trainable(adapter=AdapterSpec(kind=kind, rank=run.lora_rank or _usual_rank(run), targets=targets))
+
+
+def _usual_rank(run: MeasuredRun) -> int:
+    return _MEGATRON_RANK if "megatron" in run.framework.lower() else _DEFAULT_RANK
+
+
+def _weight_format(text: str) -> WeightFormat | None:
+    words = text.lower()
+    return next((known for pattern, known in _FORMATS if re.search(pattern, words)), None)

@@ -1,0 +1,27 @@
+"""What a rank holds, by parts, and the sizes of elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from paraplan.cost.plan_table import Floats
+
+FP32, HALF = 4.0, 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class StageMemory:
+    """Bytes that one rank of a stage allocates at its peak, one entry a plan."""
+
+    parameter_bytes: Floats
+    gradient_bytes: Floats
+    optimizer_state_bytes: Floats
+    activation_bytes: Floats
+    workspace_bytes: Floats
+
+    @property
+    def total_bytes(self) -> Floats:
+        """Sum of the parts."""
+        return np.asarray(sum(getattr(self, field.name) for field in fields(self)))

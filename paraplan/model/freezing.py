@@ -1,0 +1,264 @@
+"""A model of which a part trains: frozen parameters as they are stored, adapters, and what is kept for the rest.
+
+A linear layer keeps its input for the gradient of its weight alone. Where that is frozen the input is kept no longer,
+except by an adapter, which reads it too; nor does a norm keep what only the gradient of its weight reads. Attention and
+activations keep their own inputs and outputs all the same. Blocks before the first one that trains have no backward
+pass. Within the first that does, gradients of inputs are counted everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from paraplan.errors import PlanError
+from paraplan.model.part import Part, kept
+from paraplan.model.spec import BlockRun, BlockSpec, ElementType, Matmul, ModelSpec, Parameter, SavedTensor
+from paraplan.model.trainable import AdapterSpec, InputCopy, Trainable, targeted_layers
+from paraplan.model.weight_formats import WeightFormat, is_quantized, stored_bytes
+
+_ADAPTER_KERNELS: dict[InputCopy, int] = {"fused": 0, "shared": 4, "activation": 7, "fp32": 6}
+"""Kernels that the forward pass of an adapter starts: two products, a factor and a sum, and the casts between them."""
+_NORM_WORDS = ("norm", "ln_", "_ln", "ln.")
+
+
+@dataclass(frozen=True)
+class FrozenStorage:
+    """How a training stores and reads what is frozen.
+
+    `weights` is the format of the blocks' linear layers; embedding, head and norms have 16 bits, or fp32 where the
+    linear layers do or `others_in_fp32` says so (peft's `prepare_model_for_kbit_training`). `input_copies` is what an
+    adapter keeps of its input: what the layer read, or a copy of its own in the type of activations or in fp32.
+    """
+
+    weights: WeightFormat = "bf16"
+    others_in_fp32: bool = False
+    input_copies: InputCopy = "activation"
+
+    @property
+    def others(self) -> WeightFormat:
+        """The format of what is not a block's linear layer."""
+        return "fp32" if self.others_in_fp32 or self.weights == "fp32" else "bf16"
+
+
+def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> ModelSpec:
+    """Return the model of which `trainable` trains, the rest stored as `storage` says.
+
+    Raises `PlanError` for adapters on layers that do not exist, a rank above a layer's size, and more last layers than
+    there are.
+    """
+    if trainable.is_full:
+        return model
+    if any(run.block.is_traced for run in model.runs):
+        raise PlanError(
+            "--train changes models that are read from a config; a traced one trains what requires_grad says",
+            hint="freeze parameters and add adapters in the factory, and leave out --train",
+        )
+    last = trainable.last_layers
+    if last is not None and last > model.num_blocks:
+        raise PlanError(f"layers:last{last}, and the model has {model.num_blocks}", hint="name fewer layers")
+    head_trains = trainable.head or (trainable.embeddings and model.tied_embeddings)
+    adapter, targets = trainable.adapter, _targets(model, trainable.adapter)
+    first = 0 if trainable.embeddings or adapter is not None or trainable.norms else model.num_blocks - (last or 0)
+    blocks = []
+    for place, block in enumerate(model.blocks):
+        if last is not None and place >= model.num_blocks - last:
+            blocks.append(block)
+            continue
+        here = {name for name in targets if any(one.name == name for one in block.matmuls)}
+        blocks.append(
+            _frozen_block(
+                block,
+                storage,
+                adapter=adapter if here else None,
+                targets=frozenset(here),
+                trains_norms=trainable.norms,
+                has_backward=place >= first,
+            )
+        )
+    embedding_trains = trainable.embeddings or (trainable.head and model.tied_embeddings)
+    return model.replace(
+        embedding=model.embedding if embedding_trains else _frozen_end(model.embedding, storage),
+        runs=tuple(BlockRun(block=block, count=len(list(same))) for block, same in groupby(blocks)),
+        head=model.head if head_trains else _frozen_end(model.head, storage, trains_norms=trainable.norms),
+    )
+
+
+def _targets(model: ModelSpec, adapter: AdapterSpec | None) -> frozenset[str]:
+    if adapter is None:
+        return frozenset()
+    layers = {one.name: one for run in model.runs for one in run.block.matmuls if one.num_experts == 1}
+    found = targeted_layers(adapter, tuple(layers))
+    for name in sorted(found) if adapter.kind != "ia3" else ():
+        smallest = min(layers[name].k, layers[name].n)
+        if adapter.rank > smallest:
+            raise PlanError(
+                f"a rank of {adapter.rank} is larger than {name}, which is {layers[name].n} x {layers[name].k}",
+                hint=f"use a rank of at most {smallest}",
+            )
+    return found
+
+
+def _frozen_end(block: BlockSpec, storage: FrozenStorage, *, trains_norms: bool = False) -> BlockSpec:
+    frozen = tuple(
+        one
+        if trains_norms and _is_norm(one)
+        else one.replace(frozen_bytes=stored_bytes(storage.others, one.shape or (1,)))
+        for one in block.parameters
+    )
+    narrow = storage.others != "fp32"
+    saved, fused = (
+        tuple(one for one in tensors if not _is_for_weights(one, trains_norms=trains_norms))
+        for tensors in (block.saved, block.saved_fused)
+    )
+    matmuls = tuple(one.replace(trains=False, is_narrow=narrow) for one in block.matmuls)
+    return block.replace(parameters=frozen, matmuls=matmuls, saved=saved, saved_fused=fused)
+
+
+def _is_norm(parameter: Parameter) -> bool:
+    return any(word in parameter.name for word in _NORM_WORDS)
+
+
+def _is_for_weights(tensor: SavedTensor, *, trains_norms: bool) -> bool:
+    """Return whether a tensor is kept for the gradients of an end's weights alone."""
+    return tensor.name == "head input" or (tensor.name.endswith(" normalised") and not trains_norms)
+
+
+def _frozen_block(
+    block: BlockSpec,
+    storage: FrozenStorage,
+    *,
+    adapter: AdapterSpec | None,
+    targets: frozenset[str],
+    trains_norms: bool,
+    has_backward: bool,
+) -> BlockSpec:
+    parameters, each_bytes = [], {}
+    for one in block.parameters:
+        if trains_norms and _is_norm(one):
+            parameters.append(one)
+            continue
+        weights = storage.weights if len(one.shape) > 1 else storage.others
+        size = stored_bytes(weights, one.shape or (1,))
+        each_bytes[one.name.removesuffix(".weight")] = size / one.num_elements
+        parameters.append(one.replace(frozen_bytes=size))
+    quantizes, narrow = is_quantized(storage.weights) or storage.weights == "int8", storage.weights != "fp32"
+    matmuls = [
+        one.replace(
+            trains=False,
+            is_narrow=narrow,
+            quantized_bytes=each_bytes.get(one.name, _of_experts(each_bytes, one)) if quantizes else 0.0,
+        )
+        for one in block.matmuls
+    ]
+    added, traffic = Part(), 0.0
+    for layer in block.matmuls:
+        if adapter is not None and layer.name in targets:
+            added += _adapter_part(layer, adapter, storage.input_copies)
+            traffic += _adapter_traffic(layer, adapter, storage.input_copies)
+    shares = adapter is not None and storage.input_copies in ("shared", "fused") and not adapter.dropout
+    dropped = _unread_inputs(
+        block, targets if shares and adapter is not None and adapter.kind != "ia3" else frozenset()
+    )
+    saved, fused = (
+        tuple(_kept(tensors, dropped, trains_norms=trains_norms)) + more
+        for tensors, more in ((block.saved, added.saved), (block.saved_fused, added.saved_fused))
+    )
+    return block.replace(
+        parameters=(*parameters, *added.parameters),
+        matmuls=(*matmuls, *added.matmuls),
+        saved=saved if has_backward else (),
+        saved_fused=fused if has_backward else (),
+        has_backward=has_backward,
+        adapter_kernels=len(targets) * _ADAPTER_KERNELS[storage.input_copies],
+        adapter_traffic_per_token=traffic,
+        before_freezing=block,
+    )
+
+
+def _of_experts(each_bytes: dict[str, float], matmul: Matmul) -> float:
+    return next((size for name, size in each_bytes.items() if name.endswith(f".{matmul.name}")), 0.0)
+
+
+def _kept(tensors: tuple[SavedTensor, ...], dropped: frozenset[str], *, trains_norms: bool) -> Iterator[SavedTensor]:
+    for one in tensors:
+        if one.name in dropped or (one.name.endswith(" normalised") and not trains_norms):
+            continue
+        if one.name == "attention output" and "projection input" in dropped:  # eager attention does not read it again
+            yield one.replace(kernels=("flash", "sdpa"))
+        else:
+            yield one
+
+
+def _unread_inputs(block: BlockSpec, readers: frozenset[str]) -> frozenset[str]:
+    """Return the kept inputs of linear layers that none of `readers` reads.
+
+    Layers of a block come in groups: those that read the block's stream, then the one that returns to it.
+    """
+    groups: list[list[Matmul]] = [[]]
+    for one in block.matmuls:
+        groups[-1].append(one)
+        if one.split == "row":
+            groups.append([])
+    groups = [group for group in groups if group]
+    if not groups or block.attention is None:
+        return frozenset()
+    names: list[tuple[str, ...]] = [("attention input", "projection input", "attention output by token")]
+    names += [("cross-attention input",)] * (len(groups) - 2) + [("MLP input", "MLP inner output")]
+    by_activation = [one for one in block.saved if one.name in ("activation internals", "up projection", "power")]
+    is_relu = not any(one.elements_per_token for one in by_activation)  # keeps its output itself
+    found: set[str] = set()
+    for group, (entry, *inner) in zip(groups, names, strict=False):
+        if not any(one.name in readers for one in group[:-1]):
+            found.add(entry)
+        if group[-1].name not in readers and not (is_relu and entry == "MLP input"):
+            found.update(inner)
+    return frozenset(found)
+
+
+def _adapter_traffic(matmul: Matmul, adapter: AdapterSpec, copies: InputCopy) -> float:
+    """Return the bytes that the forward pass of an adapter moves for a token outside of its products.
+
+    Counted in peft/tuners/lora/layer.py: the input cast to fp32 and by autocast back (6 bytes an element each), dropout
+    (9), the output scaled (read and written) and added to the layer's (two reads, a write), and cast back from fp32.
+    """
+    if copies == "fused":
+        return 0.0
+    of_input = {"shared": 0.0, "activation": 12.0, "fp32": 6.0}[copies] + (9.0 if adapter.dropout else 0.0)
+    of_output = 24.0 if copies == "fp32" else 10.0
+    return of_input * matmul.k + of_output * matmul.n
+
+
+def _adapter_part(matmul: Matmul, adapter: AdapterSpec, copies: InputCopy) -> Part:
+    """Return the adapter of one linear layer: weights, products, and what it keeps."""
+    name, entry = matmul.name, "tensor" if matmul.split == "row" else "sequence"
+    k, n, rank = matmul.k, matmul.n, adapter.rank
+    wide: ElementType = "fp32" if copies == "fp32" else "activation"
+    output_dim = 0 if matmul.split == "column" else None
+    if adapter.kind == "ia3":
+        is_inner = matmul.split == "row"
+        size, split = (k, "tensor") if is_inner else (n, "tensor" if matmul.split == "column" else "sequence")
+        vector = Parameter(name=f"{name}.ia3_l", shape=(size,), tp_dim=0 if matmul.split != "none" else None)
+        return Part(parameters=(vector,)) + kept(f"{name} scaled", size, split=split, element_type=wide)  # type: ignore[arg-type]
+    part = Part(
+        parameters=(
+            Parameter(name=f"{name}.lora_A.weight", shape=(rank, k), tp_dim=1 if matmul.split == "row" else None),
+            Parameter(name=f"{name}.lora_B.weight", shape=(n, rank), tp_dim=output_dim),
+        ),
+        matmuls=(
+            Matmul(name=f"{name}.lora_A", k=k, n=rank, split="row" if matmul.split == "row" else "none"),
+            Matmul(name=f"{name}.lora_B", k=rank, n=n, split="column" if matmul.split == "column" else "none"),
+        ),
+    )
+    if copies not in ("shared", "fused") or adapter.dropout:
+        part += kept(f"{name} adapter input", k, split=entry, element_type=wide)  # type: ignore[arg-type]
+    if adapter.dropout:
+        part += kept(f"{name} adapter dropout mask", k, split=entry, element_type="mask")  # type: ignore[arg-type]
+    part += kept(f"{name} adapter inner", rank, element_type=wide)
+    if adapter.kind == "dora":
+        part += Part(parameters=(Parameter(name=f"{name}.lora_magnitude_vector", shape=(n,), tp_dim=output_dim),))
+        output = "tensor" if matmul.split == "column" else "sequence"
+        for what in ("base output", "adapter output"):  # both are scaled by the magnitude (peft/tuners/lora/dora.py)
+            part += kept(f"{name} {what}", n, split=output, element_type=wide)  # type: ignore[arg-type]
+    return part

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+from small_run import run
+
+from paraplan.accuracy.fine_tuning import fine_tuning_optimizer, has_only_modelled_features
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import is_standard, predict_run
+from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
+from paraplan.errors import ParaplanError, PlanError
+from paraplan.units import GIB
+
+DATA = BundledData()
+MISTRAL = {
+    "gpu": "A100-80GB",
+    "num_gpus": 1,
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn_hidden": 14336,
+    "vocab": 32000,
+    "activation": "swiglu",
+    "tied_embeddings": False,
+    "seq_len": 4096,
+    "micro_batch": 8,
+    "global_batch": 8,
+    "recompute": "full",
+    "flash_attention": True,
+    "framework": "HF Trainer / TRL SFTTrainer + PEFT",
+    "optimizer": "adamw_torch (HF default)",
+    "memory_metric": "max_allocated",
+    "lora_rank": 16,
+    "lora_targets": "q k v o",
+}
+
+
+def peak_gib(measured: MeasuredRun) -> float:
+    workload = workload_of_run(measured, DATA)
+    found = predict_run(measured, workload, plan_of_run(measured, workload.framework))
+    assert found.predicted_peak_memory_bytes is not None
+    return found.predicted_peak_memory_bytes / GIB
+
+
+# Peaks that fms-acceleration measured of Mistral-7B (scripts/benchmarks/refs/a100_80gb.csv), with what each row says.
+@pytest.mark.parametrize(
+    ("values", "measured"),
+    [
+        ({"method": "full", "base_weight_dtype": "bf16", "nonstandard_features": "pure bf16"}, 67.46),
+        ({"method": "lora", "base_weight_dtype": "bf16", "nonstandard_features": "LoRA"}, 36.08),
+        ({"method": "qlora", "base_weight_dtype": "nf4", "kernels": "FOAK; Liger"}, 20.27),
+        (
+            {
+                "method": "qlora",
+                "base_weight_dtype": "nf4",
+                "nonstandard_features": "LoRA; nf4 base; HF prepare_model_for_kbit_training",
+            },
+            34.46,
+        ),
+        ({"method": "lora", "base_weight_dtype": "bf16", "kernels": "FOAK; Liger"}, 30.17),
+    ],
+)
+def test_published_peaks_come_out_of_what_the_rows_say(values: dict[str, object], measured: float) -> None:
+    assert peak_gib(run(**MISTRAL | values)) == pytest.approx(measured, rel=0.1)
+
+
+def test_fine_tuning_rows_are_scored_where_all_that_is_unusual_is_modelled() -> None:
+    known = run(method="qlora", nonstandard_features="LoRA; nf4 base (bitsandbytes); fused kernels (FOAK: RMSNorm)")
+    assert has_only_modelled_features(known)
+    assert is_standard(known)
+    assert not is_standard(run(method="lora", nonstandard_features="LoRA; FP8 attention"))
+    assert not is_standard(run(method="lora", nonstandard_features="LoRA", offload="activations to CPU"))
+    assert not is_standard(run(nonstandard_features="LoRA"))
+
+
+def test_a_method_that_is_not_modelled_is_said() -> None:
+    with pytest.raises(PlanError, match="the method prefixtuning is not modelled"):
+        workload_of_run(run(method="prefixtuning"), DATA)
+
+
+def test_optimizers_are_read_from_their_words() -> None:
+    assert fine_tuning_optimizer("adamw_torch (hf default)") == "adamw_foreach"
+    assert fine_tuning_optimizer("adamw_bnb_8bit") == "adamw_8bit"
+    assert fine_tuning_optimizer("bitsandbytes pagedadamw") == "paged_adamw"
+    assert fine_tuning_optimizer("adamw_torch_fused") == "adamw"
+
+
+def test_targets_of_tables_are_those_that_the_model_has() -> None:
+    fused = workload_of_run(run(method="lora", lora_targets="c_attn", activation="swiglu"), DATA)
+    assert "q|k|v" in fused.training.train
+    every = workload_of_run(run(method="lora", lora_targets="all linear", activation="swiglu"), DATA)
+    assert every.training.train == "lora:r=8"
+
+
+def test_memory_is_predicted_without_a_gpu_and_time_is_not() -> None:
+    said = run(**MISTRAL | {"gpu": "unstated", "method": "lora", "nonstandard_features": "LoRA"})
+    assert peak_gib(said) == peak_gib(said.replace(gpu="A100-80GB"))
+    with pytest.raises(ParaplanError, match="unstated"):
+        workload_of_run(said.replace(measured_step_time_s=1.0), DATA)
