@@ -28,6 +28,8 @@ from paraplan.launch.elastic.agent import RoundPreparation
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.doors import open_doors
+from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preflight import gpus_of_ranks
 from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
@@ -98,6 +100,8 @@ def run_job(
     folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
     job.folder = folder
     threads_given, visible_before = os.environ.get(_THREADS_VARIABLE), os.environ.get(_DEVICES_VARIABLE)
+    doors = open_doors(spec, request.nodes, os.environ)
+    token_given = os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
     try:
         if request.gpus is not None:
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, visible_before)
@@ -118,7 +122,7 @@ def run_job(
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
-        run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare)
+        run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare, doors=doors)
         results = run_with(config, program, program_arguments) or {}
         _say_whether_planned(extra_environment, has_bootstrap=not spec.no_python)
         return results
@@ -130,6 +134,7 @@ def run_job(
     finally:
         if threads_given is None:
             os.environ.pop(_THREADS_VARIABLE, None)
+        _restore(TOKEN_VARIABLE, token_given)
         if request.gpus is not None:
             _restore(_DEVICES_VARIABLE, visible_before)
         if folder.is_temporary:

@@ -6,20 +6,23 @@ It uses the store of torch's rendezvous, which lives as long as the agent that h
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.launch.faults.failures import Cause, NodeFailure
+from paraplan.launch.nodes.clocks import LARGE_SKEW_S, describe_skew
+from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.native_calls import run_interruptibly
 
 _POLL_S = 0.05
 _TIMEOUT_S = 900.0  # longer than a planner may take
 _PREFIX = "paraplan"
+
+RecordT = TypeVar("RecordT", "NodeFacts", "NodeFailure")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class NodeFacts:
     python: str
     script: str
     address: str = ""
+    clock_offset_s: float = 0.0
+    """How far the clock of the node that hosts the rendezvous is ahead of this node's."""
 
 
 class NodeStore:
@@ -50,12 +55,16 @@ class NodeStore:
         *,
         node: int,
         num_nodes: int,
+        seal: Seal,
+        clock_offset_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store = store
         self.node = node
         self.num_nodes = num_nodes
+        self.clock_offset_s = clock_offset_s
+        self._seal = seal
         self._clock = clock
         self._pause = pause
         self.is_lost = False
@@ -63,7 +72,7 @@ class NodeStore:
     def exchange_facts(self, mine: NodeFacts) -> list[NodeFacts]:
         """Return the facts of all nodes, in their order; waits for every node."""
         self._set(f"facts/{self.node}", asdict(mine))
-        return [NodeFacts(**self._await(f"facts/{node}")) for node in range(self.num_nodes)]
+        return [_known(NodeFacts, self._await(f"facts/{node}")) for node in range(self.num_nodes)]
 
     def share_text(self, name: str, make: Callable[[], str]) -> str:
         """Return what `make` returns on node 0; the others wait for it. An error of `make` is raised on every node.
@@ -87,7 +96,9 @@ class NodeStore:
             return text
         answer = self._await(name)
         if "error" in answer:
-            raise RemoteError(**answer)
+            raise RemoteError(
+                error=str(answer["error"]), hint=answer.get("hint"), exit_status=int(answer.get("exit_status", 1))
+            )
         return str(answer["text"])
 
     def exchange_failures(self, mine: NodeFailure, *, timeout_s: float) -> list[NodeFailure]:
@@ -129,8 +140,8 @@ class NodeStore:
         for node in range(self.num_nodes):
             if node not in found and self._has(f"failure/{node}"):
                 values = self._get(f"failure/{node}")
-                lines = {name: tuple(values[name]) for name in ("evidence", "places")}
-                found[node] = NodeFailure(**(values | lines | {"cause": Cause(values["cause"])}))
+                lines = {name: tuple(map(str, values.get(name, ()))) for name in ("evidence", "places")}
+                found[node] = _known(NodeFailure, values | lines | {"cause": Cause(values["cause"])})
         return len(found)
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
@@ -139,7 +150,7 @@ class NodeStore:
             self._pause(_POLL_S)
 
     def _set(self, name: str, value: object) -> None:
-        text = json.dumps(value)
+        text = self._seal.close(name, value)
         run_interruptibly(lambda: self._store.set(f"{_PREFIX}/{name}", text))
 
     def _await(self, name: str) -> Any:
@@ -157,10 +168,16 @@ class NodeStore:
         return self._get(name)
 
     def _get(self, name: str) -> Any:
-        return json.loads(run_interruptibly(lambda: self._store.get(f"{_PREFIX}/{name}")))
+        return self._seal.open(name, run_interruptibly(lambda: self._store.get(f"{_PREFIX}/{name}")))
 
     def _has(self, *names: str) -> bool:
         return bool(run_interruptibly(lambda: self._store.check([f"{_PREFIX}/{name}" for name in names])))
+
+
+def _known(record: type[RecordT], values: Mapping[str, Any]) -> RecordT:
+    """Return a record of the values that it has fields for: another version of paraplan may have more."""
+    names = {one.name for one in fields(record)}
+    return record(**{name: value for name, value in values.items() if name in names})
 
 
 class RemoteError(Exception):
@@ -182,6 +199,10 @@ def differences(facts: list[NodeFacts]) -> list[str]:
         if len(hosts) > 1:
             parts = [f"{value} on {_some(names_of)}" for value, names_of in hosts.items()]
             sentences.append(f"{title} is {' and '.join(parts)}")
+    offsets = {fact.host: fact.clock_offset_s for fact in facts}
+    if max(offsets.values()) - min(offsets.values()) > LARGE_SKEW_S:
+        shown = [f"{host} {describe_skew(-offset)}" for host, offset in offsets.items() if abs(offset) > LARGE_SKEW_S]
+        sentences.append(f"the clock is {_some(shown)} that of the node which hosts the rendezvous")
     return sentences
 
 
