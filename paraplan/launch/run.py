@@ -99,12 +99,13 @@ def run_job(
     job.plan = request.file
     folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
     job.folder = folder
-    threads_given, visible_before = os.environ.get(_THREADS_VARIABLE), os.environ.get(_DEVICES_VARIABLE)
     doors = open_doors(spec, request.nodes, os.environ)
-    token_given = os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
+    before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
+    threads_given = before[_THREADS_VARIABLE]
+    os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
     try:
         if request.gpus is not None:
-            os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, visible_before)
+            os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, before[_DEVICES_VARIABLE])
         config, program, program_arguments = _configure(request, folder, threads_given)
         extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
@@ -132,11 +133,8 @@ def run_job(
                 failure.error_file = _NO_FILE
         raise
     finally:
-        if threads_given is None:
-            os.environ.pop(_THREADS_VARIABLE, None)
-        _restore(TOKEN_VARIABLE, token_given)
-        if request.gpus is not None:
-            _restore(_DEVICES_VARIABLE, visible_before)
+        for name, value in before.items():
+            _restore(name, value)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
 

@@ -14,6 +14,7 @@ import pytest
 from launching import PATIENCE_S, free_port
 
 from paraplan.errors import UsageError
+from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, find_listener, is_own_address
 from paraplan.launch.nodes.interfaces import addresses_of
 from paraplan.launch.nodes.native_calls import run_interruptibly
@@ -85,7 +86,7 @@ def test_addresses_of_this_node_are_known_from_those_of_others() -> None:
 def test_nobody_at_the_endpoint_is_told_with_what_it_means_and_how_long_it_was_tried() -> None:
     port = free_port()
     with pytest.raises(NoRendezvousError) as caught:
-        open_store("localhost", port, is_master=False, timeout=SHORT)
+        open_store("localhost", port, is_master=False, timeout=SHORT, doors=Doors(b"token"))
     assert caught.value.message.startswith(f"nothing answers at localhost:{port} (")
     assert "127.0.0.1" in caught.value.message
     assert caught.value.message.endswith("no launcher listens on this port of the machine; tried for 1 s")
@@ -95,7 +96,7 @@ def test_nobody_at_the_endpoint_is_told_with_what_it_means_and_how_long_it_was_t
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
 def test_another_program_at_the_endpoint_is_named(answer: bytes | None) -> None:
     with listener(answer) as port, pytest.raises(NoRendezvousError) as caught:
-        open_store("127.0.0.1", port, is_master=False, timeout=SHORT, multi_tenant=True)
+        open_store("127.0.0.1", port, is_master=False, timeout=SHORT, doors=Doors(b"token"), multi_tenant=True)
     assert f"(pid {os.getpid()}), listens at 127.0.0.1:{port}" in caught.value.message
 
 

@@ -25,10 +25,32 @@ class RefusedError(ParaplanError):
     exit_status = 1
 
 
+class NoLauncherError(RefusedError):
+    """The other side is another program than paraplan launch."""
+
+
+class _Lines:
+    """The lines that come on a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = b""
+
+    def next(self) -> bytes:
+        """Return a line without its end. Raises OSError for the end of the connection, or of a sensible length."""
+        while b"\n" not in self._received:
+            data = self._connection.recv(4096)
+            if not data or len(self._received) > _MAX_LINE:
+                raise ConnectionResetError("the connection has ended")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+
 class NodeChannel:
     """A connection between two nodes that know the token: lines of JSON, each signed for its place in order."""
 
-    def __init__(self, connection: socket.socket, lines: Any, *, key: bytes, is_gate: bool) -> None:
+    def __init__(self, connection: socket.socket, lines: _Lines, *, key: bytes, is_gate: bool) -> None:
         self.connection = connection
         self._lines = lines
         self._key = key
@@ -43,9 +65,9 @@ class NodeChannel:
 
     def receive(self) -> dict[str, Any]:
         """Return the next line. Raises OSError for the end of the connection, `RefusedError` for a forged line."""
-        line = _read_line(self._lines)
+        line = self._lines.next()
         self._received += 1
-        signature, _, body = line.rstrip(b"\n").partition(b" ")
+        signature, _, body = line.partition(b" ")
         if not hmac.compare_digest(signature, self._signature(self._sides[1], self._received, body)):
             raise RefusedError("a message was not written with this job's token", hint=_HINT)
         values = json.loads(body)
@@ -72,10 +94,10 @@ def greet(connection: socket.socket, token: bytes) -> NodeChannel:
     """Return the channel to the gate at the other end. Raises `RefusedError` and OSError."""
     mine = secrets.token_hex(16).encode()
     connection.sendall(b"%s %d %s\n" % (GREETING, PROTOCOL, mine))
-    lines = connection.makefile("rb")
-    words = _read_line(lines).split()
+    lines = _Lines(connection)
+    words = lines.next().split()
     if len(words) != 4 or words[0] != GREETING:
-        raise RefusedError("it is not the launcher of a job", hint="see which program listens there")
+        raise NoLauncherError("it is not the launcher of a job", hint="see which program listens there")
     _require_version(words[1])
     if not hmac.compare_digest(words[3], _proof(token, mine, words[2])):
         raise RefusedError("it does not know this job's token", hint=_HINT)
@@ -87,8 +109,8 @@ def answer(connection: socket.socket, token: bytes) -> NodeChannel:
 
     Raises `RefusedError` and OSError.
     """
-    lines = connection.makefile("rb")
-    words = _read_line(lines).split()
+    lines = _Lines(connection)
+    words = lines.next().split()
     if len(words) != 3 or words[0] != GREETING:
         raise RefusedError("it is not a node of a job", hint=_HINT)
     mine = secrets.token_hex(16).encode()
@@ -108,10 +130,3 @@ def _require_version(word: bytes) -> None:
             f"it speaks version {shown} of paraplan's protocol, and this node version {PROTOCOL}",
             hint="install the same version of paraplan on every node",
         )
-
-
-def _read_line(lines: Any) -> bytes:
-    line: bytes = lines.readline(_MAX_LINE)
-    if not line.endswith(b"\n"):
-        raise ConnectionResetError("the connection has ended")
-    return line

@@ -24,7 +24,7 @@ from paraplan.launch.nodes.endpoint import (
     is_own_address,
     meaning_of,
 )
-from paraplan.launch.nodes.handshake import RefusedError
+from paraplan.launch.nodes.handshake import NoLauncherError, RefusedError
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.native_calls import run_interruptibly
@@ -81,8 +81,10 @@ def _enter(endpoint: Endpoint, doors: Doors, *, timeout_s: float) -> None:
         left_s = deadline - time.monotonic()
         try:
             run_interruptibly(partial(doors.enter, endpoint, timeout_s=min(_SILENCE_S, max(left_s, 0.1))))
+        except NoLauncherError as error:
+            raise _stranger_error(endpoint, error.message) from error
         except RefusedError as error:
-            raise NoRendezvousError(f"{_named(endpoint)}: {error.message}", hint=error.hint) from error
+            raise NoRendezvousError(f"the launcher at {_named(endpoint)}: {error.message}", hint=error.hint) from error
         except TimeoutError as error:
             if left_s < _SILENCE_S:
                 raise _stranger_error(endpoint, "it accepts connections and says nothing") from error

@@ -8,9 +8,10 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
 from paraplan.launch.nodes.rendezvous import require_same_nnodes
+from paraplan.launch.nodes.rendezvous_state import StateTranslator
 from paraplan.launch.spec import NodeRange
 from paraplan.launch.torch_private.elastic import StoreBackend
-from paraplan.launch.torch_private.rendezvous_state import StateTranslator
+from paraplan.launch.torch_private.rendezvous_state import pickled, unpickled
 
 
 class SealedBackend(StoreBackend):
@@ -37,7 +38,7 @@ class SealedBackend(StoreBackend):
         if token and not isinstance(token, bytes):  # none that this backend has given
             found = self.get_state()
             return None if found is None else (*found, False)
-        text = self._seal.close(self.key, self._translator.to_values(state))
+        text = self._seal.close(self.key, self._translator.to_values(unpickled(state)))
         expected = token.decode() if token else self.no_state
         stored: bytes = self.call_store("compare_set", self.key, expected, text)
         found = self._read(stored)
@@ -47,7 +48,7 @@ class SealedBackend(StoreBackend):
         if stored == self.no_state.encode():
             return None
         try:
-            return self._translator.to_state(self._seal.open(self.key, stored)), stored
+            return pickled(self._translator.to_state(self._seal.open(self.key, stored))), stored
         except (KeyError, TypeError, ValueError) as error:
             raise ForgedTextError(
                 f"the state of the rendezvous is of another version: {type(error).__name__}: {error}",
