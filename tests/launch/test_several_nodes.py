@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from host_nodes import MEETING_S, Node
 from launching import (
     PATIENCE_S,
     WriteScript,
@@ -26,9 +27,6 @@ from nodes import Hosts, hosts, missing_for_hosts
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # rendezvous of nodes, each of them patient
 
-MEETING_S = 3 * PATIENCE_S
-"""Nodes start, meet, plan and train for some steps within this time, however busy the machine."""
-
 
 @pytest.fixture
 def two_hosts() -> Iterator[Hosts]:
@@ -37,33 +35,6 @@ def two_hosts() -> Iterator[Hosts]:
         pytest.skip(reason)
     with hosts(2) as made:
         yield made
-
-
-class Node:
-    """A launcher on one host, whose output is read while it runs."""
-
-    def __init__(self, made: Hosts, index: int, folder: Path, words: list[object], environment: dict[str, str]) -> None:
-        self.output = folder / f"output-{index}-{time.monotonic_ns()}"
-        command = made.command(index, *launcher_command(*words))
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
-
-    def stop(self) -> None:
-        """End a launcher that still runs, and with it its ranks."""
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> tuple[int, str]:
-        """Return the exit status and all that was written."""
-        status = self.process.wait(timeout=MEETING_S)
-        return status, self.output.read_text()
-
-    def wait_for(self, word: str) -> None:
-        deadline = time.monotonic() + MEETING_S
-        while word not in self.output.read_text():
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.05)
 
 
 StartNode = Callable[[int, list[object], dict[str, str]], Node]

@@ -72,24 +72,27 @@ class Doors:
 
         Raises torch's DistNetworkError where the port is taken, as torch does.
         """
-        store, listener = _sealed_store(timeout)
         if port:
-            self._open_gate(host, port, listener)
-        else:
-            listener.close()
-        if self.clock_offset_s is None:
-            self.clock_offset_s = 0.0
+            return self.host_store_behind(_listen(host, port), timeout=timeout)
+        store, listener = _sealed_store(timeout)
+        listener.close()
+        self.clock_offset_s = 0.0
+        return store
+
+    def host_store_behind(self, listener: socket.socket, *, timeout: timedelta) -> TCPStore:
+        """Return a new store of this node that others of the job reach at a socket which listens already."""
+        store, sealed = _sealed_store(timeout)
+        self._open_gate(listener, sealed)
+        self.clock_offset_s = 0.0
         return store
 
     def host_store_of_ranks(self, host: str, *, timeout: timedelta) -> tuple[TCPStore, int]:
         """Return a store of this node for ranks, and the port at which they reach it."""
-        store, listener = _sealed_store(timeout)
-        return store, self._open_gate(host, 0, listener)
+        store, sealed = _sealed_store(timeout)
+        return store, self._open_gate(_listen(host, 0), sealed)
 
-    def _open_gate(self, host: str, port: int, store: socket.socket) -> int:
-        gate = Gate(
-            _listen(host, port), store, token=self.token, facts=self.facts, say=self.say, on_left=self._note_left
-        )
+    def _open_gate(self, listener: socket.socket, store: socket.socket) -> int:
+        gate = Gate(listener, store, token=self.token, facts=self.facts, say=self.say, on_left=self._note_left)
         self._gates.append(gate)
         self._hosted.add(gate.port)
         return gate.port

@@ -76,6 +76,7 @@ def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, doo
 def _enter(endpoint: Endpoint, doors: Doors, *, timeout_s: float) -> None:
     """Be let in at the gate of an endpoint. Raises `NoRendezvousError` where that is none of this job."""
     deadline = time.monotonic() + timeout_s
+    is_first = doors.clock_offset_s is None
     is_said = False
     while True:
         left_s = deadline - time.monotonic()
@@ -98,7 +99,7 @@ def _enter(endpoint: Endpoint, doors: Doors, *, timeout_s: float) -> None:
         else:
             break
     offset_s = doors.clock_offset_s or 0.0
-    if abs(offset_s) > LARGE_SKEW_S:
+    if is_first and abs(offset_s) > LARGE_SKEW_S:
         say(f"the clock of this node is {describe_skew(-offset_s)} that of the node at {endpoint}")
 
 

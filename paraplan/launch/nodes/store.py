@@ -201,8 +201,11 @@ def differences(facts: list[NodeFacts]) -> list[str]:
             sentences.append(f"{title} is {' and '.join(parts)}")
     offsets = {fact.host: fact.clock_offset_s for fact in facts}
     if max(offsets.values()) - min(offsets.values()) > LARGE_SKEW_S:
-        shown = [f"{host} {describe_skew(-offset)}" for host, offset in offsets.items() if abs(offset) > LARGE_SKEW_S]
-        sentences.append(f"the clock is {_some(shown)} that of the node which hosts the rendezvous")
+        sentences += [
+            f"the clock of {host} is {describe_skew(-offset)} that of the node which hosts the rendezvous"
+            for host, offset in offsets.items()
+            if abs(offset) > LARGE_SKEW_S
+        ]
     return sentences
 
 
