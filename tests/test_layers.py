@@ -13,6 +13,7 @@ FLOORS = {
     "errors": 0,
     "units": 0,
     "records": 0,
+    "progress": 0,
     "resources": 0,
     "hardware": 1,
     "model": 1,
@@ -99,7 +100,7 @@ def imports_upwards(path: Path) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {own} must not import {other}"
 
 
-CLIENT_OF = {"api", "report", "errors", "units", "records", "cli"}
+CLIENT_OF = {"api", "report", "errors", "progress", "units", "records", "cli"}
 """What the command line knows at run time: the public API, renderings, and text. `launch` hands over its process."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paraplan.model.reader import read_model
 from paraplan.model.spec import ModelSpec
+from paraplan.progress import doing
 
 
 def load_model(
@@ -17,7 +18,8 @@ def load_model(
     read as if it were given; where the length is searched for (`finds_length`), they keep the masks of sequences
     longer than the window. Raises `ModelError` for what cannot be read.
     """
-    model = read_model(reference, seq_length=seq_length, micro_batch_size=micro_batch_size)
+    with doing(f"reading {reference}"):
+        model = read_model(reference, seq_length=seq_length, micro_batch_size=micro_batch_size)
     longest = model.max_seq_length
     has_windows = any(run.block.attention is not None and run.block.attention.window for run in model.runs)
     is_final = (seq_length is not None and not finds_length) or longest is None or longest <= (seq_length or 0)

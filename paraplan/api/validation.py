@@ -17,6 +17,7 @@ from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of
 from paraplan.accuracy.scoring import FitScore, Score, SweepScore, score, score_fits, score_sweeps
 from paraplan.errors import ParaplanError
 from paraplan.model.named import known_configs
+from paraplan.progress import doing, say
 
 Row = tuple[MeasuredRun | UnusableRow, RunPrediction]
 
@@ -114,8 +115,13 @@ def validate(
     """
     entries = [entry for source, text in tables.items() for entry in read_runs(text, source=source)]
     data = BundledData(configs=known_configs())
-    rows = tuple((entry, _predict(entry, data, calibration)) for entry in entries)
-    return Validation(rows, everything=everything)
+    rows = []
+    with doing("predicting measured runs"):
+        for number, entry in enumerate(entries):
+            if number % 50 == 0:
+                say(f"predicting measured runs, {number} of {len(entries)}")
+            rows.append((entry, _predict(entry, data, calibration)))
+    return Validation(tuple(rows), everything=everything)
 
 
 def _predict(entry: MeasuredRun | UnusableRow, data: BundledData, fitted: Calibration | None) -> RunPrediction:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paraplan.cli.inputs import require_folder, write_beside_and_rename
+from paraplan.progress import doing
 
 if TYPE_CHECKING:  # the search, which an estimate does without
     from paraplan.api.estimates import Estimate
@@ -54,7 +52,7 @@ def recommended(workload: Workload, question: SearchRequest, path: Path | None) 
         return answer(workload, question)
     except NothingFitsError as error:
         if path is not None:
-            with _drawing():
+            with doing("drawing the report"):
                 text = nothing_fits_html(workload, error)
             _write(path, text)
         raise
@@ -70,7 +68,7 @@ def write_files(answer: Recommendation, *, plan_path: Path | None, trace: Path |
     if trace is not None:
         write_trace(answer.best, trace)
     if html is not None:
-        with _drawing():
+        with doing("drawing the report"):
             text = answer.to_html(plan_path=plan_path)
         _write(html, text)
 
@@ -80,7 +78,7 @@ def write_estimate_files(estimate: Estimate, *, trace: Path | None, html: Path |
     if trace is not None:
         write_trace(estimate, trace)
     if html is not None:
-        with _drawing():
+        with doing("drawing the report"):
             text = estimate.to_html()
         _write(html, text)
 
@@ -95,15 +93,3 @@ def write_trace(estimate: Estimate, path: Path) -> None:
 def _write(path: Path, text: str) -> None:
     write_beside_and_rename(path, text)
     typer.echo(f"report: {path}", err=True)
-
-
-@contextmanager
-def _drawing() -> Iterator[None]:
-    """Say on a terminal what takes its time."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("drawing the report"):
-        yield

@@ -35,9 +35,9 @@ class BlockCostCache:
                 self._columns[name] = column
                 continue
             if len(known) < len(self.rows):
-                more = np.zeros((2 * len(self.rows) - len(known), *known.shape[1:]))
-                known = np.concatenate([known, more])
-                self._columns[name] = known
+                grown = np.empty((2 * len(self.rows), *known.shape[1:]))
+                grown[:first] = known[:first]
+                self._columns[name] = known = grown
             known[first : len(self.rows)] = column
 
     def columns(self) -> dict[str, Floats]:

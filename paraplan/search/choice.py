@@ -14,7 +14,7 @@ from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
 from paraplan.cost.plan_table import Ints, Mask
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.search.evaluation import Priced, TimeSurvey, kinds_of
+from paraplan.search.evaluation import Priced, Survey, kinds_of
 from paraplan.search.results import TOLERANCE, Baseline, Candidate, Objective, complexity, rank
 from paraplan.search.space import PlanSpace
 from paraplan.search.tree import TreeAnswer, family
@@ -228,20 +228,20 @@ def is_plain(workload: Workload, column: Callable[[str], Ints], stage: int) -> M
     return np.asarray(np.logical_and.reduce([of_data, *others]))
 
 
-def price_the_choice(times: TimeSurvey, objective: Objective, is_named: Callable[[ParallelPlan], bool]) -> None:
+def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[ParallelPlan], bool]) -> None:
     """Price what the choice looks at beside the best of each kind: simpler plans, baselines, the guide's families."""
-    plans = times.plans
+    plans = survey.plans
     for _, stage in PLAIN:
-        times.find(is_plain(times.workload, plans.column, stage))
-    firsts, kind = kinds_of(plans.column)
+        survey.find(is_plain(survey.workload, plans.column, stage))
+    firsts, kind = plans.kinds
     named = np.array([is_named(plans.table(np.array([row])).plan(0)) for row in firsts])
-    times.find(named[kind])
+    survey.find(named[kind])
     if objective == "memory":
         return
     levels = complexity(plans.column)
     for level in np.flatnonzero(np.bincount(levels)):  # np.unique would import masked arrays
-        at_most_s = (1 + TOLERANCE[objective]) * times.fastest_s
-        if times.find(levels == level, at_most_s=at_most_s) <= at_most_s:
+        at_most_s = (1 + TOLERANCE[objective]) * survey.fastest_s
+        if survey.find(levels == level, at_most_s=at_most_s) <= at_most_s:
             return
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -16,10 +18,11 @@ from paraplan.cost.pipeline.stages import even_stage, fullest_ranks, running_par
 from paraplan.cost.plan_table import COLUMNS, Floats, Ints, Mask, OffloadCode, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import AXES, ParallelPlan
+from paraplan.progress import is_stopped, say
 from paraplan.search.lower_bound import least_step_s
 from paraplan.search.results import Rejection
-from paraplan.search.space import PlanSpace
-from paraplan.units import format_bytes, format_bytes_apart
+from paraplan.search.space import CHUNK_ROWS, PlanSpace
+from paraplan.units import format_bytes, format_seconds
 
 SLACK = 1.02
 """Kinds up to this factor slower than the last one shown are priced too: prices of all stages may change the order."""
@@ -50,46 +53,44 @@ class Priced:
         return self.table.plan(row)
 
 
-@dataclass
-class Fitting:
-    """The plans that fit, in little memory: columns of 32 bits, the peak, the least time, and the product of axes."""
-
-    columns: list[Ints] = field(default_factory=list)
-    peaks: list[Floats] = field(default_factory=list)
-    least: list[Floats] = field(default_factory=list)
-    degrees: list[Ints] = field(default_factory=list)
-    splits: Ints | None = None
-
-    def add(self, table: PlanTable, peak: Floats, least_s: Floats, degrees: Ints) -> None:
-        """Keep the plans of a table."""
-        self.columns.append(np.stack([getattr(table, name) for name in COLUMNS]).astype(np.int32))
-        self.peaks.append(peak)
-        self.least.append(least_s)
-        self.degrees.append(degrees.astype(np.int32))
-        if self.splits is None or len(table.splits) > len(self.splits):
-            self.splits = table.splits
-
-    def together(self) -> FittingPlans:
-        """Return all plans as arrays."""
-        assert self.splits is not None
-        return FittingPlans(
-            np.concatenate(self.columns, axis=1),
-            np.concatenate(self.peaks),
-            np.concatenate(self.least),
-            np.concatenate(self.degrees),
-            self.splits,
-        )
-
-
 @dataclass(frozen=True, eq=False)
-class FittingPlans:
-    """The plans that fit, as columns."""
+class Plans:
+    """The plans of a space in little memory: columns of 32 bits, the least time, and the product of axes of each."""
 
     columns: Ints
-    peak_bytes: Floats
     least_s: Floats
     degrees: Ints
     splits: Ints
+    orders: list[list[int]]
+    """Of each product of axes the orders of ranks that are worth pricing."""
+    variants: Ints
+    """Of each product of axes how many orders there are."""
+
+    @classmethod
+    def of(cls, workload: Workload, space: PlanSpace) -> Plans:
+        """Read all of a space."""
+        columns, degrees = list[Ints](), list[Ints]()
+        least = list[Floats]()
+        splits = np.zeros((1, 1), dtype=np.int64)
+        for chunk in space.chunks():
+            say(f"counting plans, {sum(len(each) for each in least):,} so far (Ctrl-C: the best of these)")
+            columns.append(np.stack([getattr(chunk.table, name) for name in COLUMNS]).astype(np.int32))
+            least.append(least_step_s(workload, chunk.table))
+            degrees.append(chunk.degrees.astype(np.int32))
+            splits = chunk.table.splits  # later chunks have those of the earlier ones too
+            if is_stopped():
+                break
+        return cls(
+            np.concatenate(columns, axis=1) if columns else np.zeros((len(COLUMNS), 0), np.int32),
+            np.concatenate([np.zeros(0), *least]),
+            np.concatenate([np.zeros(0, np.int32), *degrees]),
+            splits,
+            space.orders,
+            np.array(space.variants, dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.least_s)
 
     def table(self, rows: Ints) -> PlanTable:
         """Return some of them as a table."""
@@ -98,6 +99,11 @@ class FittingPlans:
     def column(self, name: str) -> Ints:
         """Return one column of all."""
         return np.asarray(self.columns[COLUMNS.index(name)])
+
+    @cached_property
+    def kinds(self) -> tuple[Ints, Ints]:
+        """The first plan of each choice of axes and ZeRO stage, and the choice of each plan."""
+        return kinds_of(self.column)
 
 
 @dataclass
@@ -109,71 +115,53 @@ class TooLarge:
 
     count: int = 0
     least_bytes: float = float("inf")
-    most_bytes: float = 0.0
     nearest: ParallelPlan | None = None
     num_beyond_host: int = 0
     beyond_host: ParallelPlan | None = None
+    _first_row: int = sys.maxsize
 
     def add(self, table: PlanTable, peaks: Floats, weights: Ints) -> None:
         """Count the plans of a table, each as often as `weights` says."""
         if not len(table):
             return
         self.count += int(weights.sum())
-        self.most_bytes = max(self.most_bytes, float(peaks.max()))
         if float(peaks.min()) < self.least_bytes:
             self.least_bytes = float(peaks.min())
             self.nearest = table.plan(int(np.argmin(peaks)))
 
-    def describe(self, usable_bytes: int) -> str:
-        """Return the reason in words."""
-        least, usable = format_bytes_apart(self.least_bytes, usable_bytes)
-        most = format_bytes(self.most_bytes)
-        needed = least if format_bytes(self.least_bytes) == most else f"{least} to {most}"
-        return f"need {needed} of {usable} usable"
+    def add_beyond_host(self, table: PlanTable, rows: Ints, weights: Ints) -> None:
+        """Count plans that fit the GPUs alone, and remember the first of them in the order of the space."""
+        self.num_beyond_host += int(weights.sum())
+        if len(rows) and rows.min() < self._first_row:
+            self._first_row = int(rows.min())
+            self.beyond_host = table.plan(int(np.argmin(rows)))
 
 
-@dataclass
-class MemorySurvey:
-    """The first half of a survey: which plans of a space fit."""
+def memory_of(workload: Workload, table: PlanTable) -> tuple[Floats, Mask, Mask]:
+    """Return the peak bytes of each plan, which plans fit a GPU, and which of these need more of the host than it has.
 
-    space: PlanSpace
-    fitting: Fitting = field(default_factory=Fitting)
-    too_large: TooLarge = field(default_factory=TooLarge)
-    rejected: Counter[str] = field(default_factory=Counter)
-    num_priced: int = 0
+    Plans with many virtual stages are priced apart: the others would pay for their chunks.
+    """
+    peaks, fitting, beyond = np.zeros(len(table)), np.zeros(len(table), dtype=bool), np.zeros(len(table), dtype=bool)
+    for rows in _alike(workload, table):
+        part = table.select(rows)
+        costs = block_costs(workload, part)
+        peaks[rows] = peak_memory(workload, part, costs)
+        fitting[rows] = fits(workload, peaks[rows])
+        inside = np.flatnonzero(fitting[rows])
+        beyond[rows[inside]] = exceeds_host(workload, part.select(inside), costs.select(inside))
+    return peaks, fitting, beyond
 
-    @classmethod
-    def of(cls, workload: Workload, space: PlanSpace) -> MemorySurvey:
-        """Price the memory of every plan of `space`."""
-        survey = cls(space)
-        for chunk in space.chunks():
-            table, weights = chunk.table, np.array(space.variants)[chunk.degrees]
-            survey.num_priced += int(weights.sum())
-            costs = block_costs(workload, table)
-            peak = peak_memory(workload, table, costs)
-            fitting = fits(workload, peak)
-            survey.too_large.add(table.select(~fitting), peak[~fitting], weights[~fitting])
-            on_host = np.zeros_like(fitting)
-            on_host[fitting] = exceeds_host(workload, table.select(fitting), costs.select(fitting))
-            if on_host.any():
-                total = format_bytes(workload.cluster.host_memory_bytes)
-                survey.rejected[f"offload needs more than the {total} of a node"] += int(weights[on_host].sum())
-                survey.too_large.num_beyond_host += int(weights[on_host].sum())
-                survey.too_large.beyond_host = survey.too_large.beyond_host or table.plan(int(np.argmax(on_host)))
-                fitting &= ~on_host
-            if fitting.any():
-                left = table.select(fitting)
-                least_s = least_step_s(workload, left, costs.select(fitting))
-                survey.fitting.add(left, peak[fitting], least_s, chunk.degrees[fitting])
-        survey.rejected.update(space.rejected)
-        if survey.too_large.count:
-            survey.rejected[survey.too_large.describe(workload.usable_memory_bytes)] += survey.too_large.count
-        return survey
 
-    @property
-    def rejections(self) -> tuple[Rejection, ...]:
-        """Return why plans were left out, the most frequent reason first."""
-        return tuple(Rejection(reason=reason, count=count) for reason, count in self.rejected.most_common())
+def _alike(workload: Workload, table: PlanTable) -> Iterator[Ints]:
+    """Yield rows whose plans cost alike to price: equal chunks on all ranks, or so many of them."""
+    is_even = (table.split == 0) & (workload.model.num_blocks % (table.pp * table.virtual) == 0)
+    is_even &= len(workload.model.runs) == 1
+    kinds = np.where(is_even, 0, 1 + np.ceil(np.log2(table.virtual)).astype(np.int64))
+    for kind in np.flatnonzero(np.bincount(kinds)):  # np.unique would import masked arrays
+        rows = np.flatnonzero(kinds == kind)
+        for first in range(0, len(rows), _MOST_ROWS):
+            yield rows[first : first + _MOST_ROWS]
 
 
 def exceeds_host(workload: Workload, table: PlanTable, costs: BlockCosts | None = None) -> Mask:
@@ -198,8 +186,8 @@ def kinds_of(table_like: Callable[[str], Ints]) -> tuple[Ints, Ints]:
 
 
 @dataclass
-class TimeSurvey:
-    """The second half: the time of plans that may be among the best, those with the least time first.
+class Survey:
+    """The prices of the plans that may be among the best, those with the least time first.
 
     `run` leaves out a plan whose least time is above the best time of its kind (axes and ZeRO stage), or above that of
     the `num_kinds`-th best kind. With `fronts`, plans stay that may be faster than all that need as little memory. With
@@ -207,23 +195,31 @@ class TimeSurvey:
     """
 
     workload: Workload
-    orders: list[list[int]]
-    plans: FittingPlans
+    plans: Plans
     num_kinds: int
     smallest_first: bool = False
     fronts: bool = False
+    too_large: TooLarge = field(default_factory=TooLarge)
     found: list[Priced] = field(default_factory=list)
     num_priced: int = 0
+    """Plans whose memory was computed; those that differ in the order of ranks count each."""
+    num_timed: int = 0
 
     def __post_init__(self) -> None:
-        self._seconds = np.full(len(self.plans.least_s), np.inf)
+        self._peaks = np.full(len(self.plans), np.nan)
+        self._fits = np.zeros(len(self.plans), dtype=bool)
+        self._seconds = np.full(len(self.plans), np.inf)
 
     def run(self) -> None:
         """Price the plans that may be among the best of their kind, and their kind among the best."""
         plans = self.plans
-        firsts, kind = kinds_of(plans.column)
+        firsts, kind = plans.kinds
         best = np.full(len(firsts), np.inf)
-        waiting = np.argsort(plans.peak_bytes if self.smallest_first else plans.least_s, kind="stable")
+        waiting = np.arange(len(plans))
+        if self.smallest_first or self.fronts:
+            waiting = self._that_fit(waiting)
+        order = self._peaks if self.smallest_first else plans.least_s
+        waiting = waiting[np.argsort(order[waiting], kind="stable")]
         # The most promising plans of the most promising kinds come first: they say what the others have to beat.
         promising = np.sort(first_rows(kind[waiting])[0])
         is_first = np.zeros(len(waiting), dtype=bool)
@@ -236,14 +232,19 @@ class TimeSurvey:
             np.minimum.at(best, kind[rows], priced.peak_bytes if self.smallest_first else priced.seconds)
             waiting = waiting[self._may_matter(waiting, kind, best)]
             size = min(4 * size, _MOST_ROWS)
+            if is_stopped() and np.isfinite(best).any():
+                break
+            say(f"pricing plans, {len(waiting):,} left, {_best_so_far(self.fastest_s)} (Ctrl-C: the best so far)")
 
     def find(self, among: Mask, *, at_most_s: float = np.inf) -> float:
         """Price plans until the fastest of `among` is known, if it takes at most `at_most_s`; return its seconds."""
         best = float(self._seconds[among].min(initial=np.inf))
-        rows = np.flatnonzero(among & np.isinf(self._seconds) & (self.plans.least_s < min(best, at_most_s)))
+        rows = np.flatnonzero(among & np.isnan(self._peaks) & (self.plans.least_s < min(best, at_most_s)))
+        timed = np.flatnonzero(among & self._fits & np.isinf(self._seconds))
+        rows = np.concatenate([rows, timed[self.plans.least_s[timed] < min(best, at_most_s)]])
         rows = rows[np.argsort(self.plans.least_s[rows], kind="stable")]
         size = _FIRST_ROWS
-        while len(rows):
+        while len(rows) and not is_stopped():
             batch, rows = rows[:size], rows[size:]
             self._price(batch)
             best = min(best, float(self._seconds[batch].min()))
@@ -257,22 +258,36 @@ class TimeSurvey:
         return float(self._seconds.min())
 
     def priced(self) -> Priced:
-        """Return all plans that were priced."""
+        """Return all plans that were priced and fit."""
         return Priced(
             PlanTable.concatenate([each.table for each in self.found]),
             np.concatenate([each.seconds for each in self.found]),
             np.concatenate([each.peak_bytes for each in self.found]),
         )
 
+    def rejections(self, space: PlanSpace) -> tuple[Rejection, ...]:
+        """Return why plans were left out, the most frequent reason first."""
+        reasons = Counter(space.rejected)
+        unpriced = np.isnan(self._peaks)
+        reasons["cannot be as fast as the plans shown"] += self._count(np.flatnonzero(unpriced))
+        reasons[f"need more than the {format_bytes(self.workload.usable_memory_bytes)} usable"] += self.too_large.count
+        if self.too_large.num_beyond_host:
+            host = format_bytes(self.workload.cluster.host_memory_bytes or 0)
+            reasons[f"offload needs more than the {host} of a node"] += self.too_large.num_beyond_host
+        return tuple(Rejection(reason=reason, count=count) for reason, count in reasons.most_common() if count)
+
+    def _count(self, rows: Ints) -> int:
+        return int(self.plans.variants[self.plans.degrees[rows]].sum())
+
     def _may_matter(self, rows: Ints, kind: Ints, best: Floats) -> Mask:
         known = np.sort(best)
         limit = known[min(self.num_kinds, len(known)) - 1] * SLACK
         # Of a kind only the best plan is shown, so that nothing has to be close to it.
         limits = np.minimum(best * _ROUNDING, limit)
-        least = (self.plans.peak_bytes if self.smallest_first else self.plans.least_s)[rows]
+        least = (self._peaks if self.smallest_first else self.plans.least_s)[rows]
         matters = least <= limits[kind[rows]]
         if self.fronts:
-            matters |= self.plans.least_s[rows] < self._front_s(self.plans.peak_bytes[rows])
+            matters |= self.plans.least_s[rows] < self._front_s(self._peaks[rows])
         return np.asarray(matters)
 
     def _front_s(self, peak_bytes: Floats) -> Floats:
@@ -283,17 +298,36 @@ class TimeSurvey:
         fastest = np.concatenate([[np.inf], np.minimum.accumulate(seconds[order])])
         return np.asarray(fastest[np.searchsorted(peaks[order], peak_bytes, side="right")])
 
+    def _that_fit(self, rows: Ints) -> Ints:
+        """Return those of some plans that fit; the memory of those that were not asked about before is computed."""
+        new = rows[np.isnan(self._peaks[rows])]
+        for first in range(0, len(new), CHUNK_ROWS):
+            part = new[first : first + CHUNK_ROWS]
+            table, weights = self.plans.table(part), self.plans.variants[self.plans.degrees[part]]
+            peaks, fitting, beyond = memory_of(self.workload, table)
+            self._peaks[part], self._fits[part] = peaks, fitting & ~beyond
+            self.num_priced += int(weights.sum())
+            self.too_large.add(table.select(~fitting), peaks[~fitting], weights[~fitting])
+            self.too_large.add_beyond_host(table.select(beyond), part[beyond], weights[beyond])
+        return rows[self._fits[rows]]
+
     def _price(self, rows: Ints) -> tuple[Priced, Ints]:
-        """Price some plans under each order of ranks that is worth it; return the prices and the row of each."""
-        orders = [self.orders[number] for number in self.plans.degrees[rows]]
-        rows = np.repeat(rows, [len(each) for each in orders])
-        table = self.plans.table(rows).with_orders(np.array([number for each in orders for number in each]))
-        seconds = step_times(self.workload, table).step_time_s
+        """Price those of some plans that fit under each order of ranks that is worth it; return the row of each."""
+        rows = self._that_fit(rows)
+        orders = [self.plans.orders[number] for number in self.plans.degrees[rows]]
+        rows = np.repeat(rows, np.array([len(each) for each in orders], dtype=np.int64))
+        numbers = np.array([number for each in orders for number in each], dtype=np.int64)
+        table = self.plans.table(rows).with_orders(numbers)
+        seconds = step_times(self.workload, table).step_time_s if len(rows) else np.zeros(0)
         np.minimum.at(self._seconds, rows, seconds)
-        priced = Priced(table, seconds, self.plans.peak_bytes[rows])
+        priced = Priced(table, seconds, self._peaks[rows])
         self.found.append(priced)
-        self.num_priced += len(priced)
+        self.num_timed += len(priced)
         return priced, rows
+
+
+def _best_so_far(seconds: float) -> str:
+    return f"best {format_seconds(seconds)} a step" if np.isfinite(seconds) else "none fits so far"
 
 
 NOTICEABLE = 0.99

@@ -5,13 +5,16 @@ from __future__ import annotations
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.workload import Workload
 from paraplan.plan.executor import OWN_RUNTIME, Executor
+from paraplan.progress import doing, is_stopped, stoppable
 from paraplan.search.choice import Choice, EvaluatedPlans, price_the_choice
 from paraplan.search.constraints import FREE, Constraints
-from paraplan.search.evaluation import MemorySurvey, TimeSurvey, pareto_front, spread
+from paraplan.search.evaluation import Plans, Survey, pareto_front, spread
 from paraplan.search.failure import nothing_fits
 from paraplan.search.results import Objective, SearchResult
 from paraplan.search.space import PlanSpace
 from paraplan.search.tree import decide, family, tree_facts
+
+STOPPED = "stopped early: the best of the plans priced until then"
 
 
 def search(
@@ -33,25 +36,27 @@ def search(
     """
     workload = CostModel.of_workload(workload)
     space = PlanSpace(workload, executor, fixed)
-    memory = MemorySurvey.of(workload, space)
-    if not memory.fitting.columns:
-        raise nothing_fits(workload, space, memory.too_large, with_ways_out=explains_failure)
     answer = decide(tree_facts(workload))
-    times = TimeSurvey(
-        workload,
-        space.orders,
-        memory.fitting.together(),
-        num_kinds=num_candidates,
-        smallest_first=objective == "memory",
-        fronts=with_front,
-    )
-    times.run()
-    price_the_choice(times, objective, lambda plan: family(plan) in answer.families)
-    priced = times.priced()
+    with doing("counting plans"), stoppable():
+        survey = Survey(
+            workload,
+            Plans.of(workload, space),
+            num_kinds=num_candidates,
+            smallest_first=objective == "memory",
+            fronts=with_front,
+        )
+        survey.run()
+        price_the_choice(survey, objective, lambda plan: family(plan) in answer.families)
+        is_partial = is_stopped()
+    if not survey.num_timed and is_partial:
+        raise KeyboardInterrupt
+    if not survey.num_timed:
+        raise nothing_fits(workload, space, survey.too_large, with_ways_out=explains_failure)
+    priced = survey.priced()
     plans = EvaluatedPlans(workload, priced, answer)
     chosen = Choice.of(plans, objective, num_candidates)
     if chosen is None:
-        raise nothing_fits(workload, space, memory.too_large, with_ways_out=explains_failure)
+        raise nothing_fits(workload, space, survey.too_large, with_ways_out=explains_failure)
     return SearchResult(
         decisions=answer.decisions,
         families=answer.families,
@@ -61,13 +66,13 @@ def search(
         guide=chosen.guide,
         candidates=chosen.candidates(num_candidates),
         baselines=chosen.baselines(space),
-        rejections=memory.rejections,
+        rejections=survey.rejections(space),
         plans_considered=space.considered,
-        plans_priced=memory.num_priced,
-        times_priced=times.num_priced,
+        plans_priced=survey.num_priced,
+        times_priced=survey.num_timed,
         front=plans.fitting_candidates(pareto_front(priced)) if with_front else (),
         cloud=plans.fitting_candidates(spread(priced)) if with_front else (),
-        remark=chosen.remark,
+        remark="; ".join(filter(None, [STOPPED if is_partial else None, chosen.remark])) or None,
         objective=objective,
         is_runnable=executor.is_own,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import gcd
@@ -11,7 +11,7 @@ from math import gcd
 import numpy as np
 
 from paraplan.cost.pipeline.simulation import round_size
-from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, OffloadCode, PlanTable, distinct_rows
+from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, OffloadCode, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.compatibility import (
@@ -26,11 +26,15 @@ from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.plan.parallel import AXES, Axis, Degree, ParallelPlan
 from paraplan.plan.support import rule_of, unsupported_axes
 from paraplan.search.constraints import FREE, Constraints, check_axes, check_micro_batch, nothing_has_all
+from paraplan.search.micro_batch_limit import largest_fitting
 from paraplan.search.rank_orders import RankOrders
 from paraplan.search.stage_splits import BalancedSplits
 
 CHUNK_ROWS = 32_000
 """Plans that are priced at a time: what a chunk needs stays in the caches, and memory does not grow with the space."""
+MANY_PLANS = 200_000
+"""From so many on, sizes of micro-batches that fit no way are looked for first."""
+MICRO_BATCH_TOO_LARGE = "micro-batches that need more memory than a GPU has"
 
 _GPIPE, _ONE_FORWARD, _INTERLEAVED, _ZERO_BUBBLE = (
     SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
@@ -103,36 +107,62 @@ class PlanSpace:
         check_micro_batch(self.fixed, (max(1, batch // each.dp) for each in possible), global_batch_size=batch)
         self._splits = BalancedSplits(self.workload)
         self._orders = RankOrders(self.workload, self.executor.rank_orders)
-        self._reasons: dict[tuple[int, ...], str | None] = {}
+        self._known_sizes: dict[int, Ints] = {}
+        self._asked: dict[tuple[Degrees, int, tuple[int, ...]], str | None] = {}
+        self._known_reasons: dict[tuple[int, Degrees, int], dict[str, Ints]] = {}
         self._known_choices: dict[tuple[bool, bool, int, int, bool], Ints] = {}
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the plans that divide the batch and the model and that can be executed, a chunk at a time.
-
-        Plans of a chunk have similar numbers of virtual stages, so that none pays for the many chunks of another.
-        """
-        waiting: dict[tuple[bool, int], list[Chunk]] = {}
-        for degrees in self._degrees:
+        """Yield the plans that divide the batch and the model and that can be executed, a chunk at a time."""
+        possible = [each for each in self._degrees if self._is_possible(each)]
+        waiting: list[Chunk] = []
+        for degrees, largest in zip(possible, self._largest_sizes(possible), strict=True):
             variants = self._orders.count(degrees.sizes)
-            reason = self._reason_of(degrees)
-            choices, sizes = self._choices(degrees), self._micro_batch_sizes(degrees)
-            self.considered += len(choices) * len(sizes) * variants
-            if reason is not None:
-                self.rejected[reason] += len(choices) * len(sizes) * variants
-                continue
             self.variants.append(variants)
             self.orders.append(self._orders.worth_pricing(degrees.sizes, degrees.ep))
             self.degrees.append(degrees)
-            table = self._inside(degrees, choices, sizes)
-            for kind, part in self._alike(table.select(self._executable(table, variants))):
-                found = waiting.setdefault(kind, [])
-                found.append(Chunk(part, np.full(len(part), len(self.degrees) - 1)))
-                if sum(len(chunk.table) for chunk in found) >= CHUNK_ROWS:
-                    yield self._joined(waiting.pop(kind))
-        for found in waiting.values():
-            yield self._joined(found)
+            choices, sizes = self._choices(degrees), self._micro_batch_sizes(degrees)
+            too_large = len(choices) * int((sizes > largest).sum())
+            if too_large:
+                self.rejected[MICRO_BATCH_TOO_LARGE] += too_large * variants
+            sizes = sizes[sizes <= largest]
+            choice, size = np.nonzero(self._executable(degrees, choices, sizes))
+            table = self._inside(degrees, choices[choice], sizes[size])
+            if len(table):
+                waiting.append(Chunk(table, np.full(len(table), len(self.degrees) - 1)))
+            if sum(len(chunk.table) for chunk in waiting) >= CHUNK_ROWS:
+                yield self._joined(waiting)
+                waiting = []
+        if waiting:
+            yield self._joined(waiting)
         if not self.considered:
             raise nothing_has_all(self.fixed)
+
+    def _is_possible(self, degrees: Degrees) -> bool:
+        """Count the plans of a product of axes, and return whether any can be executed."""
+        count = len(self._choices(degrees)) * len(self._micro_batch_sizes(degrees)) * self._orders.count(degrees.sizes)
+        self.considered += count
+        reason = self._reason_of(degrees)
+        if reason is not None:
+            self.rejected[reason] += count
+        return reason is None
+
+    def _largest_sizes(self, products: Sequence[Degrees]) -> list[int]:
+        """Return the largest micro-batch of each product of axes that may fit some way."""
+        sizes = [self._micro_batch_sizes(each) for each in products]
+        chosen = [self._choices(each) for each in products]
+        count = sum(len(choices) * len(each) for choices, each in zip(chosen, sizes, strict=True))
+        if count < MANY_PLANS:
+            return [int(each[-1]) if len(each) else 0 for each in sizes]
+        probes = []
+        for each, choices in zip(products, chosen, strict=True):
+            smallest = choices[(choices[:, 5] == choices[:, 5].max()) & (choices[:, 1] == choices[:, 1].max())]
+            smallest = smallest[(smallest[:, 3] == smallest[:, 3].min()) & (smallest[:, 7] == 0)]
+            usual = smallest[smallest[:, 2] == _ONE_FORWARD]
+            smallest = usual if len(usual) else smallest
+            probes.append(self._inside(each, smallest, np.ones(len(smallest), dtype=np.int64)))
+        splits = self._splits.rows
+        return largest_fitting(self.workload, [each.with_splits(splits) for each in probes], sizes)
 
     def why_left_out(self, plan: ParallelPlan) -> str | None:
         """Return why a plan that suits the workload is not in this space, None for one that is."""
@@ -187,9 +217,11 @@ class PlanSpace:
 
     def _micro_batch_sizes(self, degrees: Degrees) -> Ints:
         """Return the sizes of a micro-batch that divide a rank's share of the batch."""
-        share = max(1, self.workload.training.global_batch_size // degrees.dp)
-        sizes = [size for size in divisors(share) if self.fixed.allows(micro_batch_size=size)]
-        return np.array(sizes, dtype=np.int64)
+        if degrees.dp not in self._known_sizes:
+            share = max(1, self.workload.training.global_batch_size // degrees.dp)
+            sizes = [size for size in divisors(share) if self.fixed.allows(micro_batch_size=size)]
+            self._known_sizes[degrees.dp] = np.array(sizes, dtype=np.int64)
+        return self._known_sizes[degrees.dp]
 
     def _choices(self, degrees: Degrees) -> Ints:
         """Return ZeRO stage, sequence parallelism, schedule, virtual stages, recompute, offload, cut, shards by row."""
@@ -233,10 +265,10 @@ class PlanSpace:
         virtual = divisors(max(1, self.workload.model.num_blocks // pp))[1:]
         return [(_GPIPE, 1), (_ONE_FORWARD, 1), (_ZERO_BUBBLE, 1), *((_INTERLEAVED, size) for size in virtual)]
 
-    def _inside(self, degrees: Degrees, choices: Ints, sizes: Ints) -> PlanTable:
-        share = max(1, self.workload.training.global_batch_size // degrees.dp)
-        zero, parallel, schedule, virtual, recompute, offload, split, shards = np.repeat(choices, len(sizes), axis=0).T
-        micro = np.tile(sizes, len(choices))
+    def _inside(self, degrees: Degrees, choices: Ints, micro: Ints, *, share: int | None = None) -> PlanTable:
+        """Return a row for each choice, with the micro-batch beside it; `share` are the sequences of a rank."""
+        share = share or max(1, self.workload.training.global_batch_size // degrees.dp)
+        zero, parallel, schedule, virtual, recompute, offload, split, shards = choices.T
 
         def constant(value: int) -> Ints:
             return np.full(len(micro), value, dtype=np.int64)
@@ -261,70 +293,62 @@ class PlanSpace:
             ep=constant(degrees.ep),
         )
 
-    def _alike(self, table: PlanTable) -> Iterator[tuple[tuple[bool, int], PlanTable]]:
-        """Yield the parts of a table whose plans cost alike to price: equal chunks on all ranks, or so many of them."""
-        if not len(table):
-            return
-        blocks = self.workload.model.num_blocks
-        alike = len(self.workload.model.runs) == 1
-        is_even = (table.split == 0) & (blocks % (table.pp * table.virtual) == 0) & alike
-        size = np.where(is_even, 0, np.ceil(np.log2(table.virtual)).astype(np.int64))
-        kinds = is_even * 100 + size
-        for kind in np.flatnonzero(np.bincount(kinds)):  # np.unique would import masked arrays
-            yield (bool(kind >= 100), int(kind % 100)), table.select(kinds == kind)
-
-    def _executable(self, table: PlanTable, variants: int) -> Mask:
-        """Return which rows can be executed, and count the reasons of the others.
+    def _executable(self, degrees: Degrees, choices: Ints, sizes: Ints) -> Mask:
+        """Return `[C, S]`: which choices can be executed with which sizes of a micro-batch. The others are counted.
 
         The runtime looks at whether a degree exceeds one and whether the micro-batches fill the pipeline, not at how
         large they are, and shards over dp and cp alike; other frameworks look at these two one by one. One plan of each
         such kind is asked about, and stands for all.
         """
-        tokens = self.workload.training.seq_length // table.cp
-        uneven: Mask = (table.sequence_parallel == 1) & (tokens % table.tp != 0)
-        if uneven.any():
-            self.rejected["tp does not divide the tokens of a rank, as sequence parallelism needs it"] += (
-                int(uneven.sum()) * variants
-            )
-            possible: Mask = ~uneven
-            possible[possible] = self._executable(table.select(possible), variants)
-            return possible
-        count, rounds = table.num_microbatches, np.maximum(table.num_microbatches // table.pp, 1)
-        # Fewer than the stages; a multiple of them; of the rounds of a schedule; of neither. One example of each, pp=2.
-        # Without a pipeline there is nothing to fill.
+        possible = np.ones((len(choices), len(sizes)), dtype=bool)
+        parallel = choices[:, 1] == 1
+        if (self.workload.training.seq_length // degrees.cp) % degrees.tp and parallel.any():
+            possible[parallel] = False
+            reason = "tp does not divide the tokens of a rank, as sequence parallelism needs it"
+            self.rejected[reason] += int(parallel.sum()) * len(sizes) * self._orders.count(degrees.sizes)
+        fills = self._fills(degrees, sizes)
+        for fill in np.flatnonzero(np.bincount(fills)):  # np.unique would import masked arrays
+            alike = np.flatnonzero(fills == fill)
+            for reason, rows in self._reasons_of(degrees, choices, int(fill)).items():
+                cells = np.ix_(rows, alike)
+                self.rejected[reason] += int(possible[cells].sum()) * self._orders.count(degrees.sizes)
+                possible[cells] = False
+        return possible
+
+    def _fills(self, degrees: Degrees, sizes: Ints) -> Ints:
+        """Return an example of how many micro-batches each size leaves, for a pipeline of two stages.
+
+        They are fewer than the stages; a multiple of them; of the rounds of a schedule; or neither. Without a pipeline
+        there is nothing to fill.
+        """
+        count = max(1, self.workload.training.global_batch_size // degrees.dp) // sizes
+        rounds = np.maximum(count // degrees.pp, 1)
+        conditions = [count < degrees.pp, count % degrees.pp == 0, count % rounds == 0]
+        return np.select(conditions, [1, 2, 3], default=5) if degrees.pp > 1 else np.full_like(sizes, 5)
+
+    def _reasons_of(self, degrees: Degrees, choices: Ints, fill: int) -> dict[str, Ints]:
+        """Return the rows of choices that cannot be executed with the micro-batches of `_fills`, by the reason."""
         by_axis = not self.executor.is_own
-        conditions = [table.pp == 1, count < table.pp, count % table.pp == 0, count % rounds == 0]
-        fills = np.select(conditions, [5, 1, 2, 3], default=5)
-        kinds, kind = distinct_rows(
-            np.minimum(table.dp if by_axis else table.dp * table.cp, 2),
-            np.minimum(table.tp, 2),
-            np.minimum(table.pp, 2),
-            np.minimum(table.cp, 2) if by_axis else np.ones_like(table.cp),
-            table.zero_stage,
-            table.sequence_parallel,
-            np.minimum(table.micro_batch_size, 1),
-            fills,
-            table.schedule,
-            np.minimum(table.virtual, 2),
-            table.recompute,
-            table.offload,
-            np.zeros_like(table.split),
-            np.zeros_like(table.order),
-            np.minimum(table.shards, 2),
-            table.devices,
-            np.minimum(table.ep, 2) if by_axis else np.ones_like(table.ep),
-        )
-        examples = PlanTable.of_columns(kinds)
-        rows = list(zip(*(column.tolist() for column in kinds), strict=True))
-        for row, columns in enumerate(rows):
-            if columns not in self._reasons:
-                self._reasons[columns] = self._reason(examples, row)
-        reasons = [self._reasons[columns] for columns in rows]
-        counts = np.bincount(kind, minlength=len(reasons))
-        for reason, number in zip(reasons, counts, strict=True):
-            if reason is not None:
-                self.rejected[rule_of(reason)] += int(number) * variants
-        return np.array([reason is None for reason in reasons], dtype=bool)[kind]
+        dp, cp = (degrees.dp, degrees.cp) if by_axis else (degrees.dp * degrees.cp, 1)
+        small = Degrees(*(min(each, 2) for each in (dp, degrees.tp, degrees.pp, cp, degrees.ep if by_axis else 1)))
+        key = (id(choices), small, fill)
+        if key not in self._known_reasons:
+            virtual, split, shards = 3, 6, 7  # columns of `_choices`
+            few = choices.copy()
+            few[:, virtual], few[:, split] = np.minimum(few[:, virtual], 2), 0
+            few[:, shards] = np.minimum(few[:, shards], 2)
+            firsts, kind = first_rows(*few.T)
+            examples = self._inside(small, few[firsts], np.ones(len(firsts), dtype=np.int64), share=fill)
+            rows_of: dict[str, list[Ints]] = {}
+            for number, columns in enumerate(map(tuple, few[firsts].tolist())):
+                asked = (small, fill, columns)
+                if asked not in self._asked:
+                    self._asked[asked] = self._reason(examples, number)
+                reason = self._asked[asked]
+                if reason is not None:
+                    rows_of.setdefault(rule_of(reason), []).append(np.flatnonzero(kind == number))
+            self._known_reasons[key] = {reason: np.concatenate(rows) for reason, rows in rows_of.items()}
+        return self._known_reasons[key]
 
     def _reason(self, table: PlanTable, row: int) -> str | None:
         found = self.executor.reason_of(table.plan(row), self.workload.training, self.workload.model.num_blocks)

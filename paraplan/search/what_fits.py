@@ -8,14 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from paraplan.cost.cost_model import CostModel
-from paraplan.cost.estimate import fits, peak_memory
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.search.constraints import FREE, Constraints
-from paraplan.search.evaluation import exceeds_host
+from paraplan.search.evaluation import memory_of
 from paraplan.search.space import PlanSpace, divisors
 
 MOST_NODES = 16_384
@@ -42,9 +41,10 @@ def some_plan_fits(
         return False
     for chunk in space.chunks():
         table = _one_micro_batch(chunk.table) if without_accumulation else chunk.table
-        fitting = fits(workload, peak_memory(workload, table)) if len(table) else np.zeros(0, dtype=bool)
-        if bool(fitting.any()) and not bool(exceeds_host(workload, table.select(fitting)).all()):
-            return True
+        if len(table):
+            _, fitting, beyond_host = memory_of(workload, table)
+            if bool((fitting & ~beyond_host).any()):
+                return True
     return False
 
 
