@@ -86,7 +86,7 @@ def gather_nodes(
     if importlib.util.find_spec("torch") is None:
         raise UsageError("nodes meet through torch, which is not installed", hint="pip install torch")
     from paraplan.hardware.node_survey import survey_nodes
-    from paraplan.hardware.readers.json_topology import read_report
+    from paraplan.hardware.readers.json_topology import read_json
     from paraplan.launch.nodes.endpoint import Endpoint
     from paraplan.launch.nodes.exchange import NodeText, exchange_texts
     from paraplan.launch.nodes.job_token import job_token
@@ -101,5 +101,5 @@ def gather_nodes(
         token=token,
         on_wait=on_wait,
     )
-    nodes = [read_report(json.loads(text), source=f"node {rank}") for rank, text in enumerate(texts)]
+    nodes = [read_json(text, source=f"node {rank}") for rank, text in enumerate(texts)]
     return survey_nodes(nodes, thresholds)

@@ -17,6 +17,7 @@ from paraplan.launch.planning import make_plan
 from paraplan.launch.request import LaunchRequest, check_request
 from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
 from paraplan.plan.files import PlanFile
+from paraplan.units import printable
 
 
 def show_dry_run(spec: LaunchSpec) -> int:
@@ -49,7 +50,7 @@ def show_dry_run(spec: LaunchSpec) -> int:
     plan = plan_launch(request, ranks_per_node=ranks, target=target, drives_accelerate=drives_accelerate(request))
     if spec.hostfile is not None:
         plan = replace(plan, carried=carried_variables(os.environ))
-    sys.stdout.write(plan.to_json() + "\n" if spec.json else plan.render())
+    sys.stdout.write(plan.to_json() + "\n" if spec.json else printable(plan.render()))
     plan.require_runnable()
     return 0
 

@@ -18,7 +18,7 @@ from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.spawning import signal_name
 from paraplan.launch.ranks.stacks import Stack, is_library
 from paraplan.launch.torch_private.texts import OUT_OF_GPU_MEMORY
-from paraplan.units import broken_between_words, format_bytes, ranks_in_words
+from paraplan.units import broken_between_words, format_bytes, printable, ranks_in_words
 
 MAX_REPORT_LINES = 10
 _MAX_LINE = 200
@@ -63,6 +63,7 @@ def say(text: str) -> None:
 
 def write_report(text: str) -> None:
     """Write lines of the launcher's own to stderr; a terminal gets them broken between words, each as wide as it is."""
+    text = printable(text)
     if sys.stderr.isatty():
         text = fit_to_width(text, os.get_terminal_size(sys.stderr.fileno()).columns)
     sys.stderr.write(text)
