@@ -76,6 +76,8 @@ def make_console(*, stderr: bool = False, **options: Any) -> Console:
     from rich.segment import Segment
 
     class PlainConsole(Console):
+        """rich's console for texts that may come from anywhere."""
+
         def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
             """Yield what is drawn, without what would steer the terminal but rich's own."""
             for segment in super().render(renderable, options):

@@ -41,6 +41,14 @@ def launch_here(arguments: Sequence[str]) -> int:
     except ParaplanError as error:
         write_report(render_error(error))
         return error.exit_status
+    except Exception:
+        if os.getpid() != launcher:
+            raise  # of a rank
+        import traceback  # for errors alone
+
+        write_report(traceback.format_exc())
+        say("this is an error of the launcher itself; please report it with the lines above")
+        return 1
 
 
 def _launch(arguments: Sequence[str]) -> int:

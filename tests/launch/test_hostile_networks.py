@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,3 +218,34 @@ def test_nodes_whose_clocks_differ_train_together_and_are_told(
     word = "behind" if seconds < 0 else "ahead of"
     assert f"the clock of this node is {abs(seconds)}.0 s {word} that of the node at 10.231.7.1" in second
     assert f"the nodes differ: the clock of node1 is {abs(seconds)}.0 s {word} that of the node" in first + second
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGTERM, "host node1: SIGTERM ended its launcher and its ranks"),
+        (signal.SIGKILL, "host node1: its launcher is gone, without a word"),
+    ],
+)
+def test_a_node_that_is_stopped_is_named_by_the_other_at_once(
+    tmp_path: Path, scratch: Path, script: WriteScript, three_hosts: Hosts, number: signal.Signals, words: str
+) -> None:
+    train = script(TRAIN)
+    rendezvous = ["--nnodes", 2, "--master-addr", three_hosts.addresses[0], "--master-port", free_port()]
+    environment = launcher_environment(scratch)
+    nodes = [
+        Node(three_hosts, index, tmp_path, [*rendezvous, "--node-rank", index, train, tmp_path], environment)
+        for index in range(2)
+    ]
+    try:
+        for index, node in enumerate(nodes):
+            node.wait_for(f"rank {index} saw 2")
+        nodes[1].process.send_signal(number)
+        nodes[0].wait_for(words)
+        stopped = time.monotonic()
+        status, said = nodes[0].end()
+        assert time.monotonic() - stopped < 10, "not the 15 s for which a node is waited for that says nothing"
+        assert status not in (0, 2), said
+    finally:
+        for node in nodes:
+            node.stop()

@@ -112,6 +112,7 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
         with open(f"new{os.environ['RANK']}", "w") as file:
             file.write(str(os.getpid()))
         os.rename(f"new{os.environ['RANK']}", f"pid{os.environ['RANK']}")
+        assert os.environ["HF_TOKEN"] == "hf_s3cret" and "PARAPLAN_JOB_TOKEN" not in os.environ
         os.write(1, f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}|".encode())
         time.sleep(600)
         """
@@ -125,12 +126,16 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
         launcher_command("--hostfile", "hosts", train, *words),
         cwd=tmp_path,
         env=launcher_environment(scratch, NAMESPACES=f"{two_hosts.name}h")
+        | {"HF_TOKEN": "hf_s3cret"}
         | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
     said = read_until(process.stdout, lambda text: text.count("|") == 2)
+    command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert any(b"PARAPLAN_END_WITH_STDIN=1" in line for line in command_lines)
+    assert not any(b"hf_s3cret" in line for line in command_lines)
     assert sorted(said.strip("|").split("|")) == [f"{rank} of 2 {words}" for rank in (0, 1)]
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
     assert all(map(is_alive, pids))
@@ -139,6 +144,9 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
     process.stdout.close()
     assert wait_until_dead(*pids) == []
     assert not (tmp_path / "broken").exists()
+    kept = [path for path in (tmp_path / "paraplan-runs").rglob("*") if path.is_file()]
+    assert kept
+    assert not [path for path in kept if b"hf_s3cret" in path.read_bytes()]
 
 
 ELASTIC = """

@@ -176,6 +176,8 @@ class NodeAgent(ElasticAgent):
             num_nodes=num_nodes,
             seal=self._doors.seal,
             clock_offset_s=self._doors.clock_offset_s or 0.0,
+            is_elastic=self._nodes.min < self._nodes.max,
+            left=self._doors.left,
         )
         self._store_of_nodes = store if num_nodes > 1 else None
         self._before_start(

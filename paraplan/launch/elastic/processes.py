@@ -34,7 +34,7 @@ SETTLE_S = 0.5
 _ANSWER_S = 3.0
 """How long ranks get to report where they are, before they are stopped because others timed out or lost them."""
 
-_BOARD_INTERVAL_S = 1.0
+_BOARD_INTERVAL_S = 0.5
 _ALONE_S = 3.0
 """How long ranks go on after those of another node have failed: most notice by a lost connection within this time."""
 
@@ -225,6 +225,10 @@ class RankProcesses(ProcessContext):
         if store is None or store.num_nodes == 1 or now < self._looks_at:
             return False
         self._looks_at = now + _BOARD_INTERVAL_S
+        for reason in store.new_stops():
+            say(reason)
+            if not store.is_elastic:
+                return True
         if self._alone_since is None and store.has_failure_elsewhere():
             self._alone_since = now
         return self._alone_since is not None and now - self._alone_since > _ALONE_S
@@ -312,6 +316,8 @@ class RankProcesses(ProcessContext):
         if self._is_closed or not self._pids:
             return
         was_running = self._is_running()
+        if self._signals.count and self._job.store is not None:
+            self._job.store.note_stop(death_signal.name)
         self._stopped = set(self._pids) - set(self._exits)
         try:
             self._stop(death_signal)
@@ -326,8 +332,9 @@ class RankProcesses(ProcessContext):
         if self._is_running() and self._signals.count < 2:  # a second may strike before torch comes to stop the ranks
             with self._signals.held():
                 self._spawner.signal(death_sig)
-                if any(is_stopped(self._pids[rank]) for rank in self._running()):
-                    self._spawner.signal(signal.SIGCONT)  # a process that is stopped acts on no other signal
+                stopped = self._stopped_ranks(self._running())
+                if stopped:  # these act on no other signal
+                    self._spawner.signal(signal.SIGKILL, only_leaders_of=stopped)
             self._wait_for_exits(min(_SILENT_S, self._settings.grace_s))
             if self._is_running() and self._settings.grace_s > _SILENT_S:
                 self._say_what_is_waited_for(death_sig)

@@ -53,6 +53,8 @@ class ReportContext:
     stacks: Mapping[int, Stack] = field(default_factory=dict)
     stopped: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
+    """A sentence for each other node whose launcher was stopped or is gone."""
     places_elsewhere: tuple[str, ...] = ()
 
 
@@ -98,7 +100,7 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     if timeouts is not None:
         head = [timeouts, *[*describe_places(context.stacks, context.stopped), *context.places_elsewhere][:_MAX_PLACES]]
     elif is_elsewhere:
-        says = (
+        says = "; ".join(context.stops) or (
             "the node that hosts the rendezvous is gone" if context.is_host_gone else "see the launcher of another node"
         )
         head.append(f"no rank of this node failed first: {says}")

@@ -21,6 +21,7 @@ from paraplan.launch.nodes.native_calls import run_interruptibly
 _POLL_S = 0.05
 _TIMEOUT_S = 900.0  # longer than a planner may take
 _PREFIX = "paraplan"
+_STOP_S = 1.0  # a launcher that is to end does not wait longer for the network
 
 RecordT = TypeVar("RecordT", "NodeFacts", "NodeFailure")
 
@@ -57,6 +58,8 @@ class NodeStore:
         num_nodes: int,
         seal: Seal,
         clock_offset_s: float = 0.0,
+        is_elastic: bool = False,
+        left: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -65,6 +68,10 @@ class NodeStore:
         self.num_nodes = num_nodes
         self.clock_offset_s = clock_offset_s
         self._seal = seal
+        self.is_elastic = is_elastic
+        self._left = {} if left is None else left
+        self._hosts: list[str] = []
+        self.stops: dict[int, str] = {}
         self._clock = clock
         self._pause = pause
         self.is_lost = False
@@ -72,7 +79,9 @@ class NodeStore:
     def exchange_facts(self, mine: NodeFacts) -> list[NodeFacts]:
         """Return the facts of all nodes, in their order; waits for every node."""
         self._set(f"facts/{self.node}", asdict(mine))
-        return [_known(NodeFacts, self._await(f"facts/{node}")) for node in range(self.num_nodes)]
+        facts = [_known(NodeFacts, self._await(f"facts/{node}")) for node in range(self.num_nodes)]
+        self._hosts = [fact.host for fact in facts]
+        return facts
 
     def share_text(self, name: str, make: Callable[[], str]) -> str:
         """Return what `make` returns on node 0; the others wait for it. An error of `make` is raised on every node.
@@ -109,13 +118,49 @@ class NodeStore:
         found = {self.node: mine}
         try:
             self._set(f"failure/{self.node}", asdict(mine))
-            self._wait(lambda: self._read_failures(found) == self.num_nodes, timeout_s)
+            self._wait(lambda: self._is_told_of_all(found), timeout_s)
             self._set(f"read/{self.node}", True)
-            readers = [f"read/{node}" for node in found]
+            readers = [f"read/{node}" for node in found if node not in self.stops]
             self._wait(lambda: self._has(*readers), timeout_s)
         except RuntimeError:  # torch's errors of a broken connection: the host has ended before this node
             self.is_lost = True
         return [mine, *(failure for node, failure in sorted(found.items()) if node != self.node)]
+
+    def _is_told_of_all(self, found: dict[int, NodeFailure]) -> bool:
+        self._read_failures(found)
+        self.new_stops()
+        return len(found.keys() | self.stops.keys()) == self.num_nodes
+
+    def note_stop(self, signal_name: str) -> None:
+        """Say that a signal ends this node's launcher, and with it its ranks."""
+        if self.num_nodes > 1:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                text = self._seal.close(f"stop/{self.node}", f"{signal_name} ended its launcher and its ranks")
+                run_interruptibly(lambda: self._store.set(f"{_PREFIX}/stop/{self.node}", text), timeout_s=_STOP_S)
+
+    def new_stops(self) -> list[str]:
+        """Return a sentence for each other node whose launcher was stopped or is gone; `stops` has all so far.
+
+        The node that hosts the rendezvous sees launchers go, and tells the others.
+        """
+        new = []
+        try:
+            for node in range(self.num_nodes):
+                if node == self.node or node in self.stops:
+                    continue
+                host = self._hosts[node] if node < len(self._hosts) else f"of node {node}"
+                is_gone = host in self._left and self._hosts.count(host) == 1 and not self._has(f"failure/{node}")
+                if self._has(f"stop/{node}"):
+                    self.stops[node] = f"host {host}: {self._get(f'stop/{node}')}"
+                elif is_gone and not self.is_anyone_done():
+                    self._set(f"stop/{node}", "its launcher is gone, without a word")
+                    self.stops[node] = f"host {host}: its launcher is gone, without a word"
+                else:
+                    continue
+                new.append(self.stops[node])
+        except RuntimeError:
+            self.is_lost = True
+        return new
 
     def note_done(self) -> None:
         """Say that this node's ranks have ended well, and that it may leave."""
