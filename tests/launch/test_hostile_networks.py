@@ -249,3 +249,41 @@ def test_a_node_that_is_stopped_is_named_by_the_other_at_once(
     finally:
         for node in nodes:
             node.stop()
+
+
+HANG = """
+import os, signal, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+os.write(1, f"rank {dist.get_rank()} saw {int(total)} at 0\\n".encode())
+dist.barrier()
+if dist.get_rank() == 3:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(total)
+"""
+
+
+def test_a_hang_names_the_rank_that_never_came_on_both_hosts_and_ends_it_at_once(
+    tmp_path: Path, scratch: Path, script: WriteScript, three_hosts: Hosts
+) -> None:
+    train = script(HANG)
+    words = ["--nnodes", 2, "--nproc-per-node", 2, "--hang-timeout", 4]
+    words += ["--master-addr", three_hosts.addresses[0], "--master-port", free_port()]
+    environment = launcher_environment(scratch)
+    nodes = [
+        Node(three_hosts, index, tmp_path, [*words, "--node-rank", index, train], environment) for index in range(2)
+    ]
+    try:
+        nodes[1].wait_for("the job hangs")
+        hung = time.monotonic()
+        ended = [node.end() for node in nodes]
+        assert time.monotonic() - hung < 15, "a stopped process gets no 30 s to end"
+    finally:
+        for node in nodes:
+            node.stop()
+    assert [status for status, _ in ended] == [124, 124], ended
+    for _, said in ended:
+        assert "never came to all_reduce number" in said, said
+        assert ": rank 3 on node1" in said, said
+    assert "on host node1: rank 3 is stopped, by SIGSTOP or a debugger" in ended[0][1]

@@ -189,8 +189,8 @@ def describe_exit(code: int) -> str:
         signal.SIGFPE: "a crash in native code",
         signal.SIGILL: "an instruction that this CPU does not have",
         signal.SIGABRT: "it aborted itself",
-        signal.SIGKILL: "from outside",
-        signal.SIGTERM: "from outside",
+        signal.SIGKILL: "from outside, or by itself",
+        signal.SIGTERM: "from outside, or by itself",
     }
     meaning = meanings.get(signal.Signals(-code)) if -code in set(signal.Signals) else None
     return f"killed by {signal_name(-code)}" + (f" ({meaning})" if meaning else "")

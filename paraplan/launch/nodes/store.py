@@ -131,6 +131,25 @@ class NodeStore:
         self.new_stops()
         return len(found.keys() | self.stops.keys()) == self.num_nodes
 
+    def exchange_notes(self, name: str, mine: Mapping[str, Any], *, timeout_s: float) -> list[Mapping[str, Any]]:
+        """Tell the other nodes `mine`, and return what those tell under this name that do so within `timeout_s`."""
+        found: dict[int, Mapping[str, Any]] = {}
+
+        def read() -> bool:
+            for node in range(self.num_nodes):
+                if node != self.node and node not in found and self._has(f"{name}/{node}"):
+                    found[node] = self._get(f"{name}/{node}")
+            return len(found) == self.num_nodes - 1
+
+        try:
+            self._set(f"{name}/{self.node}", mine)
+            self._wait(read, timeout_s)
+            self._set(f"{name}-read/{self.node}", True)
+            self._wait(lambda: self._has(*(f"{name}-read/{node}" for node in found)), timeout_s)
+        except RuntimeError:
+            self.is_lost = True
+        return [found[node] for node in sorted(found)]
+
     def note_stop(self, signal_name: str) -> None:
         """Say that a signal ends this node's launcher, and with it its ranks."""
         if self.num_nodes > 1:
