@@ -9,13 +9,25 @@ from paraplan.hardware.cluster import Cluster as Cluster
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.training import TrainingSpec as TrainingSpec
 
+USUAL_LENGTH = 4096
+"""Tokens; see `usual_length`."""
+
+
+def usual_length(model: ModelSpec) -> int | None:
+    """Return the tokens of a sequence where nobody says how many: the model's longest, but no more than 4,096.
+
+    Models are trained on such sequences, and stretched to their longest at the end, if at all. None where the model
+    does not say what its longest is.
+    """
+    return None if model.max_seq_length is None else min(model.max_seq_length, USUAL_LENGTH)
+
 
 def training_of(model: ModelSpec, *, seq_length: int | None, global_batch_size: int, **fields: object) -> TrainingSpec:
-    """Return the training of a model on sequences of `seq_length` tokens, by default its longest.
+    """Return the training of a model on sequences of `seq_length` tokens, by default `usual_length`.
 
     Raises `UsageError` where the model has no longest sequence and none is given.
     """
-    length = seq_length or model.max_seq_length
+    length = seq_length or usual_length(model)
     if length is None:
         raise UsageError(f"{model.name} does not say how long its sequences are", hint="give --seq-len")
     values = {"global_batch_size": global_batch_size, "seq_length": length}

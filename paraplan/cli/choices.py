@@ -147,7 +147,7 @@ class TrainingChoices:
             "--seq-len",
             metavar="N",
             parser=length,
-            help="Tokens of a sequence, also as 8k; by default the model's longest.",
+            help="Tokens of a sequence, also as 8k; by default the model's longest, at most 4096.",
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
@@ -181,6 +181,12 @@ class TrainingChoices:
             "attention": self.attention,
             "compiled": self.compiled,
         }
+
+    def say_length(self, model: ModelSpec, length: int) -> None:
+        """Say which length is assumed, where the model takes longer sequences and none was given."""
+        if self.seq_len is None and length < (model.max_seq_length or 0):
+            assumed = f"sequences of {length} tokens are assumed, of {model.max_seq_length} that the model takes"
+            typer.echo(f"note: {assumed}: --seq-len says otherwise", err=True)
 
     def or_of(self, file: PlanFile, model: ModelSpec, path: Path, given: frozenset[str]) -> TrainingSpec:
         """Return the training of the plan file at `path`, with the options that are `given` in place of its fields.

@@ -139,6 +139,8 @@ def estimate(
     spec = load_model(model, seq_length=seq_len, micro_batch_size=chosen.micro_batch_size)
     cluster = hardware.cluster_for(chosen.world_size)
     asked = training_of(spec, seq_length=seq_len, global_batch_size=chosen.global_batch_size, **choices)
+    if one.plan_path is None:
+        training.say_length(spec, asked.seq_length)
     workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=framework))
     result = estimate_plan(workload, chosen)
     traced = _trace(model, chosen, asked) if trace_memory else None

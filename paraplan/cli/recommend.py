@@ -189,6 +189,7 @@ def recommend(
         assumed = f"a global batch of {batch} is assumed, {SEQUENCES_PER_GPU} sequences a GPU"
         typer.echo(f"note: {assumed}: --global-batch says otherwise", err=True)
     asked = training_of(spec, seq_length=training.seq_len, global_batch_size=batch, **training.fields)
+    training.say_length(spec, asked.seq_length)
     request = search.request(plan, for_report=html is not None)
     workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=search.framework))
     if old.check is not None:

@@ -52,11 +52,19 @@ def products_of(
     scores: tuple[int, int] | None = None
     long_products = whole.products[scope]
     short_products = half.products[scope] if half is not None else []
+    if half is not None and loops_over_tokens(scope, whole, half):
+        return [
+            _matmul(f"matmul {index}", k, n, rows / tokens)
+            for index, ((k, n), rows) in enumerate(_rows_by_shape(long_products).items())
+        ], []
     same_steps = len(long_products) == len(short_products)
     for index, product in enumerate(long_products):
         shorter = short_products[index] if same_steps else product
         if product.attention is not None and len(attentions) < 2 and product.key_length == seq_length:
             attentions.append(product.attention)
+        elif product.attention is not None and product.key_length:  # over a length of its own, as of a picture
+            k, n = product.attention.qk_head_dim, product.key_length
+            matmuls.append(_matmul(f"attention {index}", k, n, product.flops / 2 / k / n / tokens))
         elif product.dims is None or shorter.dims is None:
             matmuls.append(_matmul(f"operation {index}", 1, 1, product.flops / 2 / tokens))
         else:
@@ -70,6 +78,23 @@ def products_of(
             else:
                 matmuls.append(_matmul(f"matmul {index}", k, n, batch * m / tokens))
     return matmuls, attentions
+
+
+def loops_over_tokens(scope: str, whole: Measured, half: Measured) -> bool:
+    """Whether the products of a scope grow in number with the sequence, and not in size."""
+    return len(whole.products[scope]) > 1.5 * len(half.products[scope]) > 0
+
+
+def _rows_by_shape(products: list[Product]) -> dict[tuple[int, int], float]:
+    """Return the rows of all products of each inner and outer size together."""
+    rows: dict[tuple[int, int], float] = defaultdict(float)
+    for product in products:
+        if product.dims is None:
+            rows[1, 1] += product.flops / 2
+        else:
+            batch, m, k, n = product.dims
+            rows[k, n] += batch * m
+    return rows
 
 
 def _matmul(name: str, k: int, n: int, rows_per_token: float) -> Matmul:

@@ -130,6 +130,8 @@ class BlockSpec(Record):
     tp_limit: int | None = None
     norm_output: NormOutput = "promoted"
     is_traced: bool = False
+    loops_over_tokens: bool = False
+    """Of a traced block whose code does so, as references of scan kernels do: what all tokens do counts as one."""
 
     @property
     def num_parameters(self) -> int:

@@ -1,8 +1,7 @@
 """Any `nn.Module` as a `ModelSpec`: built and run once without values, its matmuls and saved tensors written down.
 
 The module stands on torch's meta device, where every operation computes shapes and autograd records what it would
-keep. Dropout and scaled dot-product attention are sent to the operators that a GPU runs, because the CPU's own keep
-other tensors. The only module of this package that imports torch.
+keep. Only the modules of this package that are called `trace...` import torch.
 """
 
 from __future__ import annotations
@@ -11,18 +10,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from paraplan.errors import ModelError
 from paraplan.model.factory import call_user_code, load_factory
-from paraplan.model.measured import Measured, Product, products_of, saved_of
+from paraplan.model.measured import Measured, Product, loops_over_tokens, products_of, saved_of
 from paraplan.model.spec import Attention, BlockRun, BlockSpec, Matmul, ModelSpec, Parameter, SavedTensor
+from paraplan.model.trace_on_gpu import AsOnGpu
+from paraplan.model.trace_repeats import skipped_repeats
 from paraplan.model.trace_torch_private import (
     EFFICIENT_ATTENTION,
     FLASH_ATTENTION,
@@ -145,7 +145,8 @@ def _measure(
         module(*args, **kwargs)
 
     recorder = _Recorder(module)
-    with torch.device("meta"), recorder.watching(module, blocks), AsOnGpu(), recorder:
+    repeats = skipped_repeats(module, blocks, recorder)
+    with torch.device("meta"), recorder.watching(module, blocks), repeats, AsOnGpu(), recorder:
         call_user_code(source, "the model was run without values", run)
     return recorder.measured
 
@@ -160,22 +161,6 @@ def _example_inputs(
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def library_inputs(module: Any, config: Any) -> Callable[[int, int], Any] | None:
-    """Return what makes the inputs of a transformers model (`example_inputs`), None where token ids alone will do."""
-    if module.main_input_name == "pixel_values":
-        sizes = config.image_size
-        height, width = sizes if isinstance(sizes, list | tuple) else (sizes, sizes)
-        return lambda batch, _: torch.zeros(batch, config.num_channels, height, width, dtype=torch.bfloat16)
-    if config.is_encoder_decoder:
-
-        def ids(batch: int, length: int) -> dict[str, Any]:
-            tokens = torch.zeros(batch, length, dtype=torch.long)
-            return {"input_ids": tokens, "decoder_input_ids": tokens}
-
-        return ids
-    return None
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -209,6 +194,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             size = tensor.element_size()
             self.measured.saved_elements[self._scope][size] += tensor.untyped_storage().nbytes() // size
         return tensor
+
+    def same_as(self, scope: str, earlier: str) -> None:
+        """Write down for one block what another one did."""
+        measured = self.measured
+        measured.products[scope] = list(measured.products[earlier])
+        measured.saved_elements[scope] = measured.saved_elements[earlier].copy()
 
     @contextmanager
     def watching(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -263,6 +254,9 @@ def _product(packet: Any, args: Any, flops: int) -> Product:
         left, right = shapes[-2:]
         batch = left[0] if len(left) == 3 else 1
         return Product(flops, dims=(batch, left[-2], left[-1], right[-1]))
+    if packet is aten.convolution and not args[6]:  # as a product of patches and filters, a group of channels at a time
+        groups, (channels, k) = int(args[8]), (shapes[1][0], prod(shapes[1][1:]))
+        return Product(flops, dims=(groups, round(flops / (2 * channels * k)), k, channels // groups))
     causal_argument = _causal_arguments().get(packet)
     if causal_argument is not None:
         query, key, value = shapes[:3]
@@ -275,57 +269,6 @@ def _product(packet: Any, args: Any, flops: int) -> Product:
         )
         return Product(flops, attention=heads, key_length=key[2])
     return Product(flops)
-
-
-CHECKS = {Tensor.all: True, torch.all: True, Tensor.any: False, torch.any: False}
-
-
-class AsOnGpu(TorchFunctionMode):
-    """Sends dropout and attention to the operators that torch picks on a GPU, and answers checks of values.
-
-    A model that asks whether all values of a mask are set, or any are, gets the answer of a plain batch without
-    padding: all are, none is.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            return _attention_on_gpu(*args, **kwargs)
-        if func is functional.dropout:
-            return _dropout_on_gpu(*args, **kwargs)
-        if func in CHECKS and len(args) == 1 and not kwargs and args[0].is_meta:
-            return torch.tensor(CHECKS[func], device="cpu")
-        return func(*args, **kwargs)
-
-
-def _dropout_on_gpu(value: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(value, p, True)[0] if training and p > 0 else value
-
-
-def _attention_on_gpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Flash attention where torch's own rules allow it (no mask, equal head sizes of at most 256, half precision)."""
-    sizes = {query.shape[-1], value.shape[-1]}
-    if attn_mask is None and len(sizes) == 1 and max(sizes) <= 256 and query.dtype is not torch.float32:
-        flash = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, False, scale=scale)
-        return flash[0]  # type: ignore[no-any-return]
-    if enable_gqa:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    if attn_mask is not None:
-        if attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    efficient = EFFICIENT_ATTENTION(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
-    return efficient[0]  # type: ignore[no-any-return]
 
 
 def _assemble(
@@ -345,6 +288,7 @@ def _assemble(
             scopes[scope],
             products_of(scope, whole, half, micro_batch_size=micro_batch_size, seq_length=seq_length),
             saved_of(scope, whole, half, micro_batch_size=micro_batch_size, seq_length=seq_length),
+            loops_over_tokens=half is not None and loops_over_tokens(scope, whole, half),
         )
         for scope in (_EMBEDDING, *blocks, _HEAD)
     }
@@ -382,7 +326,12 @@ def _parameters_by_scope(
 
 
 def _block(
-    kind: str, parameters: list[Parameter], products: tuple[list[Matmul], list[Attention]], saved: list[SavedTensor]
+    kind: str,
+    parameters: list[Parameter],
+    products: tuple[list[Matmul], list[Attention]],
+    saved: list[SavedTensor],
+    *,
+    loops_over_tokens: bool,
 ) -> BlockSpec:
     matmuls, attentions = products
     return BlockSpec(
@@ -395,4 +344,5 @@ def _block(
         saved_fused=tuple(saved),
         tp_limit=1,
         is_traced=True,
+        loops_over_tokens=loops_over_tokens,
     )

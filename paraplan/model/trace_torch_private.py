@@ -9,12 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 RE_EXPORTED = {
     "TorchDispatchMode": "the only way to see every operator below autograd; torch documents it under this path",
+    "pytree": "tensors in nested containers; torch has no public module for it",
 }
 """What is handed on as it is, and why."""
+
+pytree = _pytree
 
 GROUPED_MM: Any = torch.ops.aten._grouped_mm
 """The grouped product of expert layers. `functional.grouped_mm` is public, but modes are shown this operator."""

@@ -6,7 +6,8 @@ Only classes of the library itself are built. Code that a configuration brings (
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from paraplan.errors import ModelError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:  # torch, which reading a known family does without
     from paraplan.model.spec import ModelSpec
 
 # Where a configuration names no class, the first of these tasks that its family has.
-_TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
+_TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 
 
 def can_build(model_type: str) -> bool:
@@ -35,25 +36,38 @@ def trace_config(config: ModelConfig, *, micro_batch_size: int = 1) -> ModelSpec
     Raises ModelError where transformers has no such class, or cannot build or run it.
     """
     from paraplan.model.trace import trace_module
+    from paraplan.model.trace_inputs import ATTEMPTS
 
     longest = config.optional_count("max_position_embeddings", "n_positions", "max_seq_len")
-    try:
-        spec = trace_module(
-            library_factory(config),
-            seq_length=config.seq_length or longest,
-            micro_batch_size=micro_batch_size,
-            source=config.source,
-        )
-    except ModelError as error:
-        hint = f"no reader describes {config.model_type!r}, so transformers built it: correct the field at fault, or"
-        raise ModelError(error.message, hint=f"{hint} {OWN_CODE_HINT}") from error
-    return spec.replace(name=config.name, model_type=config.model_type, max_seq_length=longest)
+    failed: ModelError | None = None
+    for attempt in ATTEMPTS:
+        try:
+            with _without_advice():
+                spec = trace_module(
+                    library_factory(config, attempt=attempt),
+                    seq_length=config.seq_length or longest,
+                    micro_batch_size=micro_batch_size,
+                    source=config.source,
+                )
+            return spec.replace(name=config.name, model_type=config.model_type, max_seq_length=longest)
+        except ModelError as error:
+            failed = failed or error
+    assert failed is not None
+    raise ModelError(
+        f"no reader describes model_type={config.model_type!r}, and as transformers builds it paraplan cannot run it "
+        f"without values: {failed.message.removeprefix(f'{config.source} failed while ')}",
+        hint="if a field of the configuration is wrong, correct it; else write a factory whose module says its inputs "
+        "with example_inputs(sequences, tokens), and give it as file.py:factory",
+    ) from failed
 
 
-def library_factory(config: ModelConfig, *, attention: Literal["sdpa", "eager"] = "sdpa") -> Callable[[], Any]:
+def library_factory(
+    config: ModelConfig, *, attention: Literal["sdpa", "eager"] = "sdpa", attempt: Literal["main", "all"] = "main"
+) -> Callable[[], Any]:
     """Return what builds the class that a configuration names, else its family's language model or classifier.
 
-    The module takes token ids; one that needs more, or pixels, has the `example_inputs` that a trace asks for.
+    The module takes token ids; one that needs more, pixels or sound has the `example_inputs` that a trace asks for,
+    of its main input or of all.
     Raises ModelError where transformers is not installed or has no such class.
     """
     if importlib.util.find_spec("transformers") is None:
@@ -63,7 +77,7 @@ def library_factory(config: ModelConfig, *, attention: Literal["sdpa", "eager"] 
         )
     import transformers
 
-    from paraplan.model.trace import library_inputs  # torch
+    from paraplan.model.trace_inputs import library_inputs  # torch
 
     model_class = _model_class(config)
     fields = {name: value for name, value in config.fields.items() if name not in ("model_type", "auto_map")}
@@ -76,12 +90,25 @@ def library_factory(config: ModelConfig, *, attention: Literal["sdpa", "eager"] 
         if hasattr(text, "use_cache"):
             text.use_cache = False
         module = model_class(built)
-        inputs = library_inputs(module, built)
+        inputs = library_inputs(module, built, attempt)
         if inputs is not None:
             module.example_inputs = inputs
         return module
 
     return build
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Have transformers be silent about kernels that it lacks: nothing is computed."""
+    from transformers import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _model_class(config: ModelConfig) -> Any:

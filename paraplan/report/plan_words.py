@@ -91,6 +91,11 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
     if estimate.fits and used > FULL_MEMORY:
         left = format_bytes(estimate.usable_memory_bytes - estimate.peak_memory_bytes)
         found.append(f"{used:.0%} of the usable memory is taken, {left} are left: fragmentation may exceed that")
+    if any(run.block.loops_over_tokens for run in workload.model.runs):
+        found.append(
+            "the model's code loops over the tokens, and keeps what a fused kernel would not: with one (mamba_ssm and "
+            "the like) a step takes less memory, and a part of the time"
+        )
     return (*found, *_of_batch(workload))
 
 

@@ -46,7 +46,8 @@ def search(
             fronts=with_front,
         )
         survey.run()
-        price_the_choice(survey, objective, lambda plan: family(plan) in answer.families)
+        if survey.num_timed:
+            price_the_choice(survey, objective, lambda plan: family(plan) in answer.families)
         is_partial = is_stopped()
     if not survey.num_timed and is_partial:
         raise KeyboardInterrupt

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from paraplan.api.models import load_model
 from paraplan.cli.main import app
 
-LLAMA = ["estimate", "llama-3-8b", "--profile", "dgx-h100"]
+LLAMA = ["estimate", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "8192"]
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes")
 TINY = {
     "model_type": "llama",
@@ -115,11 +115,11 @@ def test_a_plan_file_brings_its_training_and_options_come_first(tmp_path: Path) 
     plan = tmp_path / "plan.json"
     recommend = ["recommend", *LLAMA[1:], "--seq-len", "2048", "--global-batch", "16", "--precision", "fp32"]
     assert run(*recommend, "-o", str(plan))[0] == 0
-    answer = report(*LLAMA, "--plan", str(plan))
+    answer = report(*LLAMA[:-2], "--plan", str(plan))
     assert (answer["training"]["seq_length"], answer["training"]["precision"]) == (2048, "fp32")
     assert answer["training"]["global_batch_size"] == 16
-    assert report(*LLAMA, "--plan", str(plan), "--precision", "bf16")["training"]["precision"] == "bf16"
-    status, _, stderr = run(*LLAMA, "--plan", str(plan), "--dp", "4")
+    assert report(*LLAMA[:-2], "--plan", str(plan), "--precision", "bf16")["training"]["precision"] == "bf16"
+    status, _, stderr = run(*LLAMA[:-2], "--plan", str(plan), "--dp", "4")
     assert status == 2
     assert "--dp beside --plan" in stderr
 

@@ -33,6 +33,9 @@ Forward 6 bytes to make a 16-bit score fp32, 8 to scale, 8 to mask, 8 for the so
 backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron/model/fused_softmax.py).
 """
 
+_THIN = 16
+"""Rows, columns or inner size up to which a product is one of vectors: tiles of tensor cores have 16 or more (PTX)."""
+
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 
 
@@ -135,7 +138,16 @@ class KernelTimes:
         penalty = 1.0 + constants.matmul_half_n / n + constants.matmul_half_k / k
         reached = self._reached_share() * constants.matmul_efficiency
         peak = self._peak() * (reached if self._uses_tensor_cores() else constants.plain_matmul_efficiency)
-        return np.asarray(2.0 * m * n * k * penalty * self._last_wave(m, n) / peak + constants.matmul_launch_s)
+        tiled_s = 2.0 * m * n * k * penalty * self._last_wave(m, n) / peak
+        is_thin = np.minimum(np.minimum(m, n), k) <= _THIN
+        product_s = np.where(is_thin, np.minimum(tiled_s, self._vector_product_s(m, n, k)), tiled_s)
+        return np.asarray(product_s + constants.matmul_launch_s)
+
+    def _vector_product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
+        """Return the seconds of a product without tiles or tensor cores, which libraries take for thin operands."""
+        peak = self.gpu.peak("fp32") or self._peak()
+        moved = self.training.activation_bytes * (m * k + k * n + m * n)
+        return np.maximum(2.0 * m * n * k / (peak * self.constants.plain_matmul_efficiency), self.moved_s(moved))
 
     def _last_wave(self, m: Floats, n: Floats) -> Floats | float:
         """Return how much longer a product takes because its tiles do not fill all waves of multiprocessors.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch.distributed.tensor import DTensor
 
-from paraplan.model.trace import CHECKS, AsOnGpu
+from paraplan.model.trace_on_gpu import CHECKS, AsOnGpu
 from paraplan.runtime.shards.split_tensor import SplitTensor, split_operands
 from paraplan.runtime.split.rules import run_on_parts
 from paraplan.runtime.torch_private import (
