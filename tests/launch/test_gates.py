@@ -123,6 +123,19 @@ def test_a_connection_is_known_by_its_ends_and_its_user() -> None:
             assert not is_own_connection(("127.0.0.1", 1), taken.getsockname())
 
 
+def test_a_connection_that_ipv6_wraps_is_known_too() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as client,
+    ):
+        port = server.getsockname()[1]
+        try:
+            client.connect(("::ffff:127.0.0.1", port))
+        except OSError:
+            pytest.skip("this host has no IPv6")
+        assert is_own_connection(("127.0.0.1", client.getsockname()[1]), ("127.0.0.1", port))
+
+
 def test_a_launcher_without_the_token_is_refused_on_both_sides(host: Host) -> None:
     other = Doors(b"another token")
     with pytest.raises(RefusedError, match="it does not know this job's token"):

@@ -135,10 +135,11 @@ class Gate:
             source = plain_address(address[0])
             with self._lock:
                 is_flood = source not in self._nodes and self._waiting[source] >= _MAX_WAITING
-                self._waiting[source] += not is_flood
             if is_flood and not is_own_address(source):
                 close_connection(connection)
                 continue
+            with self._lock:
+                self._waiting[source] += 1
             threading.Thread(target=self._serve, args=(connection, source), daemon=True, name="paraplan-guest").start()
 
     def _serve(self, connection: socket.socket, source: str) -> None:

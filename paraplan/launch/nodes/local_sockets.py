@@ -9,41 +9,14 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 _LOAD_WORD, _LOAD_HALF, _IF_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06  # linux/bpf_common.h: classic BPF
 _NETWORK_HEADER = 0xFFF00000  # linux/filter.h: SKF_NET_OFF, from which the source address of IPv4 is 12 bytes away
 _WHOLE, _NOTHING = 0xFFFFFFFF, 0
+_WRAPPED = "0" * 16 + ("FFFF0000" if sys.byteorder == "little" else "0000FFFF")  # IPv4 in an address of IPv6
 _CLOSING = {"06", "07", "08", "0B"}  # net/tcp_states.h: states in which the process has let go of the socket
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A TCP connection as the side sees it to which `local` belongs: addresses with their ports, and the user."""
-
-    local: tuple[str, int]
-    remote: tuple[str, int]
-    uid: int
-
-
-def connections(*, proc: Path = Path("/proc")) -> Iterator[Connection]:
-    """Yield the TCP connections of this network namespace; none where the kernel does not tell."""
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in (proc / "net" / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] not in _CLOSING:
-                    yield Connection(_address(fields[1]), _address(fields[2]), int(fields[7]))
-
-
-def _address(text: str) -> tuple[str, int]:
-    """Read `0100007F:1F90`: words of four bytes in this machine's order."""
-    words, _, port = text.partition(":")
-    raw = b"".join(int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8))
-    return plain_address(socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)), int(port, 16)
 
 
 def plain_address(text: str) -> str:
@@ -58,16 +31,43 @@ def is_known_of_connections(*, proc: Path = Path("/proc")) -> bool:
     return (proc / "net" / "tcp").exists()
 
 
-def is_own_connection(local: tuple[str, int], remote: tuple[str, int]) -> bool:
+def is_own_connection(local: tuple[str, int], remote: tuple[str, int], *, proc: Path = Path("/proc")) -> bool:
     """Whether the socket of this node with these ends is of this user or of root."""
-    users = (0, os.geteuid())
-    return any(one.uid in users for one in connections() if (one.local, one.remote) == (local, remote))
+    for table, wrap in (("tcp", ""), ("tcp6", _WRAPPED)):
+        for one_wrap in dict.fromkeys((wrap, "")):
+            ends = f" {one_wrap}{_hexadecimal(*local)} {one_wrap}{_hexadecimal(*remote)} "
+            if any(_user(line) in (0, os.geteuid()) for line in _lines(table, ends, proc)):
+                return True
+    return False
 
 
-def strangers_at(port: int) -> set[int]:
+def strangers_at(port: int, *, proc: Path = Path("/proc")) -> set[int]:
     """Return the other users of this node who have a connection to the loopback `port`."""
-    users = {one.uid for one in connections() if one.remote[1] == port and one.remote[0].startswith("127.")}
+    lines = [line for table in ("tcp", "tcp6") for line in _lines(table, f":{port:04X} ", proc)]
+    users = {_user(line) for line in lines if line.split()[2].endswith(f":{port:04X}")}
     return users - {0, os.geteuid()}
+
+
+def _lines(table: str, part: str, proc: Path) -> list[str]:
+    """Return the open connections of a table of this network namespace with `part` in their line."""
+    try:
+        text = (proc / "net" / table).read_text()
+    except OSError:
+        return []
+    if part not in text:
+        return []
+    return [line for line in text.splitlines() if part in line and line.split()[3] not in _CLOSING]
+
+
+def _user(line: str) -> int:
+    return int(line.split()[7])
+
+
+def _hexadecimal(address: str, port: int) -> str:
+    """Return an end of a connection as the kernel's tables have it: words of four bytes in this machine's order."""
+    raw = ipaddress.ip_address(address).packed
+    words = (int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(0, len(raw), 4))
+    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
 
 
 def admit_only(listener: socket.socket, source: tuple[str, int] | None) -> None:
