@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paraplan.api.workloads import usual_length
+from paraplan.model.reader import bundled_models as bundled_models
 from paraplan.model.reader import read_model
 from paraplan.model.spec import ModelSpec
 from paraplan.progress import doing

@@ -9,6 +9,14 @@ from paraplan.hardware.cluster import Cluster as Cluster
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.training import TrainingSpec as TrainingSpec
 
+
+def framework_names() -> list[str]:
+    """Return the frameworks that plans can be made for."""
+    from paraplan.cost.framework_files import FrameworkCatalog  # which plans for our own runtime do without
+
+    return FrameworkCatalog().names()
+
+
 USUAL_LENGTH = 4096
 """Tokens; see `usual_length`."""
 

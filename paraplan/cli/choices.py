@@ -11,6 +11,7 @@ import typer
 from paraplan.api.machines import load_cluster, load_cluster_for
 from paraplan.api.plans import AXES, make_plan, micro_batches
 from paraplan.api.workloads import Cluster, TrainingSpec, Workload, training_of
+from paraplan.cli import completion
 from paraplan.cli.options import (
     HARDWARE_PANEL,
     MOST_RANKS,
@@ -53,6 +54,7 @@ class HardwareOptions:
             "--gpu",
             metavar="NAME",
             help="The kind of GPU, with --num-gpus, in place of a profile: rtx-3090.",
+            autocompletion=completion.gpus,
             rich_help_panel=HARDWARE_PANEL,
         ),
     ] = None
@@ -76,6 +78,7 @@ class HardwareOptions:
             "--network",
             metavar="NAME",
             help="The network between machines: 10g, or a name of paraplan profiles list.",
+            autocompletion=completion.networks,
             rich_help_panel=HARDWARE_PANEL,
         ),
     ] = None

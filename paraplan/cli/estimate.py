@@ -16,6 +16,7 @@ from paraplan.api.estimates import estimate as estimate_plan
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
+from paraplan.cli import completion
 from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices, plan_count
 from paraplan.cli.ci import LimitOptions
 from paraplan.cli.groups import grouped
@@ -58,6 +59,7 @@ class OnePlanOptions:
             metavar="NAME|FILE",
             help="Framework whose memory layout and overlap are assumed: a profile's name or a JSON file; by default "
             "that of the plan file.",
+            autocompletion=completion.frameworks,
             rich_help_panel=PLAN_PANEL,
         ),
     ] = OWN_RUNTIME

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import re
 import sys
+from contextlib import nullcontext
 from typing import Annotated, NamedTuple
 
 import typer
 
+from paraplan.cli.completion import topics
 from paraplan.cli.options import JsonOption
 from paraplan.cli.terminal import make_console
 from paraplan.errors import UsageError, near_names
@@ -17,13 +20,14 @@ app = typer.Typer(add_completion=False)
 
 TOPICS = (
     *("decision-tree", "plans-and-ranks", "training", "runtime", "memory", "cost-model", "recommendations", "reports"),
-    *("launch", "faq"),
+    *("launch", "faq", "glossary"),
     *("moving-from-torchrun", "moving-from-accelerate", "moving-from-deepspeed", "moving-from-megatron-lm"),
     *("export", "ci", "calibrate", "validate"),
 )
 """The pages in the order in which they are listed; `paraplan/docs/<topic>.md` holds each."""
 
 _OPENS, _CLOSES = "<!-- ", " -->"
+_MOST_SECTIONS = 3
 
 
 class Topic(NamedTuple):
@@ -37,7 +41,12 @@ class Topic(NamedTuple):
 @app.command()
 def explain(
     topic: Annotated[
-        str | None, typer.Argument(metavar="[TOPIC]", help="A page, or a part of its name; without it, the list.")
+        str | None,
+        typer.Argument(
+            metavar="[TOPIC|WORD]",
+            help="A page, a part of its name, or a word that a page explains; without it, the list.",
+            autocompletion=topics,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -48,7 +57,7 @@ def explain(
     if topic is None:
         _print_list(as_json=as_json)
         return
-    page = read_topic(topic)
+    page = find_topic(topic)
     if as_json:
         typer.echo(json.dumps(page._asdict(), indent=2))
     elif sys.stdout.isatty():
@@ -57,16 +66,42 @@ def explain(
         typer.echo(page.text)
 
 
-def read_topic(name: str) -> Topic:
-    """Return a page by its name, or by a part of it that no other has. Raises `UsageError` for any other name."""
+def find_topic(name: str) -> Topic:
+    """Return the page of that name, else the sections whose headings have the word, else where pages use it.
+
+    Raises `UsageError` for a word that no page has.
+    """
     wanted = name.lower().removesuffix(".md").replace("_", "-").replace(" ", "-")
     found = [topic for topic in TOPICS if topic == wanted] or [topic for topic in TOPICS if wanted and wanted in topic]
-    if len(found) != 1:
-        hint = f"did you mean {' or '.join(found)}?" if 1 < len(found) <= 4 else near_names(wanted, TOPICS)
-        raise UsageError(f"there is no page {name!r}", hint=hint)
-    text = importlib.resources.files("paraplan").joinpath("docs", f"{found[0]}.md").read_text(encoding="utf-8")
+    if len(found) == 1:
+        return read_topic(found[0])
+    if found:
+        raise UsageError(f"there is no page {name!r}", hint=f"did you mean {' or '.join(found)}?")
+    sections = _sections(name.lower())
+    if not sections:
+        raise UsageError(f"there is no page {name!r}, and none has the word", hint=near_names(wanted, TOPICS))
+    return Topic(wanted, f"What the pages say of {name}.", "\n\n".join(sections))
+
+
+def _sections(word: str) -> list[str]:
+    """Return the sections whose heading has the word; where there is none, a line for each section that uses it."""
+    pattern = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])", re.IGNORECASE)
+    headed, using = [], []
+    for topic in ("glossary", *(name for name in TOPICS if name != "glossary")):
+        for section in read_topic(topic).text.split("\n## ")[1:]:
+            heading, _, text = section.partition("\n")
+            if pattern.search(heading):
+                headed.append(f"## {heading} ({topic})\n{text.rstrip()}")
+            elif pattern.search(text):
+                using.append(f"- paraplan explain {topic}: {heading}")
+    return headed[:_MOST_SECTIONS] or (["\n".join(using)] if using else [])
+
+
+def read_topic(name: str) -> Topic:
+    """Return a page by its name."""
+    text = importlib.resources.files("paraplan").joinpath("docs", f"{name}.md").read_text(encoding="utf-8")
     first, _, rest = text.partition("\n")
-    return Topic(found[0], first.removeprefix(_OPENS).removesuffix(_CLOSES), rest.rstrip())
+    return Topic(name, first.removeprefix(_OPENS).removesuffix(_CLOSES), rest.rstrip())
 
 
 def _print_list(*, as_json: bool) -> None:
@@ -77,7 +112,7 @@ def _print_list(*, as_json: bool) -> None:
     width = max(map(len, TOPICS))
     for page in pages:
         typer.echo(f"{page.name:{width}}  {page.summary}")
-    typer.echo("\nRead one: paraplan explain TOPIC")
+    typer.echo("\nRead one: paraplan explain TOPIC; or what is said of a word: paraplan explain WORD")
 
 
 def _print_formatted(page: Topic) -> None:
@@ -91,4 +126,6 @@ def _print_formatted(page: Topic) -> None:
     console = make_console(theme=plain)
     # Longer lines than these are hard to read.
     text = Markdown(page.text, hyperlinks=False, code_theme="ansi_dark")
-    console.print(text, width=min(console.width, 120))
+    is_long = page.text.count("\n") > console.height
+    with console.pager(styles=True) if is_long else nullcontext():
+        console.print(text, width=min(console.width, 120))

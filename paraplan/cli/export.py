@@ -11,6 +11,7 @@ import typer
 from paraplan.api.exporting import EXPORT_TARGETS
 from paraplan.api.exporting import export as export_plan
 from paraplan.api.plans import load_plan
+from paraplan.cli import completion
 from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.cli.options import JsonOption
 
@@ -23,7 +24,12 @@ app = typer.Typer(add_completion=False)
 @app.command(epilog="Targets: " + "; ".join(f"{name}: {title}" for name, title in EXPORT_TARGETS.items()) + ".")
 def export(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, written by paraplan recommend -o.")],
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help=f"One of {', '.join(EXPORT_TARGETS)}.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="TARGET", help=f"One of {', '.join(EXPORT_TARGETS)}.", autocompletion=completion.targets
+        ),
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file and not to stdout.")
     ] = None,

@@ -18,6 +18,17 @@ class RawCommand(TyperCommand):
         ctx.args = list(args)
         return []
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the launcher's options that begin so; a shell adds files by itself."""
+        if not incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        from click.shell_completion import CompletionItem
+
+        from paraplan.launch.parser import build_parser
+
+        options = {option for action in build_parser()._actions for option in action.option_strings}
+        return [CompletionItem(option) for option in sorted(options) if option.startswith(incomplete)]
+
 
 app = typer.Typer()
 

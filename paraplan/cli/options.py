@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from paraplan.cli import completion
+
 HARDWARE_PANEL, TRAINING_PANEL, PLAN_PANEL, SEARCH_PANEL = "Hardware", "Training", "Plan", "Search"
 
 
@@ -138,6 +140,7 @@ ModelArgument = Annotated[
         metavar="MODEL",
         help="A Hugging Face config.json or a folder with one, a bundled name (llama-3-8b), a hub id (owner/name), or "
         "file.py:factory.",
+        autocompletion=completion.models,
     ),
 ]
 ProfileOption = Annotated[
@@ -146,6 +149,7 @@ ProfileOption = Annotated[
         "--profile",
         metavar="NAME|FILE",
         help="A hardware profile in place of this machine.",
+        autocompletion=completion.machines,
         rich_help_panel=HARDWARE_PANEL,
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +12,7 @@ from rich.table import Table
 from paraplan.api.profiles import GpuProfile, LinkType, MachineProfile, NetworkProfile, survey_node
 from paraplan.cli.terminal import escape, make_console
 from paraplan.cli.topology_tables import print_topology
-from paraplan.units import GIB, format_bandwidth, format_bytes, format_flops, format_seconds
+from paraplan.units import GIB, format_bandwidth, format_bytes, format_count, format_flops, format_seconds
 
 
 def print_machines(machines: list[MachineProfile]) -> None:
@@ -41,6 +42,17 @@ def print_gpus(gpus: list[GpuProfile]) -> None:
             _nvlink(gpu),
             f"{gpu.pcie_bandwidth_bytes_per_s / 1e9:.1f}",
         )
+    _print(table)
+
+
+def print_models(models: list[dict[str, Any]]) -> None:
+    """Print a table of models: parameters, blocks, width, longest sequence."""
+    table = Table("model", box=None, pad_edge=False)
+    for heading in ("parameters", "blocks", "hidden size", "longest sequence"):
+        table.add_column(heading, justify="right")
+    for model in models:
+        sizes = (model["num_blocks"], model["hidden_size"], model["max_seq_length"])
+        table.add_row(model["name"], format_count(model["num_parameters"]), *map(str, sizes))
     _print(table)
 
 

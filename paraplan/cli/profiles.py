@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paraplan.api.models import bundled_models, load_model
 from paraplan.api.profiles import (
     GpuProfile,
     MachineProfile,
@@ -33,6 +34,7 @@ class Kind(StrEnum):
     machine = "machine"
     gpu = "gpu"
     network = "network"
+    model = "model"
 
 
 AnyProfile = MachineProfile | GpuProfile | NetworkProfile
@@ -51,22 +53,24 @@ def list_profiles(
     kind: KindOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the profiles, all of them or those whose name, alias or title holds TEXT."""
+    """List the machines, GPUs, networks and models, all of them or those whose name, alias or title holds TEXT."""
     machines = _matching(list_machines(), search) if kind in (None, Kind.machine) else []
     gpus = _matching(list_gpus(), search) if kind in (None, Kind.gpu) else []
     networks = _matching(list_networks(), search) if kind in (None, Kind.network) else []
-    if not (machines or gpus or networks):
+    models = _models(search) if kind in (None, Kind.model) else []
+    if not (machines or gpus or networks or models):
         raise ProfileError(f"no profile holds {search!r}", hint="paraplan profiles list shows them all")
     if as_json:
         rows: dict[str, Any] = {
             "machines": [_summary(machine) for machine in machines],
             "gpus": [gpu.model_dump(mode="json") for gpu in gpus],
             "networks": [network.model_dump(mode="json") for network in networks],
+            "models": models,
             "source_kinds": _source_kinds(machines, gpus, networks),
         }
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
         return
-    from paraplan.cli.profile_tables import print_gpus, print_machines, print_networks
+    from paraplan.cli.profile_tables import print_gpus, print_machines, print_models, print_networks
 
     if machines:
         print_machines(machines)
@@ -74,6 +78,10 @@ def list_profiles(
         print_gpus(gpus)
     if networks:
         print_networks(networks)
+    if models:
+        print_models(models)
+    if not (machines or gpus or networks):
+        return
     kinds = ", ".join(f"{count} {kind}" for kind, count in _source_kinds(machines, gpus, networks).items())
     typer.echo(f"\nWeakest part of each profile's source: {kinds} (memory: remembered, not looked up)")
 
@@ -105,17 +113,35 @@ def _load(name: str, kind: Kind | None) -> AnyProfile:
     wanted = name.strip().lower()
     if kind is None and (name.endswith(".json") or "/" in name):
         kind = Kind.machine
-    names = {each: profile_names(f"{each}s") for each in Kind}
+    names = {each: profile_names(f"{each}s") for each in Kind if each is not Kind.model}
+    if kind is Kind.model or (kind is None and wanted in bundled_models()):
+        raise ProfileError(f"{name} is a model, not a profile", hint=f"paraplan estimate {name} shows what it takes")
     if kind is None:
-        kind = next((each for each in Kind if wanted in names[each]), None)
+        kind = next((each for each in names if wanted in names[each]), None)
     if kind is None:
-        hint = near_names(wanted, {known for each in Kind for known in names[each]})
+        hint = near_names(wanted, {known for each in names for known in names[each]})
         if hint.startswith("known"):
             hint = "paraplan profiles list shows them all"
         raise ProfileError(f"no profile is called {name!r}", hint=hint)
     if kind is Kind.gpu:
         return load_gpu(name)
     return load_machine(name) if kind is Kind.machine else load_network(name)
+
+
+def _models(search: str) -> list[dict[str, Any]]:
+    names = [name for name in bundled_models() if search.lower() in name]
+    found = [load_model(name) for name in names]
+    return [
+        {
+            "name": one.name,
+            "model_type": one.model_type,
+            "num_parameters": one.parameters.total,
+            "num_blocks": one.num_blocks,
+            "hidden_size": one.hidden_size,
+            "max_seq_length": one.max_seq_length,
+        }
+        for one in found
+    ]
 
 
 def _matching(found: list[Any], search: str) -> list[Any]:

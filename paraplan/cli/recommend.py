@@ -14,6 +14,7 @@ from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.recommendations import SearchRequest
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
+from paraplan.cli import completion
 from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
 from paraplan.cli.ci import check_plan_file, read_percent
 from paraplan.cli.groups import grouped
@@ -48,6 +49,7 @@ class SearchOptions:
             metavar="NAME|FILE",
             help="Plan for another framework: a profile's name (megatron-core, torchtitan, deepspeed, ...) or JSON "
             "file. paraplan does not launch it.",
+            autocompletion=completion.frameworks,
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = OWN_RUNTIME

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 from pathlib import Path
 
 from paraplan.errors import ModelError, near_names
@@ -66,10 +67,15 @@ def find_config(reference: str) -> Path:
         return bundled[reference]
     if _looks_like_hub_id(reference):
         return _download_config(reference)
-    raise ModelError(
-        f"{reference!r} is neither a file, a folder, a bundled model nor a hub id",
-        hint=near_names(reference, bundled),
-    )
+    what = f"{reference!r} is neither a file, a folder nor a bundled model"
+    if not _OWNERLESS_ID.fullmatch(reference):
+        raise ModelError(what, hint=near_names(reference, bundled))
+    try:
+        return _download_config(reference)
+    except ModelError as error:
+        reason = error.message.partition(", and ")[2] or error.message
+        hint = f"{near_names(reference, bundled)}; paraplan profiles list --kind model shows the bundled ones"
+        raise ModelError(f"{what}, and {reason}", hint=hint) from error
 
 
 def read_config(path: Path, *, source: str | None = None, seq_length: int | None = None) -> ModelSpec:
@@ -96,6 +102,10 @@ def read_fields(config: ModelConfig) -> ModelSpec:
         ways.append("install transformers, which may know it")
     hint = "; ".join([*ways, OWN_CODE_HINT])
     raise ModelError(f"{config.source}: no reader knows model_type={model_type!r}", hint=hint)
+
+
+_OWNERLESS_ID = re.compile(r"[A-Za-z0-9][\w.-]*")
+"""A hub id without an owner, as the first models have: bert-large-uncased, t5-11b."""
 
 
 def _looks_like_hub_id(reference: str) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from paraplan.cli.explain import TOPICS, read_topic
+from paraplan.cli.explain import TOPICS, find_topic, read_topic
 from paraplan.cli.main import app
 from paraplan.cli.timeline import rank_line, windows_of
 from paraplan.cost.pipeline.simulation import PassSeconds, simulate_pipeline
@@ -53,10 +53,16 @@ def test_without_a_terminal_a_page_is_its_markdown() -> None:
     assert [page["name"] for page in json.loads(explained("--json"))] == list(TOPICS)
 
 
+def test_a_word_gives_the_sections_that_explain_it_or_the_places_that_use_it() -> None:
+    assert explained("mfu").startswith("## MFU (glossary)\nModel FLOPs utilization")
+    assert explained("Bubble").startswith("## Bubble (glossary)\n")
+    assert all(line.startswith("- paraplan explain ") for line in explained("nccl-tests").splitlines())
+
+
 def test_a_part_of_a_name_is_enough_where_it_is_one_page() -> None:
-    assert read_topic("deepspeed").name == "moving-from-deepspeed"
-    assert read_topic("Cost_Model").name == "cost-model"
-    assert read_topic("plans").name == "plans-and-ranks"
+    assert find_topic("deepspeed").name == "moving-from-deepspeed"
+    assert find_topic("Cost_Model").name == "cost-model"
+    assert find_topic("plans").name == "plans-and-ranks"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""What a shell completes: names of models, machines, frameworks, targets and pages. Each looks up names alone."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Iterable
+
+
+def models(incomplete: str) -> list[str]:
+    """Return the bundled models that begin so; a shell adds files by itself."""
+    from paraplan.api.models import bundled_models
+
+    return _beginning(incomplete, bundled_models())
+
+
+def machines(incomplete: str) -> list[str]:
+    """Return the machines that begin so; of a number of GPUs, as `8x`, the kinds of GPU."""
+    number, is_number, _ = incomplete.partition("x")
+    if is_number and number.isdigit():
+        return _beginning(incomplete, (f"{number}x{name}" for name in _profiles("gpus")))
+    return _beginning(incomplete, _profiles("machines"))
+
+
+def gpus(incomplete: str) -> list[str]:
+    """Return the kinds of GPU that begin so."""
+    return _beginning(incomplete, _profiles("gpus"))
+
+
+def networks(incomplete: str) -> list[str]:
+    """Return the networks that begin so."""
+    return _beginning(incomplete, _profiles("networks"))
+
+
+def frameworks(incomplete: str) -> list[str]:
+    """Return the frameworks that begin so."""
+    from paraplan.api.workloads import framework_names
+
+    return _beginning(incomplete, framework_names())
+
+
+def targets(incomplete: str) -> list[str]:
+    """Return the targets of `paraplan export` that begin so."""
+    from paraplan.api.exporting import EXPORT_TARGETS
+
+    return _beginning(incomplete, EXPORT_TARGETS)
+
+
+def topics(incomplete: str) -> list[str]:
+    """Return the pages of `paraplan explain` that begin so."""
+    folder = importlib.resources.files("paraplan").joinpath("docs")
+    pages = (path.name for path in folder.iterdir() if path.name.endswith(".md"))
+    return _beginning(incomplete, (page.removesuffix(".md") for page in pages))
+
+
+def _profiles(kind: str) -> set[str]:
+    from paraplan.api.profiles import profile_names
+
+    return profile_names(kind)
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if name.startswith(incomplete.lower()))
