@@ -47,6 +47,17 @@ def plain_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
+@contextmanager
+def drawn_output() -> Iterator[None]:
+    """Have standard output take all in this block: what a console has drawn, for a pager."""
+    filtered = sys.stdout
+    sys.stdout = unfiltered(filtered)
+    try:
+        yield
+    finally:
+        sys.stdout = filtered
+
+
 def unfiltered(stream: Any) -> Any:
     """Return the stream below, for what steers a terminal on purpose."""
     return getattr(stream, "unfiltered", stream)
