@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 from launching import PATIENCE_S, free_port
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paraplan.errors import UsageError
 from paraplan.launch.nodes.doors import Doors
@@ -98,6 +99,22 @@ def test_another_program_at_the_endpoint_is_named(answer: bytes | None) -> None:
     with listener(answer) as port, pytest.raises(NoRendezvousError) as caught:
         open_store("127.0.0.1", port, is_master=False, timeout=SHORT, doors=Doors(b"token"), multi_tenant=True)
     assert f"(pid {os.getpid()}), listens at 127.0.0.1:{port}" in caught.value.message
+
+
+def test_a_program_that_takes_connections_and_says_nothing_is_told_before_it_is_given_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with listener(None) as port, pytest.raises(NoRendezvousError) as caught:
+        open_store("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=3.5), doors=Doors(b"token"))
+    silence = f"127.0.0.1:{port}: it accepts connections and says nothing"
+    assert capsys.readouterr().err == f"paraplan: waiting for {silence}\n"
+    assert caught.value.message.endswith("it accepts connections and says nothing")
+
+
+def test_torchruns_own_store_at_the_endpoint_is_no_launcher_of_this_job() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(NoRendezvousError, match="another program"):
+        open_store("127.0.0.1", store.port, is_master=False, timeout=SHORT, doors=Doors(b"token"))
 
 
 def test_a_call_that_blocks_is_left_by_a_signal() -> None:

@@ -118,11 +118,9 @@ class Doors:
 def open_doors(spec: LaunchSpec, nodes: NodeRange, environment: Mapping[str, str]) -> Doors:
     """Return the doors of a job. Raises `ArgumentError` where several nodes have no secret in common.
 
-    A job of one node that no other can find has a token of its own.
+    A job of one node has a token of its own, and so has one under a rendezvous that is not paraplan's to guard.
     """
-    has_gates = spec.rdzv_backend in ("static", "c10d")
-    is_alone = nodes.max == 1 and (spec.standalone or spec.rdzv_backend == "static")
-    if is_alone or not has_gates:
+    if nodes.max == 1 or spec.rdzv_backend not in ("static", "c10d"):
         return Doors(random_token(), say=say)
     return Doors(job_token(environment, job=spec.rdzv_id), say=say)
 
