@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from paraplan.api.estimates import Estimate
 from paraplan.api.executors import executor_of
 from paraplan.api.frames import framed
+from paraplan.api.models import bundled_models, load_model
+from paraplan.api.workloads import OWN_RUNTIME, training_of
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError
+from paraplan.hardware.cluster import Cluster
+from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import training_notes
@@ -19,10 +24,12 @@ from paraplan.report.short_text import Line, recommendation_lines
 from paraplan.search.constraints import FREE
 from paraplan.search.constraints import Constraints as Constraints
 from paraplan.search.failure import NothingFitsError as NothingFitsError
+from paraplan.search.recommendation import Find as Find
 from paraplan.search.recommendation import Recommendation as SearchAnswer
 from paraplan.search.recommendation import SearchRequest as SearchRequest
 from paraplan.search.recommendation import plan_file, recommendation
 from paraplan.search.results import Candidate, Decision, Objective, Rejection, SearchResult
+from paraplan.search.what_fits import some_plan_fits
 
 if TYPE_CHECKING:  # another search, which most calls do without
     from paraplan.search.verification import PlanCheck
@@ -159,6 +166,35 @@ def answer(workload: Workload, request: SearchRequest) -> Recommendation:
     constants = workload.constants.replace(memory_margin=request.memory_margin)
     model = CostModel.of_workload(replace(workload, constants=constants))
     return Recommendation(recommendation(model, request), request)
+
+
+def largest_model(
+    cluster: Cluster,
+    *,
+    seq_length: int | None = None,
+    global_batch_size: int | None = None,
+    framework: str = OWN_RUNTIME,
+    constraints: Constraints = FREE,
+    **training: object,
+) -> ModelSpec:
+    """Return the bundled model with most parameters that some plan trains on these machines, without offload.
+
+    `training` are more fields of a `TrainingSpec`; by default a GPU has one sequence. Raises `NoPlanFitsError` where
+    none fits.
+    """
+    fixed = replace(constraints, offload=constraints.offload or "none")
+    for model in sorted(map(load_model, bundled_models()), key=lambda one: one.parameters.total, reverse=True):
+        batch = global_batch_size or cluster.num_gpus
+        asked = training_of(model, seq_length=seq_length, global_batch_size=batch, **training)
+        if seq_length and model.has_learned_positions and seq_length > (model.max_seq_length or seq_length):
+            continue
+        workload = Workload.of(model, asked, cluster, framework=framework)
+        if some_plan_fits(workload, executor=executor_of(workload), fixed=fixed):
+            return load_model(model.source, seq_length=seq_length)
+    raise NoPlanFitsError(
+        f"no bundled model trains on {cluster.num_gpus} GPUs of this kind without offload",
+        hint="leave out --find, and name a model: plans with offload are searched too",
+    )
 
 
 def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) -> PlanCheck:

@@ -72,6 +72,8 @@ class FindName(StrEnum):
     """Values of --find."""
 
     fewest_gpus = "fewest-gpus"
+    by_date = "by-date"
+    largest_model = "largest-model"
     largest_batch = "largest-batch"
     longest_sequence = "longest-sequence"
 
@@ -143,6 +145,7 @@ ModelArgument = Annotated[
         autocompletion=completion.models,
     ),
 ]
+OptionalModelArgument = Annotated[str | None, *ModelArgument.__metadata__]
 ProfileOption = Annotated[
     str | None,
     typer.Option(

@@ -6,13 +6,13 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
-from paraplan.api.recommendations import SearchRequest
+from paraplan.api.recommendations import SearchRequest, largest_model
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli import completion
 from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
@@ -23,17 +23,24 @@ from paraplan.cli.options import (
     SEARCH_PANEL,
     FindName,
     JsonOption,
-    ModelArgument,
     ObjectiveName,
+    OptionalModelArgument,
     amount,
     count,
 )
 from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
+from paraplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from paraplan.api.recommendations import Find
+    from paraplan.api.workloads import Cluster
+    from paraplan.model.spec import ModelSpec
 
 app = typer.Typer(add_completion=False)
 MONEY_PANEL = "Time and money"
 SEQUENCES_PER_GPU = 8
 """Of the global batch, where none is given: enough to accumulate or to fill a pipeline."""
+MOST_DAYS = 1e6
 MOST_MONEY = 1e18
 """Tokens, and a price: far beyond any, and finite."""
 
@@ -75,7 +82,8 @@ class SearchOptions:
         FindName | None,
         typer.Option(
             "--find",
-            help="Plan for the fewest GPUs that fit, the largest batch in one micro-batch, or the longest sequence.",
+            help="Plan for the fewest GPUs that fit or that end --tokens in --days (by-date), the largest bundled "
+            "model, the largest batch in one micro-batch, or the longest sequence.",
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = None
@@ -125,6 +133,16 @@ class SearchOptions:
             rich_help_panel=MONEY_PANEL,
         ),
     ] = None
+    days: Annotated[
+        float | None,
+        typer.Option(
+            "--days",
+            metavar="N",
+            parser=amount(0.001, MOST_DAYS),
+            help="With --find by-date: days that training on --tokens may take.",
+            rich_help_panel=MONEY_PANEL,
+        ),
+    ] = None
     price: Annotated[
         float | None,
         typer.Option(
@@ -136,6 +154,30 @@ class SearchOptions:
         ),
     ] = None
 
+    def require(self, reference: str | None) -> None:
+        """Raise `UsageError` where no model is named, or one where a model is to be found."""
+        if reference is None and self.find is not FindName.largest_model:
+            raise UsageError("no MODEL given", hint="paraplan profiles list --kind model shows the bundled ones")
+        if reference is not None and self.find is FindName.largest_model:
+            raise UsageError(f"--find largest-model looks for a model, and {reference} is one", hint="leave it out")
+
+    def model(self, reference: str | None, training: TrainingChoices, plan: PlanChoices, cluster: Cluster) -> ModelSpec:
+        """Return the model that is named, or the largest bundled one that fits where that is asked for."""
+        if reference is not None:
+            return load_model(
+                reference, seq_length=training.seq_len, finds_length=self.find is FindName.longest_sequence
+            )
+        found = largest_model(
+            cluster,
+            seq_length=training.seq_len,
+            global_batch_size=training.global_batch,
+            framework=self.framework,
+            constraints=plan.constraints(),
+            **training.fields,
+        )
+        typer.echo(f"note: the largest bundled model that trains without offload is {found.name}", err=True)
+        return found
+
     @property
     def num_candidates(self) -> int:
         """Plans that are ranked."""
@@ -145,7 +187,7 @@ class SearchOptions:
         """Return what is asked of the search; a report ranks many plans and draws their front."""
         return SearchRequest(
             objective=self.objective.value,
-            find=self.find.value if self.find else None,
+            find=_of_plans(self.find),
             framework=None if self.framework == OWN_RUNTIME else self.framework,
             fixed=plan.constraints(),
             memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
@@ -153,15 +195,27 @@ class SearchOptions:
             explains=self.explain,
             with_front=self.pareto or for_report,
             earlier=None if self.like is None else load_plan(self.like),
+            days=self.days,
             tokens=1e9 if self.tokens is None and self.price is not None else self.tokens,
             price_per_gpu_hour=self.price,
         )
 
 
+def _of_plans(find: FindName | None) -> Find | None:
+    """Return what the search finds; the model is found before it."""
+    found: dict[FindName, Find] = {
+        FindName.fewest_gpus: "fewest-gpus",
+        FindName.by_date: "by-date",
+        FindName.largest_batch: "largest-batch",
+        FindName.longest_sequence: "longest-sequence",
+    }
+    return None if find is None else found.get(find)
+
+
 @app.command()
 @grouped
 def recommend(
-    model: ModelArgument,
+    model: OptionalModelArgument = None,
     *,
     hardware: HardwareOptions,
     training: TrainingChoices,
@@ -184,8 +238,9 @@ def recommend(
     require_files(html, output, trace)
     old.require(html, output, trace)
     started = time.perf_counter()
-    spec = load_model(model, seq_length=training.seq_len, finds_length=search.find is FindName.longest_sequence)
+    search.require(model)
     cluster = hardware.cluster()
+    spec = search.model(model, training, plan, cluster)
     batch = training.global_batch or SEQUENCES_PER_GPU * cluster.num_gpus
     if training.global_batch is None:
         assumed = f"a global batch of {batch} is assumed, {SEQUENCES_PER_GPU} sequences a GPU"

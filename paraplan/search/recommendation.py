@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError
+from paraplan.errors import NoPlanFitsError, PlanError, UsageError
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.plan.files import (
@@ -22,13 +22,14 @@ from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.results import Objective, SearchResult
 from paraplan.search.search import search
+from paraplan.units import format_count
 
 if TYPE_CHECKING:
     from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.sizes import Budget, SizeOffer
 
 
-Find = Literal["fewest-gpus", "largest-batch", "longest-sequence"]
+Find = Literal["fewest-gpus", "by-date", "largest-batch", "longest-sequence"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class SearchRequest:
     with_front: bool = False
     earlier: PlanFile | None = None
     tokens: float | None = None
+    days: float | None = None
+    """In which training on `tokens` is to end, where the number of GPUs is to be found for it."""
     price_per_gpu_hour: float | None = None
 
 
@@ -168,8 +171,13 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
         return workload, None
     from paraplan.search.what_fits import fewest_gpus, largest_batch, longest_sequence
 
+    if question.find == "by-date":
+        return _by_date(workload, question, executor=executor)
     if question.find == "fewest-gpus":
-        smallest = fewest_gpus(workload, executor=executor, fixed=question.fixed)
+        # With offload nearly all fits, at the pace of the host.
+        without = replace(question.fixed, offload=question.fixed.offload or "none")
+        smallest = fewest_gpus(workload, executor=executor, fixed=without)
+        smallest = smallest or fewest_gpus(workload, executor=executor, fixed=question.fixed)
         if smallest is None:
             return workload, None  # the search says what is lacking
         words = f"the fewest GPUs that fit: {smallest.num_gpus} of {cluster.num_gpus}, tried in steps of two"
@@ -191,6 +199,35 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
     return replace(workload, training=training.replace(seq_length=length)), words
 
 
+def _by_date(workload: Workload, question: SearchRequest, *, executor: Executor) -> tuple[Workload, str | None]:
+    """Return the workload on the fewest GPUs that train on the tokens in time, up to many times those asked about."""
+    from paraplan.search.sizes import budget
+    from paraplan.search.what_fits import larger_clusters, smaller_clusters
+
+    if question.tokens is None or question.days is None:
+        raise UsageError("--find by-date needs to know how much is trained, and in how many days", hint=_BY_DATE)
+    slowest = None
+    for cluster in (*smaller_clusters(workload.cluster), *larger_clusters(workload.cluster)):
+        part = replace(workload, cluster=cluster)
+        try:
+            found = search(part, num_candidates=1, executor=executor, fixed=question.fixed, explains_failure=False)
+        except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
+            continue
+        days = budget(part, found.best, tokens=question.tokens, price_per_gpu_hour=None).seconds / 86_400
+        slowest = days if slowest is None else min(slowest, days)
+        if days <= question.days:
+            words = f"the fewest GPUs that take {question.days:g} days or less: {cluster.num_gpus}"
+            return part, f"{words}, tried in steps of two; {format_count(question.tokens)} tokens take {days:.3g} days"
+    if slowest is None:
+        return workload, None  # the search says what is lacking
+    raise NoPlanFitsError(
+        f"no number of GPUs tried trains on {format_count(question.tokens)} tokens in {question.days:g} days: the best "
+        f"takes {slowest:.3g}",
+        hint="give a larger --global-batch, which more GPUs share out, or more days",
+    )
+
+
+_BY_DATE = "for example --find by-date --tokens 1T --days 30"
 _CLEARLY_LESS = 0.8  # of the memory: a step down that is worth trying after the estimate was exceeded
 
 

@@ -62,6 +62,14 @@ def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
     yield cluster
 
 
+def larger_clusters(cluster: Cluster) -> Iterator[Cluster]:
+    """Yield clusters of more of the same machines, in steps of two; none where there is no network between them."""
+    nodes = 2 * cluster.num_nodes
+    while cluster.network is not None and nodes <= MOST_NODES:
+        yield cluster.replace(num_nodes=nodes)
+        nodes *= 2
+
+
 def fewest_gpus(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> Cluster | None:
     """Return the smallest cluster of the workload's machines, in steps of two, on which some plan fits.
 

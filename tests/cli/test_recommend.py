@@ -362,6 +362,31 @@ def test_the_fewest_gpus_are_found_and_planned_for() -> None:
     assert f"{gpus} of 8" in found["found"]
 
 
+def test_gpus_are_found_that_end_in_time_or_it_is_said_how_long_the_best_takes() -> None:
+    asked = ["recommend", "gpt2-xl", "--profile", "dgx-h100", "--find", "by-date"]
+    wanted = [*asked, "--tokens", "10B", "--global-batch", "512", "--days"]
+    found = json.loads(run(*wanted, "2", "--json")[1])
+    plan = found["plan"]
+    gpus = plan["dp"] * plan["tp"] * plan["pp"] * plan["cp"]
+    assert f"days or less: {gpus}" in found["found"]
+    assert found["budget"]["seconds"] <= 2 * 86_400
+    status, _, stderr = run(*wanted, "0.001")
+    assert status == 1
+    assert "no number of GPUs tried trains on 10.0 B tokens in 0.001 days" in stderr
+    assert "give --" not in run(*asked)[2]
+    assert run(*asked)[0] == 2
+
+
+def test_the_largest_model_is_found_and_planned_for_or_named() -> None:
+    status, stdout, stderr = run("recommend", "--profile", "rtx-3090-x2", "--find", "largest-model", "--seq-len", "1k")
+    assert status == 0
+    named = stderr.partition("without offload is ")[2].split()[0]
+    assert f"Model     {named}," in stdout
+    assert "offload" not in stdout.partition("Memory")[0]
+    assert run("recommend", "gpt2", "--profile", "dgx-h100", "--find", "largest-model")[0] == 2
+    assert "no MODEL given" in run("recommend", "--profile", "dgx-h100")[2]
+
+
 def test_the_module_and_the_script_are_the_same_command() -> None:
     environment = os.environ | {"NO_COLOR": "1"}
     finished = subprocess.run(
