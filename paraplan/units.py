@@ -138,6 +138,17 @@ def broken_between_words(text: str, *, width: int, indent: int = 0, later_indent
     )[indent:]
 
 
+def printable(text: str) -> str:
+    """Return `text` with a "?" for each character that would steer a terminal: line ends and tabs stay.
+
+    These are the control characters (C0, C1, DEL), those that turn the direction of writing, and what no encoding has.
+    """
+    return _STEERING.sub("?", text)
+
+
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 def one_line(text: str) -> str:
     """Return `text` with everything that is not printable turned into a blank."""
     return "".join(character if character.isprintable() else " " for character in text)

@@ -202,6 +202,14 @@ CONTRACTS = (
         "nodes that are cut off",
         ("self", "store_op", "args", "kwargs"),
     ),
+    Contract(f"{_ELASTIC}.rendezvous.c10d_rendezvous_backend:C10dRendezvousBackend._NULL_SENTINEL", "signed states"),
+    Contract(f"{_ELASTIC}.rendezvous.dynamic_rendezvous:_NodeDesc", "signed states", ("addr", "pid", "local_id")),
+    Contract(f"{_ELASTIC}.rendezvous.dynamic_rendezvous:_RendezvousState", "signed states", ()),
+    Contract(
+        f"{_ELASTIC}.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._create_tcp_store_server",
+        "stores behind gates",
+        ("self", "master_addr", "master_port"),
+    ),
     Contract(
         "torch.numa.binding:_maybe_wrap_command_args_with_numa_binding",
         "--numa-binding",
@@ -214,6 +222,8 @@ OF_OBJECTS = {
     "_optimizer_step_pre_hooks": ("torch.optim.optimizer", "self._optimizer_step_pre_hooks = "),
     "_optimizer_step_post_hooks": ("torch.optim.optimizer", "self._optimizer_step_post_hooks = "),
     "_remaining_restarts": (f"{_ELASTIC}.agent.server.api", "self._remaining_restarts = "),
+    "_key": (f"{_ELASTIC}.rendezvous.c10d_rendezvous_backend", "self._key = "),
+    "_store": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._store = "),
     "_state_holder": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._state_holder = "),
     "_bootstrap_store_info": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._bootstrap_store_info"),
     "_stage": (_SCHEDULES, "self._stage = "),

@@ -215,9 +215,11 @@ def read_calibration(text: str, *, source: str) -> Calibration:
     """Return the calibration of a file's text; raise `PlanError` for text that holds none."""
     hint = "a calibration is what `paraplan calibrate --runs runs.csv -o FILE` writes"
     try:
-        return Calibration.model_validate(json.loads(text))
-    except json.JSONDecodeError as error:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{source} is not JSON: {error}", hint=hint) from None
+    try:
+        return Calibration.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{part}: " for part in first["loc"])

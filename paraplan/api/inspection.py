@@ -86,13 +86,20 @@ def gather_nodes(
     if importlib.util.find_spec("torch") is None:
         raise UsageError("nodes meet through torch, which is not installed", hint="pip install torch")
     from paraplan.hardware.node_survey import survey_nodes
-    from paraplan.hardware.readers.json_topology import read_report
+    from paraplan.hardware.readers.json_topology import read_json
     from paraplan.launch.nodes.endpoint import Endpoint
     from paraplan.launch.nodes.exchange import NodeText, exchange_texts
+    from paraplan.launch.nodes.job_token import job_token
 
+    token = job_token(os.environ, job=f"topology of {num_nodes} nodes")
     mine = NodeText(rank=node_rank, name=socket.gethostname(), text=json.dumps(node.to_report()))
     _, texts = exchange_texts(
-        mine, endpoint=Endpoint.parse(endpoint), num_nodes=num_nodes, timeout_s=wait_s, on_wait=on_wait
+        mine,
+        endpoint=Endpoint.parse(endpoint),
+        num_nodes=num_nodes,
+        timeout_s=wait_s,
+        token=token,
+        on_wait=on_wait,
     )
-    nodes = [read_report(json.loads(text), source=f"node {rank}") for rank, text in enumerate(texts)]
+    nodes = [read_json(text, source=f"node {rank}") for rank, text in enumerate(texts)]
     return survey_nodes(nodes, thresholds)

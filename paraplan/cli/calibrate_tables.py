@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from paraplan.cli.terminal import make_console
+from paraplan.cli.terminal import escape, make_console
 from paraplan.units import format_bandwidth, format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -19,8 +19,10 @@ def print_calibration(machine: MachineProfile) -> None:
     console = make_console()
     gpu, found = machine.gpu, machine.gpu.calibration
     assert found is not None
-    console.print(f"[bold]{machine.title}[/bold]: {len(machine.node.gpus)} ranks, measured all at once")
-    console.print(f"[dim]{found.source}[/dim]\n")
+    console.print(
+        f"[bold]{escape(machine.title)}[/bold]: {len(machine.node.gpus)} ranks, measured all at once", markup=True
+    )
+    console.print(f"{found.source}\n", style="dim")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for heading in ("matmul", "large shapes", "each adds", "fit is off by", "attention", "backward"):
         table.add_column(heading, justify="left" if heading == "matmul" else "right")
@@ -34,7 +36,7 @@ def print_calibration(machine: MachineProfile) -> None:
             format_flops(fit.attention_backward_flops_per_s),
         )
     console.print(table)
-    console.print(f"[dim]{'; '.join(_halves(fit) for fit in found.kernels)}[/dim]")
+    console.print("; ".join(_halves(fit) for fit in found.kernels), style="dim")
     rows = [
         ("copy in memory, read and write", format_bandwidth(gpu.memory_bandwidth_bytes_per_s)),
         ("norm, GELU and sum, forward and backward", format_bandwidth(found.moved_bytes_per_s)),
@@ -52,7 +54,7 @@ def print_calibration(machine: MachineProfile) -> None:
 def print_fit(fitted: Calibration) -> None:
     """Print the constants that were fitted to runs, and what the fit is worth."""
     console = make_console()
-    console.print(f"[bold]Fitted to {fitted.num_runs} runs[/bold] of {fitted.source}")
+    console.print(f"[bold]Fitted to {fitted.num_runs} runs[/bold] of {escape(fitted.source)}", markup=True)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for heading in ("constant", "times", "before the fit", "after it"):
         table.add_column(heading, justify="left" if heading == "constant" else "right")
@@ -69,9 +71,11 @@ def print_fit(fitted: Calibration) -> None:
         f"{fitted.error_left_out:.1%} for runs left out of the fit"
     )
     if not fitted.is_worth_it:
-        console.print("[yellow]runs left out are predicted worse than without a fit: do not use it[/yellow]")
+        console.print(
+            "[yellow]runs left out are predicted worse than without a fit: do not use it[/yellow]", markup=True
+        )
     for reason in fitted.skipped:
-        console.print(f"[dim]left out: {reason}[/dim]")
+        console.print(f"left out: {reason}", style="dim")
 
 
 def _halves(fit: KernelFit) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from paraplan.cli.terminal import make_console
+from paraplan.cli.terminal import escape, make_console
 from paraplan.report.step_profile import StepProfile
 from paraplan.report.timeline_chart import COLLECTIVE_WORDS
 from paraplan.report.trace_comparison import PartDifference, TraceComparison
@@ -15,9 +15,9 @@ def print_comparison(comparison: TraceComparison) -> None:
     """Print the parts of both steps side by side, the collectives, and the largest differences in words."""
     console = make_console()
     predicted, measured = comparison.predicted, comparison.measured
-    console.print(f"[bold]rank {measured.rank}[/bold]: {_origin(measured)}")
+    console.print(f"[bold]rank {measured.rank}[/bold]: {escape(_origin(measured))}", markup=True)
     for line in _remarks(predicted, measured):
-        console.print(f"[yellow]{line}[/yellow]")
+        console.print(line, style="yellow")
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("")
     for title in ("predicted", "measured", "difference", ""):
@@ -37,16 +37,17 @@ def print_comparison(comparison: TraceComparison) -> None:
     console.print()
     console.print(table)
     if comparison.collectives:
-        console.print("\n[bold]Collectives[/bold], whole: also what compute hides")
+        console.print("\n[bold]Collectives[/bold], whole: also what compute hides", markup=True)
         console.print(_collectives(comparison))
-    console.print("\n[bold]Largest differences[/bold]")
+    console.print("\n[bold]Largest differences[/bold]", markup=True)
     findings = Table.grid(padding=(0, 1))
     for finding in comparison.findings or ("none above 2 % of a step",):
         findings.add_row("  -", finding)
     console.print(findings)
     if measured.communication_s:
         console.print(
-            "[dim]A collective waits for its slowest rank: what is predicted as idle can show as communication.[/dim]"
+            "A collective waits for its slowest rank: what is predicted as idle can show as communication.",
+            style="dim",
         )
 
 

@@ -64,7 +64,7 @@ def print_heading(estimate: Estimate) -> None:
 def print_warnings(console: Console, warnings: Sequence[str]) -> None:
     """Print what to know beside a result."""
     for warning in warnings:
-        console.print(f"[yellow]note: {warning}[/yellow]")
+        console.print(f"note: {warning}", style="yellow")
 
 
 def print_estimate(estimate: Estimate, *, with_details: bool) -> None:
@@ -74,8 +74,8 @@ def print_estimate(estimate: Estimate, *, with_details: bool) -> None:
     """
     console = make_console()
     usable = estimate.usable_memory_bytes
-    console.print(f"\n[bold]Memory per GPU[/bold], {format_bytes(usable)} usable")
-    console.print("[dim]by parts at the peak; what is not allocated at that moment shows 0[/dim]")
+    console.print(f"\n[bold]Memory per GPU[/bold], {format_bytes(usable)} usable", markup=True)
+    console.print("[dim]by parts at the peak; what is not allocated at that moment shows 0[/dim]", markup=True)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("stage", justify="right")
     for _, title, color in PARTS:
@@ -91,7 +91,10 @@ def print_estimate(estimate: Estimate, *, with_details: bool) -> None:
         console.print(_bar(stage, usable, scale, width=min(60, console.width - 28)))
     fullest = max(estimate.memory, key=lambda stage: stage.total_bytes)
     if left_out := len(estimate.memory) - len(shown):
-        console.print(f"[dim]{left_out} stages are left out; none needs more than stage {fullest.pipeline_stage}[/dim]")
+        console.print(
+            f"[dim]{left_out} stages are left out; none needs more than stage {fullest.pipeline_stage}[/dim]",
+            markup=True,
+        )
     console.print(
         f"Peak {format_bytes(fullest.total_bytes)} allocated (torch.cuda.max_memory_allocated), about "
         f"{format_bytes(fullest.device_bytes)} {device_tool(estimate.workload)}"
@@ -115,7 +118,7 @@ def print_estimate(estimate: Estimate, *, with_details: bool) -> None:
 def print_traced(memory: Sequence[MemoryEstimate], traced: Sequence[TracedMemory]) -> None:
     """Print the predicted `memory` of all stages beside that of the runtime, run without values."""
     console = make_console()
-    console.print("\n[bold]Predicted and traced[/bold], the runtime's own engine run without a GPU")
+    console.print("\n[bold]Predicted and traced[/bold], the runtime's own engine run without a GPU", markup=True)
     # Closer columns than elsewhere: it fits 80 of them.
     table = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
     table.add_column("stage", justify="right")
@@ -136,8 +139,8 @@ def print_traced(memory: Sequence[MemoryEstimate], traced: Sequence[TracedMemory
         table.add_row("", "error", *errors)
     console.print(table)
     phases = ", ".join(f"stage {found.pipeline_stage} in {found.phase}" for found in traced)
-    console.print(f"[dim]errors in parts of the peak; traced peaks: {phases}[/dim]")
-    console.print("[dim]without what cuBLAS keeps for itself on a GPU, which no trace sees[/dim]")
+    console.print(f"[dim]errors in parts of the peak; traced peaks: {phases}[/dim]", markup=True)
+    console.print("[dim]without what cuBLAS keeps for itself on a GPU, which no trace sees[/dim]", markup=True)
 
 
 def _print_fitting(console: Console, estimate: Estimate) -> None:
@@ -148,7 +151,8 @@ def _print_fitting(console: Console, estimate: Estimate) -> None:
     kept += [f"offload {plan.offload}"] if plan.offload != "none" else []
     console.print(
         f"\n[bold]What would fit[/bold] on {rows[0].num_gpus} GPUs{''.join(f', {word}' for word in kept)}\n"
-        "[dim]the largest micro-batch that fits (and the fewest GPUs for one sequence each)[/dim]"
+        "[dim]the largest micro-batch that fits (and the fewest GPUs for one sequence each)[/dim]",
+        markup=True,
     )
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("recompute", justify="left")
@@ -181,7 +185,8 @@ def _print_step(console: Console, estimate: Estimate) -> None:
     console.print(
         f"\n[bold]Step[/bold] {format_seconds(step.step_time_s)}, "
         f"{format_count(float(f'{step.tokens_per_s_per_gpu:.3g}'))} tokens/s per GPU, "
-        f"{format_flops(step.model_flops_per_s_per_gpu)} per GPU (MFU {step.mfu:.1%})"
+        f"{format_flops(step.model_flops_per_s_per_gpu)} per GPU (MFU {step.mfu:.1%})",
+        markup=True,
     )
     table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     for justify in ("left", "right", "right"):

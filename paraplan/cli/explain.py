@@ -13,7 +13,7 @@ import typer
 
 from paraplan.cli.completion import topics
 from paraplan.cli.options import JsonOption
-from paraplan.cli.terminal import make_console
+from paraplan.cli.terminal import drawn_output, make_console
 from paraplan.errors import UsageError, near_names
 
 app = typer.Typer(add_completion=False)
@@ -137,5 +137,5 @@ def _print_formatted(page: Topic) -> None:
     # Longer lines than these are hard to read.
     text = Markdown(page.text, hyperlinks=False, code_theme="ansi_dark")
     is_long = page.text.count("\n") > console.height
-    with console.pager(styles=True) if is_long else nullcontext():
+    with drawn_output(), console.pager(styles=True) if is_long else nullcontext():
         console.print(text, width=min(console.width, 120))

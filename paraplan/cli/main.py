@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from paraplan import __version__
 from paraplan.cli.progress import shown_progress
+from paraplan.cli.terminal import plain_streams
 from paraplan.errors import ParaplanError, UsageError, near_names
 from paraplan.units import broken_between_words
 
@@ -73,12 +74,13 @@ class LazyGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a subcommand; print a user's error on stderr and end with its exit status."""
-        try:
-            with shown_progress():
-                return super().invoke(ctx)
-        except ParaplanError as error:
-            print_error(error)
-            raise typer.Exit(error.exit_status) from None
+        with plain_streams():
+            try:
+                with shown_progress():
+                    return super().invoke(ctx)
+            except ParaplanError as error:
+                print_error(error)
+                raise typer.Exit(error.exit_status) from None
 
 
 @contextmanager

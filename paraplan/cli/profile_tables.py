@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paraplan.api.profiles import GpuProfile, LinkType, MachineProfile, NetworkProfile, survey_node
-from paraplan.cli.terminal import make_console
+from paraplan.cli.terminal import escape, make_console
 from paraplan.cli.topology_tables import print_topology
 from paraplan.units import GIB, format_bandwidth, format_bytes, format_count, format_flops, format_seconds
 
@@ -73,7 +73,7 @@ def print_networks(networks: list[NetworkProfile]) -> None:
 def print_machine(machine: MachineProfile) -> None:
     """Print one machine: its topology, its GPU, its network, and where the figures are from."""
     console = _console()
-    console.print(f"[bold]{machine.name}[/bold]  {machine.title}", soft_wrap=True)
+    console.print(f"[bold]{escape(machine.name)}[/bold]  {escape(machine.title)}", soft_wrap=True, markup=True)
     print_topology(survey_node(machine.node, machine=machine), console)
     console.print()
     rows = _gpu_rows(machine.gpu)
@@ -89,7 +89,7 @@ def print_machine(machine: MachineProfile) -> None:
 def print_gpu(gpu: GpuProfile) -> None:
     """Print one kind of GPU with its sources."""
     console = _console()
-    console.print(f"[bold]{gpu.name}[/bold]  {gpu.title}", soft_wrap=True)
+    console.print(f"[bold]{escape(gpu.name)}[/bold]  {escape(gpu.title)}", soft_wrap=True, markup=True)
     rows = _gpu_rows(gpu)
     rows += [("also called", ", ".join(gpu.aliases))] if gpu.aliases else []
     _print_rows([*rows, ("source", gpu.source)], console)
@@ -98,7 +98,7 @@ def print_gpu(gpu: GpuProfile) -> None:
 def print_network(network: NetworkProfile) -> None:
     """Print one network with its source."""
     console = _console()
-    console.print(f"[bold]{network.name}[/bold]  {network.title}", soft_wrap=True)
+    console.print(f"[bold]{escape(network.name)}[/bold]  {escape(network.title)}", soft_wrap=True, markup=True)
     _print_rows([*_network_rows(network), ("source", network.source)], console)
 
 

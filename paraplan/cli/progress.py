@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from paraplan.cli.terminal import unfiltered
 from paraplan.progress import watched_by
+from paraplan.units import printable
 
 if TYPE_CHECKING:
     from threading import Timer
@@ -89,8 +91,7 @@ class TerminalLine:
         import shutil  # only where something takes long
 
         width = shutil.get_terminal_size().columns
-        sys.stderr.write(f"{_ERASE}{(self._text or '')[: width - 1]}")
-        sys.stderr.flush()
+        _draw(f"{_ERASE}{printable(self._text or '')[: width - 1]}")
 
     def _end(self) -> None:
         if self._timer is not None:
@@ -98,5 +99,10 @@ class TerminalLine:
             self._timer = None
         if self._is_shown:
             self._is_shown = False
-            sys.stderr.write(_ERASE)
-            sys.stderr.flush()
+            _draw(_ERASE)
+
+
+def _draw(text: str) -> None:
+    stream = unfiltered(sys.stderr)
+    stream.write(text)
+    stream.flush()

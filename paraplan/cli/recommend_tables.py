@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from paraplan.api.explanations import part_words
 from paraplan.cli.estimate_tables import print_estimate, print_lines
@@ -40,7 +41,7 @@ def print_answer(
     console = make_console()
     beside = answer.answer
     if beside.framework is not None:
-        console.print(f"[yellow]Predicted for {beside.framework}, which paraplan does not launch.[/yellow]")
+        console.print(f"Predicted for {beside.framework}, which paraplan does not launch.", style="yellow")
     notes = [Line("Note", words, "caution") for words in answer.notes]
     details = [Line("", words, "dim") for words in _details(answer)] if verbose else []
     print_lines(console, [*answer.lines, *notes, *details])
@@ -48,13 +49,15 @@ def print_answer(
         _print_tree(console, answer.result)
     _print_plans(console, answer.result, None if verbose else shown_rows or MOST_ROWS)
     if verbose and answer.result.rejections:
-        console.print("\n[bold]Ruled out[/bold]")
+        console.print("\n[bold]Ruled out[/bold]", markup=True)
         console.print(_rejections(answer.result))
     if beside.explanation is not None:
         _print_explanation(console, beside.explanation)
     if answer.result.front:
         count = len(answer.result.front)
-        console.print(f"\n[bold]{count} Pareto-optimal plans[/bold]: none is better in both time and memory")
+        console.print(
+            f"\n[bold]{count} Pareto-optimal plans[/bold]: none is better in both time and memory", markup=True
+        )
         console.print(_plans(answer.result.front, answer.result))
     if beside.comparison is not None:
         _print_comparison(console, beside.comparison)
@@ -88,24 +91,24 @@ def _details(answer: Recommendation) -> list[str]:
 
 
 def _print_tree(console: Console, result: SearchResult) -> None:
-    console.print("\n[bold]Decision tree[/bold]")
+    console.print("\n[bold]Decision tree[/bold]", markup=True)
     for decision in result.decisions:
-        console.print(Padding(f"{decision.question} [bold]{decision.outcome}[/bold]", (0, 2)))
-        console.print(Padding(f"[dim]{decision.because}[/dim]", (0, 4)))
+        console.print(Padding(Text.assemble(decision.question, " ", (decision.outcome, "bold")), (0, 2)))
+        console.print(Padding(Text(decision.because, style="dim"), (0, 4)))
 
 
 def _print_plans(console: Console, result: SearchResult, most: int | None) -> None:
     order = "least memory" if result.objective == "memory" else "fastest"
-    console.print(f"\n[bold]Plans[/bold], {order} first (* = suggested by Hugging Face's guide)")
+    console.print(f"\n[bold]Plans[/bold], {order} first (* = suggested by Hugging Face's guide)", markup=True)
     shown = without_equals(result.candidates, result.best.plan)
     console.print(_plans(table_rows(shown[:most], result), result))
     if most is None and (hidden := len(result.candidates) - len(shown)):
         plans = "similar plan" if hidden == 1 else "similar plans"
-        console.print(f"   [dim]{hidden} {plans} with context parallelism not shown (--json)[/dim]")
+        console.print(f"   [dim]{hidden} {plans} with context parallelism not shown (--json)[/dim]", markup=True)
 
 
 def _print_explanation(console: Console, explanation: Explanation) -> None:
-    console.print("\n[bold]Why the best beats the second[/bold]")
+    console.print("\n[bold]Why the best beats the second[/bold]", markup=True)
     console.print(_indented(f"best:   {explanation.best}"))
     console.print(_indented(f"second: {explanation.second}"))
     table = Table(box=None, padding=(0, 2), pad_edge=False)
@@ -132,7 +135,7 @@ def _print_explanation(console: Console, explanation: Explanation) -> None:
 
 
 def _print_comparison(console: Console, comparison: Comparison) -> None:
-    console.print("\n[bold]Beside the earlier plan[/bold]")
+    console.print("\n[bold]Beside the earlier plan[/bold]", markup=True)
     console.print(_indented(f"before: {comparison.before}"))
     console.print(_indented(f"now:    {comparison.now}"))
     for change in comparison.changes:
@@ -146,7 +149,7 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def _print_offers(console: Console, offers: tuple[SizeOffer, ...]) -> None:
-    console.print("\n[bold]By number of GPUs[/bold], for a billion tokens")
+    console.print("\n[bold]By number of GPUs[/bold], for a billion tokens", markup=True)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column("GPUs", justify="right")
     table.add_column("plan")
@@ -170,7 +173,8 @@ def _print_budget(console: Console, budget: Budget) -> None:
     cost = "" if budget.cost is None else f", cost {budget.cost:,.2f}"
     console.print(
         f"\n[bold]{format_count(budget.tokens)} tokens[/bold]: {budget.steps:,.0f} steps, {length}, "
-        f"{budget.gpu_hours:,.1f} GPU-hours{cost} (steps alone: no starts, checkpoints or failures)"
+        f"{budget.gpu_hours:,.1f} GPU-hours{cost} (steps alone: no starts, checkpoints or failures)",
+        markup=True,
     )
 
 

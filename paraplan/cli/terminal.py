@@ -1,15 +1,66 @@
-"""What commands print with: rich's console without spaces at the ends of lines."""
+"""What commands print with. Names from outside are text here: no markup, and nothing that steers a terminal."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
+
+from paraplan.units import printable
 
 if TYPE_CHECKING:  # rich, which --json does without
     from rich.console import Console
 
 _ENDS = re.compile(r" +((?:\x1b\[[0-9;]*m)*)(?=\n|\Z)")
+
+
+_STYLED = re.compile(r"((?:\x1b\[\d+m)*)(.*?)((?:\x1b\[0m)?\n?)", re.DOTALL)
+"""A text as click styles it: as a whole."""
+
+
+class _PlainStream:
+    """A stream that writes what would steer a terminal as "?"; a style of the whole text stays."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        """Write a text of a command."""
+        style, inner, end = _STYLED.fullmatch(text).groups()  # type: ignore[union-attr]  # it matches every text
+        self.unfiltered.write(style + printable(inner) + end)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+@contextmanager
+def plain_streams() -> Iterator[None]:
+    """Have all that is written to the standard streams in this block be plain text, but for what consoles draw."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _PlainStream(streams[0]), _PlainStream(streams[1])
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+@contextmanager
+def drawn_output() -> Iterator[None]:
+    """Have standard output take all in this block: what a console has drawn, for a pager."""
+    filtered = sys.stdout
+    sys.stdout = unfiltered(filtered)
+    try:
+        yield
+    finally:
+        sys.stdout = filtered
+
+
+def unfiltered(stream: Any) -> Any:
+    """Return the stream below, for what steers a terminal on purpose."""
+    return getattr(stream, "unfiltered", stream)
 
 
 class _WithoutEnds:
@@ -27,9 +78,28 @@ class _WithoutEnds:
         return getattr(self._stream, name)
 
 
-def make_console(**options: Any) -> Console:
-    """Return a console on standard output; `options` are rich's."""
-    from rich.console import Console
+def make_console(*, stderr: bool = False, **options: Any) -> Console:
+    """Return a console on standard output, or on `stderr`; `options` are rich's.
 
-    stream: Any = _WithoutEnds(sys.stdout)
-    return Console(highlight=False, file=stream, **options)
+    Texts have no markup unless `print` is told so, and then values in them go through `escape`.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class PlainConsole(Console):
+        """rich's console for texts that may come from anywhere."""
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            """Yield what is drawn, without what would steer the terminal but rich's own."""
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    stream: Any = unfiltered(sys.stderr) if stderr else _WithoutEnds(unfiltered(sys.stdout))
+    return PlainConsole(highlight=False, markup=False, file=stream, **options)
+
+
+def escape(value: object) -> str:
+    """Return a value for a text that is printed with `markup=True`: its own brackets are text."""
+    from rich.markup import escape as escape_markup
+
+    return escape_markup(str(value))

@@ -41,7 +41,7 @@ def print_timeline(console: Console, timeline: Timeline) -> None:
     are columns, its beginning and its end are shown.
     """
     windows = windows_of(timeline, columns=console.width - _LABEL_WIDTH - _SHARE_WIDTH)
-    console.print(f"\n[bold]Pipeline[/bold] of one step, {format_seconds(timeline.end_s)}")
+    console.print(f"\n[bold]Pipeline[/bold] of one step, {format_seconds(timeline.end_s)}", markup=True)
     for rank in shown_ranks(len(timeline.ranks)):
         if rank is None:
             console.print(Text("    ...", style="dim"))

@@ -89,7 +89,7 @@ def measuring_progress() -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
+        console=make_console(stderr=True),
         disable=not sys.stderr.isatty(),
         transient=True,
     )

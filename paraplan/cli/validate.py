@@ -62,7 +62,7 @@ def _print(found: Validation) -> None:
     print_scores(console, found.scored.step_time, found.scored.memory, by_id)
     print_sweeps(console, **found.scored.sweeps)
     if found.others.rows:
-        console.print("[bold]Not scored:[/bold] low quality, unusual features, or another precision\n")
+        console.print("[bold]Not scored:[/bold] low quality, unusual features, or another precision\n", markup=True)
         print_scores(console, found.others.step_time, found.others.memory, by_id, brief=True)
         print_sweeps(console, **found.others.sweeps)
     print_fits(console, found.fits)

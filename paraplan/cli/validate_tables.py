@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from paraplan.cli.terminal import escape
 from paraplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def print_scores(
         for name, group in groups.items():
             console.print(_table(f"{title} by {name}", name, group))
             console.print()
-        console.print(f"[bold]Worst rows, {title.lower()}[/bold]")
+        console.print(f"[bold]Worst rows, {escape(title.lower())}[/bold]", markup=True)
         for identity in figures.worst:
             console.print(f"  {_row(rows[identity], is_time=figures is step_time)}", soft_wrap=not console.is_terminal)
         console.print()
@@ -101,9 +102,10 @@ def _print_sweeps(console: Console, what: str, sweeps: SweepScore) -> None:
     worst = max(sweeps.sweeps, key=lambda sweep: sweep.top1_regret)
     count, plans = len(sweeps.sweeps), sum(sweep.rows for sweep in sweeps.sweeps)
     console.print(
-        f"[bold]{count} sweep{'s' if count != 1 else ''} of {what}[/bold], {plans} plans by the time of a sequence: "
-        f"rank correlation {sweeps.rank_correlation or 0:.2f}; the plan with the best prediction is "
-        f"{sweeps.top1_regret or 0:.1%} slower than the best measured, {worst.top1_regret:.1%} at worst"
+        f"[bold]{count} sweep{'s' if count != 1 else ''} of {escape(what)}[/bold], {plans} plans by the time of a "
+        f"sequence: rank correlation {sweeps.rank_correlation or 0:.2f}; the plan with the best prediction is "
+        f"{sweeps.top1_regret or 0:.1%} slower than the best measured, {worst.top1_regret:.1%} at worst",
+        markup=True,
     )
     console.print(f"  {worst.name}", style="dim")
     console.print()

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NoReturn
 from paraplan.errors import ParaplanError
 from paraplan.launch.faults.report import render_error, say, write_report
 from paraplan.launch.nodes.batch_systems import find_place, take_place
-from paraplan.launch.nodes.hosts import END_WITH_STDIN, end_with_stdin, launch_on_hosts
+from paraplan.launch.nodes.hosts import end_with_stdin, launch_on_hosts, take_variables
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawner import RankStart
 from paraplan.launch.request import check_script, forks_ranks, likely_ranks_per_node
-from paraplan.launch.script import ScriptTraits, read_traits
+from paraplan.launch.script import own_interpreters_reason, read_traits, script_file, shadowed_modules
 from paraplan.launch.spec import ArgumentError, LaunchSpec
 
 if TYPE_CHECKING:  # torch is imported by none of these names before its number of threads is known
@@ -41,12 +41,20 @@ def launch_here(arguments: Sequence[str]) -> int:
     except ParaplanError as error:
         write_report(render_error(error))
         return error.exit_status
+    except Exception:
+        if os.getpid() != launcher:
+            raise  # of a rank
+        import traceback  # for errors alone
+
+        write_report(traceback.format_exc())
+        say("this is an error of the launcher itself; please report it with the lines above")
+        return 1
 
 
 def _launch(arguments: Sequence[str]) -> int:
     gc.disable()  # next to all that the imports make stays: collections would look through it again and again
+    ends_with_stdin = take_variables(os.environ)
     spec = parse_arguments(list(arguments), os.environ)
-    ends_with_stdin = os.environ.pop(END_WITH_STDIN, None) is not None
     if spec.fake is not None:
         from paraplan.launch.fake.ranks import show_fake_launch  # imports pydantic, which other launches do without
 
@@ -54,16 +62,24 @@ def _launch(arguments: Sequence[str]) -> int:
     if spec.hostfile is not None and not ends_with_stdin and not spec.dry_run:
         return launch_on_hosts(Path(spec.hostfile), words=arguments, port=spec.master_port, environment=os.environ)
     place = find_place(os.environ)
-    spec, line = take_place(spec, place) if place is not None else (spec, None)
+    spec, line = take_place(spec, place, os.environ) if place is not None else (spec, None)
     if spec.dry_run:
         from paraplan.launch.preview import show_dry_run  # imports pydantic too
 
         return show_dry_run(spec)
     _refuse_preview_options(spec)
     check_script(spec, Path.cwd())  # what is wrong with the script can be said before torch is imported
-    traits = ScriptTraits() if spec.module else read_traits(Path(spec.training_script))
-    fork = forks_ranks(spec) and not traits.early_variables
+    return _start(spec, line, ends_with_stdin=ends_with_stdin)
+
+
+def _start(spec: LaunchSpec, line: str | None, *, ends_with_stdin: bool) -> int:
+    """Fork the spawner and run the job; say `line` before it."""
+    file = script_file(spec.training_script, is_module=spec.module)
+    traits = read_traits(file, folder=Path.cwd() if spec.module else None)
+    own = own_interpreters_reason(traits, os.environ) if forks_ranks(spec) else None
+    fork = forks_ranks(spec) and own is None
     with_torch = fork and not traits.is_self_contained
+    shadowed = shadowed_modules(traits.folder, sys.modules)
     spawner = None if with_torch else _fork()  # without torch in it: it, and what it forks, stay small
     if isinstance(spawner, RankStart):
         _run_rank(spawner)
@@ -78,16 +94,21 @@ def _launch(arguments: Sequence[str]) -> int:
     if is_chosen:
         del os.environ[_THREADS_VARIABLE]
     if spawner is None:
+        shadowed = shadowed_modules(traits.folder, sys.modules)
         spawner = _fork(preload_runtime=bool(traits.uses_runtime or spec.plan))
     if isinstance(spawner, RankStart):
         _run_rank(spawner)
+    if fork and shadowed:
+        own = f"{', '.join(shadowed)} beside the script has the name of a module that is imported already"
     gc.enable()
     if line is not None:
         say(line)
+    if own is not None:
+        say(f"each rank starts an interpreter of its own (--start-method exec): {own}")
     if ends_with_stdin:
         end_with_stdin()
     try:
-        return supervise(spec, spawner, fork=fork, imported_threads=imported_threads)
+        return supervise(spec, spawner, fork=fork and not shadowed, imported_threads=imported_threads)
     finally:
         spawner.close()
 

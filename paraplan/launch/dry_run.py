@@ -62,11 +62,16 @@ class DryRun:
     ranks: list[PlannedRank]
     problems: list[str]
     plan: str | None = None
+    carried: list[str] = field(default_factory=list)
+    """Names of the variables that the launchers on other hosts get; their values may be secrets."""
 
     def to_json(self) -> str:
         """Return the dry run as JSON text."""
         ranks = [asdict(rank) for rank in self.ranks]
-        return json.dumps({"plan": self.plan, "ranks": ranks, "problems": self.problems}, indent=2)
+        values = {"plan": self.plan, "ranks": ranks, "problems": self.problems}
+        if self.carried:
+            values["carried_variables"] = self.carried
+        return json.dumps(values, indent=2)
 
     def render(self) -> str:
         """Return the dry run as text: the environment that all ranks share once, then what differs."""
@@ -74,6 +79,8 @@ class DryRun:
         lines = [f"plan: {self.plan}"] if self.plan is not None else []
         lines += [f"{len(self.ranks)} ranks; each runs: {shlex.join(self.ranks[0].command)}", "in every rank:"]
         lines += [f"  {name}={value}" for name, value in sorted(shared)]
+        if self.carried:
+            lines.append(f"to every host, through standard input, values not shown: {', '.join(self.carried)}")
         for rank in self.ranks:
             where = [f"rank {rank.rank}: host {rank.host}, local rank {rank.local_rank}"]
             where.append(f"GPU {rank.gpu}" if rank.gpu is not None else "CPU")

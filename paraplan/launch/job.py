@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import CheckFailedError, ParaplanError, PlanError
+from paraplan.launch.elastic.launch import make_config
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.failures import RankFailure, first_failure, first_node_failure, read_failure
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
@@ -124,7 +126,7 @@ def _run(
         said, came = f"{type(error).__name__}: {error}", getattr(error, "__notes__", ())
         raise rendezvous_error(said, request.spec, request.nodes, came=came) from error
     except (ValueError, AssertionError, OSError) as error:
-        if job.attempts or isinstance(error, ParaplanError):
+        if job.attempts or isinstance(error, ParaplanError) or not _is_about_arguments(error):
             raise
         raise _refusal(str(error), request.spec) from error
     return 0
@@ -147,6 +149,25 @@ def _torchs_failures(error: ChildFailedError) -> list[RankFailure]:
         )
         for rank, failure in error.failures.items()
     ]
+
+
+_ARGUMENT_FILES = (
+    "/torch/distributed/run.py",
+    "/torch/distributed/launcher/",
+    "/torch/distributed/elastic/rendezvous/",
+    "/torch/distributed/elastic/multiprocessing/api.py",
+    "/torch/numa/",
+)
+"""Where torch looks at the arguments of a launch."""
+
+
+def _is_about_arguments(error: BaseException) -> bool:
+    """Whether torch refused the arguments: by a check of its own, or while it made the configuration of them."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(frame.f_code.co_name == make_config.__name__ for frame in frames):
+        return True
+    last = Path(frames[-1].f_code.co_filename).as_posix()
+    return not isinstance(error, OSError) and any(part in last for part in _ARGUMENT_FILES)
 
 
 def _refusal(said: str, spec: LaunchSpec) -> ArgumentError:
@@ -205,8 +226,10 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
     mine = as_node_failure(job.failures, context)
     of_all = [mine]
     if job.store is not None and job.store.num_nodes > 1:
+        # by the clock of the node that hosts the rendezvous, as the other nodes' times are
+        mine = replace(mine, time_ns=mine.time_ns + int(job.store.clock_offset_s * 1e9))
         of_all = job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
-        context = replace(context, is_host_gone=job.store.is_lost)
+        context = replace(context, is_host_gone=job.store.is_lost, stops=tuple(job.store.stops.values()))
     first_of_all = first_node_failure(of_all)
     if first_of_all is mine:
         places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)

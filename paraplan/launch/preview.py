@@ -12,11 +12,12 @@ from pathlib import Path
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
 from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.dry_run import CHOSEN_AT_START, LaunchTarget, plan_launch
-from paraplan.launch.nodes.hosts import Host, read_host_file
+from paraplan.launch.nodes.hosts import Host, carried_variables, read_host_file
 from paraplan.launch.planning import make_plan
 from paraplan.launch.request import LaunchRequest, check_request
 from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
 from paraplan.plan.files import PlanFile
+from paraplan.units import printable
 
 
 def show_dry_run(spec: LaunchSpec) -> int:
@@ -47,7 +48,9 @@ def show_dry_run(spec: LaunchSpec) -> int:
         ranks = determine_local_world_size(words)
     request = _with_made_plan(request, ranks=ranks)
     plan = plan_launch(request, ranks_per_node=ranks, target=target, drives_accelerate=drives_accelerate(request))
-    sys.stdout.write(plan.to_json() + "\n" if spec.json else plan.render())
+    if spec.hostfile is not None:
+        plan = replace(plan, carried=carried_variables(os.environ))
+    sys.stdout.write(plan.to_json() + "\n" if spec.json else printable(plan.render()))
     plan.require_runnable()
     return 0
 

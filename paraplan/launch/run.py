@@ -28,6 +28,8 @@ from paraplan.launch.elastic.agent import RoundPreparation
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.doors import open_doors
+from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preflight import gpus_of_ranks
 from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
@@ -97,10 +99,13 @@ def run_job(
     job.plan = request.file
     folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
     job.folder = folder
-    threads_given, visible_before = os.environ.get(_THREADS_VARIABLE), os.environ.get(_DEVICES_VARIABLE)
+    doors = open_doors(spec, request.nodes, os.environ)
+    before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
+    threads_given = before[_THREADS_VARIABLE]
+    os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
     try:
         if request.gpus is not None:
-            os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, visible_before)
+            os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, before[_DEVICES_VARIABLE])
         config, program, program_arguments = _configure(request, folder, threads_given)
         extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
@@ -118,7 +123,7 @@ def run_job(
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
-        run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare)
+        run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare, doors=doors)
         results = run_with(config, program, program_arguments) or {}
         _say_whether_planned(extra_environment, has_bootstrap=not spec.no_python)
         return results
@@ -128,10 +133,8 @@ def run_job(
                 failure.error_file = _NO_FILE
         raise
     finally:
-        if threads_given is None:
-            os.environ.pop(_THREADS_VARIABLE, None)
-        if request.gpus is not None:
-            _restore(_DEVICES_VARIABLE, visible_before)
+        for name, value in before.items():
+            _restore(name, value)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
 

@@ -11,6 +11,7 @@ import shlex
 import socket
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
 
 RUNS_FOLDER = "paraplan-runs"
 """Where runs are kept, in the current folder, without --log-dir."""
+
+_MODE = 0o700
+"""Rights of the folders that are made: what ranks write, and their command line, is for their user alone."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class RunFolder:
         """Write the command, the versions and the environment that the launcher adds, as run.json."""
         self._write(
             {
-                "command": shlex.join(words),
+                "command": shlex.join(without_secrets(words, os.environ)),
                 "folder": str(Path.cwd()),
                 "host": socket.gethostname(),
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -74,6 +78,33 @@ class RunFolder:
             return
 
 
+_SECRET_OPTION = re.compile(r"--?(?:.*[-_])?(token|secret|password|passwd|api[-_]?key|credentials?)", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r".*(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)", re.IGNORECASE)
+_MIN_SECRET = 8
+"""Letters from which on a variable's value is taken for a secret, and not for a word that stands everywhere."""
+
+HIDDEN = "<hidden>"
+
+
+def without_secrets(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the words of a command without values of options such as --api-key, and of variables such as HF_TOKEN."""
+    secrets = [
+        value for name, value in environment.items() if _SECRET_VARIABLE.fullmatch(name) and len(value) >= _MIN_SECRET
+    ]
+    shown: list[str] = []
+    is_value = False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        is_secret = bool(_SECRET_OPTION.fullmatch(option))
+        text = f"{option}={HIDDEN}" if is_secret and equals else word
+        text = HIDDEN if is_value and not word.startswith("-") else text
+        for secret in secrets:
+            text = text.replace(secret, HIDDEN)
+        shown.append(text)
+        is_value = is_secret and not equals
+    return shown
+
+
 def open_run_folder(spec: LaunchSpec, nodes: NodeRange, *, keeps_logs: bool, current_folder: Path) -> RunFolder:
     """Make the folder of a run: --log-dir, a new one in `paraplan-runs`, or a temporary one without `keeps_logs`.
 
@@ -83,7 +114,7 @@ def open_run_folder(spec: LaunchSpec, nodes: NodeRange, *, keeps_logs: bool, cur
     if spec.log_dir:
         path = Path(spec.log_dir)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True, mode=_MODE)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise ArgumentError(f"--log-dir {path} cannot be made: {reason}", hint="name another folder") from None
@@ -97,9 +128,9 @@ def open_run_folder(spec: LaunchSpec, nodes: NodeRange, *, keeps_logs: bool, cur
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}{host}-{os.getpid()}"
     try:
         with contextlib.suppress(FileExistsError):  # by an earlier launch, or by one that starts with this one
-            runs.mkdir()
+            runs.mkdir(mode=_MODE)
             (runs / ".gitignore").write_text("*\n", encoding="utf-8")  # logs are no part of a project
-        (runs / name).mkdir()
+        (runs / name).mkdir(mode=_MODE)
     except OSError:
         return RunFolder(Path(tempfile.mkdtemp(prefix="paraplan_")))
     return RunFolder(runs / name)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.machinery
+import re
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,37 +19,142 @@ _IMPORTERS = frozenset({"imp", "importlib", "multiprocessing", "pickle", "pkguti
 _HARMLESS = (sys.stdlib_module_names | {"__main__"}) - _IMPORTERS
 
 
+_PROFILERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_AUDIT")
+"""Variables by which tools get into each program that starts: Nsight Systems and Compute, CUPTI's and NVTX's, ld.so."""
+
+_ALLOCATORS = re.compile(r"lib(jemalloc|tcmalloc|mimalloc|iomp5|gomp|hugetlbfs)[^/]*")
+"""Libraries that are preloaded for speed: they work in a process that was forked."""
+
+_AT_START = frozenset(
+    {
+        *("__future__", "__main__", "_collections_abc", "_sitebuiltins", "abc", "builtins", "codecs", "encodings"),
+        *("genericpath", "io", "os", "paraplan", "posixpath", "site", "sitecustomize", "stat", "sys", "usercustomize"),
+    }
+)
+"""Modules that an interpreter imports before its script, whatever lies beside that; and this package."""
+
+_SUFFIXES = tuple(importlib.machinery.all_suffixes())
+
+_MAX_FILES, _MAX_BYTES = 200, 1 << 20  # of the modules beside a script that are read
+
+
 @dataclass(frozen=True)
 class ScriptTraits:
     """`uses_runtime`: it probably imports paraplan. `early_variables`: what it sets for libraries to read at import.
 
-    A script that sets such variables must import torch itself, after it has set them. One that `is_self_contained`
-    imports the standard library alone: it is forked from a process without torch, which is smaller.
+    A script that sets such variables, or a module beside it that it imports, must import torch itself, after it has set
+    them. One that `is_self_contained` imports the standard library alone: it is forked from a process without torch,
+    which is smaller. `folder` is where its imports are looked for first.
     """
 
     uses_runtime: bool = False
     is_self_contained: bool = False
     early_variables: tuple[str, ...] = ()
+    folder: Path | None = None
 
 
-def read_traits(path: Path) -> ScriptTraits:
+def script_file(name: str, *, is_module: bool) -> Path:
+    """Return the file of a script, or of a module that lies in the current folder."""
+    if not is_module:
+        return Path(name)
+    path = Path.cwd().joinpath(*name.split("."))
+    return path / "__main__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
+
+
+def read_traits(path: Path, *, folder: Path | None = None) -> ScriptTraits:
     """Return the traits of the script at `path`; none for a file that is not Python, or cannot be read.
 
-    Only this file is read, not the modules that it imports.
+    `folder` is where its imports are looked for first: its own for a script. The modules there that it imports are read
+    for the variables that they set, and those that these import; not installed ones.
     """
-    if not path.is_file():  # a pipe, as /dev/stdin, is the rank's to read
+    folder = folder or path.resolve().parent
+    tree = _parsed(path)
+    if tree is None:
         return ScriptTraits()
-    try:
-        source = path.read_bytes()
-        tree = ast.parse(source)
-    except (OSError, ValueError, SyntaxError, RecursionError):
-        return ScriptTraits()
-    names = {name for node in ast.walk(tree) for name in _variables_set(node)}
+    trees = [tree, *_imported_trees(tree, folder)]
+    names = {name for one in trees for node in ast.walk(one) for name in _variables_set(node)}
     return ScriptTraits(
-        uses_runtime=b"paraplan" in source,
+        uses_runtime=b"paraplan" in path.read_bytes(),
         is_self_contained=not any(_imports_more(node) for node in ast.walk(tree)),
         early_variables=tuple(sorted(name for name in names if name.startswith(_READ_AT_IMPORT))),
+        folder=folder,
     )
+
+
+def own_interpreters_reason(traits: ScriptTraits, environment: Mapping[str, str]) -> str | None:
+    """Return why ranks must not be forked with torch imported, None where they may be."""
+    if traits.early_variables:
+        return f"the script sets {', '.join(traits.early_variables)}, which libraries read while they are imported"
+    tools = [name for name in _PROFILERS if environment.get(name)]
+    libraries = re.split(r"[ :]+", environment.get("LD_PRELOAD", "").strip())
+    if any(word and not _ALLOCATORS.fullmatch(Path(word).name) for word in libraries):
+        tools.append("LD_PRELOAD")
+    return f"{', '.join(tools)} is set, by a tool that enters programs as they start" if tools else None
+
+
+def shadowed_modules(folder: Path | None, modules: Mapping[str, object]) -> list[str]:
+    """Return the modules in `folder` that a script there would import, were others of their names not in `modules`."""
+    if folder is None:
+        return []
+    imported = {name.partition(".")[0] for name in modules} - _AT_START - set(sys.builtin_module_names)
+    try:
+        entries = list(folder.iterdir())
+    except OSError:
+        return []
+    found = []
+    for entry in entries:
+        name = entry.name.partition(".")[0]
+        is_package = entry.name == name and (entry / "__init__.py").exists()
+        if name in imported and (is_package or entry.name.endswith(_SUFFIXES)):
+            source = getattr(modules.get(name), "__file__", None)
+            here = entry / "__init__.py" if is_package else entry
+            if source is None or Path(source).resolve() != here.resolve():
+                found.append(entry.name)
+    return sorted(found)
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    if not path.is_file():  # a pipe, as /dev/stdin, is the rank's to read
+        return None
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _imported_trees(tree: ast.Module, folder: Path) -> Iterator[ast.Module]:
+    """Yield the modules in `folder` that a script imports, and those that these import."""
+    seen: set[Path] = set()
+    waiting = [(tree, folder)]
+    while waiting:
+        one, package = waiting.pop()
+        for file in _imported_files(one, package, folder):
+            is_new = file not in seen and len(seen) < _MAX_FILES and file.is_file()
+            parsed = _parsed(file) if is_new and file.stat().st_size < _MAX_BYTES else None
+            if parsed is not None:
+                seen.add(file)
+                yield parsed
+                waiting.append((parsed, file.parent))
+
+
+def _imported_files(tree: ast.Module, package: Path, folder: Path) -> Iterator[Path]:
+    """Yield the files in `folder` that the imports of a module in `package` may mean."""
+    names: list[tuple[str, Path]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [(alias.name, folder) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.joinpath(*[".."] * (node.level - 1)) if node.level else folder
+            prefix = f"{node.module}." if node.module else ""
+            names += [(f"{prefix}{alias.name}", base) for alias in node.names if alias.name != "*" or prefix]
+    for name, base in dict.fromkeys(names):
+        path = base
+        for part in name.removesuffix(".*").split("."):
+            path = path / part
+            yield path.with_name(f"{part}.py")
+            yield path / "__init__.py"
+            if not path.is_dir():
+                break
 
 
 def _imports_more(node: ast.AST) -> bool:

@@ -145,7 +145,7 @@ def load_config(path: Path, *, seq_length: int | None = None) -> ModelConfig:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}", hint="give a config.json or its folder") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # brackets nested by the thousand, numbers of thousands of digits
         hint = "give a config.json as transformers saves it"
         if path.suffix == ".py":
             hint = f"write {path}:FACTORY with the name of a function that returns the model"

@@ -100,7 +100,7 @@ class PlanFile(Record):
         """Read the JSON of a plan file; `source` names it in errors. Raises `PlanError` naming the field at fault."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{source} is not JSON: {error}", hint="write one with paraplan recommend -o") from None
         if not isinstance(data, dict) or "plan" not in data:
             raise PlanError(f"{source} has no field 'plan'", hint="write one with paraplan recommend -o")

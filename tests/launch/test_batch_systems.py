@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.launch.nodes.batch_systems import NodePlace, expand_hosts, find_place, take_place
+from paraplan.launch.nodes.batch_systems import FIRST_PORT, NUM_PORTS, NodePlace, find_place, first_host, take_place
+from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, job_port
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.spec import ArgumentError, NodeRange
 
+SECRET = {TOKEN_VARIABLE: "s" * 32}
 SRUN = {
     "SLURM_STEP_NUM_NODES": "4",
     "SLURM_STEP_NUM_TASKS": "4",
@@ -23,23 +25,48 @@ HYDRA = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALNRANKS": "1"}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("gpu1", ["gpu1"]),
-        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
-        ("r[1-2]n[08-09]", ["r1n08", "r1n09", "r2n08", "r2n09"]),
-        ("10.0.0.[1-2]", ["10.0.0.1", "10.0.0.2"]),
-        ("", []),
+        ("gpu1", "gpu1"),
+        ("gpu[01-03,7],login", "gpu01"),
+        ("login,gpu[01-03,7]", "login"),
+        ("r[1-2]n[08-09]", "r1n08"),
+        ("10.0.0.[1-2]", "10.0.0.1"),
+        ("gpu[0-999999999999]", "gpu0"),
+        ("", None),
     ],
 )
-def test_lists_of_hosts_are_read_as_slurm_writes_them(text: str, expected: list[str]) -> None:
-    assert expand_hosts(text) == expected
+def test_the_first_host_of_a_list_is_read_as_slurm_writes_it(text: str, expected: str | None) -> None:
+    assert first_host(text) == expected
 
 
 def test_srun_gives_nodes_rank_and_the_address_of_the_first_node() -> None:
     place = find_place(SRUN)
     assert place is not None
     assert (place.num_nodes, place.node_rank, place.address) == (4, 2, "gpu07")
-    assert place.port == find_place(SRUN | {"SLURM_NODEID": "3"}).port  # type: ignore[union-attr]
-    assert place.port != find_place(SRUN | {"SLURM_JOB_ID": "4712"}).port  # type: ignore[union-attr]
+    assert place.job == find_place(SRUN | {"SLURM_NODEID": "3"}).job  # type: ignore[union-attr]
+    assert place.job != find_place(SRUN | {"SLURM_JOB_ID": "4712"}).job  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("text", ["gpu[", "gpu[1-", "gpu[a-b]", "gpu]1[", "\x1b[2J", "gpu 1", "[]", "gpu[1-2]]"])
+def test_a_malformed_list_of_hosts_is_refused_in_words(text: str) -> None:
+    with pytest.raises(ArgumentError, match="is not a list of hosts as SLURM writes it") as caught:
+        find_place(SRUN | {"SLURM_STEP_NODELIST": text})
+    assert "\x1b" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "1e3", "9" * 5000, "\u0662", "2(x3)"])
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_NODES", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS"])
+def test_a_malformed_variable_of_a_batch_system_is_named(name: str, text: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{name}=.* is not a number"):
+        find_place(SRUN | {name: text})
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA])
+def test_two_jobs_of_mpirun_are_told_apart_by_the_batch_system(variables: dict[str, str]) -> None:
+    places = [find_place(variables | {"PBS_JOBID": job, "MASTER_ADDR": "a"}) for job in ("1.pbs", "2.pbs")]
+    assert len({place.job for place in places if place is not None}) == 2
+    chosen = find_place(variables | {"MASTER_ADDR": "a", "MASTER_PORT": "29501"})
+    assert chosen is not None
+    assert chosen.port == 29501
 
 
 def test_a_batch_script_without_srun_and_a_job_of_one_node_are_no_several_nodes() -> None:
@@ -74,12 +101,13 @@ def place(**changes: object) -> NodePlace:
 
 
 def test_the_place_becomes_a_static_rendezvous_and_for_a_range_of_nodes_an_elastic_one() -> None:
-    spec, line = take_place(parse_arguments(["train.py"], {}), place())
-    assert line == f"srun: node 1 of 2, rendezvous at gpu-a:{place().port}"
+    spec, line = take_place(parse_arguments(["train.py"], {}), place(), SECRET)
+    port = job_port(SECRET, job="j", first=FIRST_PORT, count=NUM_PORTS)
+    assert line == f"srun: node 1 of 2, rendezvous at gpu-a:{port}"
     assert (spec.nodes, spec.node_rank, spec.master_addr) == (NodeRange(2, 2), 1, "gpu-a")
-    assert spec.master_port == place().port
-    spec, _ = take_place(parse_arguments(["--nnodes", "1:2", "train.py"], {}), place())
-    assert (spec.rdzv_backend, spec.rdzv_endpoint) == ("c10d", f"gpu-a:{place().port}")
+    assert spec.master_port == port
+    spec, _ = take_place(parse_arguments(["--nnodes", "1:2", "train.py"], {}), place(), SECRET)
+    assert (spec.rdzv_backend, spec.rdzv_endpoint) == ("c10d", f"gpu-a:{port}")
     assert (spec.nodes, spec.rdzv_id) == (NodeRange(1, 2), "j")
 
 
@@ -96,7 +124,7 @@ def test_the_place_becomes_a_static_rendezvous_and_for_a_range_of_nodes_an_elast
 )
 def test_what_the_user_says_about_the_rendezvous_is_kept(words: list[str]) -> None:
     spec = parse_arguments([*words, "train.py"], {})
-    assert take_place(spec, place()) == (spec, None)
+    assert take_place(spec, place(), SECRET) == (spec, None)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +132,6 @@ def test_what_the_user_says_about_the_rendezvous_is_kept(words: list[str]) -> No
 )
 def test_a_place_that_cannot_be_used_is_an_error_with_something_to_do(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ArgumentError) as caught:
-        take_place(parse_arguments(["train.py"], {}), place(**changes))
+        take_place(parse_arguments(["train.py"], {}), place(**changes), SECRET)
     assert said in str(caught.value)
     assert caught.value.hint

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +86,22 @@ def test_on_a_cpu_there_is_no_gpu_and_any_number_of_ranks() -> None:
     run = plan_launch(request(None), ranks_per_node=3, target=target(0, None))
     assert [(rank.gpu, rank.coordinates) for rank in run.ranks] == [(None, {})] * 3
     assert run.problems == []
+
+
+def test_variables_that_go_to_other_hosts_are_named_without_their_values(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("gpu-a slots=1\ngpu-b slots=1\n")
+    (tmp_path / "train.py").write_text("")
+    words = ["--hostfile", "hosts", "--profile", "dgx-h100", "--dry-run"]
+    environment = {**os.environ, "HF_TOKEN": "hf_s3cret", "NCCL_DEBUG": "s3cret"}
+    for more in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "paraplan", "launch", *words, *more, "train.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "HF_TOKEN" in done.stdout
+        assert "NCCL_DEBUG" in done.stdout
+        assert "s3cret" not in done.stdout + done.stderr

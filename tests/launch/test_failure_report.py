@@ -115,7 +115,7 @@ def test_a_crash_is_reported_with_the_lines_of_python_it_happened_in() -> None:
     [
         ("cgroup", "killed, out of host memory: the memory limit of its cgroup was hit; it had held up to 3.00 GiB"),
         ("host", "killed, probably out of host memory: "),
-        (None, "killed by SIGKILL (from outside); it had held up to 3.00 GiB"),
+        (None, "killed by SIGKILL (from outside, or by itself); it had held up to 3.00 GiB"),
     ],
 )
 def test_a_kill_for_memory_is_named_only_where_the_kernel_counted_one(scope: MemoryKillScope, said: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits
+from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits, describe_elsewhere
 from paraplan.launch.ranks.stacks import Frame, main_stack
 
 STACK = """Thread 0x00007f01 (most recent call first):
@@ -139,3 +139,20 @@ def test_the_report_says_who_stands_where_and_the_odd_one_last() -> None:
 def test_a_rank_without_python_frames_has_an_empty_stack(text: str) -> None:
     assert main_stack(text) == ()
     assert "native code, or it does not answer" in HangVerdict(still_s=1.0, stacks={0: ()}).render()
+
+
+def test_ranks_that_never_came_are_named_with_their_hosts_on_every_node() -> None:
+    call = {"name": "all_reduce", "number": 12, "of": [0, 1, 2, 3]}
+    first = {"host": "gpu0", "ranks": [0, 1], "calls": [call | {"waiting": [0, 1]}], "places": ["ranks 0-1 in wait"]}
+    second = {
+        "host": "gpu1",
+        "ranks": [2, 3],
+        "calls": [call | {"waiting": [2]}],
+        "places": ["rank 3 is stopped, by SIGSTOP or a debugger"],
+        "a field of tomorrow": 1,
+    }
+    never = "never came to all_reduce number 12: rank 3 on gpu1"
+    stopped = "on host gpu1: rank 3 is stopped, by SIGSTOP or a debugger"
+    assert describe_elsewhere(first, [second]) == (never, stopped)
+    assert describe_elsewhere(second, [first])[0] == never
+    assert describe_elsewhere({}, [{}]) == ()

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.launch.nodes.hosts import END_WITH_STDIN, Host, host_command, launch_on_hosts, read_host_file
+from paraplan.launch.nodes.hosts import (
+    END_WITH_STDIN,
+    Host,
+    host_command,
+    host_variables,
+    launch_on_hosts,
+    read_host_file,
+)
 from paraplan.launch.spec import ArgumentError
 
 WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8), max_size=4)
@@ -36,19 +43,21 @@ def test_a_first_host_that_the_others_cannot_reach_is_refused(tmp_path: Path) ->
         launch_on_hosts(tmp_path / "hosts", words=[], port=None, environment={})
 
 
+HOSTS = [Host("gpu-a", 8), Host("gpu-b", 8)]
+
+
 def command(words: list[str], environment: dict[str, str]) -> list[str]:
-    hosts = [Host("gpu-a", 8), Host("gpu-b", 8)]
-    return host_command(hosts[1], node_rank=1, hosts=hosts, port=2345, words=words, environment=environment)
+    return host_command(HOSTS[1], words=words, environment=environment)
 
 
 @given(words=WORDS, value=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8))
 def test_every_word_and_variable_reaches_the_shell_of_the_other_host_as_it_is(words: list[str], value: str) -> None:
-    remote = command(words, {"NCCL_DEBUG": value})[-1]
+    remote = command(words, {"PYTHONPATH": value})[-1]
     folder, _, rest = remote.partition(" && exec ")
     assert shlex.split(folder) == ["cd", str(Path.cwd())]
     got = shlex.split(rest)
     assert got[len(got) - len(words) :] == words
-    assert f"NCCL_DEBUG={value}" in got
+    assert f"PYTHONPATH={value}" in got
 
 
 def test_a_shell_hands_the_words_on_unchanged() -> None:
@@ -59,14 +68,27 @@ def test_a_shell_hands_the_words_on_unchanged() -> None:
 
 
 def test_a_host_learns_its_place_and_gets_what_libraries_read_and_nothing_private() -> None:
-    remote = shlex.split(command([], {"NCCL_DEBUG": "INFO", "AWS_SECRET": "x", "PATH": "/bin"})[-1])
-    variables = dict(word.split("=", 1) for word in remote if "=" in word)
+    environment = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_secret", "AWS_SECRET": "x", "PATH": "/bin", "PYTHONPATH": "/p"}
+    variables = host_variables(HOSTS[1], node_rank=1, hosts=HOSTS, port=2345, environment=environment)
     assert variables == {
         "NCCL_DEBUG": "INFO",
+        "HF_TOKEN": "hf_secret",
+        "PYTHONPATH": "/p",
         "PET_NNODES": "2",
         "PET_NODE_RANK": "1",
         "PET_MASTER_ADDR": "gpu-a",
         "PET_MASTER_PORT": "2345",
         "PET_NPROC_PER_NODE": "8",
-        END_WITH_STDIN: "1",
     }
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["HF_TOKEN", "HF_HOME", "NCCL_DEBUG", "PARAPLAN_JOB_TOKEN", "TORCH_X", "PET_ROLE", "CUDA_X"]),
+        st.from_regex(r"s3cret[a-z]{6}", fullmatch=True),
+    )
+)
+def test_no_value_of_a_variable_stands_in_a_command_line(environment: dict[str, str]) -> None:
+    text = " ".join(command(["train.py"], environment))
+    assert not [value for value in environment.values() if value in text]
+    assert f"{END_WITH_STDIN}=1" in text

@@ -11,6 +11,8 @@ from paraplan.errors import UsageError
 from paraplan.launch.nodes.endpoint import Endpoint
 from paraplan.launch.nodes.exchange import NodesMissingError, NodeText, exchange_texts
 
+TOKEN = b"of this job"
+
 
 def free_endpoint() -> Endpoint:
     return Endpoint("127.0.0.1", free_port())
@@ -25,7 +27,7 @@ def meet(
     def one(position: int) -> tuple[int, list[str]] | Exception:
         count = num_nodes[position] if num_nodes else len(nodes)
         try:
-            return exchange_texts(nodes[position], endpoint=endpoint, num_nodes=count, timeout_s=timeout_s)
+            return exchange_texts(nodes[position], endpoint=endpoint, num_nodes=count, timeout_s=timeout_s, token=TOKEN)
         except (UsageError, NodesMissingError) as error:
             return error
 
@@ -64,7 +66,7 @@ def test_a_node_that_does_not_come_is_named_by_its_rank_and_the_others_by_their_
 def test_a_host_that_does_not_listen_is_named_by_its_address() -> None:
     endpoint = free_endpoint()
     with pytest.raises(NodesMissingError, match=rf"node 0 is missing: nothing listens at {endpoint} after 0\.3 s"):
-        exchange_texts(NodeText(rank=1, name="b", text=""), endpoint=endpoint, num_nodes=2, timeout_s=0.3)
+        exchange_texts(NodeText(rank=1, name="b", text=""), endpoint=endpoint, num_nodes=2, timeout_s=0.3, token=TOKEN)
 
 
 def test_a_rank_that_two_nodes_claim_is_refused() -> None:
@@ -72,7 +74,7 @@ def test_a_rank_that_two_nodes_claim_is_refused() -> None:
 
     def come(rank: int, name: str) -> tuple[int, list[str]]:
         text = NodeText(rank=rank, name=name, text=name)
-        return exchange_texts(text, endpoint=endpoint, num_nodes=3, timeout_s=PATIENCE_S)
+        return exchange_texts(text, endpoint=endpoint, num_nodes=3, timeout_s=PATIENCE_S, token=TOKEN)
 
     with ThreadPoolExecutor(4) as pool:
         first, *claims = [pool.submit(come, rank, name) for rank, name in ((0, "a"), (1, "b"), (1, "c"))]
@@ -94,13 +96,15 @@ def test_nodes_that_expect_other_numbers_of_nodes_are_refused() -> None:
 
 def test_a_rank_outside_the_nodes_is_refused_before_anything_is_opened() -> None:
     with pytest.raises(UsageError, match="--node-rank 2 is outside the 2 nodes"):
-        exchange_texts(NodeText(rank=2, name="a", text=""), endpoint=free_endpoint(), num_nodes=2, timeout_s=1)
+        exchange_texts(
+            NodeText(rank=2, name="a", text=""), endpoint=free_endpoint(), num_nodes=2, timeout_s=1, token=TOKEN
+        )
 
 
 def test_node_0_says_where_it_cannot_listen() -> None:
     elsewhere = Endpoint("192.0.2.1", 29400)  # an address of documentation, RFC 5737
     with pytest.raises(UsageError, match=r"node 0 cannot listen on 192\.0\.2\.1:29400"):
-        exchange_texts(NodeText(rank=0, name="a", text=""), endpoint=elsewhere, num_nodes=2, timeout_s=1)
+        exchange_texts(NodeText(rank=0, name="a", text=""), endpoint=elsewhere, num_nodes=2, timeout_s=1, token=TOKEN)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paraplan.errors import PlanError
 from paraplan.launch.faults.failures import Cause, NodeFailure, first_node_failure
+from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ FACTS = NodeFacts(host="a", torch="2.13.0", paraplan="1", python="3.11.4", scrip
 
 def stores(number: int) -> list[NodeStore]:
     store = HashStore()
-    return [NodeStore(store, node=node, num_nodes=number) for node in range(number)]
+    return [NodeStore(store, node=node, num_nodes=number, seal=Seal(b"token")) for node in range(number)]
 
 
 def failure(host: str, cause: Cause, time_ns: int) -> NodeFailure:

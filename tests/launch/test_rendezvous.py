@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from launching import PATIENCE_S, Start, WriteScript, free_port, names_in, read_until
 
+from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.rendezvous import (
     NoRendezvousError,
     open_static_store,
@@ -19,17 +21,33 @@ from paraplan.launch.nodes.rendezvous import (
 from paraplan.launch.spec import LaunchSpec, NodeRange
 
 LONG = timedelta(seconds=120)
+Come = Callable[..., object]
 
 
-def come(rank: int, port: int, *, num_nodes: int, timeout: timedelta = LONG, master: bool | None = None) -> object:
-    try:
+TOKEN = b"of this job"
+
+
+@pytest.fixture
+def come() -> Iterator[Come]:
+    """Come to a static rendezvous as one of its nodes; each has doors of its own, which end with the test."""
+    opened: list[Doors] = []
+
+    def come(rank: int, port: int, *, num_nodes: int, timeout: timedelta = LONG, master: bool | None = None) -> object:
         is_master = rank == 0 if master is None else master
-        return open_static_store("127.0.0.1", port, num_nodes, is_master, timeout, node_rank=rank, multi_tenant=True)
-    except NoRendezvousError as error:
-        return error
+        opened.append(Doors(TOKEN))
+        try:
+            return open_static_store(
+                "127.0.0.1", port, num_nodes, is_master, timeout, node_rank=rank, doors=opened[-1], multi_tenant=True
+            )
+        except NoRendezvousError as error:
+            return error
+
+    yield come
+    for doors in opened:
+        doors.close()
 
 
-def test_all_nodes_get_the_store_once_all_have_come() -> None:
+def test_all_nodes_get_the_store_once_all_have_come(come: Come) -> None:
     port = free_port()
     with ThreadPoolExecutor(3) as pool:
         stores = list(pool.map(lambda rank: come(rank, port, num_nodes=3), range(3)))
@@ -37,7 +55,7 @@ def test_all_nodes_get_the_store_once_all_have_come() -> None:
     assert stores[2].get("key") == b"value"  # type: ignore[attr-defined]
 
 
-def test_nodes_that_do_not_come_are_named_and_so_are_those_that_are_here() -> None:
+def test_nodes_that_do_not_come_are_named_and_so_are_those_that_are_here(come: Come) -> None:
     error = come(0, free_port(), num_nodes=3, timeout=timedelta(seconds=1))
     assert isinstance(error, NoRendezvousError)
     assert f"missing nodes 1, 2; here is 0 ({socket.gethostname()})" in error.message
@@ -45,7 +63,7 @@ def test_nodes_that_do_not_come_are_named_and_so_are_those_that_are_here() -> No
     assert "127.0.0.1 is an address that no other node reaches" in error.hint
 
 
-def test_a_rank_of_two_nodes_is_refused_with_the_one_that_came_first() -> None:
+def test_a_rank_of_two_nodes_is_refused_with_the_one_that_came_first(come: Come) -> None:
     port = free_port()
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(come, 0, port, num_nodes=2)

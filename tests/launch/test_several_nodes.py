@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from host_nodes import MEETING_S, Node
 from launching import (
     PATIENCE_S,
     WriteScript,
@@ -26,9 +27,6 @@ from nodes import Hosts, hosts, missing_for_hosts
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # rendezvous of nodes, each of them patient
 
-MEETING_S = 3 * PATIENCE_S
-"""Nodes start, meet, plan and train for some steps within this time, however busy the machine."""
-
 
 @pytest.fixture
 def two_hosts() -> Iterator[Hosts]:
@@ -37,33 +35,6 @@ def two_hosts() -> Iterator[Hosts]:
         pytest.skip(reason)
     with hosts(2) as made:
         yield made
-
-
-class Node:
-    """A launcher on one host, whose output is read while it runs."""
-
-    def __init__(self, made: Hosts, index: int, folder: Path, words: list[object], environment: dict[str, str]) -> None:
-        self.output = folder / f"output-{index}-{time.monotonic_ns()}"
-        command = made.command(index, *launcher_command(*words))
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
-
-    def stop(self) -> None:
-        """End a launcher that still runs, and with it its ranks."""
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> tuple[int, str]:
-        """Return the exit status and all that was written."""
-        status = self.process.wait(timeout=MEETING_S)
-        return status, self.output.read_text()
-
-    def wait_for(self, word: str) -> None:
-        deadline = time.monotonic() + MEETING_S
-        while word not in self.output.read_text():
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.05)
 
 
 StartNode = Callable[[int, list[object], dict[str, str]], Node]
@@ -125,6 +96,7 @@ def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed
 
 SSH = """#!/bin/sh
 # as ssh: the words after the host are joined by spaces and read by a shell of that host
+echo "$*" >> argv
 shift 2
 index=$((${1##*.} - 1))
 shift
@@ -141,6 +113,7 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
         with open(f"new{os.environ['RANK']}", "w") as file:
             file.write(str(os.getpid()))
         os.rename(f"new{os.environ['RANK']}", f"pid{os.environ['RANK']}")
+        assert os.environ["HF_TOKEN"] == "hf_s3cret" and "PARAPLAN_JOB_TOKEN" not in os.environ
         os.write(1, f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}|".encode())
         time.sleep(600)
         """
@@ -154,12 +127,16 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
         launcher_command("--hostfile", "hosts", train, *words),
         cwd=tmp_path,
         env=launcher_environment(scratch, NAMESPACES=f"{two_hosts.name}h")
+        | {"HF_TOKEN": "hf_s3cret"}
         | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
     said = read_until(process.stdout, lambda text: text.count("|") == 2)
+    shown = (tmp_path / "argv").read_text()
+    assert shown.count("PARAPLAN_END_WITH_STDIN=1") == 2
+    assert "hf_s3cret" not in shown
     assert sorted(said.strip("|").split("|")) == [f"{rank} of 2 {words}" for rank in (0, 1)]
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
     assert all(map(is_alive, pids))
@@ -168,6 +145,9 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
     process.stdout.close()
     assert wait_until_dead(*pids) == []
     assert not (tmp_path / "broken").exists()
+    kept = [path for path in (tmp_path / "paraplan-runs").rglob("*") if path.is_file()]
+    assert kept
+    assert not [path for path in kept if b"hf_s3cret" in path.read_bytes()]
 
 
 ELASTIC = """

@@ -47,7 +47,7 @@ def _load(text: str, source: str) -> Mapping[str, object]:
     if text.lstrip().startswith("{"):
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{source} is not JSON: {error}", hint="write one with accelerate config") from None
     else:
         data = _load_yaml(text, source)

@@ -19,7 +19,7 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{source} is not JSON: {error}", hint="DeepSpeed's configuration is a JSON object") from None
     if not isinstance(data, dict):
         raise PlanError(f"{source} holds no JSON object", hint="DeepSpeed's configuration is a JSON object")

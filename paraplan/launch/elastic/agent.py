@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,14 +19,17 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 import paraplan
-from paraplan.errors import PlanError
+from paraplan.errors import ParaplanError, PlanError
 from paraplan.launch.accelerate import accelerate_variables
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
+from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables
+from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
 from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 from paraplan.launch.planning import PlannerRequest, make_plan
-from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, participants
+from paraplan.launch.spec import NodeRange
+from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, participants, store_of
 
 _LOOK_INTERVAL_S = 1.0
 
@@ -42,11 +47,21 @@ class Round:
 class NodeAgent(ElasticAgent):
     """torch's local agent that calls `before_start` after each rendezvous, before the ranks start."""
 
-    def __init__(self, *arguments: Any, before_start: Callable[[Round], None], job: JobRecord, **options: Any) -> None:
-        """Take torch's arguments, `before_start`, and the record of the job."""
+    def __init__(
+        self,
+        *arguments: Any,
+        before_start: Callable[[Round], None],
+        job: JobRecord,
+        doors: Doors,
+        nodes: NodeRange,
+        endpoint: str,
+        **options: Any,
+    ) -> None:
+        """Take torch's arguments, `before_start`, the record of the job, and how nodes meet."""
         super().__init__(*arguments, **options)
         self._before_start = before_start
         self._job = job
+        self._doors, self._nodes, self._endpoint = doors, nodes, endpoint
         self._is_restart_told = False
         self._store_of_nodes: NodeStore | None = None
         self._looks_at = 0.0
@@ -112,13 +127,42 @@ class NodeAgent(ElasticAgent):
         # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
         # is never told, and one that stays looks for a store on a node that may be gone.
         handler = group.spec.rdzv_handler
-        forget_store_of_ranks(handler)
+        is_over = threading.Event()
+        if participants(handler) is not None and self._nodes.max > 1:
+            threading.Thread(target=self._say_who_is_missing, args=(handler, is_over), daemon=True).start()
         try:
+            forget_store_of_ranks(handler)
             super().rendezvous(group)
+            while (group.group_world_size or 0) < self._nodes.min:
+                say(
+                    f"{group.group_world_size} of {self._nodes.min} nodes are left at the end of the rendezvous: "
+                    "waiting for the others again"
+                )
+                forget_store_of_ranks(handler)
+                super().rendezvous(group)
         except RendezvousError as error:
             for address in participants(handler) or ():
                 error.add_note(address)  # for the report
             raise
+        finally:
+            is_over.set()
+
+    def _say_who_is_missing(self, handler: Any, is_over: threading.Event) -> None:
+        """Say once who has come, if the rendezvous takes a while, and whether a node was sent away."""
+        if is_over.wait(SAY_AFTER_S):
+            return
+        here = participants(handler) or ["this node"]
+        wanted = str(self._nodes.min) if self._nodes.min == self._nodes.max else str(self._nodes)
+        say(
+            f"waiting at {self._endpoint} for {max(0, self._nodes.min - len(here)) or 'more'} of {wanted} nodes; here "
+            f"{'is' if len(here) == 1 else 'are'} {', '.join(here)}"
+        )
+        while not is_over.wait(SAY_AFTER_S):
+            with contextlib.suppress(RuntimeError, ParaplanError):
+                contradiction = find_contradiction(store_of(handler), seal=self._doors.seal)
+                if contradiction is not None:
+                    say(contradiction)
+                    return
 
     def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, after what is done before each start."""
@@ -130,6 +174,10 @@ class NodeAgent(ElasticAgent):
             group.store,
             node=group_rank,
             num_nodes=num_nodes,
+            seal=self._doors.seal,
+            clock_offset_s=self._doors.clock_offset_s or 0.0,
+            is_elastic=self._nodes.min < self._nodes.max,
+            left=self._doors.left,
         )
         self._store_of_nodes = store if num_nodes > 1 else None
         self._before_start(
@@ -174,7 +222,13 @@ class RoundPreparation:
     def _prepare(self, this_round: Round) -> None:
         self.job.store = this_round.store
         if this_round.store.num_nodes > 1:
-            facts = this_round.store.exchange_facts(node_facts(self.script, first_node=this_round.master_addr))
+            facts = this_round.store.exchange_facts(
+                node_facts(
+                    self.script,
+                    first_node=this_round.master_addr,
+                    clock_offset_s=this_round.store.clock_offset_s,
+                )
+            )
             for sentence in differences(facts) if this_round.store.node == 0 else []:
                 say(f"the nodes differ: {sentence}")
             # the first node may know itself by a loopback address, but not the others
@@ -222,10 +276,17 @@ class RoundPreparation:
             say(f"plan: {self.job.plan.plan.describe()}{again}")
 
 
-def node_facts(script: str, *, first_node: str) -> NodeFacts:
+def node_facts(script: str, *, first_node: str, clock_offset_s: float) -> NodeFacts:
     """Return the facts of this node; the digest of anything but a file is its name."""
-    known = {"torch": str(torch.__version__), "paraplan": paraplan.__version__, "python": platform.python_version()}
     path = Path(script)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script
     address = address_towards(first_node) or ""
-    return NodeFacts(host=socket.gethostname(), script=digest, address=address, **known)
+    return NodeFacts(
+        host=socket.gethostname(),
+        torch=str(torch.__version__),
+        paraplan=paraplan.__version__,
+        python=platform.python_version(),
+        script=digest,
+        address=address,
+        clock_offset_s=clock_offset_s,
+    )

@@ -7,7 +7,9 @@ import re
 import socket
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,18 @@ from torch.distributed.run import config_from_args
 from paraplan.launch.elastic.agent import NodeAgent, Round
 from paraplan.launch.elastic.processes import RankProcesses
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
+from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.interfaces import address_towards, addresses_of
-from paraplan.launch.nodes.rendezvous import InterruptibleBackend, open_static_store, open_store
+from paraplan.launch.nodes.rendezvous import enter_store_of_ranks, open_static_store, open_store
+from paraplan.launch.nodes.rendezvous_backend import SealedBackend
 from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.spawning import SpawnerHandle
 from paraplan.launch.request import LaunchRequest
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
+
+_LOOPBACK = "127.0.0.1"
+_STORE_PATIENCE = timedelta(seconds=300)  # torch's default for a store
 
 
 def with_rendezvous(spec: LaunchSpec, nodes: NodeRange) -> LaunchSpec:
@@ -37,8 +44,8 @@ def with_rendezvous(spec: LaunchSpec, nodes: NodeRange) -> LaunchSpec:
     chosen = replace(spec, master_port=DEFAULT_MASTER_PORT if spec.master_port is None else spec.master_port)
     has_address = bool(addresses_of(socket.gethostname()))
     if spec.standalone or (is_unasked and nodes.max == 1):
-        # torch would look for this host by its name, for ever
-        local = spec.local_addr or (None if has_address else "localhost")
+        # torch would look for this host by its name, and ranks would find their store on the network
+        local = spec.local_addr or _LOOPBACK
         endpoint, run_id = "localhost:0", str(uuid.uuid4())
         return replace(chosen, rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_id=run_id, local_addr=local)
     if spec.rdzv_backend == "c10d" and not has_address:
@@ -93,24 +100,38 @@ def run_agent(
     settings: AttemptSettings,
     job: JobRecord,
     before_start: Callable[[Round], None],
+    doors: Doors,
 ) -> dict[int, Any]:
     """Run the job on this node under torch's elastic agent, until all ranks have ended.
 
     `before_start` is called after each rendezvous, before the ranks start. Raises torch's ChildFailedError for
-    a failed rank, its SignalException for a signal, and its rendezvous errors.
+    a failed rank, its SignalException for a signal, and its rendezvous errors. `doors` are closed at the end.
     """
-    start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
-    agent = functools.partial(NodeAgent, before_start=before_start, job=job)
+    start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job, doors=doors)
+    nodes = NodeRange(config.min_nodes, config.max_nodes)
+    agent = functools.partial(
+        NodeAgent, before_start=before_start, job=job, doors=doors, nodes=nodes, endpoint=config.rdzv_endpoint
+    )
     node_rank = int(config.rdzv_configs.get("rank", 0))
-    store = functools.partial(open_static_store, node_rank=node_rank)
-    with made_of(
-        open_store=open_store,
-        open_static_store=store,
-        backend=InterruptibleBackend,
-        start_processes=start,
-        agent=None if has_own_agent() else agent,
+    with (
+        closing(doors),
+        made_of(
+            open_store=functools.partial(open_store, doors=doors),
+            open_static_store=functools.partial(open_static_store, node_rank=node_rank, doors=doors),
+            backend=functools.partial(SealedBackend, seal=doors.seal, nodes=nodes, endpoint=config.rdzv_endpoint),
+            start_processes=start,
+            open_store_of_ranks=functools.partial(_StoreOfRanks, doors=doors),
+            agent=None if has_own_agent() else agent,
+        ),
     ):
         return launch_agent(config, program, program_arguments)
+
+
+class _StoreOfRanks:
+    """The store that the ranks of a dynamic rendezvous get on its first node, for as long as torch keeps this."""
+
+    def __init__(self, address: str, *, doors: Doors) -> None:
+        self._store, self.port = doors.host_store_of_ranks(address, timeout=_STORE_PATIENCE)
 
 
 def _start_ranks(
@@ -126,9 +147,11 @@ def _start_ranks(
     spawner: SpawnerHandle,
     settings: AttemptSettings,
     job: JobRecord,
+    doors: Doors,
     **torch_options: Any,
 ) -> PContext:
     """Start the ranks of one attempt; the signature is that of torch's `start_processes`."""
+    enter_store_of_ranks(envs[0], doors)
     if not isinstance(entrypoint, str):  # --run-path: functions go through torch.multiprocessing
         for env in envs.values():
             env.update(settings.extra_environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
-from paraplan.launch.faults.hang import HangWatch, count_waits
+from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits, describe_elsewhere
 from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
 from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE, STACK_SIGNAL
@@ -34,9 +35,12 @@ SETTLE_S = 0.5
 _ANSWER_S = 3.0
 """How long ranks get to report where they are, before they are stopped because others timed out or lost them."""
 
-_BOARD_INTERVAL_S = 1.0
+_BOARD_INTERVAL_S = 0.5
 _ALONE_S = 3.0
 """How long ranks go on after those of another node have failed: most notice by a lost connection within this time."""
+
+_HANG_NOTES_S = 5.0
+"""How long a node that has seen a hang waits for what the others say of it: they look at other moments."""
 
 _SILENT_S = 2.0
 """How long ranks that are to end are waited for before the launcher says so."""
@@ -225,6 +229,10 @@ class RankProcesses(ProcessContext):
         if store is None or store.num_nodes == 1 or now < self._looks_at:
             return False
         self._looks_at = now + _BOARD_INTERVAL_S
+        for reason in store.new_stops():
+            say(reason)
+            if not store.is_elastic:
+                return True
         if self._alone_since is None and store.has_failure_elsewhere():
             self._alone_since = now
         return self._alone_since is not None and now - self._alone_since > _ALONE_S
@@ -236,7 +244,7 @@ class RankProcesses(ProcessContext):
             return False
         folders = {rank: folder for rank, folder in self._folders().items() if rank in running}
         calls = ask_for_calls(folders, timeout_s=_ANSWER_S)
-        self._job.hang = replace(
+        hang = replace(
             verdict,
             stacks={
                 self._global_rank(rank): stack or stack_by_py_spy(self._pids[rank])
@@ -245,7 +253,16 @@ class RankProcesses(ProcessContext):
             calls={self._global_rank(rank): found for rank, found in calls.items()},
             stopped=tuple(map(self._global_rank, self._stopped_ranks(running))),
         )
+        self._job.hang = replace(hang, elsewhere=self._hang_elsewhere(hang))
         return True
+
+    def _hang_elsewhere(self, hang: HangVerdict) -> tuple[str, ...]:
+        """Tell the other nodes how the ranks of this one stand, and return what they say of theirs."""
+        store = self._job.store
+        if store is None or store.num_nodes == 1:
+            return ()
+        mine = hang.note(socket.gethostname())
+        return describe_elsewhere(mine, store.exchange_notes("hang", mine, timeout_s=_HANG_NOTES_S))
 
     def _is_running(self) -> bool:
         return len(self._exits) < len(self._pids)
@@ -312,6 +329,8 @@ class RankProcesses(ProcessContext):
         if self._is_closed or not self._pids:
             return
         was_running = self._is_running()
+        if self._signals.count and self._job.store is not None:
+            self._job.store.note_stop(death_signal.name)
         self._stopped = set(self._pids) - set(self._exits)
         try:
             self._stop(death_signal)
@@ -326,8 +345,9 @@ class RankProcesses(ProcessContext):
         if self._is_running() and self._signals.count < 2:  # a second may strike before torch comes to stop the ranks
             with self._signals.held():
                 self._spawner.signal(death_sig)
-                if any(is_stopped(self._pids[rank]) for rank in self._running()):
-                    self._spawner.signal(signal.SIGCONT)  # a process that is stopped acts on no other signal
+                stopped = self._stopped_ranks(self._running())
+                if stopped:  # these act on no other signal
+                    self._spawner.signal(signal.SIGKILL, only_leaders_of=stopped)
             self._wait_for_exits(min(_SILENT_S, self._settings.grace_s))
             if self._is_running() and self._settings.grace_s > _SILENT_S:
                 self._say_what_is_waited_for(death_sig)

@@ -33,6 +33,7 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.support import check_supported
+from paraplan.units import printable
 
 _MOST_STAGES = 4
 _GPUS_OF_NODE, _GPU_BYTES = 8, 80 * 2**30  # what torch.cuda says where no profile does
@@ -89,7 +90,7 @@ def show_fake_launch(spec: LaunchSpec, *, start: StartRanks = start_python) -> i
         gpu_memory_bytes=None if cluster is None else cluster.gpu_memory_bytes,
         profile=spec.profile,
     )
-    sys.stdout.write(report.to_json() + "\n" if spec.json else render_report(report))
+    sys.stdout.write(report.to_json() + "\n" if spec.json else printable(render_report(report)))
     return 0 if report.fits is not False else 1
 
 

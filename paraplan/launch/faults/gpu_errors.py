@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from paraplan.launch.torch_private.texts import WATCHDOG
+from paraplan.launch.torch_private.texts import NO_NAME_OF_CLIENT, WATCHDOG
 
 _OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (?:\d+ )?'out of memory'"
@@ -82,7 +82,7 @@ def abort_reason(lines: Sequence[str]) -> str | None:
 
 def telling_lines(lines: Sequence[str], number: int) -> tuple[str, ...]:
     """Return the last `number` lines without frames of C++, and before them why NCCL or C++ gave up, if earlier."""
-    plain = [line for line in lines if not _NATIVE_FRAME.match(line)]
+    plain = [line for line in lines if not _NATIVE_FRAME.match(line) and NO_NAME_OF_CLIENT not in line]
     reasons = [line for line in plain[:-number] if WATCHDOG in line or _ABORTED.match(line)]
     watchdogs = [line for line in reasons if WATCHDOG in line]
     return (*(watchdogs or reasons)[-1:], *plain[-number:])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paraplan.launch.faults.calls import RankCalls, find_stuck_calls
 from paraplan.launch.faults.collectives import describe_stopped
@@ -16,6 +17,7 @@ HANG_EXIT_STATUS = 124
 """Exit status of a job that was ended because it hung: that of timeout(1)."""
 
 _MAX_FRAMES = 12
+_MAX_PLACES = 3  # of each other node
 _NUM_SAMPLES = 3
 _WAITS_OF_AN_ANSWER = 3
 
@@ -32,6 +34,27 @@ class HangVerdict:
     stacks: Mapping[int, Stack]
     calls: Mapping[int, RankCalls] = field(default_factory=dict)
     stopped: tuple[int, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    """What the other nodes say of their ranks, and which ranks of theirs this node's wait for."""
+
+    def note(self, host: str) -> dict[str, Any]:
+        """Return what other nodes are to know of this verdict, as values of JSON."""
+        return {
+            "host": host,
+            "ranks": sorted({*self.stacks, *self.stopped}),
+            "calls": [
+                {"name": stuck.call.name, "number": stuck.call.number, "of": stuck.ranks, "waiting": stuck.waiting}
+                for stuck in find_stuck_calls(self.calls)
+            ],
+            "places": [
+                *describe_stopped(self.stopped, "is" if len(self.stopped) == 1 else "are"),
+                *(
+                    f"{ranks_in_words([rank])} in {describe_place(stack)}"
+                    for rank, stack in self.stacks.items()
+                    if stack
+                ),
+            ],
+        }
 
     def render(self) -> str:
         """Return the report: the stack of each place where ranks stand, then who stands where, the fewest last."""
@@ -49,7 +72,31 @@ class HangVerdict:
             lines.append("; ".join([f"  waiting: {waiting}", *others]))
         lines += [f"  {ranks_in_words(ranks)} in {describe_place(stack)}" for stack, ranks in by_number[:8]]
         lines += [f"  {line}" for line in describe_stopped(self.stopped, "is" if len(self.stopped) == 1 else "are")]
+        lines += [f"  {line}" for line in self.elsewhere]
         return "\n".join(lines) + "\n"
+
+
+def describe_elsewhere(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return which ranks never came to what the ranks of this node wait in, by their hosts, and where others stand.
+
+    The arguments are what `HangVerdict.note` returns on each node; fields that are missing are left out.
+    """
+    lines = []
+    hosts = {rank: str(note.get("host", "")) for note in (mine, *others) for rank in note.get("ranks", ())}
+    for call in mine.get("calls", ())[:1]:
+        like = [
+            other
+            for note in (mine, *others)
+            for other in note.get("calls", ())
+            if (other["name"], other["number"], list(other["of"])) == (call["name"], call["number"], list(call["of"]))
+        ]
+        absent = sorted(set(call["of"]) - {rank for other in like for rank in other["waiting"]})
+        if absent:
+            named = [f"rank {rank}" + (f" on {hosts[rank]}" if hosts.get(rank) else "") for rank in absent[:8]]
+            lines.append(f"never came to {call['name']} number {call['number']}: {', '.join(named)}")
+    for note in others:
+        lines += [f"on host {note.get('host', '')}: {place}" for place in note.get("places", ())[:_MAX_PLACES]]
+    return tuple(lines)
 
 
 def count_waits(pid: int, *, proc: Path = Path("/proc")) -> int | None:

@@ -18,7 +18,7 @@ from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.spawning import signal_name
 from paraplan.launch.ranks.stacks import Stack, is_library
 from paraplan.launch.torch_private.texts import OUT_OF_GPU_MEMORY
-from paraplan.units import broken_between_words, format_bytes, ranks_in_words
+from paraplan.units import broken_between_words, format_bytes, printable, ranks_in_words
 
 MAX_REPORT_LINES = 10
 _MAX_LINE = 200
@@ -53,6 +53,8 @@ class ReportContext:
     stacks: Mapping[int, Stack] = field(default_factory=dict)
     stopped: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
+    """A sentence for each other node whose launcher was stopped or is gone."""
     places_elsewhere: tuple[str, ...] = ()
 
 
@@ -63,6 +65,7 @@ def say(text: str) -> None:
 
 def write_report(text: str) -> None:
     """Write lines of the launcher's own to stderr; a terminal gets them broken between words, each as wide as it is."""
+    text = printable(text)
     if sys.stderr.isatty():
         text = fit_to_width(text, os.get_terminal_size(sys.stderr.fileno()).columns)
     sys.stderr.write(text)
@@ -97,7 +100,7 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     if timeouts is not None:
         head = [timeouts, *[*describe_places(context.stacks, context.stopped), *context.places_elsewhere][:_MAX_PLACES]]
     elif is_elsewhere:
-        says = (
+        says = "; ".join(context.stops) or (
             "the node that hosts the rendezvous is gone" if context.is_host_gone else "see the launcher of another node"
         )
         head.append(f"no rank of this node failed first: {says}")
@@ -186,8 +189,8 @@ def describe_exit(code: int) -> str:
         signal.SIGFPE: "a crash in native code",
         signal.SIGILL: "an instruction that this CPU does not have",
         signal.SIGABRT: "it aborted itself",
-        signal.SIGKILL: "from outside",
-        signal.SIGTERM: "from outside",
+        signal.SIGKILL: "from outside, or by itself",
+        signal.SIGTERM: "from outside, or by itself",
     }
     meaning = meanings.get(signal.Signals(-code)) if -code in set(signal.Signals) else None
     return f"killed by {signal_name(-code)}" + (f" ({meaning})" if meaning else "")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paraplan.launch.nodes.job_token import job_port
 from paraplan.launch.spec import ONE_NODE, ArgumentError, LaunchSpec, NodeRange
+from paraplan.units import one_line
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """The range of ports that jobs choose from: below those that Linux gives to connections (32768 and up)."""
 
 _DEFAULT_ADDRESS = "127.0.0.1"
+_NO_ID = "none"  # torchrun's --rdzv-id of a job without one
+_MAX_DIGITS = 9
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,8 @@ class NodePlace:
     num_tasks: int
     address: str | None
     job: str
-
-    @property
-    def port(self) -> int:
-        """A port that two jobs of one node are unlikely to share."""
-        return FIRST_PORT + zlib.crc32(self.job.encode()) % NUM_PORTS
+    port: int | None = None
+    """The port that the environment names, None where it leaves the choice."""
 
 
 def find_place(environment: Mapping[str, str]) -> NodePlace | None:
@@ -52,14 +52,14 @@ def _slurm_place(environment: Mapping[str, str]) -> NodePlace | None:
     """
     if "SLURM_STEP_NUM_NODES" not in environment or "SLURM_NODEID" not in environment:
         return None
-    hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
-    num_nodes = int(environment["SLURM_STEP_NUM_NODES"])
+    first = first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
+    num_nodes = _number(environment, "SLURM_STEP_NUM_NODES")
     return NodePlace(
         system="srun",
         num_nodes=num_nodes,
-        node_rank=int(environment["SLURM_NODEID"]),
-        num_tasks=int(environment.get("SLURM_STEP_NUM_TASKS", num_nodes)),
-        address=hosts[0] if hosts else None,
+        node_rank=_number(environment, "SLURM_NODEID"),
+        num_tasks=_number(environment, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in environment else num_nodes,
+        address=first,
         job=f"slurm-{environment.get('SLURM_JOB_ID', '0')}.{environment.get('SLURM_STEP_ID', '0')}",
     )
 
@@ -69,8 +69,8 @@ def _open_mpi_place(environment: Mapping[str, str]) -> NodePlace | None:
     names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     if any(name not in environment for name in names):
         return None
-    size, rank, local_size = (int(environment[name]) for name in names)
-    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or "mpirun"
+    size, rank, local_size = (_number(environment, name) for name in names)
+    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or _batch_job(environment)
     return _mpi_place(environment, size=size, rank=rank, local_size=local_size, job=f"mpi-{job}")
 
 
@@ -79,8 +79,8 @@ def _pmi_place(environment: Mapping[str, str]) -> NodePlace | None:
     names = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS")
     if any(name not in environment for name in names):
         return None
-    size, rank, local_size = (int(environment[name]) for name in names)
-    return _mpi_place(environment, size=size, rank=rank, local_size=local_size, job="mpi-hydra")
+    size, rank, local_size = (_number(environment, name) for name in names)
+    return _mpi_place(environment, size=size, rank=rank, local_size=local_size, job=f"mpi-{_batch_job(environment)}")
 
 
 def _mpi_place(environment: Mapping[str, str], *, size: int, rank: int, local_size: int, job: str) -> NodePlace:
@@ -91,7 +91,27 @@ def _mpi_place(environment: Mapping[str, str], *, size: int, rank: int, local_si
         num_tasks=size,
         address=environment.get("MASTER_ADDR") or _first_of_node_file(environment),
         job=job,
+        port=_number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None,
     )
+
+
+_JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "PMI_KVS", "HYDRA_JOBID")
+
+
+def _batch_job(environment: Mapping[str, str]) -> str:
+    """Return what tells this job from others of the same user where mpirun has no name for it."""
+    return "-".join(environment[name] for name in _JOB_VARIABLES if name in environment) or "mpirun"
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    """Return a variable that counts. Raises `ArgumentError` for any other text."""
+    text = environment[name].strip()
+    if not (text.isascii() and text.isdigit()) or len(text) > _MAX_DIGITS:
+        raise ArgumentError(
+            f"{name}={one_line(text)[:40]!r} is not a number",
+            hint="the batch system sets it: unset it to start without, and give --nnodes and --rdzv-endpoint",
+        )
+    return int(text)
 
 
 def _first_of_node_file(environment: Mapping[str, str]) -> str | None:
@@ -105,29 +125,26 @@ def _first_of_node_file(environment: Mapping[str, str]) -> str | None:
     return words[0] if words else None
 
 
-def expand_hosts(text: str) -> list[str]:
-    """Return the hosts of SLURM's notation: `gpu[01-03,7],login` gives gpu01, gpu02, gpu03, gpu7, login."""
-    hosts: list[str] = []
-    for word in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        hosts += _expand_word(word)
-    return hosts
+def first_host(text: str) -> str | None:
+    """Return the first host of SLURM's notation, None for an empty list: `gpu[01-03,7],login` begins with gpu01.
 
-
-def _expand_word(word: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", word)
+    Raises `ArgumentError` for what is not such a list.
+    """
+    if not text.strip():
+        return None
+    match = re.match(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|\Z)", text.strip())
     if match is None:
-        return [word]
-    names = []
-    for part in match[1].split(","):
-        low, _, high = part.partition("-")
-        numbers = range(int(low), int(high or low) + 1)
-        names += [f"{word[: match.start()]}{number:0{len(low)}d}" for number in numbers]
-    return [name + rest for name in names for rest in _expand_word(word[match.end() :])]
+        raise ArgumentError(
+            f"{one_line(text)[:60]!r} is not a list of hosts as SLURM writes it",
+            hint="unset SLURM_STEP_NODELIST, and give --rdzv-endpoint",
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
-def take_place(spec: LaunchSpec, place: NodePlace) -> tuple[LaunchSpec, str | None]:
+def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str]) -> tuple[LaunchSpec, str | None]:
     """Return `spec` with a batch system's nodes, rank and rendezvous, and a line about them.
 
+    The port follows from the secret of the job's user in `environment`: others cannot tell it from the job's number.
     `spec` as it is, and None, where it has a rendezvous of its own. Raises `ArgumentError` for more than one launcher
     on a node, and where no address is known.
     """
@@ -154,12 +171,18 @@ def take_place(spec: LaunchSpec, place: NodePlace) -> tuple[LaunchSpec, str | No
             hint="set MASTER_ADDR to the address of the node with rank 0",
         )
     nodes = spec.nodes or NodeRange(place.num_nodes, place.num_nodes)
+    port = place.port or job_port(environment, job=place.job, first=FIRST_PORT, count=NUM_PORTS)
     if nodes.min != nodes.max:
-        endpoint = f"{place.address}:{place.port}"
+        endpoint = f"{place.address}:{port}"
         chosen = replace(spec, nodes=nodes, rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_id=place.job)
     else:
         chosen = replace(
-            spec, nodes=nodes, master_addr=place.address, master_port=place.port, node_rank=place.node_rank
+            spec,
+            rdzv_id=place.job if spec.rdzv_id == _NO_ID else spec.rdzv_id,
+            nodes=nodes,
+            master_addr=place.address,
+            master_port=port,
+            node_rank=place.node_rank,
         )
-    where = f"node {place.node_rank} of {place.num_nodes}, rendezvous at {place.address}:{place.port}"
+    where = f"node {place.node_rank} of {place.num_nodes}, rendezvous at {place.address}:{port}"
     return chosen, f"{place.system}: {where}"

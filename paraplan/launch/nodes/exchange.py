@@ -13,6 +13,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.errors import ParaplanError, UsageError
+from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence
 
 _POLL_S = 0.1
@@ -42,13 +43,16 @@ def exchange_texts(
     endpoint: Endpoint,
     num_nodes: int,
     timeout_s: float,
+    token: bytes,
     on_wait: Callable[[str], None] = lambda message: None,
 ) -> tuple[int, list[str]]:
     """Return this node's rank and the texts of all nodes by rank; every one of `num_nodes` nodes must call it.
 
-    Node 0 hosts the store, on the endpoint's address alone; without ranks it is the node that has that address.
+    Node 0 hosts the store, on the endpoint's address alone; without ranks it is the node that has that address. Only
+    nodes that know `token` are let in.
     `on_wait` is told once that there is something to wait for. Raises `NodesMissingError` after `timeout_s` with the
-    nodes that are missing, and `UsageError` for ranks and numbers of nodes that contradict each other.
+    nodes that are missing, `RefusedError` for another token, and `UsageError` for ranks and numbers of nodes that
+    contradict each other.
     """
     if mine.rank is not None and not 0 <= mine.rank < num_nodes:
         raise UsageError(
@@ -60,26 +64,26 @@ def exchange_texts(
     if listener is None:
         _await_host(endpoint, deadline, timeout_s)
     hosts, address = listener is not None, "" if listener is None else str(listener.getsockname()[0])
+    doors, patience = Doors(token, say=on_wait), timedelta(seconds=max(_STORE_S, timeout_s))
     try:
-        store = TCPStore(
-            endpoint.host,
-            endpoint.port,
-            is_master=hosts,
-            timeout=timedelta(seconds=max(_STORE_S, timeout_s)),
-            wait_for_workers=False,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
+        if listener is not None:
+            store = doors.host_store_behind(listener, timeout=patience)
+        else:
+            doors.enter(endpoint)
+            store = TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=patience, wait_for_workers=False)
         exchange = _Exchange(store, endpoint=endpoint, num_nodes=num_nodes, hosts=hosts, hint=_hint(endpoint, address))
         try:
             rank = exchange.enter(mine)
             return rank, exchange.wait_for_all(deadline, timeout_s)
         finally:
             exchange.leave()
-    except RuntimeError as error:  # torch's errors of a broken connection
+    except (RuntimeError, OSError) as error:  # torch's errors of a broken connection, and a gate's
         raise NodesMissingError(
             f"the node that hosts {endpoint} ended before all {num_nodes} nodes had joined",
             hint="see its own message; start all nodes again",
         ) from error
+    finally:
+        doors.close()
 
 
 class _Exchange:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import secrets
 import shlex
 import signal
 import socket
@@ -11,16 +14,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.batch_systems import FIRST_PORT, NUM_PORTS
+from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, random_token
 from paraplan.launch.spec import ArgumentError
 
 END_WITH_STDIN = "PARAPLAN_END_WITH_STDIN"
-"""Set for a launcher that another one has started on its node: it ends when its standard input does."""
+"""Set for a launcher that another one has started on its node: it ends when its standard input does.
+
+The first line there is an object of JSON: the variables that it gets. A command line is for every user to read.
+"""
 
 _PASSED_ON = (
     "CUDA_",
@@ -38,7 +45,11 @@ _PASSED_ON = (
 )
 """Starts of the names of variables that the launchers on other hosts get from this one."""
 
+_FOR_THE_INTERPRETER = "PYTHON"
+"""Start of the names of variables that Python reads before it runs anything: these stand in the command line."""
+
 _GRACE_S = 45.0  # more than a launcher gives to its own ranks
+_PORT_TRIES = 20
 _SSH_FAILED = 255  # man ssh, EXIT STATUS
 
 
@@ -82,30 +93,40 @@ def read_host_file(path: Path) -> list[Host]:
     return hosts
 
 
-def host_command(
+def host_variables(
     host: Host,
     *,
     node_rank: int,
     hosts: Sequence[Host],
     port: int,
-    words: Sequence[str],
     environment: Mapping[str, str],
-) -> list[str]:
-    """Return the command that runs `paraplan launch WORDS` as one node of a job on `host`.
-
-    ssh hands one text to a shell of the other host: every word is quoted for it.
-    """
-    variables = {name: value for name, value in environment.items() if name.startswith(_PASSED_ON)}
+) -> dict[str, str]:
+    """Return the variables that the launcher on `host` gets through its standard input."""
+    variables = {name: value for name, value in environment.items() if name in carried_variables(environment)}
     variables |= {
         "PET_NNODES": str(len(hosts)),
         "PET_NODE_RANK": str(node_rank),
         "PET_MASTER_ADDR": hosts[0].address,
         "PET_MASTER_PORT": str(port),
-        END_WITH_STDIN: "1",
     }
     if host.slots is not None:
         variables.setdefault("PET_NPROC_PER_NODE", str(host.slots))
-    command = ["env", *(f"{name}={value}" for name, value in sorted(variables.items()))]
+    return variables
+
+
+def carried_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that the launchers on other hosts get from this one."""
+    return sorted(name for name in environment if name.startswith(_PASSED_ON))
+
+
+def host_command(host: Host, *, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the command that runs `paraplan launch WORDS` on `host` as a node that gets its variables by stdin.
+
+    ssh hands one text to a shell of the other host: every word is quoted for it.
+    """
+    shown = {name: value for name, value in environment.items() if name.startswith(_FOR_THE_INTERPRETER)}
+    shown[END_WITH_STDIN] = "1"
+    command = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
     command += [sys.executable, "-m", "paraplan", "launch", *words]
     if _is_this_host(host.name):
         return command
@@ -124,8 +145,44 @@ def launch_on_hosts(path: Path, *, words: Sequence[str], port: int | None, envir
     hosts = read_host_file(path)
     if len(hosts) > 1 and hosts[0].name in ("localhost", "127.0.0.1", "[::1]"):
         raise ArgumentError(f"{path}: other hosts cannot reach {hosts[0].name}", hint="give its name in the network")
-    job = _HostJob(hosts, port=port or FIRST_PORT + os.getpid() % NUM_PORTS, words=words, environment=environment)
+    token = {TOKEN_VARIABLE: environment.get(TOKEN_VARIABLE) or random_token().hex()}
+    job = _HostJob(hosts, port=port or _free_port(hosts[0]), words=words, environment={**environment, **token})
     return job.run()
+
+
+def _free_port(host: Host) -> int:
+    """Return a port by chance; where the first host is this one, a port that is free here."""
+    for _ in range(_PORT_TRIES):
+        port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
+        if not _is_this_host(host.name):
+            break
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            break
+    return port
+
+
+def take_variables(environment: MutableMapping[str, str]) -> bool:
+    """Whether another launcher has started this one; its first line on standard input is then taken as variables.
+
+    Raises `ArgumentError` where it is something else.
+    """
+    if environment.pop(END_WITH_STDIN, None) is None:
+        return False
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)  # what follows the line is not this function's to take
+        if not byte:
+            break
+        line += byte
+    try:
+        environment.update({str(name): str(value) for name, value in json.loads(line).items()})
+    except (ValueError, AttributeError, RecursionError):
+        raise ArgumentError(
+            f"{END_WITH_STDIN} is set, and standard input does not begin with variables",
+            hint="unset it: paraplan launch --hostfile sets it for the launchers that it starts",
+        ) from None
+    return True
 
 
 class _HostJob:
@@ -133,8 +190,9 @@ class _HostJob:
         self, hosts: Sequence[Host], *, port: int, words: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         self._hosts = hosts
-        self._commands = [
-            host_command(host, node_rank=rank, hosts=hosts, port=port, words=words, environment=environment)
+        self._commands = [host_command(host, words=words, environment=environment) for host in hosts]
+        self._variables = [
+            host_variables(host, node_rank=rank, hosts=hosts, port=port, environment=environment)
             for rank, host in enumerate(hosts)
         ]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -146,9 +204,14 @@ class _HostJob:
             number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         }
         try:
-            for command in self._commands:
+            for command, variables in zip(self._commands, self._variables, strict=True):
                 # a session of its own: a Ctrl-C of the terminal is this process's to act on
-                self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+                self._processes.append(process)
+                with contextlib.suppress(BrokenPipeError):  # it has ended already, and `_wait` sees how
+                    assert process.stdin is not None
+                    process.stdin.write(json.dumps(variables).encode() + b"\n")
+                    process.stdin.flush()
             self._wait()
         except FileNotFoundError:
             raise ArgumentError("there is no ssh to reach the hosts with", hint="install an ssh client") from None
@@ -192,7 +255,8 @@ class _HostJob:
         """End the launchers on all hosts: their standard input ends."""
         for process in self._processes:
             if process.stdin is not None and not process.stdin.closed:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # what it did not read before it ended
+                    process.stdin.close()
 
     def _end_all(self) -> None:
         self._close_inputs()

@@ -1,19 +1,21 @@
-"""The rendezvous of nodes: stores whose waits Ctrl-C ends, and messages that name the nodes that are missing."""
+"""The rendezvous of nodes: stores behind gates, whose waits Ctrl-C ends, and messages that name missing nodes."""
 
 from __future__ import annotations
 
 import re
 import socket
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch re-exports them from C++ unmarked
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.clocks import LARGE_SKEW_S, describe_skew
+from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.endpoint import (
     Endpoint,
     await_answer,
@@ -22,15 +24,23 @@ from paraplan.launch.nodes.endpoint import (
     is_own_address,
     meaning_of,
 )
+from paraplan.launch.nodes.handshake import NoLauncherError, RefusedError
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
-from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
+from paraplan.launch.nodes.job_token import Seal
+from paraplan.launch.nodes.native_calls import run_interruptibly
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
-from paraplan.launch.torch_private.elastic import StoreBackend
 from paraplan.launch.torch_private.texts import CLOSED_RENDEZVOUS, LATE_RENDEZVOUS, NOBODY_THERE, PORT_TAKEN
 
 _POLL_S = 0.05
 _OWN_STORE = timedelta(seconds=60)  # for the store of this very node, which a busy machine may delay
+_ENTER_S = 60.0  # for the first node's launcher to let the others in
+_SILENCE_S = 5.0  # for the other side of a connection to say what it is
+_NNODES_KEY, _CONTRADICTION_KEY = "paraplan/nnodes", "paraplan/contradiction"
 _HINT = "start the same command on every node, and let the port through their firewalls"
+
+
+SAY_AFTER_S = 5.0
+"""How long nodes are waited for before it is said which are missing."""
 
 
 class NoRendezvousError(ParaplanError):
@@ -39,54 +49,96 @@ class NoRendezvousError(ParaplanError):
     exit_status = 1
 
 
-def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **options: Any) -> TCPStore:
+def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, doors: Doors, **_: Any) -> TCPStore:
     """Return the store at an endpoint, which `is_master` hosts itself; torch's arguments.
 
     Others wait until something answers there, for as long as torch does: twice `timeout`. Ctrl-C ends the wait at
     once, which in torch's own code it does not. Raises `NoRendezvousError` where nothing answers, or something that is
-    not such a store, and torch's errors where it cannot be hosted.
+    not a launcher of this job, and torch's errors where it cannot be hosted.
     """
+    if is_master:
+        return run_interruptibly(lambda: doors.host_store(host, port, timeout=timeout))
     endpoint, timeout_s = Endpoint(host, port), 2 * timeout.total_seconds()
-    if not is_master:
-        named = _named(endpoint)
-        silence = await_answer(
-            endpoint, timeout_s=timeout_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}")
-        )
-        if silence is not None:
-            raise _nobody_error(endpoint, silence, timeout_s)
+    started = time.monotonic()
+    named = _named(endpoint)
+    silence = await_answer(endpoint, timeout_s=timeout_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}"))
+    if silence is not None:
+        raise _nobody_error(endpoint, silence, timeout_s)
+    _enter(endpoint, doors, timeout_s=max(1.0, timeout_s - (time.monotonic() - started)))
     try:
         return run_interruptibly(
-            lambda: TCPStore(host, port, is_master=is_master, timeout=timeout, **options), timeout_s=timeout_s
+            lambda: TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False), timeout_s=timeout_s
         )
     except (RuntimeError, TimeoutError) as error:  # torch's DistError is a RuntimeError
-        if is_master:
-            raise
         raise _stranger_error(endpoint, str(error)) from error
 
 
-class InterruptibleBackend(StoreBackend):
-    """torch's c10d backend, whose calls of the store end with a signal, and do not wait in silence.
+def _enter(endpoint: Endpoint, doors: Doors, *, timeout_s: float) -> None:
+    """Be let in at the gate of an endpoint. Raises `NoRendezvousError` where that is none of this job."""
+    deadline = time.monotonic() + timeout_s
+    is_first = doors.clock_offset_s is None
+    is_said = False
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            run_interruptibly(partial(doors.enter, endpoint, timeout_s=min(_SILENCE_S, max(left_s, 0.1))))
+        except NoLauncherError as error:
+            raise _stranger_error(endpoint, error.message) from error
+        except RefusedError as error:
+            raise NoRendezvousError(f"the launcher at {_named(endpoint)}: {error.message}", hint=error.hint) from error
+        except TimeoutError as error:
+            if left_s < _SILENCE_S:
+                raise _stranger_error(endpoint, "it accepts connections and says nothing") from error
+            if not is_said:
+                say(f"waiting for {_named(endpoint)}: it accepts connections and says nothing")
+            is_said = True
+        except OSError as error:
+            if left_s < _POLL_S or not isinstance(error, ConnectionRefusedError):
+                raise _stranger_error(endpoint, str(error)) from error
+            time.sleep(_POLL_S)
+        else:
+            break
+    offset_s = doors.clock_offset_s or 0.0
+    if is_first and abs(offset_s) > LARGE_SKEW_S:
+        say(f"the clock of this node is {describe_skew(-offset_s)} that of the node at {endpoint}")
 
-    torch's agent makes these calls all the time; where the network is gone they stay in C until it is back.
-    """
 
-    _is_cut_off = False
+def enter_store_of_ranks(environment: Mapping[str, str], doors: Doors) -> None:
+    """Be let in at the store that ranks with this environment look for, where another node's launcher hosts it."""
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not port.isdigit():
+        return  # rank 0 hosts it itself
+    if not doors.hosts(address, int(port)):
+        _enter(Endpoint(address, int(port)), doors, timeout_s=_ENTER_S)
 
-    def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
-        """Return what the store answers; say so where that takes long."""
-        answer = run_interruptibly(
-            lambda: super(InterruptibleBackend, self).call_store(operation, *arguments, **options),
-            on_wait=self._say_cut_off,
+
+def require_same_nnodes(store: Store, nodes: NodeRange, *, endpoint: str, seal: Seal) -> None:
+    """Raise `NoRendezvousError` where another node of the rendezvous was given another --nnodes."""
+    mine = seal.close(_NNODES_KEY, str(nodes))
+    stored = run_interruptibly(lambda: store.compare_set(_NNODES_KEY, "", mine))
+    agreed = str(seal.open(_NNODES_KEY, stored))
+    if agreed != str(nodes):
+        theirs = str(NodeRange.parse(agreed))
+        error = NoRendezvousError(
+            f"--nnodes is {_shortest(theirs)} on the first node that came to {endpoint}, and {_shortest(str(nodes))} "
+            f"here, on {socket.gethostname()}",
+            hint="give all nodes the same number",
         )
-        if self._is_cut_off:
-            self._is_cut_off = False
-            say("the node that hosts the rendezvous answers again")
-        return answer
+        notice = f"{socket.gethostname()} came with --nnodes {_shortest(str(nodes))}, and not {_shortest(theirs)}"
+        run_interruptibly(lambda: store.set(_CONTRADICTION_KEY, seal.close(_CONTRADICTION_KEY, notice)))
+        raise error
 
-    def _say_cut_off(self) -> None:
-        if not self._is_cut_off:
-            self._is_cut_off = True
-            say(f"the node that hosts the rendezvous has not answered for {WAIT_S:.0f} s; waiting for it")
+
+def find_contradiction(store: Store, *, seal: Seal) -> str | None:
+    """Return what a node that was sent away contradicted, None where there was no such node."""
+    if not run_interruptibly(lambda: store.check([_CONTRADICTION_KEY])):
+        return None
+    return str(seal.open(_CONTRADICTION_KEY, run_interruptibly(lambda: store.get(_CONTRADICTION_KEY))))
+
+
+def _shortest(nodes: str) -> str:
+    low, _, high = nodes.partition(":")
+    return low if low == high else nodes
 
 
 def open_static_store(
@@ -97,7 +149,8 @@ def open_static_store(
     timeout: timedelta,
     *,
     node_rank: int,
-    **options: Any,
+    doors: Doors,
+    **_: Any,
 ) -> TCPStore:
     """Return the store of a static rendezvous once all nodes have joined; torch's arguments, and this node's rank.
 
@@ -105,9 +158,8 @@ def open_static_store(
     are here, and for a rank that two nodes have.
     """
     patience = max(timeout, _OWN_STORE) if is_master else timeout
-    store = open_store(
-        host, port, is_master=is_master, timeout=patience, world_size=num_nodes, wait_for_workers=False, **options
-    )
+    store = open_store(host, port, is_master=is_master, timeout=patience, doors=doors)
+    require_same_nnodes(store, NodeRange(num_nodes, num_nodes), endpoint=f"{host}:{port}", seal=doors.seal)
     mine = f"{socket.gethostname()} {time.time_ns()}"
     owner = store.compare_set(f"paraplan/here/{node_rank}", "", mine).decode()
     if owner != mine:
@@ -116,13 +168,16 @@ def open_static_store(
             hint="give each node a --node-rank of its own",
         )
     deadline = time.monotonic() + timeout.total_seconds()
-    says_at = time.monotonic() + WAIT_S
+    says_at = time.monotonic() + SAY_AFTER_S
     missing = set(range(num_nodes))
     while missing:
         missing = run_interruptibly(partial(_absent, store, missing))
         if missing and time.monotonic() > says_at:
             say(f"waiting at {host}:{port} for {_nodes_in_words(sorted(missing))} of {num_nodes}")
-            says_at = deadline + WAIT_S  # once
+            contradiction = find_contradiction(store, seal=doors.seal)
+            if contradiction is not None:
+                say(contradiction)
+            says_at = deadline + SAY_AFTER_S  # once
         if missing and time.monotonic() > deadline:
             here = {
                 rank: store.get(f"paraplan/here/{rank}").decode().rpartition(" ")[0]

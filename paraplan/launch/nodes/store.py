@@ -6,20 +6,24 @@ It uses the store of torch's rendezvous, which lives as long as the agent that h
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.launch.faults.failures import Cause, NodeFailure
+from paraplan.launch.nodes.clocks import LARGE_SKEW_S, describe_skew
+from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.native_calls import run_interruptibly
 
 _POLL_S = 0.05
 _TIMEOUT_S = 900.0  # longer than a planner may take
 _PREFIX = "paraplan"
+_STOP_S = 1.0  # a launcher that is to end does not wait longer for the network
+
+RecordT = TypeVar("RecordT", "NodeFacts", "NodeFailure")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class NodeFacts:
     python: str
     script: str
     address: str = ""
+    clock_offset_s: float = 0.0
+    """How far the clock of the node that hosts the rendezvous is ahead of this node's."""
 
 
 class NodeStore:
@@ -50,12 +56,22 @@ class NodeStore:
         *,
         node: int,
         num_nodes: int,
+        seal: Seal,
+        clock_offset_s: float = 0.0,
+        is_elastic: bool = False,
+        left: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store = store
         self.node = node
         self.num_nodes = num_nodes
+        self.clock_offset_s = clock_offset_s
+        self._seal = seal
+        self.is_elastic = is_elastic
+        self._left = {} if left is None else left
+        self._hosts: list[str] = []
+        self.stops: dict[int, str] = {}
         self._clock = clock
         self._pause = pause
         self.is_lost = False
@@ -63,7 +79,9 @@ class NodeStore:
     def exchange_facts(self, mine: NodeFacts) -> list[NodeFacts]:
         """Return the facts of all nodes, in their order; waits for every node."""
         self._set(f"facts/{self.node}", asdict(mine))
-        return [NodeFacts(**self._await(f"facts/{node}")) for node in range(self.num_nodes)]
+        facts = [_known(NodeFacts, self._await(f"facts/{node}")) for node in range(self.num_nodes)]
+        self._hosts = [fact.host for fact in facts]
+        return facts
 
     def share_text(self, name: str, make: Callable[[], str]) -> str:
         """Return what `make` returns on node 0; the others wait for it. An error of `make` is raised on every node.
@@ -87,7 +105,9 @@ class NodeStore:
             return text
         answer = self._await(name)
         if "error" in answer:
-            raise RemoteError(**answer)
+            raise RemoteError(
+                error=str(answer["error"]), hint=answer.get("hint"), exit_status=int(answer.get("exit_status", 1))
+            )
         return str(answer["text"])
 
     def exchange_failures(self, mine: NodeFailure, *, timeout_s: float) -> list[NodeFailure]:
@@ -98,13 +118,68 @@ class NodeStore:
         found = {self.node: mine}
         try:
             self._set(f"failure/{self.node}", asdict(mine))
-            self._wait(lambda: self._read_failures(found) == self.num_nodes, timeout_s)
+            self._wait(lambda: self._is_told_of_all(found), timeout_s)
             self._set(f"read/{self.node}", True)
-            readers = [f"read/{node}" for node in found]
+            readers = [f"read/{node}" for node in found if node not in self.stops]
             self._wait(lambda: self._has(*readers), timeout_s)
         except RuntimeError:  # torch's errors of a broken connection: the host has ended before this node
             self.is_lost = True
         return [mine, *(failure for node, failure in sorted(found.items()) if node != self.node)]
+
+    def _is_told_of_all(self, found: dict[int, NodeFailure]) -> bool:
+        self._read_failures(found)
+        self.new_stops()
+        return len(found.keys() | self.stops.keys()) == self.num_nodes
+
+    def exchange_notes(self, name: str, mine: Mapping[str, Any], *, timeout_s: float) -> list[Mapping[str, Any]]:
+        """Tell the other nodes `mine`, and return what those tell under this name that do so within `timeout_s`."""
+        found: dict[int, Mapping[str, Any]] = {}
+
+        def read() -> bool:
+            for node in range(self.num_nodes):
+                if node != self.node and node not in found and self._has(f"{name}/{node}"):
+                    found[node] = self._get(f"{name}/{node}")
+            return len(found) == self.num_nodes - 1
+
+        try:
+            self._set(f"{name}/{self.node}", mine)
+            self._wait(read, timeout_s)
+            self._set(f"{name}-read/{self.node}", True)
+            self._wait(lambda: self._has(*(f"{name}-read/{node}" for node in found)), timeout_s)
+        except RuntimeError:
+            self.is_lost = True
+        return [found[node] for node in sorted(found)]
+
+    def note_stop(self, signal_name: str) -> None:
+        """Say that a signal ends this node's launcher, and with it its ranks."""
+        if self.num_nodes > 1:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                text = self._seal.close(f"stop/{self.node}", f"{signal_name} ended its launcher and its ranks")
+                run_interruptibly(lambda: self._store.set(f"{_PREFIX}/stop/{self.node}", text), timeout_s=_STOP_S)
+
+    def new_stops(self) -> list[str]:
+        """Return a sentence for each other node whose launcher was stopped or is gone; `stops` has all so far.
+
+        The node that hosts the rendezvous sees launchers go, and tells the others.
+        """
+        new = []
+        try:
+            for node in range(self.num_nodes):
+                if node == self.node or node in self.stops:
+                    continue
+                host = self._hosts[node] if node < len(self._hosts) else f"of node {node}"
+                is_gone = host in self._left and self._hosts.count(host) == 1 and not self._has(f"failure/{node}")
+                if self._has(f"stop/{node}"):
+                    self.stops[node] = f"host {host}: {self._get(f'stop/{node}')}"
+                elif is_gone and not self.is_anyone_done():
+                    self._set(f"stop/{node}", "its launcher is gone, without a word")
+                    self.stops[node] = f"host {host}: its launcher is gone, without a word"
+                else:
+                    continue
+                new.append(self.stops[node])
+        except RuntimeError:
+            self.is_lost = True
+        return new
 
     def note_done(self) -> None:
         """Say that this node's ranks have ended well, and that it may leave."""
@@ -129,8 +204,8 @@ class NodeStore:
         for node in range(self.num_nodes):
             if node not in found and self._has(f"failure/{node}"):
                 values = self._get(f"failure/{node}")
-                lines = {name: tuple(values[name]) for name in ("evidence", "places")}
-                found[node] = NodeFailure(**(values | lines | {"cause": Cause(values["cause"])}))
+                lines = {name: tuple(map(str, values.get(name, ()))) for name in ("evidence", "places")}
+                found[node] = _known(NodeFailure, values | lines | {"cause": Cause(values["cause"])})
         return len(found)
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
@@ -139,7 +214,7 @@ class NodeStore:
             self._pause(_POLL_S)
 
     def _set(self, name: str, value: object) -> None:
-        text = json.dumps(value)
+        text = self._seal.close(name, value)
         run_interruptibly(lambda: self._store.set(f"{_PREFIX}/{name}", text))
 
     def _await(self, name: str) -> Any:
@@ -157,10 +232,16 @@ class NodeStore:
         return self._get(name)
 
     def _get(self, name: str) -> Any:
-        return json.loads(run_interruptibly(lambda: self._store.get(f"{_PREFIX}/{name}")))
+        return self._seal.open(name, run_interruptibly(lambda: self._store.get(f"{_PREFIX}/{name}")))
 
     def _has(self, *names: str) -> bool:
         return bool(run_interruptibly(lambda: self._store.check([f"{_PREFIX}/{name}" for name in names])))
+
+
+def _known(record: type[RecordT], values: Mapping[str, Any]) -> RecordT:
+    """Return a record of the values that it has fields for: another version of paraplan may have more."""
+    names = {one.name for one in fields(record)}
+    return record(**{name: value for name, value in values.items() if name in names})
 
 
 class RemoteError(Exception):
@@ -182,6 +263,13 @@ def differences(facts: list[NodeFacts]) -> list[str]:
         if len(hosts) > 1:
             parts = [f"{value} on {_some(names_of)}" for value, names_of in hosts.items()]
             sentences.append(f"{title} is {' and '.join(parts)}")
+    offsets = {fact.host: fact.clock_offset_s for fact in facts}
+    if max(offsets.values()) - min(offsets.values()) > LARGE_SKEW_S:
+        sentences += [
+            f"the clock of {host} is {describe_skew(-offset)} that of the node which hosts the rendezvous"
+            for host, offset in offsets.items()
+            if abs(offset) > LARGE_SKEW_S
+        ]
     return sentences
 
 

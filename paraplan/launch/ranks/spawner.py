@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_STDERR = 2
 _COPIER_S = 5.0  # a console that takes nothing, such as a paused pager, must not keep a job from ending
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -71,6 +72,18 @@ def _keep_on(cpus: list[int]) -> None:
     if cpus:
         with contextlib.suppress(OSError):  # CPUs that have been taken from this container since they were read
             os.sched_setaffinity(0, cpus)
+
+
+def close_all_but(kept: int) -> None:
+    """Close what this process has inherited beside its standard streams: ranks are not to get it either."""
+    try:
+        numbers = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
+    except OSError:
+        return
+    for number in numbers:
+        if number > _STDERR and number != kept:
+            with contextlib.suppress(OSError):  # the folder's own, which is closed by now
+                os.close(number)
 
 
 class Spawner:

@@ -199,6 +199,7 @@ def fork_spawner() -> SpawnerHandle | spawner.RankStart:
     pid = os.fork()
     if pid == 0:
         ours.close()
+        spawner.close_all_but(theirs.fileno())
         return spawner.Spawner(theirs).serve()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     theirs.close()

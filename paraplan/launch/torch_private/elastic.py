@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
 import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d_rendezvous
+import torch.distributed.elastic.rendezvous.dynamic_rendezvous as dynamic_rendezvous
 import torch.distributed.elastic.rendezvous.static_tcp_rendezvous as static_rendezvous
 import torch.distributed.launcher.api as launcher_api
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
@@ -95,6 +96,16 @@ class ProcessContext(PContext):
 class StoreBackend(C10dRendezvousBackend):
     """torch's c10d rendezvous with its calls of the store in public: they stay in C, and have no timeout."""
 
+    @property
+    def key(self) -> str:
+        """The key of the state in the store."""
+        return str(self._key)
+
+    @property
+    def no_state(self) -> str:
+        """What the store holds before there is a state."""
+        return str(self._NULL_SENTINEL)
+
     def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
         """Return what the store answers."""
         return super()._call_store(operation, *arguments, **options)
@@ -107,6 +118,11 @@ def participants(handler: Any) -> list[str] | None:
     """Return the addresses of the nodes that torch's dynamic rendezvous counts; None for a static one."""
     holder = getattr(handler, "_state_holder", None)
     return None if holder is None else [str(node.addr) for node in holder.state.participants]
+
+
+def store_of(handler: Any) -> Any:
+    """Return the store of torch's dynamic rendezvous."""
+    return handler._store
 
 
 def forget_store_of_ranks(handler: Any) -> None:
@@ -138,9 +154,13 @@ def made_of(
     open_static_store: Callable[..., Any],
     backend: Callable[..., Any],
     start_processes: Callable[..., PContext],
+    open_store_of_ranks: Callable[[str], Any],
     agent: Callable[..., Any] | None,
 ) -> Iterator[None]:
     """Have torch's launcher use these in this context; None for the agent that is there.
+
+    `open_store_of_ranks` gets the name of this node, and returns something with the `port` at which ranks are to find
+    their store there.
 
     It makes its agent, the agent starts its processes and a rendezvous makes its store by names in their modules; none
     has an argument for it. Binding these names keeps all else torch's own, with all that a new torch adds to it.
@@ -149,6 +169,11 @@ def made_of(
         _bound(c10d_rendezvous, "TCPStore", open_store),
         _bound(c10d_rendezvous, "C10dRendezvousBackend", backend),
         _bound(static_rendezvous, "TCPStore", open_static_store),
+        _bound(
+            dynamic_rendezvous.DynamicRendezvousHandler,
+            "_create_tcp_store_server",
+            lambda handler, address, port: open_store_of_ranks(address),
+        ),
         _bound(local_agent, "start_processes", start_processes),
         _bound(launcher_api, "LocalElasticAgent", agent or vars(launcher_api)["LocalElasticAgent"]),
     ):
@@ -156,11 +181,13 @@ def made_of(
 
 
 @contextmanager
-def _bound(module: ModuleType, name: str, ours: Callable[..., Any]) -> Iterator[None]:
-    names = vars(module)
-    torchs = names[name]
-    names[name] = ours
+def _bound(owner: ModuleType | type, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    torchs = vars(owner).get(name)
+    setattr(owner, name, ours)
     try:
         yield
     finally:
-        names[name] = torchs
+        if torchs is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, torchs)

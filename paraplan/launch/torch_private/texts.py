@@ -58,6 +58,9 @@ SAID_IN_WORDS = {
 }
 """What torch's loggers say that the launcher reports itself, or that is harmless, as nodes that end one by one."""
 
+NO_NAME_OF_CLIENT = "The hostname of the client socket cannot be retrieved"
+"""What torch's sockets warn of where addresses have no names (socket.cpp): it harms nothing."""
+
 PORT_TAKEN = "EADDRINUSE"
 CLOSED_RENDEZVOUS = "RendezvousClosed"
 LATE_RENDEZVOUS = "RendezvousTimeout"

@@ -1,0 +1,96 @@
+"""What the kernel knows of TCP connections on this node: whose they are, and who may make them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from pathlib import Path
+
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h
+_LOAD_WORD, _LOAD_HALF, _IF_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06  # linux/bpf_common.h: classic BPF
+_NETWORK_HEADER = 0xFFF00000  # linux/filter.h: SKF_NET_OFF, from which the source address of IPv4 is 12 bytes away
+_WHOLE, _NOTHING = 0xFFFFFFFF, 0
+_WRAPPED = "0" * 16 + ("FFFF0000" if sys.byteorder == "little" else "0000FFFF")  # IPv4 in an address of IPv6
+_CLOSING = {"06", "07", "08", "0B"}  # net/tcp_states.h: states in which the process has let go of the socket
+
+
+def plain_address(text: str) -> str:
+    """Return an address as IPv4 where IPv6 only wraps it, and without the name of an interface."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    wrapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(wrapped or address)
+
+
+def is_known_of_connections(*, proc: Path = Path("/proc")) -> bool:
+    """Whether the kernel tells whose connections are."""
+    return (proc / "net" / "tcp").exists()
+
+
+def is_own_connection(local: tuple[str, int], remote: tuple[str, int], *, proc: Path = Path("/proc")) -> bool:
+    """Whether the socket of this node with these ends is of this user or of root."""
+    for table, wrap in (("tcp", ""), ("tcp6", _WRAPPED)):
+        for one_wrap in dict.fromkeys((wrap, "")):
+            ends = f" {one_wrap}{_hexadecimal(*local)} {one_wrap}{_hexadecimal(*remote)} "
+            if any(_user(line) in (0, os.geteuid()) for line in _lines(table, ends, proc)):
+                return True
+    return False
+
+
+def strangers_at(port: int, *, proc: Path = Path("/proc")) -> set[int]:
+    """Return the other users of this node who have a connection to the loopback `port`."""
+    lines = [line for table in ("tcp", "tcp6") for line in _lines(table, f":{port:04X} ", proc)]
+    users = {_user(line) for line in lines if line.split()[2].endswith(f":{port:04X}")}
+    return users - {0, os.geteuid()}
+
+
+def _lines(table: str, part: str, proc: Path) -> list[str]:
+    """Return the open connections of a table of this network namespace with `part` in their line."""
+    try:
+        text = (proc / "net" / table).read_text()
+    except OSError:
+        return []
+    if part not in text:
+        return []
+    return [line for line in text.splitlines() if part in line and line.split()[3] not in _CLOSING]
+
+
+def _user(line: str) -> int:
+    return int(line.split()[7])
+
+
+def _hexadecimal(address: str, port: int) -> str:
+    """Return an end of a connection as the kernel's tables have it: words of four bytes in this machine's order."""
+    raw = ipaddress.ip_address(address).packed
+    words = (int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(0, len(raw), 4))
+    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
+
+
+def admit_only(listener: socket.socket, source: tuple[str, int] | None) -> None:
+    """Have a listening IPv4 socket take no connection but one from `source`; None takes none.
+
+    The kernel drops what others send to it. Connections that it has taken already go on. Where there is no such
+    filter, nothing is done.
+    """
+    if sys.platform != "linux":
+        return
+    program = [(_RETURN, 0, 0, _NOTHING)]
+    if source is not None:
+        address = int.from_bytes(socket.inet_aton(source[0]), "big")
+        program = [
+            (_LOAD_WORD, 0, 0, _NETWORK_HEADER + 12),
+            (_IF_EQUAL, 0, 3, address),
+            (_LOAD_HALF, 0, 0, 0),  # the source port, with which the header of TCP begins
+            (_IF_EQUAL, 0, 1, source[1]),
+            (_RETURN, 0, 0, _WHOLE),
+            *program,
+        ]
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    described = struct.pack("HL", len(program), ctypes.addressof(buffer))
+    with contextlib.suppress(OSError):  # a kernel, or a sandbox, without filters
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)

@@ -1,0 +1,72 @@
+"""Where torch's dynamic rendezvous keeps its state: signed JSON in a store whose waits a signal ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.job_token import ForgedTextError, Seal
+from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
+from paraplan.launch.nodes.rendezvous import require_same_nnodes
+from paraplan.launch.nodes.rendezvous_state import StateTranslator
+from paraplan.launch.spec import NodeRange
+from paraplan.launch.torch_private.elastic import StoreBackend
+from paraplan.launch.torch_private.rendezvous_state import pickled, unpickled
+
+
+class SealedBackend(StoreBackend):
+    """torch's c10d backend that writes and reads no pickle, and whose calls do not wait in silence.
+
+    torch's agent makes these calls all the time; where the network is gone they stay in C until it is back.
+    """
+
+    _is_cut_off = False
+
+    def __init__(self, store: Any, run_id: str, *, seal: Seal, nodes: NodeRange, endpoint: str) -> None:
+        """Take torch's arguments, and what signs the state. Raises `NoRendezvousError` for contradictory `nodes`."""
+        super().__init__(store, run_id)
+        require_same_nnodes(store, nodes, endpoint=endpoint, seal=seal)
+        self._seal = seal
+        self._translator = StateTranslator()
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """Return the state as torch's holder takes it, and what is compared when it is set."""
+        return self._read(self.call_store("get", self.key))
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Set the state where it is still the one of `token`; return what is then stored, and whether it is `state`."""
+        if token and not isinstance(token, bytes):  # none that this backend has given
+            found = self.get_state()
+            return None if found is None else (*found, False)
+        text = self._seal.close(self.key, self._translator.to_values(unpickled(state)))
+        expected = token.decode() if token else self.no_state
+        stored: bytes = self.call_store("compare_set", self.key, expected, text)
+        found = self._read(stored)
+        return None if found is None else (*found, stored == text.encode())
+
+    def _read(self, stored: bytes) -> tuple[bytes, bytes] | None:
+        if stored == self.no_state.encode():
+            return None
+        try:
+            return pickled(self._translator.to_state(self._seal.open(self.key, stored))), stored
+        except (KeyError, TypeError, ValueError) as error:
+            raise ForgedTextError(
+                f"the state of the rendezvous is of another version: {type(error).__name__}: {error}",
+                hint="install the same version of paraplan on every node",
+            ) from error
+
+    def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
+        """Return what the store answers; say so where that takes long."""
+        answer = run_interruptibly(
+            lambda: super(SealedBackend, self).call_store(operation, *arguments, **options),
+            on_wait=self._say_cut_off,
+        )
+        if self._is_cut_off:
+            self._is_cut_off = False
+            say("the node that hosts the rendezvous answers again")
+        return answer
+
+    def _say_cut_off(self) -> None:
+        if not self._is_cut_off:
+            self._is_cut_off = True
+            say(f"the node that hosts the rendezvous has not answered for {WAIT_S:.0f} s; waiting for it")

@@ -1,0 +1,40 @@
+"""Launchers on the hosts of a test."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+from launching import PATIENCE_S, launcher_command
+from nodes import Hosts
+
+MEETING_S = 3 * PATIENCE_S
+"""Nodes start, meet, plan and train for some steps within this time, however busy the machine."""
+
+
+class Node:
+    """A launcher on one host, whose output is read while it runs."""
+
+    def __init__(self, made: Hosts, index: int, folder: Path, words: list[object], environment: dict[str, str]) -> None:
+        self.output = folder / f"output-{index}-{time.monotonic_ns()}"
+        command = made.command(index, *launcher_command(*words))
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
+
+    def stop(self) -> None:
+        """End a launcher that still runs, and with it its ranks."""
+        self.process.kill()
+        self.process.wait()
+
+    def end(self, timeout_s: float = MEETING_S) -> tuple[int, str]:
+        """Return the exit status and all that was written."""
+        status = self.process.wait(timeout=timeout_s)
+        return status, self.output.read_text()
+
+    def wait_for(self, word: str) -> None:
+        deadline = time.monotonic() + MEETING_S
+        while word not in self.output.read_text():
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
