@@ -56,7 +56,7 @@ QUESTIONS = (
     ),
     Question(
         "8B with QLoRA on one 16 GB T4",
-        "recommend llama-3-8b --profile 1xt4 --seq-len 512 --global-batch 16 --train lora:r=16 --base-weights nf4:double "
+        "recommend llama-3-8b --profile 1xt4 --seq-len 512 --global-batch 16 --train lora --base-weights nf4:double "
         "--precision fp16",
         r"fits: ",
         "7B in 4 bits trains in 6 to 10 GB",
