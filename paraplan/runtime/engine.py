@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.agreement import Call, RankSync
 from paraplan.runtime.checkpoints.chunks import ShardLocation
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
-from paraplan.runtime.data_parallel.wrapping import complete_reductions, reads_shards
+from paraplan.runtime.data_parallel.wrapping import complete_reductions
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
 from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
@@ -29,7 +29,7 @@ from paraplan.runtime.predictions import Predictor
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.execution import evaluation_mode
-from paraplan.runtime.step.faults import LossWatch, is_out_of_memory, memory_error
+from paraplan.runtime.step.faults import LossWatch, explained_failures
 from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
 from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
@@ -373,26 +373,12 @@ class Engine:
         return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Return `work()`; a lack of memory is said in the parts of the plan's estimate, and what ZeRO cannot run."""
-        try:
-            return work()
-        except RuntimeError as error:
-            if self._plan.zero_stage and reads_shards(error):
-                raise UnsupportedPlanError(
-                    f"zero_stage={self._plan.zero_stage}: the model computes with a parameter outside of the forward "
-                    "pass of the module that holds it, where ranks have shards of it",
-                    hint="compute with it in the forward pass of that module, or use zero_stage=0",
-                ) from error
-            if not is_out_of_memory(error):
-                raise
-            device = self._mesh.world.device
-            raise memory_error(
-                error,
-                parameters=self._part.parameters.values(),
-                optimizer=self.optimizer,
-                plan=self._plan,
-                file=self._options.file,
-                rank=self._mesh.world.rank,
-                step=self.num_steps + 1,
-                allocated_bytes=int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None,
-            ) from error
+        return explained_failures(
+            work,
+            parameters=self._part.parameters.values(),
+            optimizer=self.optimizer,
+            plan=self._plan,
+            file=self._options.file,
+            world=self._mesh.world,
+            step=self.num_steps + 1,
+        )

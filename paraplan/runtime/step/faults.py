@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paraplan.errors import ParaplanError
+from paraplan.errors import ParaplanError, UnsupportedPlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.data_parallel.wrapping import reads_shards
 from paraplan.runtime.torch_private import NO_HOST_MEMORY
 from paraplan.runtime.world import World
 from paraplan.units import format_bytes
@@ -111,7 +114,43 @@ def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in locals_)
 
 
-def memory_error(
+def explained_failures(
+    work: Callable[[], Any],
+    *,
+    parameters: Iterable[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    plan: ParallelPlan,
+    file: PlanFile | None,
+    world: World,
+    step: int,
+) -> Any:
+    """Return `work()`; a lack of memory is said in the parts of the plan's estimate, and what ZeRO cannot run."""
+    try:
+        return work()
+    except RuntimeError as error:
+        if plan.zero_stage and reads_shards(error):
+            raise UnsupportedPlanError(
+                f"zero_stage={plan.zero_stage}: the model computes with a parameter outside of the forward pass of the "
+                "module that holds it, where ranks have shards of it",
+                hint="compute with it in the forward pass of that module, or use zero_stage=0",
+            ) from error
+        if not is_out_of_memory(error):
+            raise
+        raise _memory_error(
+            error,
+            parameters=parameters,
+            optimizer=optimizer,
+            plan=plan,
+            file=file,
+            rank=world.rank,
+            step=step,
+            allocated_bytes=(
+                int(torch.cuda.max_memory_allocated(world.device)) if world.device.type == "cuda" else None
+            ),
+        ) from error
+
+
+def _memory_error(
     error: BaseException,
     *,
     parameters: Iterable[torch.Tensor],
