@@ -17,6 +17,7 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.sharded_table import shard_tables
 from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
+from paraplan.runtime.precision import check_stored_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
 from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
 from paraplan.runtime.shards.group import TensorGroup
@@ -47,6 +48,7 @@ def check_model(
 ) -> BlockStack | None:
     """Return the block stack of `model` once it is known that the plan can be executed on it; see `Job.prepare`."""
     check_materialised(model, reads_weights=reads_weights)
+    check_stored_type(model, precision)
     stack = find_blocks(model)
     if file is not None and file.model is not None:
         _check_reference(file.model, model, stack, plan)

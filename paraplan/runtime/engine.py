@@ -15,7 +15,9 @@ from torch import nn
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.agreement import Call, RankSync
-from paraplan.runtime.checkpoints.chunks import ShardLocation
+from paraplan.runtime.checkpoints.adapter_files import check_adapters, write_adapters
+from paraplan.runtime.checkpoints.chunks import locations
+from paraplan.runtime.checkpoints.entries import MODEL
 from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
 from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
@@ -30,6 +32,7 @@ from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.execution import evaluation_mode
 from paraplan.runtime.step.faults import LossWatch, explained_failures
+from paraplan.runtime.step.freezing import Freezing
 from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
 from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
@@ -67,6 +70,7 @@ class Engine:
         self._has_stepped = False
         self.metrics: dict[str, torch.Tensor] = {}
         self._losses = LossWatch(mesh.world)
+        self._freezing = Freezing(part.parameters, is_parallel=mesh.world.size > 1)
         self._totals = TotalsOverRanks(mesh)
         self._batches = MicroBatching(part, shape, engine_options.checking, self._sync, plan=plan, mesh=mesh)
         self._predictor = Predictor(part, plan, mesh, self._batches)
@@ -126,7 +130,8 @@ class Engine:
         `CollectiveTimeoutError` where a rank did not come.
         """
         with self._explained("step"):
-            totals = self._backward(inputs, targets)
+            with self._freezing.as_prepared():
+                totals = self._backward(inputs, targets)
             self._update(totals.factor)
             return totals.loss
 
@@ -135,7 +140,7 @@ class Engine:
 
         Gradients of an earlier batch are dropped. `update` does the other half.
         """
-        with self._explained("step"):
+        with self._explained("step"), self._freezing.as_prepared():
             totals = self._backward(inputs, targets)
             if totals.factor is not None:
                 scale_gradients(self._gradients().values(), totals.factor)
@@ -168,6 +173,7 @@ class Engine:
         totals = self._totals.sum("step", loss.tally, rule, has_values=has_values)
         for reduction in self._part.reductions:
             reduction.drop_unused(self.num_steps)
+        self._freezing.drop_gradients()
         self.metrics = totals.metrics
         own = loss.tally.loss
         self._losses.add(step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._options.checking.has_values)
@@ -214,7 +220,7 @@ class Engine:
         Every rank calls it. Dropout is off. What `loss_fn` returned beside the loss is in `metrics`.
         """
         self._losses.check()
-        with self._explained("eval_step"):
+        with self._explained("eval_step"), self._freezing.as_prepared():
             micro_batches, rule = self._batches.divide("eval_step", inputs, targets, guarded=self._guarded)
             loss = self._part.execution.loss
             loss.rule = rule
@@ -231,7 +237,7 @@ class Engine:
         Caches and other objects are left out (None). Raises `UsageError` where the outputs of micro-batches cannot be
         joined along their first dimension.
         """
-        with self._explained("predict"):
+        with self._explained("predict"), self._freezing.as_prepared():
             return self._guarded(lambda: self._predictor.predict(inputs))
 
     def generate(self, inputs: Any, *arguments: Any, **options: Any) -> Any:
@@ -240,7 +246,7 @@ class Engine:
         Every rank calls it. Each token is a run of the whole sequence, without a cache. Sampling draws the same on all
         ranks that hold one copy of the model. Raises `UsageError` for a model without `generate`.
         """
-        with self._explained("predict"):
+        with self._explained("predict"), self._freezing.as_prepared():
             return self._guarded(lambda: self._predictor.generate(inputs, (arguments, options)))
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
@@ -255,11 +261,11 @@ class Engine:
         self._refuse_averages("save")
         self._save(folder, wait=wait)
 
-    def _save(self, folder: str | Path, *, wait: bool, weights_only: bool = False) -> None:
+    def _save(self, folder: str | Path, *, wait: bool, only: Callable[[str], bool] | None = None) -> None:
         self._losses.check()
         with self._explained("save"):
             self._batches.meet("save")
-            self._writer.write(Path(folder), self._source(), wait=wait, weights_only=weights_only)
+            self._writer.write(Path(folder), self._source(), wait=wait, only=only)
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote to `folder`, under this plan or another one. Every rank calls it.
@@ -281,10 +287,23 @@ class Engine:
         They pass through a folder beside the file, without the optimizer's state; rank 0 needs the memory of the whole
         model. See `paraplan.runtime.export.export_weights` for a checkpoint that is there.
         """
-        passing = Path(f"{path}.passing")
-        self._save(passing, wait=True, weights_only=True)
+        self._export(Path(path), lambda name: name.startswith(MODEL), lambda passing: export_weights(passing, path))
+
+    def export_adapters(self, folder: str | Path) -> None:
+        """Write the adapters of a peft model alone to `folder`, as peft's `save_pretrained` does. Every rank calls it.
+
+        `peft.PeftModel.from_pretrained(base, folder)` reads them. Raises `UsageError` for a model without any.
+        """
+        adapters = self._options.adapters
+        check_adapters(adapters)
+        names = {f"{MODEL}{name}" for adapter in adapters for name in adapter.names.values()}
+        self._export(Path(folder), names.__contains__, lambda passing: write_adapters(Path(folder), passing, adapters))
+
+    def _export(self, path: Path, only: Callable[[str], bool], write: Callable[[Path], Any]) -> None:
+        passing = path.with_name(f"{path.name}.passing")
+        self._save(passing, wait=True, only=only)
         if self._mesh.world.rank == 0:
-            export_weights(passing, path)
+            write(passing)
             shutil.rmtree(passing)
         self._batches.meet("save")
 
@@ -336,16 +355,13 @@ class Engine:
             self._options.watch.finish()
 
     def _source(self) -> CheckpointSource:
-        index = self._mesh.coordinate("tp")
         return CheckpointSource(
             parameters=self._part.parameters,
             buffers=self._part.buffers,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             loss_scale=self._options.loss_scale,
-            places={
-                name: ShardLocation(sharding=sharding, index=index) for name, sharding in self._part.shardings.items()
-            },
+            places=locations(self._part.shardings, self._mesh.coordinate("tp")),
             plan=self._plan,
             num_steps=self.num_steps,
             mesh=self._mesh,

@@ -21,6 +21,7 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement, RankSync
 from paraplan.runtime.assembly import assemble_part, check_model
 from paraplan.runtime.batch_norm import synchronize_batch_norms
+from paraplan.runtime.checkpoints.adapter_files import adapters_of
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
 from paraplan.runtime.checks.forward_state import BatchStatistics
 from paraplan.runtime.checks.references import Reference, Verify, reference_of
@@ -165,7 +166,7 @@ class Job:
 
     def prepare_with(self, model: nn.Module, options: TrainingOptions) -> Engine:
         """Return the engine that trains `model` by `options`; see `prepare`."""
-        watch = self._watch(count_parameters(model))
+        watch, adapters = self._watch(count_parameters(model)), adapters_of(model)
         with self._agreement().on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
             part, reference = self._part_of(model, options)
             self._separate_random_numbers()
@@ -200,6 +201,7 @@ class Job:
                 sync=sync,
                 watch=watch,
                 file=self.file,
+                adapters=adapters,
             ),
         )
         self._sync.append(sync)

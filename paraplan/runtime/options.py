@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.plan.files import PlanFile
 from paraplan.runtime.agreement import RankSync
+from paraplan.runtime.checkpoints.adapter_files import Adapter
 from paraplan.runtime.checks.forward_state import BatchStatistics
 from paraplan.runtime.checks.references import Verify
 from paraplan.runtime.data.batches import TargetCount
@@ -31,7 +32,9 @@ class TrainingOptions:
     A dict of metrics may stand behind each; they are averaged as the loss is.
     """
     optimizer: OptimizerFactory
-    """Called with a list of this rank's parameters; returns their optimizer, or a list of several."""
+    """Called with a list of this rank's parameters; returns their optimizer, or a list of several.
+
+    `parameters.named()` has their names in the whole model, to make groups of them."""
     scheduler: SchedulerFactory | None = None
     """Called with what `optimizer` returned; what it returns is stepped after every step."""
     max_grad_norm: float | None = None
@@ -78,3 +81,4 @@ class EngineOptions:
     watch: RunWatch | None = None
     file: PlanFile | None = None
     checking: Checking = field(default_factory=Checking)
+    adapters: tuple[Adapter, ...] = ()

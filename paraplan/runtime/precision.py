@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from paraplan.errors import UsageError
+from paraplan.errors import PlanError, UsageError
 from paraplan.plan.training import TrainingPrecision
 
 
@@ -53,6 +55,26 @@ def shard_precision(precision: TrainingPrecision, reduce_dtype: ReduceType = "fp
         reduced = torch.bfloat16 if reduce_dtype == "bf16" else torch.float32
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     return MixedPrecisionPolicy()
+
+
+def check_stored_type(model: nn.Module, precision: TrainingPrecision) -> None:
+    """Raise `PlanError` where the plan keeps the model in bf16 without fp32 masters, and the script made it otherwise.
+
+    The smaller part may have another type: adapters that peft keeps in fp32, norms.
+    """
+    if precision != "bf16-pure":
+        return
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    most = max(sizes, key=sizes.__getitem__, default=torch.bfloat16)
+    if most != torch.bfloat16:
+        raise PlanError(
+            f"precision=bf16-pure keeps the model in bf16, and {sizes[most]:,} of its {sizes.total():,} parameters are "
+            f"in {str(most).removeprefix('torch.')}",
+            hint="call model.to(torch.bfloat16) before job.prepare, or use precision bf16, which has fp32 masters",
+        )
 
 
 INITIAL_SCALE = 2.0**16

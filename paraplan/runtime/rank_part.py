@@ -12,6 +12,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data_parallel.wrapping import ReplicaReduction, apply_data_parallelism
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.optimizers.several import RankParameters
 from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.recompute.blocks import recompute_blocks
 from paraplan.runtime.recompute.policy import RecomputedBlocks, RecomputePolicy
@@ -40,16 +41,16 @@ class RankPart:
     reductions: tuple[ReplicaReduction, ...] = ()
     model: nn.Module | None = None
 
-    def optimized(self) -> list[nn.Parameter]:
+    def optimized(self) -> RankParameters:
         """Return the parameters that an optimizer is made for.
 
         A rank that trains none of them (a stage of frozen blocks) has one without elements too, since optimizers refuse
         an empty list, and scripts give them those that need a gradient.
         """
-        held = list(self.parameters.values())
-        if not any(parameter.requires_grad for parameter in held):
-            held.append(nn.Parameter(torch.empty(0)))
-        return held
+        held = dict(self.parameters)
+        if not any(parameter.requires_grad for parameter in held.values()):
+            held[""] = nn.Parameter(torch.empty(0))
+        return RankParameters(held)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ are named one by one, by the protocol that torch.distributed.checkpoint has for 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,11 @@ class ShardLocation:
 
     sharding: Sharding
     index: int
+
+
+def locations(shardings: Mapping[str, Sharding], index: int) -> dict[str, ShardLocation]:
+    """Return where the parts of rank `index` of `tp` lie, by the names of the parameters."""
+    return {name: ShardLocation(sharding=sharding, index=index) for name, sharding in shardings.items()}
 
 
 @dataclass(frozen=True)

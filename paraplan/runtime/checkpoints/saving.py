@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,19 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
-    def write(self, folder: Path, source: CheckpointSource, *, wait: bool, weights_only: bool = False) -> None:
+    def write(
+        self, folder: Path, source: CheckpointSource, *, wait: bool, only: Callable[[str], bool] | None = None
+    ) -> None:
         """Write a checkpoint to `folder`, replacing one that is there. Every rank calls it.
 
-        With `weights_only` it holds parameters and buffers alone. With `wait` all return when it is whole. Without,
+        With `only` it holds the entries that this picks by name. With `wait` all return when it is whole. Without,
         they return when the state is copied, and a thread goes on. Raises `CheckpointError` where the folder or the
         disk does not take it; the one that is there stays.
         """
         self.finish()
         entries = entries_to_write(source) | random_entries(source.mesh.world)
-        if weights_only:
-            entries = {name: held for name, held in entries.items() if name.startswith(MODEL)}
+        if only is not None:
+            entries = {name: held for name, held in entries.items() if only(name)}
         if not wait:
             entries = copied(entries)
             if self._group is None and dist.is_initialized():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ModelError, UsageError
-from paraplan.runtime.checkpoints.chunks import ShardLocation, chunks_of
+from paraplan.runtime.checkpoints.chunks import chunks_of, locations
 from paraplan.runtime.checkpoints.entries import MODEL
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError, SafeReader, read_entries
 from paraplan.runtime.checkpoints.saving import find_whole
@@ -74,9 +74,7 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
     `names` are all names of each parameter. Raises `ModelError` for a parameter that is not there or has another shape.
     Buffers that are not there stay as they are.
     """
-    places = {
-        name: ShardLocation(sharding=sharding, index=mesh.coordinate("tp")) for name, sharding in part.shardings.items()
-    }
+    places = locations(part.shardings, mesh.coordinate("tp"))
     files = WeightFiles(source)
     for name, parameter in part.parameters.items():
         known = next((alias for alias in names.get(name, [name]) if alias in files), None)
@@ -106,30 +104,49 @@ def export_weights(folder: str | Path, path: str | Path, *, dtype: torch.dtype |
     Raises `CheckpointError` for a folder without a checkpoint that is whole, and `UsageError` where safetensors is not
     installed.
     """
-    if importlib.util.find_spec("safetensors") is None:
-        raise UsageError("safetensors is not installed", hint="pip install safetensors")
-    from safetensors.torch import save_file
-
-    whole = find_whole(Path(folder))
-    index = SafeReader(whole).read_metadata()
-    weights = {
-        name.removeprefix(MODEL): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in index.state_dict_metadata.items()
-        if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
-    }
-    if not weights:
-        raise CheckpointError(f"{folder} holds no weights", hint="name a folder that engine.save wrote")
-    read_entries(whole, {f"{MODEL}{name}": value for name, value in weights.items()}, index=index, alone=True)
+    weights = read_checkpoint(Path(folder))
     if dtype is not None:
         weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     target = Path(path)
     if not target.parent.is_dir():
         raise UsageError(f"cannot write {target}: there is no such folder", hint="make it, or choose another")
+    save_tensors(weights, target)
+    return len(weights)
+
+
+def read_checkpoint(folder: Path, *, only: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers of the checkpoint in `folder`, or `only` those of these names.
+
+    Raises `CheckpointError` for a folder without a checkpoint that is whole.
+    """
+    whole = find_whole(folder)
+    index = SafeReader(whole).read_metadata()
+    weights = {
+        name.removeprefix(MODEL): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
+        if name.startswith(MODEL)
+        and isinstance(entry, TensorStorageMetadata)
+        and (only is None or name.removeprefix(MODEL) in only)
+    }
+    if not weights:
+        raise CheckpointError(f"{folder} holds no weights", hint="name a folder that engine.save wrote")
+    read_entries(whole, {f"{MODEL}{name}": value for name, value in weights.items()}, index=index, alone=True)
+    return weights
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], target: Path) -> None:
+    """Write `tensors` to the safetensors file `target`, which is there when it is whole.
+
+    Raises `UsageError` where it cannot be written, or safetensors is not installed.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise UsageError("safetensors is not installed", hint="pip install safetensors")
+    from safetensors.torch import save_file
+
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        save_file(weights, beside, metadata={"format": "pt"})
+        save_file(tensors, beside, metadata={"format": "pt"})
         beside.replace(target)
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise UsageError(f"cannot write {target}: {error}", hint="choose a folder that exists and is yours") from None
-    return len(weights)

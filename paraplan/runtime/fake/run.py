@@ -117,6 +117,8 @@ def trace_peak(
     silence_known_noise()
     with torch.device("meta"):
         model = call_user_code(source, "the model was built", factory)
+    if training.precision == "bf16-pure":
+        model = model.to(torch.bfloat16)
     with ExitStack() as stack:
         world = stack.enter_context(fake_world(rank=rank, size=plan.world_size))
         mesh = build_mesh(plan, world)

@@ -12,7 +12,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.errors import UsageError
 
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+
+class RankParameters(list[nn.Parameter]):
+    """This rank's parameters, as an optimizer takes them, which know their names in the whole model."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(parameters.values())
+        self._names = tuple(parameters)
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters with their names, the same under every plan: for groups of an optimizer."""
+        return list(zip(self._names, self, strict=True))
+
+
+OptimizerFactory = Callable[[RankParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 SchedulerFactory = Callable[[Any], LRScheduler | Sequence[LRScheduler]]
 """Is called with what the factory of the optimizer returned."""
 
