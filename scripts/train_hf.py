@@ -90,7 +90,7 @@ def train(arguments: argparse.Namespace) -> None:
     engine = job.prepare(
         model,
         loss_fn=loss_fn,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=arguments.lr),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=arguments.lr, fused=torch.cuda.is_available()),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(
             optimizer, start_factor=0.1, total_iters=max(1, arguments.steps // 10)
         ),

@@ -181,7 +181,7 @@ def train(arguments: argparse.Namespace) -> None:
     engine = job.prepare(
         model,
         loss_fn=loss_fn,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=arguments.lr),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=arguments.lr, fused=torch.cuda.is_available()),
         max_grad_norm=1.0,
     )
     training, validation = read_text(arguments.data)

@@ -14,6 +14,7 @@ from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.checkpoints.adapter_files import count_base
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.sharded_table import shard_tables
 from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
@@ -147,7 +148,8 @@ def _tensor_split(structure: ModelStructure, parallel: ParallelContext) -> Tenso
 
 def _check_reference(reference: ModelReference, model: nn.Module, stack: BlockStack | None, plan: ParallelPlan) -> None:
     num_parameters = count_parameters(model)
-    if reference.num_parameters not in (None, num_parameters):
+    # Plans of --train lora are made for the model without its adapters, those of a factory for all that it builds.
+    if reference.num_parameters not in (None, num_parameters, count_base(model)):
         raise PlanError(
             f"the plan was made for {reference.name} with {reference.num_parameters:,} parameters, and this model has "
             f"{num_parameters:,}",

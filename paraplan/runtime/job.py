@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from paraplan.runtime.data.streams import SameStream, StreamBatches
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import Checking
+from paraplan.runtime.optimizers.fused import unfused_note
 from paraplan.runtime.optimizers.offload import keep_on_host
 from paraplan.runtime.optimizers.several import (
     OptimizerFactory,
@@ -58,6 +60,8 @@ from paraplan.runtime.structure.blocks import compile_blocks
 from paraplan.runtime.structure.weights import count_parameters, share_weights
 from paraplan.runtime.timeouts import explained_timeouts
 from paraplan.runtime.world import World
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,7 @@ class Job:
             self._separate_random_numbers()
             given = options.optimizer(part.optimized())
             made = as_one_optimizer(given)
+            self._tell_unfused(made)
             for one in optimizers_in(made):
                 self._suit(one, part)
                 if self.plan.offload == "optimizer":
@@ -213,6 +218,11 @@ class Job:
         if not self._agreements:
             self._agreements.append(Agreement(self.world))
         return self._agreements[0]
+
+    def _tell_unfused(self, optimizer: torch.optim.Optimizer) -> None:
+        note = unfused_note(optimizers_in(optimizer), self.file, self.device)
+        if note is not None and self.is_main:
+            _LOGGER.warning(note)
 
     def _suit(self, optimizer: torch.optim.Optimizer, part: RankPart) -> None:
         """Give `optimizer` whole tensors for its steps where it looks at more than single numbers."""

@@ -58,6 +58,13 @@ def adapters_of(model: nn.Module) -> tuple[Adapter, ...]:
     return tuple(found)
 
 
+def count_base(model: nn.Module) -> int:
+    """Return the number of parameters of `model` without its adapters, as its configuration has them."""
+    # With adapters of embeddings peft saves the embedding itself too, its base layer.
+    added = {name for adapter in adapters_of(model) for name in adapter.names.values() if ".base_layer." not in name}
+    return sum(one.numel() for name, one in model.named_parameters() if name not in added)
+
+
 def check_adapters(adapters: Sequence[Adapter]) -> None:
     """Raise `UsageError` where there is no adapter to write, or one that peft computes anew for its file."""
     if not adapters:

@@ -256,11 +256,16 @@ def empty_states(saved: Mapping[str, Any], source: CheckpointSource) -> dict[str
     return states
 
 
+_KERNELS = ("fused", "foreach", "capturable")
+"""Options that say how torch computes a step: those of this machine's script stand."""
+
+
 def take_options(optimizer: torch.optim.Optimizer, texts: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-    """Give every group of `optimizer` the saved options of its first parameter."""
+    """Give every group of `optimizer` the saved options of its first parameter, but not by which kernels it steps."""
     for group in optimizer.param_groups:
         if group["params"]:
-            group.update(texts.get(group["params"][0], {}))
+            saved = texts.get(group["params"][0], {})
+            group.update({key: value for key, value in saved.items() if key not in _KERNELS})
 
 
 def _progress(source: CheckpointSource) -> dict[str, Any]:

@@ -243,8 +243,9 @@ def _take_optimizer(
 ) -> None:
     groups = {source.parameters[name]: one.options for name, one in options.items()}
     take_options(source.optimizer, groups)
+    held = {one: group for group in source.optimizer.param_groups for one in group["params"]}
     for name, parameter in source.parameters.items():
-        values: dict[str, Any] = _placed(states[name], parameter, groups.get(parameter, {}))
+        values: dict[str, Any] = _placed(states[name], parameter, held.get(parameter, {}))
         values |= options[name].numbers if name in options else {}
         if values:
             source.optimizer.state[parameter] = values
