@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from paraplan.errors import PlanError
+from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
@@ -60,6 +61,33 @@ def check_model(
             hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use recompute=none",
         )
     return stack
+
+
+_QUANTIZED = ("Params4bit", "Int8Params")  # bitsandbytes.nn
+
+
+def check_quantized(model: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
+    """Raise `UnsupportedPlanError` where a plan cannot hold the weights of bitsandbytes that `model` has."""
+    held = next((one for one in model.named_parameters() if type(one[1]).__name__ in _QUANTIZED), None)
+    if held is None or plan.world_size == 1:
+        return
+    name, kind = held[0], type(held[1]).__name__
+    if plan.tp > 1:
+        raise UnsupportedPlanError(
+            f"tp={plan.tp}: {name} is quantized ({kind}), and its blocks go on from row to row",
+            hint="use DDP, ZeRO-3 or a pipeline, or weights that are not quantized",
+        )
+    if plan.zero_stage and kind == "Int8Params":
+        raise UnsupportedPlanError(
+            f"zero_stage={plan.zero_stage}: {name} is quantized to 8 bits ({kind}), which FSDP cannot shard",
+            hint="use DDP, or weights in 4 bits with bnb_4bit_quant_storage",
+        )
+    if device.type == "cpu":
+        raise UnsupportedPlanError(
+            f"{name} is quantized ({kind}), and on a CPU bitsandbytes lays it out anew for each pass in evaluation, "
+            f"under the plan '{plan.describe()}'",
+            hint="train it in one process, on GPUs, or with weights that are not quantized",
+        )
 
 
 def assemble_part(

@@ -20,7 +20,7 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement, RankSync
-from paraplan.runtime.assembly import assemble_part, check_model
+from paraplan.runtime.assembly import assemble_part, check_model, check_quantized
 from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.checkpoints.adapter_files import adapters_of
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
@@ -240,6 +240,7 @@ class Job:
         """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
+        check_quantized(model, plan, self.device)
         check_reduce_type(options.reduce_dtype, self.precision)
         if options.gather_outputs:
             check_gathers(plan)

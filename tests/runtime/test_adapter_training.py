@@ -392,3 +392,25 @@ def test_pure_bf16_of_a_model_in_fp32_is_refused() -> None:
         PlanError, match=r"bf16-pure keeps the model in bf16, and 17,568 of its 17,568 parameters are in float32"
     ):
         Training(ALONE, base(torch.float32), precision="bf16-pure")
+
+
+def refused_for_quantized_weights(plan: ParallelPlan) -> str:
+    import bitsandbytes
+
+    model = base(torch.float32)
+    layer = model.get_submodule("model.layers.0.mlp")
+    weight = bitsandbytes.nn.Params4bit(layer.get_parameter("up_proj.weight").detach(), requires_grad=False)
+    layer.up_proj = bitsandbytes.nn.Linear4bit(32, 48, bias=False)
+    layer.up_proj.weight = weight
+    with pytest.raises(UnsupportedPlanError) as refused:
+        Training(plan, model)
+    return str(refused.value)
+
+
+@pytest.mark.ranks
+def test_quantized_weights_are_refused_where_ranks_cannot_hold_them(ranks: RankHarness) -> None:
+    pytest.importorskip("bitsandbytes")
+    for said in ranks.run(refused_for_quantized_weights, TP, size=2):
+        assert "tp=2: model.layers.0.mlp.up_proj.weight is quantized (Params4bit)" in said
+    for said in ranks.run(refused_for_quantized_weights, DDP, size=2):
+        assert "on a CPU bitsandbytes lays it out anew" in said

@@ -160,7 +160,8 @@ def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
 def as_one_optimizer(made: Any) -> torch.optim.Optimizer:
     """Return what a factory made as one optimizer; raise `UsageError` where it made none or other things."""
     members = optimizers_in(made)
-    wrong = [type(member).__name__ for member in members if not isinstance(member, torch.optim.Optimizer)]
+    kinds = [list if isinstance(member, RankParameters) else type(member) for member in members]
+    wrong = [kind.__name__ for kind in kinds if not issubclass(kind, torch.optim.Optimizer)]
     if wrong or not members:
         raise UsageError(
             f"optimizer= returned {wrong[0] if wrong else 'an empty list'}",
