@@ -22,6 +22,15 @@ from paraplan.search.tree import TreeAnswer, family
 PLAIN: tuple[tuple[Baseline, Literal[0, 3]], ...] = (("FSDP", 3), ("DDP", 0))
 """The plans that everybody knows, by their ZeRO stage: all GPUs along dp, and nothing offloaded."""
 
+ROOMY = 0.97
+"""Of the usable memory: plans that need more run out of it once in eight times or more (`profiles/accuracy.json`)."""
+WITHOUT_OFFLOAD = 0.25
+"""A plan that leaves the host alone may take this much longer than one that offloads.
+
+Of all that is predicted, copies and the host's own step are the least sure: PCIe is shared, CPUs differ.
+"""
+TIGHT = 2
+"""What less room than that counts beside the complexity of a plan."""
 _STAGES_PRICED = 3
 """The survey computes the first, the second and the last stage of a pipeline, and the fullest between."""
 
@@ -160,6 +169,8 @@ class Choice:
         other = priced.plan(first).describe()
         if more <= 0 or other == priced.plan(self.row).describe():
             return None
+        if priced.table.offload[first] and not priced.table.offload[self.row]:
+            return f"chosen over {other}, predicted {more:.1%} {what}, because it needs no offload"
         error = (
             "nearly equal" if is_memory else f"a difference under {TOLERANCE[self.objective]:.0%} is within the error"
         )
@@ -238,19 +249,30 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
     survey.find(named[kind])
     if objective == "memory":
         return
-    levels = complexity(plans.column)
+    levels = complexity(plans.column, seq_length=survey.workload.training.seq_length)
+    survey.find(plans.column("offload") == 0, at_most_s=(1 + WITHOUT_OFFLOAD) * survey.fastest_s)
+    roomy_bytes, tight_level = ROOMY * survey.workload.usable_memory_bytes, np.inf
     for level in np.flatnonzero(np.bincount(levels)):  # np.unique would import masked arrays
-        at_most_s = (1 + TOLERANCE[objective]) * survey.fastest_s
-        if survey.find(levels == level, at_most_s=at_most_s) <= at_most_s:
+        if level >= tight_level + TIGHT:
             return
+        at_most_s = (1 + TOLERANCE[objective]) * survey.fastest_s
+        if survey.find(levels == level, at_most_s=at_most_s, most_bytes=roomy_bytes) <= at_most_s:
+            return
+        if survey.find(levels == level, at_most_s=at_most_s) <= at_most_s:
+            tight_level = min(tight_level, int(level))
 
 
 def _simplest(plans: EvaluatedPlans, objective: Objective, first: int) -> int:
     """Return the simplest plan within the tolerance of `first`, of equally simple ones the best."""
     priced = plans.priced
     values = priced.peak_bytes if objective == "memory" else priced.seconds
-    close = np.flatnonzero(values <= (1 + TOLERANCE[objective]) * values[first])
-    levels = complexity(lambda column: getattr(priced.table, column))
+    tolerance = np.full(len(values), TOLERANCE[objective])
+    if priced.table.offload[first] and TOLERANCE[objective]:
+        tolerance[priced.table.offload == 0] = WITHOUT_OFFLOAD
+    close = np.flatnonzero(values <= (1 + tolerance) * values[first])
+    length = plans.workload.training.seq_length
+    levels = complexity(lambda column: getattr(priced.table, column), seq_length=length)
+    levels = levels + TIGHT * (priced.peak_bytes > ROOMY * plans.workload.usable_memory_bytes)
     order = close[np.lexsort((values[close], levels[close]))]
     return plans.first_fitting(order.tolist(), 0)[0]
 

@@ -236,9 +236,13 @@ class Survey:
                 break
             say(f"pricing plans, {len(waiting):,} left, {_best_so_far(self.fastest_s)} (Ctrl-C: the best so far)")
 
-    def find(self, among: Mask, *, at_most_s: float = np.inf) -> float:
-        """Price plans until the fastest of `among` is known, if it takes at most `at_most_s`; return its seconds."""
-        best = float(self._seconds[among].min(initial=np.inf))
+    def find(self, among: Mask, *, at_most_s: float = np.inf, most_bytes: float = np.inf) -> float:
+        """Price plans until the fastest of `among` that needs `most_bytes` or less is known; return its seconds.
+
+        It may stay unknown where it takes more than `at_most_s`.
+        """
+        known = among & (self._peaks <= most_bytes)
+        best = float(self._seconds[known].min(initial=np.inf))
         rows = np.flatnonzero(among & np.isnan(self._peaks) & (self.plans.least_s < min(best, at_most_s)))
         timed = np.flatnonzero(among & self._fits & np.isinf(self._seconds))
         rows = np.concatenate([rows, timed[self.plans.least_s[timed] < min(best, at_most_s)]])
@@ -247,7 +251,8 @@ class Survey:
         while len(rows) and not is_stopped():
             batch, rows = rows[:size], rows[size:]
             self._price(batch)
-            best = min(best, float(self._seconds[batch].min()))
+            found = self._seconds[batch[self._peaks[batch] <= most_bytes]]
+            best = min(best, float(found.min(initial=np.inf)))
             rows = rows[self.plans.least_s[rows] < min(best, at_most_s)]
             size = min(4 * size, _MOST_ROWS)
         return best
