@@ -119,3 +119,19 @@ def complexity(column: Callable[[str], Ints], *, seq_length: int) -> Ints:
     twice += [column("virtual") > 1, *(column(name) > 0 for name in ("split", "shards", "order"))]
     counted = sum((each.astype(np.int64) for each in twice), start=column("offload").astype(np.int64))
     return np.asarray(2 * counted + (column("zero_stage") > 0))
+
+
+ROOMY, BRIM = 0.97, 0.99
+"""Of the usable memory: plans that need more run out of it once in eight times, and every second time.
+
+So they do if predictions are as far off as in `profiles/accuracy.json`.
+"""
+
+
+def faults(offload: Ints, memory_share: Floats) -> Floats:
+    """Return what shares of its time a plan may take longer that lacks the faults of this one.
+
+    Copies to the host are the least sure of all that is predicted: PCIe is shared, CPUs differ. `memory_share` is the
+    peak over the usable memory; a run that ends out of memory has been for nothing.
+    """
+    return np.asarray(0.25 * (offload > 0) + 0.25 * (memory_share > ROOMY) + 0.75 * (memory_share > BRIM))
