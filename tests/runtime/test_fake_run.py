@@ -60,7 +60,7 @@ def trace(
 
 
 def test_one_process_holds_parameters_gradients_and_state_by_hand_count() -> None:
-    memory = trace()
+    memory = trace(optimizer="adamw_foreach")
     # So few tokens make the optimizer's step the peak: everything whole, and the roots of the second moments.
     assert memory.phase == "optimizer"
     assert memory.parameter_bytes == memory.gradient_bytes == memory.workspace_bytes == 4 * PARAMETERS
