@@ -100,6 +100,8 @@ class KernelProfile(_Group):
     fused, 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and saves 49)."""
     host_s_per_block: float
     """Seconds of the host to start the kernels of one block's forward pass: a floor under its time."""
+    collective_host_s: float = 0.0
+    """Seconds of the host to start one collective of tensor parallelism, where `host_s_per_block` holds none."""
     default_attention: AttentionKind = "flash"
     """The attention kernel of runs that do not name one."""
     flash_generation: int = 2
