@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -36,6 +37,9 @@ TASKS = (
     "ZERO_SHOT_IMAGE_CLASSIFICATION",
 )
 """The class of the first of these tasks stands in the configuration, else that of the bare model."""
+
+
+START, END = "<!-- census -->\n", "<!-- /census -->"
 
 
 class Answer(NamedTuple):
@@ -111,12 +115,12 @@ def ask_in_child(arguments: tuple[str, float]) -> Answer:
 
 
 def main() -> int:
-    """Ask about every model type, print and write the table."""
+    """Ask about every model type, print them and write the lists."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--types", nargs="+")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--markdown", type=Path, help="write the lists into this page, between its marks")
     options = parser.parse_args()
     import torch
     from transformers import logging
@@ -133,14 +137,19 @@ def main() -> int:
     counts = Counter(answer.kind for answer in answers)
     print(f"\n{len(answers)} model types: {', '.join(f'{count} {kind}' for kind, count in counts.most_common())}")
     if options.markdown:
-        options.markdown.write_text(table(answers))
+        text = options.markdown.read_text()
+        before, _, rest = text.partition(START)
+        options.markdown.write_text(before + START + lists(answers) + END + rest.partition(END)[2])
     return 1 if counts["error"] or counts["too slow"] else 0
 
 
-def table(answers: list[Answer]) -> str:
-    """Return the answers as a table in Markdown."""
-    rows = [f"| `{one.model_type}` | {one.kind} | {one.words.replace('|', '/')} |" for one in answers]
-    return "\n".join(["| model type | paraplan | what it says |", "| --- | --- | --- |", *rows, ""])
+def lists(answers: list[Answer]) -> str:
+    """Return the model types of each kind as paragraphs in Markdown."""
+    parts = []
+    for kind in sorted({one.kind for one in answers}):
+        names = ", ".join(one.model_type for one in answers if one.kind == kind)
+        parts.append(f"**{kind}** ({sum(one.kind == kind for one in answers)}): {textwrap.fill(names, 120)}")
+    return "\n" + "\n\n".join(parts) + "\n\n"
 
 
 if __name__ == "__main__":

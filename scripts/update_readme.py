@@ -1,7 +1,8 @@
-"""Run the commands that the README shows and put their output below them, up to the line that says `...`.
+"""Run the commands that the README shows and put their output below them, up to the line that says `...`; draw one.
 
     python scripts/update_readme.py
 
+The picture is a terminal with the output of the first command, as rich draws it.
 A block starts with `    $ paraplan ...`; if it ends with `    ...`, only its lines before that are kept.
 """
 
@@ -12,20 +13,23 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from io import StringIO
 from pathlib import Path
 
 README = Path(__file__).parent.parent / "README.md"
 PROMPT = "    $ paraplan "
 WIDTH = 120
+PICTURE = README.parent / "paraplan" / "docs" / "recommend.svg"
+PICTURE_WIDTH, PICTURE_LINES = 100, 30
 
 
-def output(command: str) -> list[str]:
+def output(command: str, *, width: int = WIDTH, **environment: str) -> list[str]:
     """Return the lines that `paraplan command` prints, without trailing blanks; end this script if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         finished = subprocess.run(
             [sys.executable, "-m", "paraplan", *shlex.split(command)],
             cwd=folder,
-            env=os.environ | {"COLUMNS": str(WIDTH), "NO_COLOR": "1"},
+            env=os.environ | {"COLUMNS": str(width)} | (environment or {"NO_COLOR": "1"}),
             capture_output=True,
             text=True,
             check=False,
@@ -59,5 +63,21 @@ def updated(text: str) -> str:
     return "\n".join(result) + "\n"
 
 
+def picture(command: str) -> str:
+    """Return an SVG of a terminal in which a command was run."""
+    from rich.console import Console
+    from rich.text import Text
+
+    colored = output(command, width=PICTURE_WIDTH, FORCE_COLOR="1", COLORTERM="truecolor")
+    console = Console(record=True, width=PICTURE_WIDTH, file=StringIO(), force_terminal=True)
+    console.print(Text(f"$ paraplan {command}", style="bold"))
+    for line in colored[:PICTURE_LINES]:
+        console.print(Text.from_ansi(line))
+    return console.export_svg(title="paraplan")
+
+
 if __name__ == "__main__":
-    README.write_text(updated(README.read_text()))
+    text = updated(README.read_text())
+    README.write_text(text)
+    first = next(line for line in text.splitlines() if line.startswith(PROMPT))
+    PICTURE.write_text(picture(first.removeprefix(PROMPT)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
-    """The machines, and what is known of them."""
+    """The machines, and what is known of them. $PARAPLAN_PROFILE is the profile where nothing else names one."""
 
     profile: ProfileOption = None
     nodes: NodesOption = None
@@ -103,7 +104,7 @@ class HardwareOptions:
 
     def _source(self) -> str | None:
         if self.gpu is None and self.num_gpus is None:
-            return self.profile
+            return self.profile or os.environ.get("PARAPLAN_PROFILE") or None
         if self.profile is not None or self.gpu is None:
             raise UsageError(
                 "--gpu and --num-gpus describe a machine together, in place of --profile",

@@ -19,18 +19,8 @@ from paraplan.errors import UsageError, near_names
 app = typer.Typer(add_completion=False)
 
 TOPICS = (
-    *(
-        "decision-tree",
-        "plans-and-ranks",
-        "fine-tuning",
-        "training",
-        "runtime",
-        "memory",
-        "cost-model",
-        "recommendations",
-        "reports",
-    ),
-    *("launch", "faq", "glossary"),
+    *("models", "machines", "decision-tree", "plans-and-ranks", "training", "fine-tuning", "runtime", "memory"),
+    *("cost-model", "accuracy", "recommendations", "reports", "launch", "faq", "glossary"),
     *("moving-from-torchrun", "moving-from-accelerate", "moving-from-deepspeed", "moving-from-megatron-lm"),
     *("export", "ci", "calibrate", "validate"),
 )

@@ -33,7 +33,6 @@ from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
     from paraplan.api.recommendations import Find
-    from paraplan.api.workloads import Cluster
     from paraplan.model.spec import ModelSpec
 
 app = typer.Typer(add_completion=False)
@@ -161,14 +160,16 @@ class SearchOptions:
         if reference is not None and self.find is FindName.largest_model:
             raise UsageError(f"--find largest-model looks for a model, and {reference} is one", hint="leave it out")
 
-    def model(self, reference: str | None, training: TrainingChoices, plan: PlanChoices, cluster: Cluster) -> ModelSpec:
+    def model(
+        self, reference: str | None, training: TrainingChoices, plan: PlanChoices, hardware: HardwareOptions
+    ) -> ModelSpec:
         """Return the model that is named, or the largest bundled one that fits where that is asked for."""
         if reference is not None:
             return load_model(
                 reference, seq_length=training.seq_len, finds_length=self.find is FindName.longest_sequence
             )
         found = largest_model(
-            cluster,
+            hardware.cluster(),
             seq_length=training.seq_len,
             global_batch_size=training.global_batch,
             framework=self.framework,
@@ -239,8 +240,8 @@ def recommend(
     old.require(html, output, trace)
     started = time.perf_counter()
     search.require(model)
+    spec = search.model(model, training, plan, hardware)
     cluster = hardware.cluster()
-    spec = search.model(model, training, plan, cluster)
     batch = training.global_batch or SEQUENCES_PER_GPU * cluster.num_gpus
     if training.global_batch is None:
         assumed = f"a global batch of {batch} is assumed, {SEQUENCES_PER_GPU} sequences a GPU"

@@ -74,7 +74,9 @@ def find_config(reference: str) -> Path:
         return _download_config(reference)
     except ModelError as error:
         reason = error.message.partition(", and ")[2] or error.message
-        hint = f"{near_names(reference, bundled)}; paraplan profiles list --kind model shows the bundled ones"
+        hint = near_names(reference, bundled)
+        if hint.endswith("?"):
+            hint = f"{hint} paraplan profiles list --kind model shows the bundled ones"
         raise ModelError(f"{what}, and {reason}", hint=hint) from error
 
 

@@ -15,6 +15,8 @@ ATTEMPTS: tuple[Attempt, ...] = ("main", "all")
 
 IMAGE_SIZE = 224
 """Pixels each way where a configuration states none, as of most image classifiers (ImageNet's crops)."""
+SOUND_FRAMES = 1_000
+"""Of a spectrum with one frame in 10 ms: ten seconds."""
 SOUND_SAMPLES = 160_000
 """Ten seconds at 16 kHz, where a model reads the wave itself."""
 
@@ -58,7 +60,9 @@ def _pixels(config: Any, batch: int, _: int) -> torch.Tensor:
 def _spectrum(config: Any, batch: int, _: int) -> torch.Tensor:
     sound = _tower(config, "audio_config")
     bins = _first(sound, ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim"), 80)
-    return torch.zeros(batch, bins, 2 * _first(sound, ("max_source_positions",), 1500), dtype=torch.bfloat16)
+    positions = _first(sound, ("max_source_positions",), None)
+    shape = (SOUND_FRAMES, bins) if positions is None else (bins, 2 * positions)  # Whisper's come channels first
+    return torch.zeros(batch, *shape, dtype=torch.bfloat16)
 
 
 def _wave(config: Any, batch: int, _: int) -> torch.Tensor:

@@ -87,7 +87,7 @@ def plans_chart(
         "x": {
             "field": "step",
             "type": "quantitative",
-            "title": "step time, seconds",
+            "title": "step time, seconds (logarithmic)",
             "scale": {"type": "log", "nice": False},
             "axis": {"tickCount": 6, "format": "~g", "labelOverlap": True},
         },
@@ -144,7 +144,9 @@ def throughput_chart(offers: Sequence[SizeOffer], *, tokens_per_step: int, now: 
     ideal: list[dict[str, Any]] = [
         {"gpus": num, "rate": each * num, "kind": "linear scaling", "words": "linear scaling"} for num in rates
     ]
-    return _size_chart([*ideal, *rows], "tokens/s", ticks=_log_ticks([row["rate"] for row in [*ideal, *rows]]))
+    return _size_chart(
+        [*ideal, *rows], "tokens/s (logarithmic)", ticks=_log_ticks([row["rate"] for row in [*ideal, *rows]])
+    )
 
 
 def cost_chart(offers: Sequence[SizeOffer], *, has_price: bool) -> Spec:
@@ -215,11 +217,15 @@ def _limit_lines(limits: list[dict[str, Any]], axis: str) -> list[Spec]:
         "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": "var(--limit)"},
         "encoding": place | {"description": {"field": "name"}},
     }
-    if axis == "x":
-        return [line]
-    name = {
-        "data": {"values": limits},
-        "mark": {"type": "text", "align": "right", "dy": -7, "fontSize": 12, "color": "var(--limit)", "aria": False},
-        "encoding": place | {"x": {"value": "width"}, "text": {"field": "name"}},
-    }
-    return [line, name]
+    mark = {"type": "text", "align": "right", "fontSize": 12, "color": "var(--limit)", "aria": False}
+    # Beside a line that stands; several do not stand on each other's names.
+    names = [
+        {
+            "data": {"values": [limit]},
+            "mark": mark | ({"dx": -5, "dy": -6 - 14 * number} if axis == "x" else {"dy": -7}),
+            "encoding": place
+            | {"y" if axis == "x" else "x": {"value": 0 if axis == "x" else "width"}, "text": {"field": "name"}},
+        }
+        for number, limit in enumerate(limits)
+    ]
+    return [line, *names]

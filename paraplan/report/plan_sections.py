@@ -186,6 +186,8 @@ def ranks_section(workload: Workload, estimate: PlanEstimate, placement: Planned
         GroupRow(name=each.axis, group_of={gpu: each.group_of[rank] for rank, gpu in enumerate(gpus)})
         for each in groups
     ]
+    if cluster.num_nodes > 1:
+        sentences.append(f"Drawn is the first of {cluster.num_nodes} machines.")
     label = "The machine with the groups of its ranks; scrolls sideways"
     picture = render_svg(cluster.node, groups=rows) if cluster.node.gpus else ""
     maps = "".join(map_table(each, ranks_per_node=per_node) for each in mapped)

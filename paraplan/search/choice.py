@@ -15,7 +15,7 @@ from paraplan.cost.plan_table import Ints, Mask
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.search.evaluation import Priced, Survey, kinds_of
-from paraplan.search.results import TOLERANCE, Baseline, Candidate, Objective, complexity, rank
+from paraplan.search.results import ROOMY, TOLERANCE, Baseline, Candidate, Objective, complexity, faults, rank
 from paraplan.search.space import PlanSpace
 from paraplan.search.tree import TreeAnswer, family
 
@@ -119,7 +119,7 @@ class Choice:
             return None
         rows = plans.in_order(objective, rows)
         named = plans.first_fitting([row for row in ranked if plans.is_named(row)], 0)
-        return cls(plans, objective, rows, _simplest(plans, objective, rows[0]), named[0] if named else None)
+        return cls(plans, objective, rows, _simplest(plans, objective), named[0] if named else None)
 
     @property
     def best(self) -> PlanEstimate:
@@ -160,6 +160,11 @@ class Choice:
         other = priced.plan(first).describe()
         if more <= 0 or other == priced.plan(self.row).describe():
             return None
+        if priced.table.offload[first] and not priced.table.offload[self.row]:
+            return f"chosen over {other}, predicted {more:.1%} {what}, because it needs no offload"
+        usable = self.plans.workload.usable_memory_bytes
+        if not is_memory and priced.peak_bytes[first] > ROOMY * usable >= priced.peak_bytes[self.row]:
+            return f"chosen over {other}, predicted {more:.1%} {what}, because it leaves room in memory"
         error = (
             "nearly equal" if is_memory else f"a difference under {TOLERANCE[self.objective]:.0%} is within the error"
         )
@@ -238,21 +243,39 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
     survey.find(named[kind])
     if objective == "memory":
         return
-    levels = complexity(plans.column)
+    roomy_bytes = ROOMY * survey.workload.usable_memory_bytes
+    survey.find(plans.column("offload") == 0, at_most_s=_surest_s(survey), most_bytes=roomy_bytes)
+    levels = complexity(plans.column, seq_length=survey.workload.training.seq_length)
     for level in np.flatnonzero(np.bincount(levels)):  # np.unique would import masked arrays
-        at_most_s = (1 + TOLERANCE[objective]) * survey.fastest_s
-        if survey.find(levels == level, at_most_s=at_most_s) <= at_most_s:
+        at_most_s = (1 + TOLERANCE[objective]) * _surest_s(survey)
+        survey.find(levels == level, at_most_s=at_most_s, most_bytes=roomy_bytes)
+        survey.find(levels == level, at_most_s=at_most_s)
+        if _surest_s(survey, levels == level) <= at_most_s:
             return
 
 
-def _simplest(plans: EvaluatedPlans, objective: Objective, first: int) -> int:
-    """Return the simplest plan within the tolerance of `first`, of equally simple ones the best."""
+def _surest_s(survey: Survey, among: Mask | None = None) -> float:
+    """Return the least time of the plans that were priced, with what their faults are worth."""
+    worth = 1 + faults(survey.plans.column("offload"), survey.peaks / survey.workload.usable_memory_bytes)
+    seconds = survey.seconds * np.where(np.isfinite(survey.seconds), worth, 1.0)
+    return float((seconds if among is None else seconds[among]).min(initial=np.inf))
+
+
+def _simplest(plans: EvaluatedPlans, objective: Objective) -> int:
+    """Return the simplest plan within the tolerance of the best, of equally simple ones the best.
+
+    Time counts with what a plan's faults are worth, but for the objective that asks for nothing but time.
+    """
     priced = plans.priced
     values = priced.peak_bytes if objective == "memory" else priced.seconds
-    close = np.flatnonzero(values <= (1 + TOLERANCE[objective]) * values[first])
-    levels = complexity(lambda column: getattr(priced.table, column))
-    order = close[np.lexsort((values[close], levels[close]))]
-    return plans.first_fitting(order.tolist(), 0)[0]
+    if objective != "memory" and TOLERANCE[objective]:
+        values = values * (1 + faults(priced.table.offload, priced.peak_bytes / plans.workload.usable_memory_bytes))
+    length = plans.workload.training.seq_length
+    levels = complexity(lambda column: getattr(priced.table, column), seq_length=length)
+    order = np.lexsort((values, levels))
+    close = values[order] <= (1 + TOLERANCE[objective]) * values.min()
+    found = plans.first_fitting(order[close].tolist(), 0)
+    return (found or plans.first_fitting(np.argsort(values, kind="stable").tolist(), 0))[0]
 
 
 def best_of_each_kind(priced: Priced, order: Ints) -> list[int]:

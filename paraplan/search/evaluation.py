@@ -204,11 +204,15 @@ class Survey:
     num_priced: int = 0
     """Plans whose memory was computed; those that differ in the order of ranks count each."""
     num_timed: int = 0
+    peaks: Floats = field(init=False)
+    """Of each plan, NaN where it was not computed."""
+    seconds: Floats = field(init=False)
+    """Of each plan, infinite where it was not computed."""
 
     def __post_init__(self) -> None:
-        self._peaks = np.full(len(self.plans), np.nan)
+        self.peaks = np.full(len(self.plans), np.nan)
         self._fits = np.zeros(len(self.plans), dtype=bool)
-        self._seconds = np.full(len(self.plans), np.inf)
+        self.seconds = np.full(len(self.plans), np.inf)
 
     def run(self) -> None:
         """Price the plans that may be among the best of their kind, and their kind among the best."""
@@ -218,7 +222,7 @@ class Survey:
         waiting = np.arange(len(plans))
         if self.smallest_first or self.fronts:
             waiting = self._that_fit(waiting)
-        order = self._peaks if self.smallest_first else plans.least_s
+        order = self.peaks if self.smallest_first else plans.least_s
         waiting = waiting[np.argsort(order[waiting], kind="stable")]
         # The most promising plans of the most promising kinds come first: they say what the others have to beat.
         promising = np.sort(first_rows(kind[waiting])[0])
@@ -236,18 +240,23 @@ class Survey:
                 break
             say(f"pricing plans, {len(waiting):,} left, {_best_so_far(self.fastest_s)} (Ctrl-C: the best so far)")
 
-    def find(self, among: Mask, *, at_most_s: float = np.inf) -> float:
-        """Price plans until the fastest of `among` is known, if it takes at most `at_most_s`; return its seconds."""
-        best = float(self._seconds[among].min(initial=np.inf))
-        rows = np.flatnonzero(among & np.isnan(self._peaks) & (self.plans.least_s < min(best, at_most_s)))
-        timed = np.flatnonzero(among & self._fits & np.isinf(self._seconds))
+    def find(self, among: Mask, *, at_most_s: float = np.inf, most_bytes: float = np.inf) -> float:
+        """Price plans until the fastest of `among` that needs `most_bytes` or less is known; return its seconds.
+
+        It may stay unknown where it takes more than `at_most_s`.
+        """
+        known = among & (self.peaks <= most_bytes)
+        best = float(self.seconds[known].min(initial=np.inf))
+        rows = np.flatnonzero(among & np.isnan(self.peaks) & (self.plans.least_s < min(best, at_most_s)))
+        timed = np.flatnonzero(among & self._fits & np.isinf(self.seconds))
         rows = np.concatenate([rows, timed[self.plans.least_s[timed] < min(best, at_most_s)]])
         rows = rows[np.argsort(self.plans.least_s[rows], kind="stable")]
         size = _FIRST_ROWS
         while len(rows) and not is_stopped():
             batch, rows = rows[:size], rows[size:]
             self._price(batch)
-            best = min(best, float(self._seconds[batch].min()))
+            found = self.seconds[batch[self.peaks[batch] <= most_bytes]]
+            best = min(best, float(found.min(initial=np.inf)))
             rows = rows[self.plans.least_s[rows] < min(best, at_most_s)]
             size = min(4 * size, _MOST_ROWS)
         return best
@@ -255,7 +264,7 @@ class Survey:
     @property
     def fastest_s(self) -> float:
         """The least time of all that was priced."""
-        return float(self._seconds.min())
+        return float(self.seconds.min())
 
     def priced(self) -> Priced:
         """Return all plans that were priced and fit."""
@@ -268,7 +277,7 @@ class Survey:
     def rejections(self, space: PlanSpace) -> tuple[Rejection, ...]:
         """Return why plans were left out, the most frequent reason first."""
         reasons = Counter(space.rejected)
-        unpriced = np.isnan(self._peaks)
+        unpriced = np.isnan(self.peaks)
         reasons["cannot be as fast as the plans shown"] += self._count(np.flatnonzero(unpriced))
         reasons[f"need more than the {format_bytes(self.workload.usable_memory_bytes)} usable"] += self.too_large.count
         if self.too_large.num_beyond_host:
@@ -284,10 +293,10 @@ class Survey:
         limit = known[min(self.num_kinds, len(known)) - 1] * SLACK
         # Of a kind only the best plan is shown, so that nothing has to be close to it.
         limits = np.minimum(best * _ROUNDING, limit)
-        least = (self._peaks if self.smallest_first else self.plans.least_s)[rows]
+        least = (self.peaks if self.smallest_first else self.plans.least_s)[rows]
         matters = least <= limits[kind[rows]]
         if self.fronts:
-            matters |= self.plans.least_s[rows] < self._front_s(self._peaks[rows])
+            matters |= self.plans.least_s[rows] < self._front_s(self.peaks[rows])
         return np.asarray(matters)
 
     def _front_s(self, peak_bytes: Floats) -> Floats:
@@ -300,12 +309,12 @@ class Survey:
 
     def _that_fit(self, rows: Ints) -> Ints:
         """Return those of some plans that fit; the memory of those that were not asked about before is computed."""
-        new = rows[np.isnan(self._peaks[rows])]
+        new = rows[np.isnan(self.peaks[rows])]
         for first in range(0, len(new), CHUNK_ROWS):
             part = new[first : first + CHUNK_ROWS]
             table, weights = self.plans.table(part), self.plans.variants[self.plans.degrees[part]]
             peaks, fitting, beyond = memory_of(self.workload, table)
-            self._peaks[part], self._fits[part] = peaks, fitting & ~beyond
+            self.peaks[part], self._fits[part] = peaks, fitting & ~beyond
             self.num_priced += int(weights.sum())
             self.too_large.add(table.select(~fitting), peaks[~fitting], weights[~fitting])
             self.too_large.add_beyond_host(table.select(beyond), part[beyond], weights[beyond])
@@ -319,8 +328,8 @@ class Survey:
         numbers = np.array([number for each in orders for number in each], dtype=np.int64)
         table = self.plans.table(rows).with_orders(numbers)
         seconds = step_times(self.workload, table).step_time_s if len(rows) else np.zeros(0)
-        np.minimum.at(self._seconds, rows, seconds)
-        priced = Priced(table, seconds, self._peaks[rows])
+        np.minimum.at(self.seconds, rows, seconds)
+        priced = Priced(table, seconds, self.peaks[rows])
         self.found.append(priced)
         self.num_timed += len(priced)
         return priced, rows

@@ -97,19 +97,41 @@ closer cannot be told apart.
 """
 
 
+FEW_TOKENS = 4096
+"""Of one sequence, on a rank of cp: published runs leave more (8,192 in Llama 3, arXiv:2407.21783, table 4)."""
+
+
 def rank(objective: Objective, *, seconds: Floats, peak_bytes: Floats) -> Ints:
     """Return the rows in the order of an objective: by step time, or by peak memory; the other breaks ties."""
     keys = (seconds, peak_bytes) if objective == "memory" else (peak_bytes, seconds)
     return np.lexsort(keys).astype(np.int64)
 
 
-def complexity(column: Callable[[str], Ints]) -> Ints:
+def complexity(column: Callable[[str], Ints], *, seq_length: int) -> Ints:
     """Return how much there is to each plan, by its columns: what makes it harder to run, to debug and to explain.
 
     Each axis beside dp, offload, virtual stages, uneven stages, sharding in groups and ranks in another order than
-    Megatron-LM's count 2, offloaded parameters 4, and sharding over dp (ZeRO) 1.
+    Megatron-LM's count 2, offloaded parameters 4, and sharding over dp (ZeRO) 1. Context parallelism that leaves a rank
+    fewer than `FEW_TOKENS` counts twice: it stands for data parallelism there.
     """
     twice = [column(axis.name) > 1 for axis in AXES if axis.name != "dp"]
+    twice += [(column("cp") > 1) & (seq_length // column("cp") < FEW_TOKENS)]
     twice += [column("virtual") > 1, *(column(name) > 0 for name in ("split", "shards", "order"))]
     counted = sum((each.astype(np.int64) for each in twice), start=column("offload").astype(np.int64))
     return np.asarray(2 * counted + (column("zero_stage") > 0))
+
+
+ROOMY, BRIM = 0.97, 0.99
+"""Of the usable memory: plans that need more run out of it once in eight times, and every second time.
+
+So they do if predictions are as far off as in `profiles/accuracy.json`.
+"""
+
+
+def faults(offload: Ints, memory_share: Floats) -> Floats:
+    """Return what shares of its time a plan may take longer that lacks the faults of this one.
+
+    Copies to the host are the least sure of all that is predicted: PCIe is shared, CPUs differ. `memory_share` is the
+    peak over the usable memory; a run that ends out of memory has been for nothing.
+    """
+    return np.asarray(0.25 * (offload > 0) + 0.25 * (memory_share > ROOMY) + 0.75 * (memory_share > BRIM))

@@ -156,6 +156,8 @@ def offload_remark(
     if estimate.plan.offload == "none" or fixed.offload is not None:
         return None
     without = replace(fixed, offload="none")
+    if some_plan_fits(workload, executor=executor, fixed=without):
+        return None
     whole = replace(workload, cluster=asked)
     machines = None
     if asked != workload.cluster:

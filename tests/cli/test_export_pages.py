@@ -62,12 +62,13 @@ def test_options_that_a_page_names_exist(name: str) -> None:
         # Another tool's words are quoted, and those behind a script are its own.
         words = re.split(r"#| \w+\.py| -- ", re.sub(r'"[^"]*"', "", command))[0].split()
         assert words[0] in COMMANDS, command
-        used.setdefault(words[0], set()).update(word.split("=")[0] for word in words if re.match("--[a-z]", word))
+        subcommand = " ".join(words[: 1 + (words[0] == "profiles")])
+        used.setdefault(subcommand, set()).update(word.split("=")[0] for word in words if re.match("--[a-z]", word))
     for subcommand, options in used.items():
         if subcommand == "launch":  # it ends its process; a test of its own holds the table of its page
             text = (PAGES / "launch.md").read_text().split("<!-- options: begin -->")[1]
         else:
-            text = CliRunner().invoke(app, [subcommand, "--help"], env={"COLUMNS": "200"}).stdout
+            text = CliRunner().invoke(app, [*subcommand.split(), "--help"], env={"COLUMNS": "200"}).stdout
         assert [option for option in options if option not in text] == []
 
 

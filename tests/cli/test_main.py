@@ -57,3 +57,29 @@ def test_numbers_have_their_limits_in_errors_and_not_in_help() -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"paraplan {__version__}\n"
+
+
+def test_options_go_by_the_names_of_other_tools_too() -> None:
+    ours = ["estimate", "gpt2", "--profile", "dgx-h100", "--global-batch", "8", "--seq-len", "512", "--tp", "2"]
+    theirs = ["estimate", "gpt2", "--profile=dgx-h100", "--global_batch_size=8", "--max-length", "512"]
+    theirs += ["--tensor-model-parallel-size", "2"]
+    results = [CliRunner().invoke(app, [*words, "--json"]) for words in (ours, theirs)]
+    assert [result.exit_code for result in results] == [0, 0], results[1].stderr
+    assert results[0].stdout == results[1].stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "machine"),
+    [
+        ([], "dgx-a100"),
+        (["--profile", "dgx-h100"], "dgx-h100"),
+        (["--gpu", "rtx-3090", "--num-gpus", "2"], "rtx-3090-x2"),
+    ],
+)
+def test_a_profile_of_the_environment_is_the_last_that_is_asked(
+    words: list[str], machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAPLAN_PROFILE", "dgx-a100")
+    answer = CliRunner().invoke(app, ["estimate", "gpt2", "--dp", "2", "--json", *words])
+    assert answer.exit_code == 0, answer.stderr
+    assert f'"name": "{machine}"' in answer.stdout

@@ -210,8 +210,17 @@ def test_complexity_counts_what_makes_a_plan_hard_to_run() -> None:
         ParallelPlan(tp=2, pp=4, num_microbatches=4, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2),
     ]
     table = PlanTable.of_plans(ordered)
-    found = complexity(lambda column: np.asarray(getattr(table, column))).tolist()
-    assert found == sorted(found) == [0, 1, 2, 3, 4, 5, 6]
+
+    def found(seq_length: int) -> list[int]:
+        levels: list[int] = complexity(
+            lambda column: np.asarray(getattr(table, column)), seq_length=seq_length
+        ).tolist()
+        return levels
+
+    assert found(4096) == [0, 1, 2, 3, 4, 5, 6]
+    table = PlanTable.of_plans([ParallelPlan(dp=4, cp=2), ParallelPlan(dp=4, tp=2)])
+    assert found(4096) == [4, 2]  # of 2,048 tokens a rank there is nothing to divide
+    assert found(8192) == [2, 2]
 
 
 def test_plain_fsdp_and_ddp_stand_beside_the_best_also_where_they_do_not_fit(workload: MakeWorkload) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from paraplan.resources import profiles_folder
 
 ASSUMED_LATENCY_S = 10e-6
 """One-way time of a small message between nodes where nobody measured it: between InfiniBand's and Ethernet's."""
+
+_APPLE = re.compile(r"(\d+x)?(mps|metal|apple.*|m[1-9](-?(pro|max|ultra))?)")
+"""How people call Apple's GPUs."""
 
 
 def load_gpu(name_or_path: str, *, beside: Path | None = None) -> GpuProfile:
@@ -330,6 +334,11 @@ def _load_named(kind: str, name_or_path: str, *, beside: Path | None = None) -> 
         hint = near_names(name, [*known, *aliases])
         if hint.startswith("known"):
             hint = near_names(name, known)  # nothing is near: the names without their aliases are list enough
+    if _APPLE.fullmatch(name):
+        raise ProfileError(
+            f"{name_or_path}: Apple's GPUs are not planned for: ranks run on NVIDIA and AMD GPUs, or on CPUs",
+            hint="--profile cpu plans for processes on the CPU; any other profile plans for machines elsewhere",
+        )
     raise ProfileError(f"no {kind.removesuffix('s')} profile is called {name_or_path!r}", hint=hint)
 
 
