@@ -13,7 +13,7 @@ import io
 import re
 from pathlib import Path
 
-COLUMNS = ("dropout", "deterministic", "compiled_loss", "head", "context_bytes", "grad_dtype", "memory_rank")
+COLUMNS = ("dropout", "deterministic", "compiled_loss", "head", "context_bytes", "grad_dtype", "memory_rank", "network")
 UNITS = {"MB": 10**6, "MiB": 2**20}
 
 
@@ -32,6 +32,8 @@ def found_in_words(notes: str, metric: str) -> dict[str, object]:
         found["grad_dtype"] = "fp32"
     if context := re.search(r"includes (?:the )?(\d+) (MB|MiB) CUDA context", metric):
         found["context_bytes"] = int(context[1]) * UNITS[context[2]]
+    if "playbook sweep" in notes:
+        found["network"] = "aws-efa-3200-playbook"
     if "last rank" in metric.lower():
         found["memory_rank"] = "last"
     elif re.search(r"\b(max|all|every)\b", metric):

@@ -6,7 +6,7 @@ import re
 from itertools import combinations
 
 from paraplan.errors import ProfileError, near_names
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_gpus
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_gpus, load_network
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile, NetworkProfile
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, NodeTopology
@@ -21,7 +21,8 @@ class DescribedMachines(Record):
     """What a table says of the machines of a run; None is unknown.
 
     `gpu` is a name such as `A100-80GB`; `link` names the links inside a node (`NVLink3 600GB/s`, `PCIe`), "" if
-    unknown; `network_bits_per_s_per_gpu` is the rate of the NICs divided by the GPUs of a node.
+    unknown; `network_bits_per_s_per_gpu` is the rate of the NICs divided by the GPUs of a node; `network` names one of
+    the bundled networks, which is taken instead.
     """
 
     gpu: str
@@ -29,6 +30,7 @@ class DescribedMachines(Record):
     gpus_per_node: int | None = None
     link: str = ""
     network_bits_per_s_per_gpu: float | None = None
+    network: str = ""
 
 
 def gpu_by_label(label: str, gpus: list[GpuProfile] | None = None) -> GpuProfile:
@@ -74,7 +76,7 @@ def described_cluster(machines: DescribedMachines, gpus: list[GpuProfile] | None
     if num_nodes * per_node != machines.num_gpus:
         raise ProfileError(f"{machines.num_gpus} GPUs are no whole number of nodes of {per_node}")
     bits_per_s = machines.network_bits_per_s_per_gpu or gpu.shared.usual_network_bits_per_s
-    network = NetworkProfile(
+    described = NetworkProfile(
         name="described",
         title=f"{bits_per_s / 1e9:g} Gb/s per GPU",
         nics_per_node=per_node,
@@ -82,6 +84,7 @@ def described_cluster(machines: DescribedMachines, gpus: list[GpuProfile] | None
         latency_s=_NIC_LATENCY_S,
         source="the description of the run",
     )
+    network = load_network(machines.network) if machines.network else described
     return Cluster(
         name=machines.gpu,
         gpu=gpu,

@@ -52,6 +52,8 @@ class MeasuredRun(Record):
     num_gpus: int
     intra_node_link: str = ""
     inter_node_gbps_per_gpu: float | None = None
+    network: str = ""
+    """A network of `profiles/networks` by name, where the source says more of it than a rate."""
     model_name: str = ""
     params_b: float | None = None
     layers: int | None = None

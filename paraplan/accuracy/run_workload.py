@@ -66,6 +66,7 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         gpus_per_node=run.gpus_per_node,
         link=run.intra_node_link,
         network_bits_per_s_per_gpu=run.inter_node_gbps_per_gpu and run.inter_node_gbps_per_gpu * 1e9,
+        network=run.network,
     )
     framework, constants = framework_of_run(run, data.frameworks), CostConstants()
     model = _named_model(run, framework, data.configs) or model_from_shapes(_shapes(run, framework, data.configs))

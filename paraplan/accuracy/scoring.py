@@ -15,6 +15,9 @@ from paraplan.records import Record
 FEWEST_ROWS = 4
 """A sweep of fewer plans says little about a ranking."""
 
+SAME_PREDICTION = 1e-6
+"""Predictions that differ by less, relatively, are equal but for rounding: the order of rows must not decide."""
+
 
 UNKNOWN_FRAMEWORK = "unknown: modelled as plain PyTorch"
 """The group of runs whose framework no profile describes."""
@@ -52,7 +55,7 @@ class Sweep(Record):
     """Plans that were measured for one model and set of GPUs.
 
     `rank_correlation` is Spearman's between predicted and measured times of a sequence; `top1_regret` is how much
-    longer the plan with the best prediction took than the best of all, as a share.
+    longer the plan with the best prediction took than the best of all, as a share, on average over plans that share it.
     """
 
     name: str
@@ -181,7 +184,7 @@ def _sweep(rows: Sequence[tuple[MeasuredRun, RunPrediction]], *, at_one_batch: b
     if len(predicted) < FEWEST_ROWS:
         return None
     run = rows[0][0]
-    chosen = float(measured[int(np.argmin(predicted))])
+    chosen = float(measured[predicted <= predicted.min() * (1 + SAME_PREDICTION)].mean())
     model = run.model_name if run.hidden is None else f"{run.layers} x {run.hidden}"
     return Sweep(
         name=f"{run.source}: {model}{f', batch {run.global_batch}' * at_one_batch} on {run.num_gpus} {run.gpu}",

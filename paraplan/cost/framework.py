@@ -100,6 +100,8 @@ class KernelProfile(_Group):
     fused, 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and saves 49)."""
     host_s_per_block: float
     """Seconds of the host to start the kernels of one block's forward pass: a floor under its time."""
+    collective_host_s: float = 0.0
+    """Seconds of the host to start one collective of tensor parallelism, where `host_s_per_block` holds none."""
     default_attention: AttentionKind = "flash"
     """The attention kernel of runs that do not name one."""
     flash_generation: int = 2
@@ -193,6 +195,9 @@ class TensorParallelProfile(_Group):
     keeps_gathered_inputs: bool = False
     """Under sequence parallelism matmuls keep their gathered inputs; Megatron-LM keeps a share of them and gathers it
     again (Korthikanti et al. 2022, section 4.2.2)."""
+    commands_per_block: float = 0.0
+    """Kernels, collectives and events that the host queues in a pass over a block, where tensors of asynchronous
+    collectives are freed by torch's `record_stream`; 0 where nothing waits so."""
     sequence_parallel_by_default: bool = False
     """Runs with tp that do not mention sequence parallelism use it."""
     vocabulary_multiple: int = 1

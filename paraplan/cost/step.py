@@ -214,16 +214,17 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     forward_sends, backward_sends = _tensor_parallel(
         workload, table, stage.num_blocks * tp.all_reduce_s(activation), backward
     )
-    # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time. To start a
-    # collective takes what one of a byte takes.
+    # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time.
     # One process starts the kernels of all its GPUs, by threads that share Python's lock.
     model = workload.model
     adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
     host_s = (framework.kernels.host_s_per_block + adapters * ADAPTER_KERNEL_S) * table.devices
-    floor = (host_s + 2.0 * tp.all_reduce_s(np.ones_like(activation))) * stage.num_blocks
-    again = np.maximum(again, floor - forward_sends)
-    forward = np.maximum(forward, floor + work.forward_host_s * stage.num_blocks - forward_sends)
-    backward = np.maximum(backward, floor + work.backward_host_s * stage.num_blocks - backward_sends)
+    forward_starts, backward_starts = _collective_host_s(workload, table, tp)
+    again = np.maximum(again, (host_s + forward_starts) * stage.num_blocks - forward_sends)
+    forward_host_s = host_s + forward_starts + work.forward_host_s
+    backward_host_s = host_s + backward_starts + work.backward_host_s
+    forward = np.maximum(forward, forward_host_s * stage.num_blocks - forward_sends)
+    backward = np.maximum(backward, backward_host_s * stage.num_blocks - backward_sends)
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
     ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first
     ends = ends + np.maximum(costs.head_s[key], host_s) * stage.is_last
@@ -273,6 +274,22 @@ def _passes(
     # Frozen weights are copied out of the buffer that they are gathered in, and have no gradients.
     frozen = work.gathered * frozen_bytes(costs, stage) / bandwidth
     return again + work.forward * weights + frozen, backward + work.backward * weights + frozen, again
+
+
+def _collective_host_s(workload: Workload, table: PlanTable, tp: GroupLinks) -> tuple[Floats, Floats]:
+    """Return the seconds of the host to start the collectives of tensor parallelism in a block's two passes.
+
+    Either pass has two all-reduces, or under sequence parallelism two all-gathers and two reduce-scatters in their
+    place; the backward pass gathers two inputs again that were not kept (see `_tensor_parallel`). None starts faster
+    than one of a byte ends.
+    """
+    framework = workload.framework
+    is_divided = table.sequence_parallel == 1
+    count = np.where(is_divided, 4.0, 2.0)
+    again = np.where(is_divided, 0.0 if framework.tensor_parallel.keeps_gathered_inputs else 2.0, 0.0)
+    least = 2.0 * tp.all_reduce_s(np.ones(len(table)))
+    one_s = np.where(table.tp > 1, framework.kernels.collective_host_s, 0.0)
+    return np.maximum(least, one_s * count), np.maximum(least, one_s * (count + again))
 
 
 def _tensor_parallel(

@@ -252,6 +252,9 @@ def _between_speed(
         tree = _tree_bandwidth(group, table, inside, network_rate=payload * speed.tree_share)
         if tree > bus:
             bus, hops = tree, 2 * ceil(log2(group.num_nodes))  # up a tree of nodes and down again
+    reached = network.measured_bus(collective, ranks)
+    if reached is not None:
+        bus = min(bus, reached * share / network.node_bandwidth_bytes_per_s)
     decides = speed if inside is None or bus < limit else table.speed(inside.kind)
     start = inside.latency_s if inside is not None else speed.latency_s
     return GroupSpeed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log
 from typing import Literal
 
 from pydantic import Field
@@ -103,6 +104,13 @@ class GpuProfile(Record):
         return self.peak_flops_per_s.get(precision)
 
 
+class MeasuredRanks(Record):
+    """Bus bandwidths in bytes/s, by collective, of `num_ranks` ranks that fill their nodes."""
+
+    num_ranks: int = Field(gt=1)
+    bus_bandwidth_bytes_per_s: dict[Collective, float]
+
+
 class NetworkProfile(Record):
     """The network between nodes, as one node sees it. Rates are per direction.
 
@@ -116,9 +124,29 @@ class NetworkProfile(Record):
     nic_bandwidth_bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(gt=0)
     protocol: Literal["rdma", "tcp"] = "rdma"
+    measured: tuple[MeasuredRanks, ...] = ()
+    """What collectives on messages of usual size reached, where somebody measured it: on some networks each step of a
+    ring waits so long that their time grows with the ranks, not with the bytes alone."""
     source: str
     source_kind: SourceKind | None = None
     """How good the weakest part of the source is; None where nobody said."""
+
+    def measured_bus(self, collective: Collective, num_ranks: int) -> float | None:
+        """Return what nodes of `num_ranks` GPUs in all reach in a collective; None where nobody measured it.
+
+        Between two measured numbers of ranks it is their geometric interpolation, beyond the first and last it stays.
+        """
+        known = {
+            entry.num_ranks: rate
+            for entry in self.measured
+            if (rate := entry.bus_bandwidth_bytes_per_s.get(collective)) is not None
+        }
+        if not known:
+            return None
+        ranks = min(max(num_ranks, min(known)), max(known))
+        below, above = max(each for each in known if each <= ranks), min(each for each in known if each >= ranks)
+        share = log(ranks / below) / log(above / below) if above > below else 0.0
+        return float(known[below] * (known[above] / known[below]) ** share)
 
     @property
     def node_bandwidth_bytes_per_s(self) -> float:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from small_run import run
 
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.accuracy.prediction import is_standard, predict_run
+from paraplan.accuracy.prediction import estimate_run, is_standard, predict_run
 from paraplan.accuracy.run_workload import BundledData, framework_of_run, plan_of_run, training_of_run, workload_of_run
 from paraplan.accuracy.scoring import UNKNOWN_FRAMEWORK, score
 from paraplan.cost.framework_files import FrameworkCatalog, load_framework
@@ -134,3 +135,35 @@ def test_what_nvidia_smi_shows_is_more_than_what_is_allocated(workload: MakeWork
     assert allocated is not None
     assert shown is not None
     assert shown > allocated + 2**29
+
+
+def nanotron_run(**values: object) -> MeasuredRun:
+    sizes = {"layers": 16, "hidden": 2048, "heads": 32, "seq_len": 4096, "global_batch": 256, "tp": 8}
+    return run(framework="nanotron v0.5", **(sizes | values))
+
+
+def test_a_block_of_little_work_takes_the_host_its_calls_and_collectives() -> None:
+    def slot_s(**values: object) -> float:
+        one = nanotron_run(**values)
+        workload = workload_of_run(one, DATA)
+        step = predict_run(one, workload, planned(one)).predicted_step_time_s
+        assert step is not None
+        return step / planned(one).num_microbatches / 16
+
+    kernels = load_framework("nanotron").kernels
+    floor = 2 * kernels.host_s_per_block + 10 * kernels.collective_host_s  # 4 collectives forward, 6 backward
+    assert slot_s(micro_batch=1) == pytest.approx(floor, rel=0.25)
+    assert slot_s(micro_batch=16) > 3 * floor
+
+
+def test_collectives_hold_tensors_only_where_the_gpu_is_slower_than_the_host() -> None:
+    def held(**values: object) -> float:
+        one = nanotron_run(**values)
+        workload = workload_of_run(one, DATA)
+        freed = replace(workload, framework=workload.framework.changed(tensor_parallel={"commands_per_block": 0.0}))
+        both = [estimate_run(one, made, planned(one)).memory[0].device_bytes for made in (workload, freed)]
+        return (both[0] - both[1]) / (4096 * 2048 * 2)
+
+    assert held(micro_batch=1) == 0
+    assert held(micro_batch=1, tp=1) == 0
+    assert held(micro_batch=16) == pytest.approx(16 * 2 * 1024 / 55 / 0.94, rel=0.01)

@@ -91,3 +91,10 @@ def test_runs_out_of_memory_are_right_where_they_were_predicted_not_to_fit() -> 
     ]
     figures = score_fits(rows)
     assert (figures.ran, figures.ran_predicted, figures.out_of_memory, figures.out_of_memory_predicted) == (2, 1, 1, 1)
+
+
+def test_plans_with_one_prediction_share_their_regret_whatever_the_order_of_rows() -> None:
+    predicted, measured = [1.0, 1.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]
+    forward = score_sweeps(sweep_of(predicted, measured)).sweeps[0]
+    backward = score_sweeps(list(reversed(sweep_of(predicted, measured)))).sweeps[0]
+    assert forward.top1_regret == backward.top1_regret == pytest.approx(0.5)

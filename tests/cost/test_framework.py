@@ -26,6 +26,7 @@ NAMES = FrameworkCatalog().names()
         ("PaddlePaddle 2.5.1 (PaddleNLP)", "paddlenlp"),
         ("FlagScale (Megatron-LM)", "flagscale"),
         ("paraplan", "paraplan"),
+        ("nanotron v0.5", "nanotron"),
     ],
 )
 def test_the_longest_alias_whose_words_a_text_has_names_the_framework(text: str, name: str) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paraplan.errors import ProfileError
 from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth, bus_factor, inside_link, nearest_nics
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_machines
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_machines, load_network
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.profiles import Collective, MeasuredCollective
 
@@ -167,3 +167,23 @@ def test_times_are_positive_and_grow_with_the_message(
     speed = bus_bandwidth(cluster, group, collective, TABLE)
     assert 0 < speed.time_s(1e3) < speed.time_s(1e6) < speed.time_s(1e9)
     assert speed.bus_bandwidth_bytes_per_s <= 2 * speed.payload_bytes_per_s
+
+
+def test_a_network_that_was_measured_by_ranks_gets_slower_with_them_and_stays_at_its_ends() -> None:
+    network = load_network("aws-efa-3200-playbook")
+    assert network.measured_bus("all_reduce", 64) == 99.6e9
+    assert network.measured_bus("all_reduce", 90) == pytest.approx((99.6e9 * 84.7e9) ** 0.5, rel=0.01)
+    assert network.measured_bus("all_gather", 4096) == network.measured_bus("all_gather", 512)
+    assert network.measured_bus("send_recv", 64) is None
+    assert load_network("aws-efa-3200").measured_bus("all_reduce", 64) is None
+
+
+def test_a_group_of_one_gpu_a_node_is_as_slow_as_its_ranks_and_has_its_share_of_the_nics() -> None:
+    cluster = cluster_from_profile("aws-p5-48xlarge", num_nodes=32)
+    measured = cluster.replace(network=load_network("aws-efa-3200-playbook"))
+    whole = bus_bandwidth(measured, RankGroup(gpus=tuple(range(8)), num_nodes=32), "all_reduce", TABLE)
+    single = bus_bandwidth(measured, RankGroup(gpus=(0,), num_nodes=32, groups_per_node=8), "all_reduce", TABLE)
+    assert whole.bus_bandwidth_bytes_per_s == pytest.approx(64.9e9)  # 256 ranks
+    assert single.bus_bandwidth_bytes_per_s == pytest.approx(160.1e9 / 8)  # 32 ranks
+    plain = bus_bandwidth(cluster, RankGroup(gpus=tuple(range(8)), num_nodes=32), "all_reduce", TABLE)
+    assert plain.bus_bandwidth_bytes_per_s > 2 * whole.bus_bandwidth_bytes_per_s

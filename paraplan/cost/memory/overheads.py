@@ -18,6 +18,12 @@ from paraplan.plan.sharding import padded_share, sharded_dimension
 _THREADS = 2
 """torch keeps a workspace for each thread that multiplies, and a backward pass runs on a thread of its own."""
 
+_QUEUED_COMMANDS = 1024
+"""Launches that CUDA's driver queues before it makes the host wait (quoted from memory, not looked up)."""
+
+_COLLECTIVES = 10
+"""Collectives of tensor parallelism in both passes of a block under sequence parallelism, inputs gathered again."""
+
 
 def matmul_workspace_bytes(workload: Workload) -> int:
     """Return the bytes of the workspaces that matmuls keep on a GPU of the workload; none where it is no NVIDIA GPU."""
@@ -85,3 +91,23 @@ def _mean_padding(elements: Counter[tuple[int, ...]], num_shards: int, *, choose
         dim = sharded_dimension(shape, num_shards) if chooses else 0
         padded += count * padded_share(shape[dim], num_shards)
     return padded / elements.total()
+
+
+def held_by_collectives_bytes(workload: Workload, table: PlanTable, costs: BlockCosts, stage: StageBlocks) -> Floats:
+    """Return what torch's allocator may not use again yet, since collectives on another stream read or write it.
+
+    A pass over a block gives two whole activations to collectives of tensor parallelism: outputs to reduce, or
+    gradients of inputs. What it frees of them waits for the GPU (`record_stream`), and the host is ahead of that by as
+    many blocks as the driver queues, or as it gains on the GPU in a step.
+    """
+    framework, kernels = workload.framework, workload.framework.kernels
+    commands = framework.tensor_parallel.commands_per_block
+    if not commands:
+        return np.zeros(len(table))
+    blocks = np.maximum(stage.num_blocks, 1)
+    host_s = (2.0 * kernels.host_s_per_block + _COLLECTIVES * kernels.collective_host_s) * blocks
+    gpu_s = stage.sum(costs, costs.forward_s) + stage.sum(costs, costs.backward_s)
+    gained = 2.0 * blocks * table.num_microbatches * np.maximum(0.0, 1.0 - host_s / np.maximum(gpu_s, host_s))
+    ahead = np.minimum(_QUEUED_COMMANDS / commands, gained)
+    whole = costs.boundary_bytes[costs.key] * np.where(table.sequence_parallel == 1, table.tp, 1)
+    return np.where(table.tp > 1, 2.0 * ahead * whole, 0.0)

@@ -18,6 +18,7 @@ from dataclasses import fields
 import numpy as np
 
 from paraplan.cost.memory.losses import loss_without_all_logits
+from paraplan.cost.memory.overheads import held_by_collectives_bytes
 from paraplan.cost.memory.parts import FP32, HALF, StageMemory
 from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.plan_table import Floats, Mask, OffloadCode
@@ -64,12 +65,14 @@ def cached_bytes(rank: RankMemory, peak: StageMemory) -> Floats:
 
     The caching allocator does not merge segments, so a larger request allocates a new one.
     In the first step sizes grow: tensors of blocks, of the loss, then flat copies of gradients. They stand side by
-    side, although never all are live. Frameworks on other allocators hold their peak.
+    side, although never all are live, and beside them what collectives still read. Frameworks on other allocators hold
+    their peak.
     """
     if rank.framework.storage.matmul_workspaces == "none":
         return peak.total_bytes
     beside = loss_backward_bytes(rank) + rank.bucket_bytes + rank.flat_step_bytes
-    return np.asarray(np.maximum(peak.total_bytes, block_backward(rank).total_bytes + beside))
+    held = held_by_collectives_bytes(rank.workload, rank.table, rank.costs, rank.stage)
+    return np.asarray(np.maximum(peak.total_bytes, block_backward(rank).total_bytes + beside) + held)
 
 
 def host_bytes(rank: RankMemory) -> Floats:
