@@ -14,7 +14,7 @@ from paraplan.api.workloads import OWN_RUNTIME, training_of
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError
+from paraplan.errors import NoPlanFitsError, ParaplanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import PlanFile
@@ -175,6 +175,7 @@ def largest_model(
     global_batch_size: int | None = None,
     framework: str = OWN_RUNTIME,
     constraints: Constraints = FREE,
+    memory_margin: float = 0.0,
     **training: object,
 ) -> ModelSpec:
     """Return the bundled model with most parameters that some plan trains on these machines, without offload.
@@ -185,11 +186,14 @@ def largest_model(
     fixed = replace(constraints, offload=constraints.offload or "none")
     for model in sorted(map(load_model, bundled_models()), key=lambda one: one.parameters.total, reverse=True):
         batch = global_batch_size or cluster.num_gpus
-        asked = training_of(model, seq_length=seq_length, global_batch_size=batch, **training)
-        if seq_length and model.has_learned_positions and seq_length > (model.max_seq_length or seq_length):
+        try:
+            asked = training_of(model, seq_length=seq_length, global_batch_size=batch, **training)
+            workload = Workload.of(model, asked, cluster, framework=framework)
+            workload = replace(workload, constants=workload.constants.replace(memory_margin=memory_margin))
+            fits = some_plan_fits(workload, executor=executor_of(workload), fixed=fixed)
+        except ParaplanError:  # it has no such layers, or no sequences of that length
             continue
-        workload = Workload.of(model, asked, cluster, framework=framework)
-        if some_plan_fits(workload, executor=executor_of(workload), fixed=fixed):
+        if fits:
             return load_model(model.source, seq_length=seq_length)
     raise NoPlanFitsError(
         f"no bundled model trains on {cluster.num_gpus} GPUs of this kind without offload",

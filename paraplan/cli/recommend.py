@@ -154,7 +154,9 @@ class SearchOptions:
     ] = None
 
     def require(self, reference: str | None) -> None:
-        """Raise `UsageError` where no model is named, or one where a model is to be found."""
+        """Raise `UsageError` where no model is named, or one where a model is to be found, and for days of nothing."""
+        if self.days is not None and self.find is not FindName.by_date:
+            raise UsageError("--days belongs to --find by-date", hint="add --find by-date --tokens N")
         if reference is None and self.find is not FindName.largest_model:
             raise UsageError("no MODEL given", hint="paraplan profiles list --kind model shows the bundled ones")
         if reference is not None and self.find is FindName.largest_model:
@@ -174,6 +176,7 @@ class SearchOptions:
             global_batch_size=training.global_batch,
             framework=self.framework,
             constraints=plan.constraints(),
+            memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
             **training.fields,
         )
         typer.echo(f"note: the largest bundled model that trains without offload is {found.name}", err=True)

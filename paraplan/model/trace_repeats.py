@@ -79,14 +79,19 @@ def _kind(block: nn.Module) -> Any:
             path,
             type(part).__qualname__,
             tuple((name, tuple(one.shape), one.requires_grad) for name, one in part.named_parameters(recurse=False)),
+            tuple((name, tuple(one.shape), one.dtype) for name, one in part.named_buffers(recurse=False)),
             tuple(
-                (name, repr(value))
+                (name, getattr(value, "__qualname__", None) or repr(value))
                 for name, value in sorted(vars(part).items())
-                if isinstance(value, bool | int | float | str | tuple | list | None) and name not in _PLACES
+                if _is_plain(value) and name not in _PLACES
             ),
         )
         for path, part in block.named_modules()
     )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | tuple | list | None) or hasattr(value, "__qualname__")
 
 
 def _outline(value: Any) -> Any:
@@ -102,4 +107,5 @@ def _again(value: Any, earlier: list[Any], given: list[Any]) -> Any:
     for before, now in zip(earlier, given, strict=True):
         if before is value:
             return now
-    return torch.empty_like(value).requires_grad_(value.requires_grad)
+    # A copy is no leaf, as what a block returns is none: code may change it in place.
+    return torch.empty_like(value).requires_grad_(value.requires_grad).clone()

@@ -274,11 +274,14 @@ class Survey:
             np.concatenate([each.peak_bytes for each in self.found]),
         )
 
-    def rejections(self, space: PlanSpace) -> tuple[Rejection, ...]:
+    def rejections(self, space: PlanSpace, *, is_partial: bool = False) -> tuple[Rejection, ...]:
         """Return why plans were left out, the most frequent reason first."""
         reasons = Counter(space.rejected)
         unpriced = np.isnan(self.peaks)
-        reasons["cannot be as fast as the plans shown"] += self._count(np.flatnonzero(unpriced))
+        unpriced_because = (
+            "not priced before the search was stopped" if is_partial else "cannot be as fast as the plans shown"
+        )
+        reasons[unpriced_because] += self._count(np.flatnonzero(unpriced))
         reasons[f"need more than the {format_bytes(self.workload.usable_memory_bytes)} usable"] += self.too_large.count
         if self.too_large.num_beyond_host:
             host = format_bytes(self.workload.cluster.host_memory_bytes or 0)

@@ -220,15 +220,28 @@ def _by_date(workload: Workload, question: SearchRequest, *, executor: Executor)
     from paraplan.search.sizes import budget
     from paraplan.search.what_fits import larger_clusters, smaller_clusters
 
+    if question.objective == "cost":
+        raise UsageError(
+            "--find by-date chooses the number of GPUs, and so does --objective cost", hint="leave out one"
+        )
     if question.tokens is None or question.days is None:
         raise UsageError("--find by-date needs to know how much is trained, and in how many days", hint=_BY_DATE)
     slowest = None
     for cluster in (*smaller_clusters(workload.cluster), *larger_clusters(workload.cluster)):
         part = replace(workload, cluster=cluster)
         try:
-            found = search(part, num_candidates=1, executor=executor, fixed=question.fixed, explains_failure=False)
+            found = search(
+                part,
+                objective=question.objective,
+                num_candidates=1,
+                executor=executor,
+                fixed=question.fixed,
+                explains_failure=False,
+            )
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
             continue
+        if found.is_partial:  # there is no best so far of numbers of GPUs
+            raise KeyboardInterrupt
         days = budget(part, found.best, tokens=question.tokens, price_per_gpu_hour=None).seconds / 86_400
         slowest = days if slowest is None else min(slowest, days)
         if days <= question.days:

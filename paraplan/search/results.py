@@ -81,6 +81,8 @@ class SearchResult(Record):
     """The plans that no other one beats in both time and memory, where they were asked for."""
     cloud: tuple[Candidate, ...] = ()
     """Some of all that were priced, where they were asked for."""
+    is_partial: bool = False
+    """Whether it was ended early, with the best of what was priced until then."""
     remark: str | None = None
     """Why a plan that is not the fastest is recommended, and what the guide would choose."""
     objective: Objective = "throughput"

@@ -56,6 +56,8 @@ def search(
     priced = survey.priced()
     plans = EvaluatedPlans(workload, priced, answer)
     chosen = Choice.of(plans, objective, num_candidates)
+    if chosen is None and is_partial:
+        raise KeyboardInterrupt
     if chosen is None:
         raise nothing_fits(workload, space, survey.too_large, with_ways_out=explains_failure)
     return SearchResult(
@@ -67,7 +69,8 @@ def search(
         guide=chosen.guide,
         candidates=chosen.candidates(num_candidates),
         baselines=chosen.baselines(space),
-        rejections=survey.rejections(space),
+        rejections=survey.rejections(space, is_partial=is_partial),
+        is_partial=is_partial,
         plans_considered=space.considered,
         plans_priced=survey.num_priced,
         times_priced=survey.num_timed,

@@ -29,6 +29,7 @@ from paraplan.launch.nodes.handshake import (
 )
 from paraplan.launch.nodes.local_sockets import (
     admit_only,
+    is_established,
     is_known_of_connections,
     is_own_connection,
     plain_address,
@@ -39,6 +40,9 @@ _FIRST_WORD_S = 10.0  # for a connection to say what it is
 _ANSWER_S = 5.0  # for a launcher to say whose connection one is
 _MAX_WAITING = 64
 """How many connections of one unknown address may be waited for to say what they are."""
+_MAX_OWN_WAITING = 2048
+"""The same of this node's own addresses, which its ranks have."""
+_GREETING_S = 30.0  # for a launcher to prove itself
 
 
 class _Node:
@@ -135,12 +139,18 @@ class Gate:
             source = plain_address(address[0])
             with self._lock:
                 is_flood = source not in self._nodes and self._waiting[source] >= _MAX_WAITING
-            if is_flood and not is_own_address(source):
+            if is_flood and not (is_own_address(source) and self._waiting[source] < _MAX_OWN_WAITING):
                 close_connection(connection)
                 continue
             with self._lock:
                 self._waiting[source] += 1
-            threading.Thread(target=self._serve, args=(connection, source), daemon=True, name="paraplan-guest").start()
+            guest = threading.Thread(target=self._serve, args=(connection, source), daemon=True, name="paraplan-guest")
+            try:
+                guest.start()
+            except RuntimeError:  # no more threads: the next one may find one
+                with self._lock:
+                    self._waiting[source] -= 1
+                close_connection(connection)
 
     def _serve(self, connection: socket.socket, source: str) -> None:
         try:
@@ -179,16 +189,29 @@ class Gate:
         source = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}.{random.randint(2, 254)}"  # noqa: S311
         connection.bind((source, 0))
         with self._lock:
-            admit_only(self._store, (source, int(connection.getsockname()[1])))
-            connection.connect(self._store.getsockname())
+            here, there = connection.getsockname(), self._store.getsockname()
+            admit_only(self._store, here)
+            connection.connect(there)
+            # The last word of the handshake passes the filter too; then nobody can take this source's place.
+            patience = time.monotonic() + _ANSWER_S
+            while is_known_of_connections() and time.monotonic() < patience:
+                if is_established(there, here):
+                    admit_only(self._store, None)
+                    break
         return connection
 
     def _serve_node(self, connection: socket.socket, source: str) -> None:
         host = source
         node: _Node | None = None
         try:
-            channel = answer(connection, self._token)
-            hello = channel.receive()
+            deadline = threading.Timer(_GREETING_S, close_connection, (connection,))
+            deadline.daemon = True
+            deadline.start()
+            try:
+                channel = answer(connection, self._token)
+                hello = channel.receive()
+            finally:
+                deadline.cancel()
             host = str(hello.get("host", source))
             mine = list(connection.getpeername()[:2])
             mine[0] = source
@@ -268,6 +291,8 @@ class Admission:
                 self._channel.close()
                 while not self._is_closed:
                     time.sleep(0.5)
-                    with contextlib.suppress(OSError, RefusedError, ValueError):
+                    with contextlib.suppress(OSError, RefusedError, ValueError, KeyError, TypeError):
                         self._channel = self._enter(_ANSWER_S)
+                        if self._is_closed:  # meanwhile
+                            self._channel.close()
                         break

@@ -59,7 +59,10 @@ def read_secret(environment: Mapping[str, str]) -> bytes:
         status = path.stat()
         if status.st_mode & 0o077 or status.st_uid != os.geteuid():
             raise ArgumentError(f"others can read or write {path}", hint=f"chmod 600 it, or {_HINT}")
-        return path.read_bytes()
+        secret = path.read_bytes().strip()
+        if len(secret) < _MIN_LETTERS:
+            raise ArgumentError(f"{path} has fewer than {_MIN_LETTERS} characters", hint=f"delete it, or {_HINT}")
+        return secret
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ArgumentError(f"the nodes have no common secret: {path}: {reason}", hint=_HINT) from None
@@ -71,8 +74,8 @@ def _make_secret(path: Path) -> None:
     partial = path.with_name(f"secret-{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.write(descriptor, secrets.token_hex(_BYTES).encode())
-        os.close(descriptor)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_hex(_BYTES).encode())
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)
     finally:
@@ -127,7 +130,8 @@ class Seal:
                 f"another node speaks version {version!r} of paraplan's protocol, this one version {PROTOCOL}",
                 hint="install the same version of paraplan on every node",
             )
-        if not hmac.compare_digest(signature, self._signature(name, body)):
+        given, expected = (each.encode("utf-8", "surrogatepass") for each in (signature, self._signature(name, body)))
+        if not hmac.compare_digest(given, expected):
             raise ForgedTextError(
                 f"what the rendezvous holds as {name} was not written with this job's token",
                 hint=f"another job uses this endpoint, or the secrets differ: {_HINT}",
@@ -135,4 +139,4 @@ class Seal:
         return json.loads(body)
 
     def _signature(self, name: str, body: str) -> str:
-        return sign(self._token, b"seal", name.encode(), body.encode()).hex()
+        return sign(self._token, b"seal", name.encode(), body.encode("utf-8", "surrogatepass")).hex()

@@ -16,7 +16,10 @@ _LOAD_WORD, _LOAD_HALF, _IF_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06  # linux/bpf
 _NETWORK_HEADER = 0xFFF00000  # linux/filter.h: SKF_NET_OFF, from which the source address of IPv4 is 12 bytes away
 _WHOLE, _NOTHING = 0xFFFFFFFF, 0
 _WRAPPED = "0" * 16 + ("FFFF0000" if sys.byteorder == "little" else "0000FFFF")  # IPv4 in an address of IPv6
-_CLOSING = {"06", "07", "08", "0B"}  # net/tcp_states.h: states in which the process has let go of the socket
+_HELD = {"01", "08"}  # net/tcp_states.h: established, and closed by the other side alone
+_LISTENS = "0A"
+_NOBODY_KNOWS = -1  # a user's number that there is not
+_NO_INODE = "0"  # of a socket that its process has let go of: the kernel tells root's number for its user then
 
 
 def plain_address(text: str) -> str:
@@ -41,22 +44,38 @@ def is_own_connection(local: tuple[str, int], remote: tuple[str, int], *, proc: 
     return False
 
 
+def is_established(local: tuple[str, int], remote: tuple[str, int], *, proc: Path = Path("/proc")) -> bool:
+    """Whether the kernel has both ends of a connection to this node; its other side may not have been taken yet."""
+    ends = f" {_hexadecimal(*local)} {_hexadecimal(*remote)} "
+    return any(ends in line and line.split()[3] == "01" for line in _text("tcp", proc).splitlines())
+
+
 def strangers_at(port: int, *, proc: Path = Path("/proc")) -> set[int]:
     """Return the other users of this node who have a connection to the loopback `port`."""
-    lines = [line for table in ("tcp", "tcp6") for line in _lines(table, f":{port:04X} ", proc)]
-    users = {_user(line) for line in lines if line.split()[2].endswith(f":{port:04X}")}
+    end = f":{port:04X}"
+    rows = [line.split() for table in ("tcp", "tcp6") for line in _text(table, proc).splitlines() if f"{end} " in line]
+    to_it = [words for words in rows if words[2].endswith(end) and words[3] != _LISTENS]
+    users = {_NOBODY_KNOWS if words[9] == _NO_INODE else int(words[7]) for words in to_it}
     return users - {0, os.geteuid()}
 
 
 def _lines(table: str, part: str, proc: Path) -> list[str]:
-    """Return the open connections of a table of this network namespace with `part` in their line."""
-    try:
-        text = (proc / "net" / table).read_text()
-    except OSError:
-        return []
+    """Return the connections of a table of this network namespace with `part` in their line that a process holds."""
+    text = _text(table, proc)
     if part not in text:
         return []
-    return [line for line in text.splitlines() if part in line and line.split()[3] not in _CLOSING]
+    return [line for line in text.splitlines() if part in line and _is_held(line.split())]
+
+
+def _text(table: str, proc: Path) -> str:
+    try:
+        return (proc / "net" / table).read_text()
+    except OSError:
+        return ""
+
+
+def _is_held(words: list[str]) -> bool:
+    return words[3] in _HELD and words[9] != _NO_INODE
 
 
 def _user(line: str) -> int:
