@@ -38,7 +38,7 @@ COMMANDS = (
 _MODULES = {"import": "import_config"}  # no module can have a keyword's name
 
 
-_PLANNING = ("estimate", "recommend", "verify", "import")
+_PLANNING = ("estimate", "recommend", "verify")  # `import` reads other tools' own options
 _ALIASES = {
     "--global-batch-size": "--global-batch",
     "--batch-size": "--global-batch",
@@ -84,7 +84,8 @@ class LazyGroup(TyperGroup):
         """Read `paraplan help COMMAND` and `paraplan version` as the options of these names."""
         words = {"help": [*args[1:2], "--help"], "version": ["--version"]}
         if args and args[0] in _PLANNING:
-            args = [args[0], *map(_as_we_say, args[1:])]
+            end = args.index("--") if "--" in args else len(args)  # behind it stand another tool's words
+            args = [*map(_as_we_say, args[:end]), *args[end:]]
         return super().parse_args(ctx, words.get(args[0], args) if args else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -60,7 +60,7 @@ def test_options_that_a_page_names_exist(name: str) -> None:
     used: dict[str, set[str]] = {}
     for command in MENTIONED.findall(page):
         # Another tool's words are quoted, and those behind a script are its own.
-        words = re.split(r"#| \w+\.py| -- ", re.sub(r'"[^"]*"', "", command))[0].split()
+        words = re.split(r"#| [\w/]+\.py| -- ", re.sub(r'"[^"]*"', "", command))[0].split()
         assert words[0] in COMMANDS, command
         subcommand = " ".join(words[: 1 + (words[0] == "profiles")])
         used.setdefault(subcommand, set()).update(word.split("=")[0] for word in words if re.match("--[a-z]", word))

@@ -31,6 +31,7 @@ _NAMES = {
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
     "collections": {"OrderedDict"},
+    "builtins": {"getattr"},  # of Python 3.11.0 to 3.11.3, which write members of enums so; nothing here is called
     _METADATA: {
         "Metadata",
         "TensorStorageMetadata",
