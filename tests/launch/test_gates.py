@@ -326,3 +326,16 @@ def test_a_deadline_is_counted_from_when_a_node_has_first_seen_it() -> None:
     second = ours.to_state(values)
     assert second.deadline is not None
     assert abs((second.deadline - first.deadline).total_seconds()) < 0.05
+
+
+def test_a_connection_that_its_process_has_let_go_of_is_nobodys() -> None:
+    """The kernel tells root's number for the user of such a socket, whoever had it."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        here, there = client.getsockname(), server.getsockname()
+        taken, _ = server.accept()
+        with taken:
+            assert is_own_connection(here, there)
+            client.sendall(b"x")
+            client.close()
+            assert taken.recv(1) == b"x"
+            assert not is_own_connection(here, there)
