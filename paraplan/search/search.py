@@ -49,16 +49,11 @@ def search(
         if survey.num_timed:
             price_the_choice(survey, objective, lambda plan: family(plan) in answer.families)
         is_partial = is_stopped()
-    if not survey.num_timed and is_partial:
-        raise KeyboardInterrupt
-    if not survey.num_timed:
-        raise nothing_fits(workload, space, survey.too_large, with_ways_out=explains_failure)
-    priced = survey.priced()
-    plans = EvaluatedPlans(workload, priced, answer)
-    chosen = Choice.of(plans, objective, num_candidates)
-    if chosen is None and is_partial:
-        raise KeyboardInterrupt
-    if chosen is None:
+    plans = EvaluatedPlans(workload, survey.priced(), answer) if survey.num_timed else None
+    chosen = None if plans is None else Choice.of(plans, objective, num_candidates)
+    if plans is None or chosen is None:
+        if is_partial:  # nobody knows whether something fits
+            raise KeyboardInterrupt
         raise nothing_fits(workload, space, survey.too_large, with_ways_out=explains_failure)
     return SearchResult(
         decisions=answer.decisions,
@@ -74,8 +69,8 @@ def search(
         plans_considered=space.considered,
         plans_priced=survey.num_priced,
         times_priced=survey.num_timed,
-        front=plans.fitting_candidates(pareto_front(priced)) if with_front else (),
-        cloud=plans.fitting_candidates(spread(priced)) if with_front else (),
+        front=plans.fitting_candidates(pareto_front(plans.priced)) if with_front else (),
+        cloud=plans.fitting_candidates(spread(plans.priced)) if with_front else (),
         remark="; ".join(filter(None, [STOPPED if is_partial else None, chosen.remark])) or None,
         objective=objective,
         is_runnable=executor.is_own,
