@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from paraplan import __version__
 from paraplan.cli.progress import shown_progress
-from paraplan.cli.terminal import plain_streams
+from paraplan.cli.terminal import drawn_output, plain_streams
 from paraplan.errors import ParaplanError, UsageError, near_names
 from paraplan.units import broken_between_words
 
@@ -106,6 +106,7 @@ class LazyGroup(TyperGroup):
             module = import_module(f"paraplan.cli.{_MODULES.get(cmd_name, cmd_name)}")
         command = typer.main.get_command(module.app)
         command.name = cmd_name
+        _draw_help(command)
         return command
 
     def invoke(self, ctx: Any) -> Any:
@@ -117,6 +118,19 @@ class LazyGroup(TyperGroup):
             except ParaplanError as error:
                 print_error(error)
                 raise typer.Exit(error.exit_status) from None
+
+
+def _draw_help(command: Any) -> None:
+    """Let a command, and those in it, draw their help as it is: typer styles it, and nothing in it is from outside."""
+    format_help = command.format_help
+
+    def drawn(*words: Any) -> None:
+        with drawn_output():
+            format_help(*words)
+
+    command.format_help = drawn
+    for inner in getattr(command, "commands", {}).values():
+        _draw_help(inner)
 
 
 @contextmanager

@@ -115,3 +115,14 @@ def test_broken_lines_hold_the_same_words(width: int) -> None:
     lines = broken_between_words(text, width=width, indent=6).splitlines()
     assert " ".join(lines).split() == text.split()
     assert len(lines[0]) <= max(width - 6, len("known:"))
+
+
+@pytest.mark.parametrize(
+    "words", [["recommend", "--help"], ["profiles", "list", "--help"], ["help", "topo"], ["--help"]]
+)
+def test_help_is_drawn_on_a_terminal(words: list[str]) -> None:
+    text = on_terminal(words, columns=100)
+    assert "\x1b[" in text
+    assert "?[" not in text.replace("[TOPIC", "")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert all(len(line) <= 100 for line in plain.splitlines())
