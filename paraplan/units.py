@@ -121,6 +121,11 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
+def gpus(count: int) -> str:
+    """Return a number of GPUs in words."""
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
 def broken_between_words(text: str, *, width: int, indent: int = 0, later_indent: int = 0) -> str:
     """Return a message in lines of at most `width`; names are never broken.
 

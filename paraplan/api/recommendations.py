@@ -30,6 +30,7 @@ from paraplan.search.recommendation import SearchRequest as SearchRequest
 from paraplan.search.recommendation import plan_file, recommendation
 from paraplan.search.results import Candidate, Decision, Objective, Rejection, SearchResult
 from paraplan.search.what_fits import some_plan_fits
+from paraplan.units import gpus
 
 if TYPE_CHECKING:  # another search, which most calls do without
     from paraplan.search.verification import PlanCheck
@@ -196,7 +197,7 @@ def largest_model(
         if fits:
             return load_model(model.source, seq_length=seq_length)
     raise NoPlanFitsError(
-        f"no bundled model trains on {cluster.num_gpus} GPUs of this kind without offload",
+        f"no bundled model trains on {gpus(cluster.num_gpus)} of this kind without offload",
         hint="leave out --find, and name a model: plans with offload are searched too",
     )
 

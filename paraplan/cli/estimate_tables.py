@@ -13,7 +13,7 @@ from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
 from paraplan.report.plan_words import device_tool
 from paraplan.report.short_text import LABEL_WIDTH, Line
-from paraplan.units import format_bytes, format_count, format_flops, format_seconds
+from paraplan.units import format_bytes, format_count, format_flops, format_seconds, gpus
 
 if TYPE_CHECKING:
     from paraplan.api.estimates import Estimate
@@ -150,7 +150,7 @@ def _print_fitting(console: Console, estimate: Estimate) -> None:
     kept = [f"{axis}{getattr(plan, axis)}" for axis in plan.degrees if axis != "dp" and getattr(plan, axis) > 1]
     kept += [f"offload {plan.offload}"] if plan.offload != "none" else []
     console.print(
-        f"\n[bold]What would fit[/bold] on {rows[0].num_gpus} GPUs{''.join(f', {word}' for word in kept)}\n"
+        f"\n[bold]What would fit[/bold] on {gpus(rows[0].num_gpus)}{''.join(f', {word}' for word in kept)}\n"
         "[dim]the largest micro-batch that fits (and the fewest GPUs for one sequence each)[/dim]",
         markup=True,
     )

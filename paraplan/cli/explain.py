@@ -13,7 +13,7 @@ import typer
 
 from paraplan.cli.completion import topics
 from paraplan.cli.options import JsonOption
-from paraplan.cli.terminal import drawn_output, make_console
+from paraplan.cli.terminal import drawn_output, in_lines, make_console
 from paraplan.errors import UsageError, near_names
 
 app = typer.Typer(add_completion=False)
@@ -111,7 +111,7 @@ def _print_list(*, as_json: bool) -> None:
         return
     width = max(map(len, TOPICS))
     for page in pages:
-        typer.echo(f"{page.name:{width}}  {page.summary}")
+        typer.echo(in_lines(f"{page.name:{width}}  {page.summary}", sys.stdout, later_indent=width + 2))
     typer.echo("\nRead one: paraplan explain TOPIC; or what is said of a word: paraplan explain WORD")
 
 

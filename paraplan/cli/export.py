@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from paraplan.api.plans import load_plan
 from paraplan.cli import completion
 from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.cli.options import JsonOption
+from paraplan.cli.terminal import in_lines
 
 if TYPE_CHECKING:
     from paraplan.interop.exported import Exported
@@ -66,7 +68,7 @@ def export(
 def _print_remarks(exported: Exported) -> None:
     for gap in exported.gaps:
         typer.secho("not expressed: ", fg="yellow", bold=True, nl=False, err=True)
-        typer.echo(str(gap), err=True)
+        typer.echo(in_lines(str(gap), sys.stderr, indent=len("not expressed: ")), err=True)
     for note in exported.notes:
         typer.secho("left to you: ", fg="cyan", nl=False, err=True)
-        typer.echo(note, err=True)
+        typer.echo(in_lines(note, sys.stderr, indent=len("left to you: ")), err=True)

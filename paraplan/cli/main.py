@@ -15,9 +15,8 @@ from typer.core import TyperGroup
 
 from paraplan import __version__
 from paraplan.cli.progress import shown_progress
-from paraplan.cli.terminal import drawn_output, plain_streams
+from paraplan.cli.terminal import drawn_output, in_lines, plain_streams
 from paraplan.errors import ParaplanError, UsageError, near_names
-from paraplan.units import broken_between_words
 
 COMMANDS = (
     "topo",
@@ -154,15 +153,7 @@ def print_error(error: ParaplanError) -> None:
     for word, color, text in (("error: ", "red", error.message), ("hint: ", "cyan", error.hint)):
         if text:
             typer.secho(word, fg=color, bold=True, nl=False, err=True)
-            typer.echo(_in_lines(text, indent=len(word)), err=True)
-
-
-def _in_lines(text: str, *, indent: int) -> str:
-    if not sys.stderr.isatty() or "\n" in text:
-        return text
-    import shutil  # only for errors
-
-    return broken_between_words(text, width=shutil.get_terminal_size().columns, indent=indent)
+            typer.echo(in_lines(text, sys.stderr, indent=len(word)), err=True)
 
 
 def _print_version(wanted: bool) -> None:

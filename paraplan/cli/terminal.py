@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
-from paraplan.units import printable
+from paraplan.units import broken_between_words, printable
 
 if TYPE_CHECKING:  # rich, which --json does without
     from rich.console import Console
@@ -61,6 +61,21 @@ def drawn_output() -> Iterator[None]:
 def unfiltered(stream: Any) -> Any:
     """Return the stream below, for what steers a terminal on purpose."""
     return getattr(stream, "unfiltered", stream)
+
+
+def in_lines(text: str, stream: IO[str], *, indent: int = 0, later_indent: int = 0) -> str:
+    """Return a message as it is, on a terminal broken between words; see `broken_between_words`."""
+    if not stream.isatty():
+        return text
+    import shutil  # only on terminals
+
+    width = shutil.get_terminal_size().columns
+    first, *others = text.split("\n")
+    lines = [broken_between_words(first, width=width, indent=indent, later_indent=later_indent)]
+    for line in others:  # each keeps its own indent
+        own = len(line) - len(line.lstrip())
+        lines.append(" " * own + broken_between_words(line.lstrip(), width=width, indent=own, later_indent=own + 2))
+    return "\n".join(lines)
 
 
 class _WithoutEnds:

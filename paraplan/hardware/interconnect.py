@@ -12,7 +12,7 @@ from paraplan.hardware.catalogue.machine_files import link_bandwidth
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.topology import GpuLink, NodeTopology
 from paraplan.records import Record
-from paraplan.units import format_bandwidth
+from paraplan.units import format_bandwidth, gpus
 
 
 class InterconnectThresholds(Record):
@@ -109,8 +109,7 @@ def network_verdict(cluster: Cluster, thresholds: InterconnectThresholds) -> Ver
     rate = network.node_bandwidth_bytes_per_s / cluster.gpus_per_node
     limit = thresholds.network_bytes_per_s
     nics = f"{network.nics_per_node} x {format_bandwidth(network.nic_bandwidth_bytes_per_s)}"
-    gpus = "1 GPU" if cluster.gpus_per_node == 1 else f"{cluster.gpus_per_node} GPUs"
-    words = f"{nics} for {gpus} = {format_bandwidth(rate)} per GPU and direction"
+    words = f"{nics} for {gpus(cluster.gpus_per_node)} = {format_bandwidth(rate)} per GPU and direction"
     return Verdict(
         is_fast=rate >= limit,
         bandwidth_bytes_per_s=rate,

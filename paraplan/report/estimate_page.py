@@ -12,7 +12,6 @@ from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.report.chart_svg import ChartRenderer
 from paraplan.report.page import page, paragraph
 from paraplan.report.plan_sections import (
-    gpus,
     memory_section,
     plan_facts,
     plan_remarks,
@@ -22,7 +21,7 @@ from paraplan.report.plan_sections import (
     workload_lines,
 )
 from paraplan.report.plan_words import plan_in_words
-from paraplan.units import format_bytes
+from paraplan.units import format_bytes, gpus
 
 
 def estimate_page(workload: Workload, estimate: PlanEstimate) -> str:

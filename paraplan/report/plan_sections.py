@@ -32,11 +32,6 @@ STEP_PARTS = (
 )
 
 
-def gpus(count: int) -> str:
-    """Return a number of GPUs in words."""
-    return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
 def workload_lines(workload: Workload) -> list[str]:
     """Return what is trained, on what, and how, a sentence each."""
     model, cluster, training = workload.model, workload.cluster, workload.training

@@ -10,7 +10,6 @@ from paraplan.report.chart_svg import HALF, NARROW, WIDE, ChartRenderer
 from paraplan.report.charts import cost_chart, plans_chart, throughput_chart
 from paraplan.report.page import Column, Row, code, details, facts, figure, page, paragraph, section, table
 from paraplan.report.plan_sections import (
-    gpus,
     memory_section,
     plan_facts,
     plan_remarks,
@@ -25,7 +24,7 @@ from paraplan.search.failure import NothingFitsError
 from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
 from paraplan.search.sizes import Budget, SizeOffer
-from paraplan.units import format_bytes, format_count, format_seconds
+from paraplan.units import format_bytes, format_count, format_seconds, gpus
 
 _MOST_ROWS = 12
 

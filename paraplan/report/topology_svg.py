@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
 from paraplan.report.topology_layout import Arc, Box, Layout, lay_out
-from paraplan.units import format_bandwidth, format_bytes
+from paraplan.units import format_bandwidth, format_bytes, gpus
 
 _STYLE = """
 .topology{--ink:#1c2430;--soft:#5b6675;--paper:#ffffff;--frame:#f3f5f8;--edge:#c9d1db;--gpu:#e3f1d3;--gpu-edge:#6a9a2d;
@@ -111,8 +111,7 @@ def _heading(node: NodeTopology) -> str:
         return "no GPUs"
     if len(names) == 1:
         return f"{count} x {names[0]}"
-    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
-    return f"{gpus} of {len(names)} kinds" if names else gpus
+    return f"{gpus(count)} of {len(names)} kinds" if names else gpus(count)
 
 
 def _titles(node: NodeTopology, width: float) -> list[str]:

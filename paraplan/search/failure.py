@@ -10,7 +10,7 @@ from paraplan.search.constraints import Constraints
 from paraplan.search.evaluation import TooLarge
 from paraplan.search.space import PlanSpace
 from paraplan.search.what_fits import fewest_nodes, longest_sequence, some_plan_fits
-from paraplan.units import format_bytes, format_bytes_apart
+from paraplan.units import format_bytes, format_bytes_apart, gpus
 
 
 class NothingFitsError(NoPlanFitsError):
@@ -29,7 +29,7 @@ def nothing_fits(
     ways_out = None
     if with_ways_out and (too_large.nearest or too_large.beyond_host):
         ways_out = ", or ".join(_ways_out(workload, executor=space.executor, fixed=space.fixed))
-    what = f"no plan fits: {workload.model.name} on {cluster.num_gpus} GPUs"
+    what = f"no plan fits: {workload.model.name} on {gpus(cluster.num_gpus)}"
     if too_large.beyond_host is not None:
         # A plan that fits the GPUs is nearer than any that does not.
         on_host = estimate_plan(workload, too_large.beyond_host)
@@ -44,7 +44,7 @@ def nothing_fits(
     if too_large.nearest is None:
         reasons = "; ".join(f"{count:,} plans: {reason}" for reason, count in space.rejected.most_common(3))
         return NoPlanFitsError(
-            f"no plan suits {workload.model.name} on {cluster.num_gpus} GPUs: {reasons}",
+            f"no plan suits {workload.model.name} on {gpus(cluster.num_gpus)}: {reasons}",
             hint=_suitable_batches(workload, space.fixed),
         )
     nearest = estimate_plan(workload, too_large.nearest)

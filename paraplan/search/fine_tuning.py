@@ -14,7 +14,7 @@ from paraplan.search.constraints import Constraints
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
 from paraplan.search.what_fits import smaller_clusters, some_plan_fits
-from paraplan.units import format_bytes, format_count
+from paraplan.units import format_bytes, format_count, gpus
 
 MOST_GPUS = 64
 """On more machines the fewest GPUs are not looked for."""
@@ -46,10 +46,9 @@ class FineTuningWay(Record):
         """The way in one sentence."""
         spare = format_bytes(self.usable_memory_bytes - self.peak_memory_bytes)
         rate = format_count(float(f"{self.tokens_per_s_per_gpu:.3g}"))
-        gpus = "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
-        fewest = "one GPU" if self.fewest_gpus == 1 else f"{self.fewest_gpus} GPUs"
-        also = f"; it fits {fewest} too" if self.fewest_gpus < self.num_gpus else ""
-        return f"{self.options}: fits {gpus} with {spare} to spare, {rate} tokens/s per GPU ({self.plan}){also}"
+        also = f"; it fits {gpus(self.fewest_gpus)} too" if self.fewest_gpus < self.num_gpus else ""
+        there = gpus(self.num_gpus)
+        return f"{self.options}: fits {there} with {spare} to spare, {rate} tokens/s per GPU ({self.plan}){also}"
 
 
 def _trainings(training: TrainingSpec) -> Iterator[tuple[str, str, TrainingSpec]]:
