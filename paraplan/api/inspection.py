@@ -6,7 +6,8 @@ import importlib.util
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from paraplan.errors import UsageError
 if TYPE_CHECKING:  # each reader is imported where it is asked for
     from paraplan.hardware.interconnect import InterconnectThresholds
     from paraplan.hardware.node_survey import ClusterSurvey
+    from paraplan.hardware.probe.nvml_state import GpuState
     from paraplan.hardware.profiles import MachineProfile
     from paraplan.hardware.survey import MachineSurvey
     from paraplan.hardware.topology import NodeTopology
@@ -57,7 +59,22 @@ def inspect_machine(
         return survey_node(read_topology_file(path), gpus=gpus, thresholds=thresholds)
     from paraplan.hardware.probe.nvml import read_this_machine
 
-    return survey_node(read_this_machine(), environment=os.environ, gpus=gpus, thresholds=thresholds)
+    survey = survey_node(read_this_machine(), environment=os.environ, gpus=gpus, thresholds=thresholds)
+    with watched_gpus() as states:
+        shown = {gpu.index for gpu in survey.node.gpus}
+        return survey.replace(states=tuple(state for state in states() if state.index in shown))
+
+
+@contextmanager
+def watched_gpus() -> Iterator[Callable[[], tuple[GpuState, ...]]]:
+    """Yield what returns the present state of this machine's GPUs whenever it is called.
+
+    Raises `NoGpuError` where there is no GPU or no driver to ask.
+    """
+    from paraplan.hardware.probe.nvml_state import gpu_states
+
+    with gpu_states() as states:
+        yield states.read
 
 
 def save_inspected(survey: MachineSurvey, path: Path) -> MachineProfile:

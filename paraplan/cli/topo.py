@@ -78,14 +78,29 @@ def topo(
         int | None, typer.Option(metavar="R", min=0, help="Number of this node; free ones are taken otherwise.")
     ] = None,
     wait: Annotated[float, typer.Option(metavar="S", min=1, help="How long --nnodes waits for the others.")] = 120.0,
+    watch: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            min=0.1,
+            max=3600,
+            help="Show what this machine's GPUs do every S seconds: memory, power, clocks, PCIe, what slows them.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the GPUs of a machine, the links between them, and its network interfaces.
 
-    Without --from and --profile it asks this machine's driver.
+    Without --from and --profile it asks this machine's driver, also for what the GPUs are doing.
     """
     if from_file is not None and profile is not None:
         raise UsageError("--from and --profile both name a machine", hint="give one of them")
+    if watch is not None:
+        if from_file or profile or as_json:
+            raise UsageError("--watch looks at this machine's GPUs", hint="leave out --from, --profile and --json")
+        from paraplan.cli.gpu_states import watch as watch_states
+
+        watch_states(watch)
     _check_together(measure=measure, nnodes=nnodes, ranks=ranks, rdzv_endpoint=rdzv_endpoint, node_rank=node_rank)
     thresholds = _thresholds(fast_node, fast_network)
     links = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +11,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from paraplan.api.profiles import LinkType, connected_groups, gpu_nics
+from paraplan.cli.gpu_states import state_table
+from paraplan.cli.known_columns import MOST_ALIKE, UNKNOWN, known_columns
 from paraplan.cli.terminal import make_console
 from paraplan.units import format_bandwidth, format_bytes
 
@@ -42,10 +44,6 @@ _MEANINGS = {
     LinkType.SYS: "across NUMA nodes",
 }
 
-_UNKNOWN = "?"
-
-_Item = TypeVar("_Item")
-
 
 def print_topology(survey: MachineSurvey, console: Console | None = None) -> None:
     """Print a machine as tables. Columns about which nothing is known are left out."""
@@ -54,7 +52,12 @@ def print_topology(survey: MachineSurvey, console: Console | None = None) -> Non
     console.print(_title(node), soft_wrap=True)
     console.print()
     console.print(_gpu_table(node, survey.cuda))
-    if len(node.gpus) > 1 and node.links:
+    if survey.states:
+        console.print()
+        console.print(state_table(survey.states))
+    if (whole := _uniform_links(node)) is not None:
+        console.print(f"\n{whole}")
+    elif len(node.gpus) > 1 and node.links:
         for block in _matrix_blocks(node, console.width):
             console.print()
             console.print(block)
@@ -63,7 +66,7 @@ def print_topology(survey: MachineSurvey, console: Console | None = None) -> Non
         console.print()
         console.print(_nic_table(node.nics))
     console.print()
-    lines = [*describe_links(node), *_numa_lines(node), *interconnect_lines(survey.interconnect)]
+    lines = [*describe_links(node), *_peer_lines(node), *_numa_lines(node), *interconnect_lines(survey.interconnect)]
     for line in [*lines, *shared_nic_lines(node)]:
         console.print(line)
     for note in survey.cuda.notes if survey.cuda else ():
@@ -113,6 +116,41 @@ def describe_links(node: NodeTopology) -> list[str]:
     if alone:
         lines.append(f"Without fast links: GPU {list_ranges(alone)}")
     return lines
+
+
+def _uniform_links(node: NodeTopology) -> str | None:
+    """Return the links of more than 16 GPUs in a sentence where all pairs have the same, else None."""
+    count = len(node.gpus)
+    if count <= MOST_ALIKE or len(node.links) != count * (count - 1) // 2 or _has_gpu_links(node):
+        return None
+    words = {_link_word(link) for link in node.links}
+    kinds = {link.link_type for link in node.links}
+    return f"Each pair of the {count} GPUs: {words.pop()} ({_MEANINGS[kinds.pop()]})" if len(words) == 1 else None
+
+
+_DENIED = {
+    "NS": "not supported",
+    "CNS": "not supported by the chipset",
+    "GNS": "not supported by the GPU",
+    "TNS": "not supported over this topology",
+    "DR": "disabled by a registry key",
+    "OK": "allowed",
+}
+"""Of `nvidia-smi topo -p2p`."""
+
+
+def _peer_lines(node: NodeTopology) -> list[str]:
+    """Return which pairs may read and write each other's memory, by what the driver says of it."""
+    pairs: dict[str, list[str]] = {}
+    for one in node.peer_access:
+        denied = [status for status in (one.read, one.write, one.unnamed) if status not in (None, "OK", "U")]
+        if one.is_allowed is not None:
+            words = _DENIED.get(denied[0], denied[0]) if denied and not one.is_allowed else "allowed"
+            pairs.setdefault(words, []).append(f"{one.gpu_a}-{one.gpu_b}")
+    total = sum(map(len, pairs.values()))
+    if len(pairs) == 1:
+        return [f"Peer access (P2P): {next(iter(pairs))} for {'all pairs' if total > 1 else 'the pair'}"]
+    return [f"Peer access (P2P): {words} for GPU pairs {', '.join(names)}" for words, names in pairs.items()]
 
 
 def _numa_lines(node: NodeTopology) -> list[str]:
@@ -190,7 +228,7 @@ def _gpu_table(node: NodeTopology, cuda: CudaView | None) -> Table:
         "CPUs": lambda gpu: gpu.cpu_affinity,
         "nearest NIC": lambda gpu: _few(near.get(gpu.index, ())),
     }
-    return _table(columns, node.gpus)
+    return known_columns(columns, node.gpus)
 
 
 def _few(names: Sequence[str]) -> str | None:
@@ -217,19 +255,7 @@ def _nic_table(nics: tuple[Nic, ...]) -> Table:
         "NUMA": lambda nic: None if nic.numa_node is None else str(nic.numa_node),
         "nearest GPUs": _nearest_gpus,
     }
-    return _table(columns, nics)
-
-
-def _table(columns: dict[str, Callable[[_Item], str | None]], items: tuple[_Item, ...]) -> Table:
-    """Return a table without the columns that have no value at all."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    known = {name: [cell(item) for item in items] for name, cell in columns.items()}
-    known = {name: values for name, values in known.items() if any(value is not None for value in values)}
-    for name in known:
-        table.add_column(name, overflow="fold", no_wrap=name not in ("name", "CPUs", "nearest GPUs"))
-    for row in zip(*known.values(), strict=True):
-        table.add_row(*(Text(_UNKNOWN if value is None else value) for value in row))
-    return table
+    return known_columns(columns, nics)
 
 
 def _pcie(gpu: Gpu) -> str | None:
@@ -276,9 +302,9 @@ def _cell(node: NodeTopology, gpu: int, column: int | str) -> Text:
         return Text("X", style="dim")
     if isinstance(column, str):
         link_type = next(nic.gpu_links.get(gpu) for nic in node.nics if nic.name == column)
-        return Text(link_type or _UNKNOWN, style=_STYLES[link_type] if link_type else "")
+        return Text(link_type or UNKNOWN, style=_STYLES[link_type] if link_type else "")
     link = node.link(gpu, column)
-    return Text(_link_word(link) if link else _UNKNOWN, style=_STYLES[link.link_type] if link else "")
+    return Text(_link_word(link) if link else UNKNOWN, style=_STYLES[link.link_type] if link else "")
 
 
 def _link_word(link: GpuLink) -> str:

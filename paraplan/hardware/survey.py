@@ -10,6 +10,7 @@ from paraplan.hardware.catalogue.profile_files import machine_from_topology
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.interconnect import InterconnectReport, InterconnectThresholds, describe_interconnect
 from paraplan.hardware.probe.cuda_devices import PCI_BUS_ID, CudaView, cuda_view, select_gpus
+from paraplan.hardware.probe.nvml_state import GpuState
 from paraplan.hardware.profiles import MachineProfile
 from paraplan.hardware.topology import NodeTopology
 from paraplan.records import Record
@@ -26,12 +27,15 @@ class MachineSurvey(Record):
     cuda: CudaView | None = None
     machine: MachineProfile | None = None
     interconnect: InterconnectReport | None = None
+    states: tuple[GpuState, ...] = ()
+    """What the GPUs of this machine are doing; none for another one."""
 
     def to_report(self) -> dict[str, Any]:
         """Return the JSON object that `paraplan topo --json` prints."""
         return self.node.to_report() | {
             "cuda": self.cuda.model_dump(mode="json") if self.cuda else None,
             "interconnect": self.interconnect.model_dump(mode="json") if self.interconnect else None,
+            "states": [state.model_dump(mode="json") for state in self.states],
         }
 
 

@@ -128,6 +128,56 @@ status nvmlDeviceGetEnforcedPowerLimit(struct gpu *gpu, unsigned *milliwatts) {
     *milliwatts = gpu->milliwatts;
     return OK;
 }
+typedef struct {
+    unsigned gpu, memory;
+} utilization;
+
+status nvmlDeviceGetUtilizationRates(struct gpu *gpu, utilization *use) {
+    LOST_CHECK(gpu)
+    if (gpu->busy < 0) return NOT_SUPPORTED;
+    use->gpu = (unsigned)gpu->busy;
+    use->memory = 0;
+    return OK;
+}
+status nvmlDeviceGetPowerUsage(struct gpu *gpu, unsigned *milliwatts) {
+    LOST_CHECK(gpu)
+    *milliwatts = (unsigned)(gpu->milliwatts / 2);
+    return OK;
+}
+status nvmlDeviceGetTemperature(struct gpu *gpu, unsigned sensor, unsigned *degrees) {
+    (void)sensor;
+    LOST_CHECK(gpu)
+    *degrees = 61;
+    return OK;
+}
+status nvmlDeviceGetClockInfo(struct gpu *gpu, unsigned clock, unsigned *rate) {
+    (void)clock;
+    LOST_CHECK(gpu)
+    *rate = (unsigned)gpu->clock;
+    return OK;
+}
+status nvmlDeviceGetMaxClockInfo(struct gpu *gpu, unsigned clock, unsigned *rate) {
+    (void)clock;
+    LOST_CHECK(gpu)
+    *rate = 1980;
+    return OK;
+}
+#ifdef WITHOUT_nvmlDeviceGetCurrentClocksEventReasons
+status nvmlDeviceGetCurrentClocksThrottleReasons(struct gpu *gpu, unsigned long long *reasons) {
+#else
+status nvmlDeviceGetCurrentClocksEventReasons(struct gpu *gpu, unsigned long long *reasons) {
+#endif
+    LOST_CHECK(gpu)
+    *reasons = (unsigned long long)gpu->slowed_by;
+    return OK;
+}
+status nvmlDeviceGetTotalEccErrors(struct gpu *gpu, unsigned kind, unsigned counter, unsigned long long *errors) {
+    LOST_CHECK(gpu)
+    if (gpu->ecc < 0) return NOT_SUPPORTED;
+    if (kind != 1 || counter != 0) return INVALID_ARGUMENT;
+    *errors = (unsigned long long)gpu->ecc_errors;
+    return OK;
+}
 #define PCIE_ANSWER(function, value)                      \
     status function(struct gpu *gpu, unsigned *answer) {  \
         LOST_CHECK(gpu)                                   \

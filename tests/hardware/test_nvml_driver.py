@@ -119,7 +119,8 @@ def test_the_table_shows_the_cuda_index_beside_that_of_nvml(tmp_path: Path) -> N
         timeout=240,
         check=True,
     )
-    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    table = done.stdout.split("\n\n")[1]
+    rows = [line.split() for line in table.splitlines() if line[:1].isdigit()]
     assert [row[:2] for row in rows] == [["0", "-"], ["1", "1"], ["2", "-"], ["3", "0"]]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,14 @@ def read_nvml(library: Any = pynvml, *, source: str) -> NodeTopology:
     What NVML denies, does not support or does not know is None, with a warning where that is out of the ordinary. A
     GPU that answers nothing is left out, with a warning. Raises NoGpuError where NVML cannot start or shows no GPU.
     """
+    with started_nvml(library) as ask:
+        return _read_started(ask, source=source)
+
+
+@contextmanager
+def started_nvml(library: Any | None = None) -> Iterator[Questions]:
+    """Start NVML for this context and yield what asks it. Raises `NoGpuError` where it cannot start."""
+    library = library or pynvml
     try:
         library.nvmlInit()
     except library.NVMLError as error:
@@ -48,7 +58,7 @@ def read_nvml(library: Any = pynvml, *, source: str) -> NodeTopology:
         message, hint = _INIT_FAILURES.get(code or 0, (f"NVML does not start: {error}", _HINT))
         raise NoGpuError(message, hint=hint) from None
     try:
-        return _read_started(Questions(library), source=source)
+        yield Questions(library)
     finally:
         _shut_down(library)
 
