@@ -45,6 +45,14 @@ _STEPS = {
 """How optimizers go over parameters: bitsandbytes has one kernel for each tensor."""
 
 
+RecomputedOps = Literal["torch", "modules"]
+"""Who chooses. torch: the policy that torchtitan gives to torch's selective checkpointing. It keeps the input of a
+block, the outputs of attention kernels and of every second `mm`, in the order in which they run
+(torchtitan/distributed/activation_checkpoint.py); products of experts are no `mm`. modules: Megatron-Core's
+`--recompute-modules layernorm moe_act mla_up_proj`, which drops the outputs of norms, of activation functions and of
+latent attention's up projections (core/transformer/transformer_config.py; Korthikanti et al. 2022 keep them)."""
+
+
 class _Group(Record):
     """Values that belong together, with their sources. A value that a file leaves out keeps its default."""
 
@@ -122,6 +130,10 @@ class KernelProfile(_Group):
     """Gated activations are not fused where other kernels are, and keep the activated gate too."""
     repeats_key_heads: bool = False
     """Keys and values of grouped queries are repeated to all heads and saved so."""
+    recomputes_ops: bool = False
+    """It has recompute of chosen operations (`selective_ops`)."""
+    recomputed_ops: RecomputedOps = "torch"
+    """Who chooses them."""
     dropout: float = 0.1
     """Dropout rate of GPT-like models whose own is not known."""
 

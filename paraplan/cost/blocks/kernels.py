@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -61,10 +62,7 @@ class KernelTimes:
         traffic = traffic * self.framework.kernels.traffic_per_saved_byte
         traffic = traffic + self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = traffic * (2.0 if backward else 1.0)
-        attention = sum(
-            (self._attention_s(one, backward=backward) for one in (block.attention, block.cross_attention) if one),
-            np.zeros_like(self.shardings.tp),
-        )
+        attention = self.attention_s(block, backward=backward)
         traffic = traffic + self._unfused_softmax_bytes(block, backward=backward) + self._dequantizing_bytes(block)
         return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic))
 
@@ -93,6 +91,15 @@ class KernelTimes:
         traffic = traffic + self._unfused_softmax_bytes(block, backward=False)
         core = self._attention_s(block.attention, backward=False) if block.attention else 0.0
         return np.asarray(core + self.moved_s(traffic))
+
+    def products_s(self, block: BlockSpec, chosen: Sequence[Matmul]) -> Floats:
+        """Return the seconds of the forward pass of some of a block's matmuls."""
+        return self._matmuls_s(block.replace(matmuls=tuple(chosen)), backward=False)
+
+    def attention_s(self, block: BlockSpec, *, backward: bool = False) -> Floats:
+        """Return the seconds of the attention kernels in one pass."""
+        cores = (one for one in (block.attention, block.cross_attention) if one)
+        return sum((self._attention_s(one, backward=backward) for one in cores), np.zeros_like(self.shardings.tp))
 
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""

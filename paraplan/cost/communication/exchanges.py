@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paraplan.cost.communication.collectives import GroupLinks, expert_links, group_links
-from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import Attention, BlockSpec
 
@@ -26,6 +26,17 @@ class Exchanges:
         return Exchanges(
             self.context_s[rows], self.context_backward_s[rows], self.expert_s[rows], self.expert_backward_s[rows]
         )
+
+
+def run_again(workload: Workload, table: PlanTable) -> Mask:
+    """Return the plans whose backward pass repeats the exchanges of blocks: torch's policy keeps none of their results.
+
+    (torchtitan/distributed/activation_checkpoint.py.)
+    """
+    is_full = table.recompute == RecomputeCode.FULL
+    if workload.framework.kernels.recomputed_ops == "modules":
+        return np.asarray(is_full)
+    return np.asarray(is_full | (table.recompute == RecomputeCode.SELECTIVE_OPS))
 
 
 def _width(attention: Attention, table: PlanTable, *, keys_alone: bool) -> Floats | float:
@@ -64,7 +75,7 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
     once = np.where(table.cp > 1, (links.all_gather_s if rings else links.all_to_all_s)(num_bytes), 0.0)
     if rings:
         once = once * (workload.constants.overlap_slowdown - 1)
-    return once, once * (1 + (table.recompute == RecomputeCode.FULL))
+    return once, once * (1 + run_again(workload, table))
 
 
 def rows_per_token(block: BlockSpec) -> float:
@@ -98,4 +109,4 @@ def expert_exchange_s(
             sent = 2.0 * links.all_to_all_s(rows * token / table.tp)
             once = once + np.where(table.ep > 1, sent + np.maximum(gathered, 0.0), 0.0) * run.count
     once = once / model.num_blocks
-    return once, once * (1 + (table.recompute == RecomputeCode.FULL))
+    return once, once * (1 + run_again(workload, table))
