@@ -165,7 +165,7 @@ class KernelTimes:
         if self._fit is not None:
             return _fitted_product_s(self._fit, m, n, k)
         penalty = 1.0 + constants.matmul_half_n / n + constants.matmul_half_k / k
-        reached = self._reached_share() * constants.matmul_efficiency
+        reached = self._reached_share() * constants.matmul_efficiency * self.gpu.shared.sustained_matmul_share
         peak = self._peak() * (reached if self._uses_tensor_cores() else constants.plain_matmul_efficiency)
         tiled_s = 2.0 * m * n * k * penalty * self._last_wave(m, n) / peak
         is_thin = np.minimum(np.minimum(m, n), k) <= _THIN
