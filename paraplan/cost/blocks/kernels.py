@@ -133,11 +133,24 @@ class KernelTimes:
             whole = replace(self, training=self.training.replace(precision="fp32"))
             each = np.where(is_fp32, whole._products_s(shapes), each)
         speedup = self.constants.block_matmul_speedup if block.attention is not None else 1.0  # heads stay in 16 bits
-        seconds = experts * each / speedup
+        seconds = experts * np.maximum(each / speedup, self._moved_by_s(rows, n, k, backward=backward))
         of_kind = dict(zip(distinct, seconds, strict=True))
         for kind in kinds:
             total = total + of_kind[kind]
         return total
+
+    def _moved_by_s(self, rows: Floats, n: Floats, k: Floats, *, backward: bool) -> Floats:
+        """Return the least seconds of a matmul's products in one pass: what they read and write.
+
+        A gradient that the product adds to those of earlier micro-batches is read and written as they are kept.
+        """
+        each = float(self.training.activation_bytes)
+        once = each * (rows * k + k * n + rows * n)
+        if not backward:
+            return self.moved_s(once)
+        is_added = self.framework.data_parallel.fuses_accumulation and self.training.precision != "fp32"
+        written = 2.0 * self.framework.storage.gradient_bytes if is_added else each
+        return self.moved_s(once + each * (rows * k + rows * n) + written * k * n)
 
     def _shape(self, matmul: Matmul) -> tuple[Floats, Floats, Floats]:
         """Return rows, columns and inner size of a matmul on one rank, under each sharding."""
