@@ -62,6 +62,8 @@ class KernelTimes:
         traffic = traffic * self.framework.kernels.traffic_per_saved_byte
         traffic = traffic + self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = traffic * (2.0 if backward else 1.0)
+        if self.constants.has_8bit_matmuls and block.attention is not None:
+            traffic = traffic + self._quantizing_bytes(block, backward=backward)
         attention = self.attention_s(block, backward=backward)
         traffic = traffic + self._unfused_softmax_bytes(block, backward=backward) + self._dequantizing_bytes(block)
         return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic))
@@ -74,6 +76,22 @@ class KernelTimes:
             each = one.quantized_bytes + self.training.activation_bytes
             total += one.k * one.n * one.num_experts * each / ranks
         return total
+
+    def _quantizing_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
+        """Return what making 8-bit operands moves: inputs in a forward pass, gradients of outputs in a backward pass.
+
+        Matmuls that read one input quantize it once. Routers multiply in 16 bits or more.
+        """
+        linear = [one for one in block.matmuls if not one.name.endswith("mlp.gate")]
+        inputs = {(one.k, one.rows_per_token, one.split) for one in linear}
+        tp, total = self.shardings.tp, np.zeros_like(self.shardings.tp)
+        if backward:
+            for one in linear:
+                total += one.rows_per_token * one.n / (tp if one.split == "column" else 1.0)
+        else:
+            for k, rows, split in inputs:
+                total += rows * k / (tp if split == "row" else 1.0)
+        return self.shardings.tokens * total * self.constants.quantizing_bytes
 
     def attention_core_s(self, block: BlockSpec) -> Floats:
         """Return the seconds of the attention core's forward pass, which selective recompute runs again."""

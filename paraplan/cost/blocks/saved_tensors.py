@@ -12,6 +12,8 @@ from paraplan.model.spec import BlockSpec, Parameter, SavedTensor
 from paraplan.plan.training import TrainingSpec
 
 _FIXED_BYTES = {"fp32": 4.0, "mask": 1.0}
+_ONLY_INPUTS = ("MLP inner output", "tokens by expert", "query latent", "key and value latent")
+"""Tensors that nothing but linear layers read, beside the outputs of norms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,8 @@ class Shardings:
     """Frozen norms and embeddings in fp32 make the residual stream so, in every stage."""
     is_compiled: bool = False
     """torch.compile chooses what a block keeps."""
+    has_8bit_inputs: bool = False
+    """Linear layers of blocks keep their inputs in 8 bits."""
     known_saved: dict[tuple[int, bool, bool, bool], Floats] = field(default_factory=dict, init=False, repr=False)
     """What `saved_bytes` was asked before."""
 
@@ -58,6 +62,7 @@ class Shardings:
         rings_context: bool = False,
         fp32_weights: bool = True,
         fp32_residual: bool = False,
+        inputs_in_8bit: bool = False,
     ) -> Shardings:
         """Return the shardings of `columns`, in the order of `sharding_columns`."""
         tp, sequence_parallel, cp, micro_batch_size, recompute, sharded, ep = columns
@@ -72,6 +77,7 @@ class Shardings:
             keeps_gathered_inputs=keeps_gathered_inputs,
             has_fp32_weights=(sharded == 0) & fp32_weights,
             has_fp32_residual=fp32_residual,
+            has_8bit_inputs=inputs_in_8bit,
             ep=ep.astype(float),
             head_ranks=np.ones_like(cp) if rings_context else cp,
         )
@@ -240,7 +246,20 @@ def tensor_bytes(
     split = "none" if is_whole else tensor.split
     divisor = {"tensor": shardings.tp, "sequence": shardings.sequence_tp, "none": np.ones_like(shardings.tp)}[split]
     copies = _key_copies(block, tensor, shardings)
+    if shardings.has_8bit_inputs and block.attention is not None:
+        copies = copies * _8bit_share(tensor)
     return copies * elements * _element_bytes(block, tensor, training, shardings, is_first=is_first) / divisor
+
+
+def _8bit_share(tensor: SavedTensor) -> float:
+    """Return what training with 8-bit matmuls keeps of a tensor beside the bytes that it has in 16 bits.
+
+    Attention's backward pass reads its output in 16 bits, beside which the next layer keeps its own; a router reads 16.
+    """
+    if tensor.name == "attention output":
+        return 1.5
+    is_input = tensor.num_readers is not None or tensor.name in _ONLY_INPUTS
+    return 0.5 if is_input and tensor.name != "router input" else 1.0
 
 
 def _key_copies(block: BlockSpec, tensor: SavedTensor, shardings: Shardings) -> Floats | float:
