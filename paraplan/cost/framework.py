@@ -183,6 +183,28 @@ class DataParallelProfile(_Group):
     """Seconds of the host to reduce the gradients of a block."""
 
 
+class ExpertsProfile(Record):
+    """Mixtures of experts: how tokens reach their experts and return."""
+
+    sends_tokens_once: bool = False
+    """A token goes to a node once, however many of its experts are there, and is copied to their ranks inside (DeepEP,
+    HybridEP); else to each of its experts."""
+    over_tensor_ranks: bool = False
+    """Experts are whole, and spread over the ranks of tensor parallelism too, each of which sends its own tokens
+    (expert_tensor_parallel_size=1): no rows are gathered and summed among these."""
+    hidden_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of exchanges that compute of another micro-batch hides."""
+    row_moves: float = 0.0
+    """How often either pass reads or writes the rows of tokens for their experts, beside what saved tensors tell:
+    permutations before and after the exchanges, counted as plain copies."""
+    exchange_wait_s: float = 0.0
+    """Seconds that a pass over a layer waits for the numbers of tokens by expert before an exchange."""
+    host_s_per_layer: float = 0.0
+    """Seconds of the host to start what an expert layer has beside a dense one in a pass."""
+    sources: tuple[Source, ...] = ()
+    """Where the values come from."""
+
+
 class PipelineProfile(_Group):
     """Pipelines: schedules, sends and receive buffers."""
 
@@ -258,6 +280,8 @@ class FrameworkProfile(Record):
     """Tensor and sequence parallelism."""
     loss: LossProfile
     """The loss on logits."""
+    experts: ExpertsProfile = ExpertsProfile()
+    """Mixtures of experts."""
 
     @property
     def is_own_runtime(self) -> bool:

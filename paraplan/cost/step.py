@@ -17,7 +17,13 @@ from paraplan.cost.communication.data_parallel import (
     stage_parameters,
     weight_work,
 )
-from paraplan.cost.communication.exchanges import Exchanges, context_parallel_s, expert_exchange_s, run_again
+from paraplan.cost.communication.exchanges import (
+    Exchanges,
+    context_parallel_s,
+    expert_exchange_s,
+    rows_per_token,
+    run_again,
+)
 from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
 from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_s
 from paraplan.cost.pipeline.bubble import bubble_s
@@ -221,7 +227,9 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # One process starts the kernels of all its GPUs, by threads that share Python's lock.
     model = workload.model
     adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
-    host_s = (framework.kernels.host_s_per_block + adapters * ADAPTER_KERNEL_S) * table.devices
+    routed = sum(run.count for run in model.runs if rows_per_token(run.block)) / max(1, model.num_blocks)
+    starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
+    host_s = (framework.kernels.host_s_per_block + starts) * table.devices
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
     again = np.maximum(again, (host_s + forward_starts) * stage.num_blocks - forward_sends)
     forward_host_s = host_s + forward_starts + work.forward_host_s

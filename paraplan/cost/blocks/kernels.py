@@ -62,6 +62,7 @@ class KernelTimes:
         traffic = traffic * self.framework.kernels.traffic_per_saved_byte
         traffic = traffic + self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = traffic * (2.0 if backward else 1.0)
+        traffic = traffic + self._permuting_bytes(block)
         if self.constants.has_8bit_matmuls and block.attention is not None:
             traffic = traffic + self._quantizing_bytes(block, backward=backward)
         attention = self.attention_s(block, backward=backward)
@@ -76,6 +77,15 @@ class KernelTimes:
             each = one.quantized_bytes + self.training.activation_bytes
             total += one.k * one.n * one.num_experts * each / ranks
         return total
+
+    def _permuting_bytes(self, block: BlockSpec) -> Floats | float:
+        """Return what ordering tokens by expert, and back, moves in either pass."""
+        moves = self.framework.experts.row_moves
+        routed = next((one for one in block.matmuls if one.num_experts > 1), None)
+        if not moves or routed is None:
+            return 0.0
+        tokens = self.shardings.tokens / self.shardings.sequence_tp
+        return np.asarray(moves * tokens * routed.rows_per_token * routed.k * self.training.activation_bytes)
 
     def _quantizing_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return what making 8-bit operands moves: inputs in a forward pass, gradients of outputs in a backward pass.
