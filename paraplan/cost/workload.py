@@ -98,10 +98,12 @@ class Workload:
     def recomputes(self) -> tuple[Recompute, ...]:
         """The kinds of recompute worth a comparison: those that the framework has and that differ.
 
-        An attention core that keeps no scores has nothing to drop but a number for each head and token.
+        An attention core that keeps no scores has nothing to drop but a number for each head and token. Megatron-Core's
+        modules that drop their outputs are those of experts.
         """
         dropped: set[Recompute] = set() if self.training.attention == "eager" else {"selective"}
-        if not self.framework.kernels.recomputes_ops:
+        kernels = self.framework.kernels
+        if not kernels.recomputes_ops or (kernels.recomputed_ops == "modules" and self.model.num_experts == 1):
             dropped.add("selective_ops")
         return tuple(name for name in RECOMPUTES if name not in dropped)
 

@@ -152,6 +152,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         for kind, less in zip(kinds, later_kept, strict=True)
     ]
     forward = [times.block_s(kind) for kind in kinds]
+    repeated = [_recompute_s(*pair, shardings, times, framework.kernels) for pair in zip(kinds, forward, strict=True)]
     working = [
         saved_bytes(kind, training, shardings, fused_kernels=fused)
         - less
@@ -173,13 +174,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         ),
         "forward_s": _running_sum(forward, order),
         "backward_s": _running_sum([times.block_s(kind, backward=True) for kind in kinds], order),
-        "recompute_s": _running_sum(
-            [
-                _recompute_s(kind, shardings, times, whole, framework.kernels)
-                for kind, whole in zip(kinds, forward, strict=True)
-            ],
-            order,
-        ),
+        "recompute_s": _running_sum(repeated, order),
         "largest_block_parameters": np.max(parameters, axis=0),
         "working_bytes": np.max(working, axis=0),
         "first_half_bytes": np.max(
@@ -374,7 +369,7 @@ def _kept_bytes(
 
 
 def _recompute_s(
-    block: BlockSpec, shardings: Shardings, times: KernelTimes, forward_s: Floats, kernels: KernelProfile
+    block: BlockSpec, forward_s: Floats, shardings: Shardings, times: KernelTimes, kernels: KernelProfile
 ) -> Floats:
     if not block.has_backward:
         return np.zeros_like(forward_s)
