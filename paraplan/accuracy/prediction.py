@@ -50,15 +50,17 @@ class RunPrediction(Record):
 def estimate_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> PlanEstimate:
     """Return the estimate of one run.
 
-    Where the run says nothing of recompute, it is none if that fits the GPU, and full if it does not: the run did fit.
+    Where the run says nothing of recompute, it is the least that fits the GPU: the run did fit.
     Raises `PlanError` for more stages than layers, with the embedding and the head, which Megatron-LM may count as two.
     """
     if plan.num_stages > workload.model.num_blocks + 2:
         raise PlanError(f"{plan.num_stages} pipeline stages, and the model has {workload.model.num_blocks} layers")
     estimate = evaluate_plan(workload, plan)
     may_recompute = not run.recompute and run.fit_status != "oom" and "offload" not in run.nonstandard_features.lower()
-    if may_recompute and not _fits(estimate, workload):
-        return evaluate_plan(workload, plan.replace(recompute="full"))
+    for recompute in workload.recomputes[1:] if may_recompute else ():
+        if _fits(estimate, workload):
+            break
+        estimate = evaluate_plan(workload, plan.replace(recompute=recompute))
     return estimate
 
 

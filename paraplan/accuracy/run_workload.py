@@ -30,6 +30,8 @@ from paraplan.units import KIB
 DEFAULT_VOCABULARY = 50304
 UNKNOWN_GPUS, UNSTATED_GPU = ("unstated", "not stated", "unknown"), "A100-80GB"
 """The GPU of rows that measured memory and do not say on which."""
+OPS_RECOMPUTE = r"""\bop\b["']? (policy|sac)|recompute only norm"""
+"""Features of runs whose selective recompute is that of chosen operations (`selective_ops`)."""
 COMPILED_LOSS_BYTES = 10.0
 """Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
 (core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors."""
@@ -178,10 +180,6 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
         )
     zero_stage = (run.zero_stage or 0) if dp * cp > 1 else 0
     virtual = (run.vpp or 1) if pp > 1 else 1
-    recompute: Recompute = "none"
-    for known in get_args(Recompute):
-        if run.recompute == known:
-            recompute = known
     return ParallelPlan.model_validate(
         {
             "dp": dp,
@@ -195,9 +193,19 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
             "num_microbatches": run.num_microbatches or max(1, round(run.global_batch / dp / micro_batch)),
             "pipeline_schedule": None if pp == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b",
             "virtual_pipeline_size": virtual,
-            "recompute": recompute,
+            "recompute": _recompute(run),
         }
     )
+
+
+def _recompute(run: MeasuredRun) -> Recompute:
+    """Return the recompute of a run, none where it says nothing.
+
+    Selective recompute is that of the attention core, unless the features name operations that are run again.
+    """
+    if run.recompute == "selective" and re.search(OPS_RECOMPUTE, run.nonstandard_features.lower()):
+        return "selective_ops"
+    return next((known for known in get_args(Recompute) if run.recompute == known), "none")
 
 
 def _splits_sequences(run: MeasuredRun, framework: FrameworkProfile) -> bool:

@@ -16,7 +16,7 @@ from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
 
@@ -74,7 +74,7 @@ def import_plan(
     num_gpus: int | None = None,
     micro_batch_size: int | None = None,
     global_batch_size: int | None = None,
-    recompute: Literal["none", "selective", "full"] | None = None,
+    recompute: Recompute | None = None,
 ) -> ImportedPlan:
     """Return the plan of another tool's configuration: a file, or for Megatron-LM its arguments.
 

@@ -45,6 +45,7 @@ class RecomputeName(StrEnum):
 
     none = "none"
     selective = "selective"
+    selective_ops = "selective_ops"
     full = "full"
 
 

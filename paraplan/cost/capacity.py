@@ -58,7 +58,12 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
     replicas = max(plan.dp, workload.cluster.num_gpus // fixed)
     offloads_parameters = plan.offload == "parameters"  # which ZeRO-3 alone does
     stages = (3,) if offloads_parameters else (0, 1) if plan.pp > 1 else (0, 1, 2, 3)
-    kinds = [(stage, recompute) for stage in stages for recompute in RECOMPUTES]
+    kinds = [
+        (stage, recompute)
+        for stage in stages
+        for recompute in RECOMPUTES
+        if recompute in ("selective", *workload.recomputes)
+    ]
     count = len(kinds)
     stage_of, recompute_of = (np.array(column) for column in zip(*_numbered(kinds), strict=True))
 

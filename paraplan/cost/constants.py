@@ -65,6 +65,15 @@ class CostConstants(Record):
     """What CUBLAS_WORKSPACE_CONFIG sets for each thread; None: the default of torch on the architecture."""
     block_matmul_speedup: float = 1.0
     """How many times as fast as in 16 bits the linear layers of blocks run in training with 8-bit matmuls."""
+    quantizing_bytes: float = 4.0
+    """What training with 8-bit matmuls moves for each element that it quantizes, inputs and gradients of outputs: it
+    reads 16 bits and writes one byte by rows and one by columns, for the two products that read it (Transformer
+    Engine, pytorch/tensor, `rowwise_usage` and `columnwise_usage`)."""
+
+    @property
+    def has_8bit_matmuls(self) -> bool:
+        """Whether the linear layers of blocks multiply in 8 bits, and keep their inputs so."""
+        return self.block_matmul_speedup > 1
 
     def optimizer_traffic(self, how: str) -> float:
         """Return the bytes that a step of AdamW moves for each of its parameters, clipping counted; `how` it goes."""

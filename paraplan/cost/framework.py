@@ -45,6 +45,14 @@ _STEPS = {
 """How optimizers go over parameters: bitsandbytes has one kernel for each tensor."""
 
 
+RecomputedOps = Literal["torch", "modules"]
+"""Who chooses. torch: the policy that torchtitan gives to torch's selective checkpointing. It keeps the input of a
+block, the outputs of attention kernels and of every second `mm`, in the order in which they run
+(torchtitan/distributed/activation_checkpoint.py); products of experts are no `mm`. modules: Megatron-Core's
+`--recompute-modules layernorm moe_act mla_up_proj`, which drops the outputs of norms, of activation functions and of
+latent attention's up projections (core/transformer/transformer_config.py; Korthikanti et al. 2022 keep them)."""
+
+
 class _Group(Record):
     """Values that belong together, with their sources. A value that a file leaves out keeps its default."""
 
@@ -122,6 +130,10 @@ class KernelProfile(_Group):
     """Gated activations are not fused where other kernels are, and keep the activated gate too."""
     repeats_key_heads: bool = False
     """Keys and values of grouped queries are repeated to all heads and saved so."""
+    recomputes_ops: bool = False
+    """It has recompute of chosen operations (`selective_ops`)."""
+    recomputed_ops: RecomputedOps = "torch"
+    """Who chooses them."""
     dropout: float = 0.1
     """Dropout rate of GPT-like models whose own is not known."""
 
@@ -169,6 +181,28 @@ class DataParallelProfile(_Group):
     """Seconds of the host to gather a block."""
     reduce_host_s: float = 0.0
     """Seconds of the host to reduce the gradients of a block."""
+
+
+class ExpertsProfile(Record):
+    """Mixtures of experts: how tokens reach their experts and return."""
+
+    sends_tokens_once: bool = False
+    """A token goes to a node once, however many of its experts are there, and is copied to their ranks inside (DeepEP,
+    HybridEP); else to each of its experts."""
+    over_tensor_ranks: bool = False
+    """Experts are whole, and spread over the ranks of tensor parallelism too, each of which sends its own tokens
+    (expert_tensor_parallel_size=1): no rows are gathered and summed among these."""
+    hidden_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of exchanges that compute of another micro-batch hides."""
+    row_moves: float = 0.0
+    """How often either pass reads or writes the rows of tokens for their experts, beside what saved tensors tell:
+    permutations before and after the exchanges, counted as plain copies."""
+    exchange_wait_s: float = 0.0
+    """Seconds that a pass over a layer waits for the numbers of tokens by expert before an exchange."""
+    host_s_per_layer: float = 0.0
+    """Seconds of the host to start what an expert layer has beside a dense one in a pass."""
+    sources: tuple[Source, ...] = ()
+    """Where the values come from."""
 
 
 class PipelineProfile(_Group):
@@ -246,6 +280,8 @@ class FrameworkProfile(Record):
     """Tensor and sequence parallelism."""
     loss: LossProfile
     """The loss on logits."""
+    experts: ExpertsProfile = ExpertsProfile()
+    """Mixtures of experts."""
 
     @property
     def is_own_runtime(self) -> bool:

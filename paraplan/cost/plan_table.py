@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_ops", "full")
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 SCHEDULES: tuple[ScheduleName | None, ...] = (None, "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
@@ -27,7 +27,8 @@ class RecomputeCode(IntEnum):
 
     NONE = 0
     SELECTIVE = 1
-    FULL = 2
+    SELECTIVE_OPS = 2
+    FULL = 3
 
 
 class OffloadCode(IntEnum):

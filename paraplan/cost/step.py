@@ -17,7 +17,13 @@ from paraplan.cost.communication.data_parallel import (
     stage_parameters,
     weight_work,
 )
-from paraplan.cost.communication.exchanges import Exchanges, context_parallel_s, expert_exchange_s
+from paraplan.cost.communication.exchanges import (
+    Exchanges,
+    context_parallel_s,
+    expert_exchange_s,
+    rows_per_token,
+    run_again,
+)
 from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
 from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_s
 from paraplan.cost.pipeline.bubble import bubble_s
@@ -208,6 +214,9 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     tp, pp, of_block = context.tensor, context.pipeline, context.exchanges
     key, framework = costs.key, workload.framework
     is_full = table.recompute == RecomputeCode.FULL
+    # Of the collectives of a block that runs again in part, the gathers do: results of reductions are kept.
+    repeats = run_again(workload, table)
+    tensor_again = is_full + 0.5 * (repeats & ~is_full)
     forward, backward, again = _passes(workload, costs, stage, work)
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
@@ -218,7 +227,9 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # One process starts the kernels of all its GPUs, by threads that share Python's lock.
     model = workload.model
     adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
-    host_s = (framework.kernels.host_s_per_block + adapters * ADAPTER_KERNEL_S) * table.devices
+    routed = sum(run.count for run in model.runs if rows_per_token(run.block)) / max(1, model.num_blocks)
+    starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
+    host_s = (framework.kernels.host_s_per_block + starts) * table.devices
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
     again = np.maximum(again, (host_s + forward_starts) * stage.num_blocks - forward_sends)
     forward_host_s = host_s + forward_starts + work.forward_host_s
@@ -229,6 +240,8 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first
     ends = ends + np.maximum(costs.head_s[key], host_s) * stage.is_last
     recompute = np.where(is_full, again, stage.sum(costs, costs.recompute_s))
+    # Modules go through all of a block again, whichever of its operations they find kept.
+    recompute = np.where(repeats & ~is_full, np.maximum(recompute, host_s * stage.num_blocks), recompute)
     transfers = np.where(table.pp > 1, table.virtual, 0)
     splits = framework.pipeline.splits_sends
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
@@ -243,7 +256,7 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
         end_s=ends,
         compute_s=forward + backward + ends,
         recompute_s=recompute,
-        tensor_parallel_s=forward_sends * (1 + is_full) + backward_sends,
+        tensor_parallel_s=forward_sends * (1 + tensor_again) + backward_sends,
         context_parallel_s=context_s + of_block.context_backward_s * stage.num_blocks,
         expert_parallel_s=expert_s + of_block.expert_backward_s * stage.num_blocks,
         send_s=sends,

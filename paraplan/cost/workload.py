@@ -9,11 +9,13 @@ from typing import Self
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
 from paraplan.cost.framework_files import load_framework
+from paraplan.cost.plan_table import RECOMPUTES
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.freezing import FrozenStorage, freeze
 from paraplan.model.spec import ModelSpec
+from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
 
 
@@ -91,6 +93,19 @@ class Workload:
         pairs = self.cluster.gpus_per_node * (self.cluster.gpus_per_node - 1) // 2
         is_one = self.cluster.num_nodes == 1 and not node.peer_access
         return is_one and len(links) <= 1 and len(node.links) in (0, pairs)
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """The kinds of recompute worth a comparison: those that the framework has and that differ.
+
+        An attention core that keeps no scores has nothing to drop but a number for each head and token. Megatron-Core's
+        modules that drop their outputs are those of experts.
+        """
+        dropped: set[Recompute] = set() if self.training.attention == "eager" else {"selective"}
+        kernels = self.framework.kernels
+        if not kernels.recomputes_ops or (kernels.recomputed_ops == "modules" and self.model.num_experts == 1):
+            dropped.add("selective_ops")
+        return tuple(name for name in RECOMPUTES if name not in dropped)
 
     @property
     def usable_memory_bytes(self) -> int:

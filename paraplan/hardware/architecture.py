@@ -54,6 +54,9 @@ class ArchitectureProfile(Record):
     """The cuBLAS workspace that Transformer Engine keeps beside them."""
     unaligned_line_slowdown: float = Field(default=1.0, ge=1)
     """How much longer a 16-bit product takes whose operands' rows do not begin at multiples of 128 bytes."""
+    sustained_matmul_share: float = Field(default=1.0, gt=0, le=1)
+    """Large matmuls one after the other beside what `CostConstants.matmul_efficiency` says of their best: below 1 where
+    the power limit slows the clock."""
     fp8_speedup: float = 1.0
     """Dense 8-bit to dense 16-bit matmuls."""
     usual_network_bits_per_s: float

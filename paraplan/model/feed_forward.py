@@ -132,7 +132,9 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     part += kept("routing weights", 2 * rows, element_type="fp32")
     part += kept("tokens by expert", rows * hidden, element_type="weights")
     part += activation_saved(style.activation, rows * inner, is_gated=True, element_type="weights")
-    return part + kept("expert outputs", rows * hidden, element_type="weights")
+    # Fused kernels scale rows by their router's weights before the last product, whose output nobody reads again
+    # (Yan et al. 2026, arXiv 2603.07685, memory-efficient permutation); a bias after it forbids that.
+    return part + kept("expert outputs", rows * hidden, element_type="weights", by="both" if style.bias else "modules")
 
 
 def _expert_parameter(name: str, shape: tuple[int, ...], tp_dim: int | None) -> Parameter:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from paraplan.errors import PlanError
 from paraplan.records import Record
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "selective_ops", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 Axis = Literal["pp", "dp", "cp", "tp"]
@@ -85,7 +85,8 @@ class ParallelPlan(Record):
     stage_blocks: tuple[int, ...] | None = None
     """Blocks of each pipeline stage; None for an even split."""
     recompute: Recompute = "none"
-    """Activation checkpointing: nothing, the attention of each block (selective), or whole blocks."""
+    """Activation checkpointing: nothing, the attention of each block (selective), operations that the framework chooses
+    (selective_ops), or whole blocks."""
     offload: Offload = "none"
     """What lives in host memory: the optimizer state, or parameters too."""
     rank_order: tuple[Axis, ...] = MEGATRON_RANK_ORDER

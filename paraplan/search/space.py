@@ -242,7 +242,8 @@ class PlanSpace:
             (schedule, virtual, recompute, split)
             for schedule, virtual in self._schedules(pp)
             for recompute, name in enumerate(RECOMPUTES)
-            if self.fixed.allows(schedule=SCHEDULES[schedule], recompute=name)
+            if (name in self.workload.recomputes or name == self.fixed.recompute)
+            and self.fixed.allows(schedule=SCHEDULES[schedule], recompute=name)
             for split in sorted({0, self._split(pp * virtual, name)})
         ]
         # Beside tp, tokens go to experts under sequence parallelism alone.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
+from paraplan.cost.blocks.recomputed import kept_by_ops, ops_again_s
 from paraplan.cost.blocks.saved_tensors import (
     Shardings,
     first_half_bytes,
@@ -17,7 +18,7 @@ from paraplan.cost.blocks.saved_tensors import (
 )
 from paraplan.cost.cache import ShardingKey
 from paraplan.cost.cost_model import cache_of
-from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework import FrameworkProfile, KernelProfile
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec, Matmul, Parameter
@@ -122,6 +123,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
             rings_context=framework.kernels.ring_attention,
             fp32_weights=workload.keeps_fp32_weights,
             fp32_residual=workload.training.upcasts_frozen,
+            inputs_in_8bit=workload.constants.has_8bit_matmuls,
         )
         known.add([shardings[position] for position in missing], _costs_of(workload, new))
     rows = np.array([known.rows[one] for one in shardings], dtype=np.int64)
@@ -142,7 +144,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     frozen = [_frozen_bytes(kind, shardings) for kind in kinds]
     fused = framework.kernels.fused
     kept, later_kept = (
-        [_kept_bytes(kind, workload, shardings, fused_kernels=fused, is_first=is_first) for kind in kinds]
+        [_kept_bytes(kind, workload, shardings, kernels=framework.kernels, is_first=is_first) for kind in kinds]
         for is_first in (True, False)
     )
     again = [
@@ -150,6 +152,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         for kind, less in zip(kinds, later_kept, strict=True)
     ]
     forward = [times.block_s(kind) for kind in kinds]
+    repeated = [_recompute_s(*pair, shardings, times, framework.kernels) for pair in zip(kinds, forward, strict=True)]
     working = [
         saved_bytes(kind, training, shardings, fused_kernels=fused)
         - less
@@ -171,9 +174,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         ),
         "forward_s": _running_sum(forward, order),
         "backward_s": _running_sum([times.block_s(kind, backward=True) for kind in kinds], order),
-        "recompute_s": _running_sum(
-            [_recompute_s(kind, shardings, times, whole) for kind, whole in zip(kinds, forward, strict=True)], order
-        ),
+        "recompute_s": _running_sum(repeated, order),
         "largest_block_parameters": np.max(parameters, axis=0),
         "working_bytes": np.max(working, axis=0),
         "first_half_bytes": np.max(
@@ -331,7 +332,7 @@ def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, shardings: Shar
 
 
 def _kept_bytes(
-    block: BlockSpec, workload: Workload, shardings: Shardings, *, fused_kernels: bool, is_first: bool
+    block: BlockSpec, workload: Workload, shardings: Shardings, *, kernels: KernelProfile, is_first: bool
 ) -> Floats:
     training = workload.training
     if not block.has_backward:
@@ -341,7 +342,7 @@ def _kept_bytes(
             block,
             training,
             shardings,
-            fused_kernels=fused_kernels,
+            fused_kernels=kernels.fused,
             is_first=is_first,
             without_attention_core=without,
         )
@@ -349,19 +350,37 @@ def _kept_bytes(
     )
     width = workload.model.hidden_size * shardings.residual_bytes(training, is_first=is_first)
     entry = shardings.tokens * width / shardings.sequence_tp
-    return np.where(
-        shardings.recompute == RecomputeCode.FULL,
-        entry,
-        np.where(shardings.recompute == RecomputeCode.SELECTIVE, rest, whole),
+    kept = np.select(
+        [_is(shardings, RecomputeCode.FULL), _is(shardings, RecomputeCode.SELECTIVE)], [entry, rest], whole
     )
+    chosen = _is(shardings, RecomputeCode.SELECTIVE_OPS)
+    if not chosen.any():
+        return kept
+    of_ops = kept_by_ops(
+        block,
+        training,
+        shardings,
+        ops=kernels.recomputed_ops,
+        fused_kernels=kernels.fused,
+        is_first=is_first,
+        entry_bytes=entry,
+    )
+    return np.where(chosen, np.minimum(of_ops, whole), kept)
 
 
-def _recompute_s(block: BlockSpec, shardings: Shardings, times: KernelTimes, forward_s: Floats) -> Floats:
+def _recompute_s(
+    block: BlockSpec, forward_s: Floats, shardings: Shardings, times: KernelTimes, kernels: KernelProfile
+) -> Floats:
     if not block.has_backward:
         return np.zeros_like(forward_s)
-    core_s = times.attention_core_s(block)
-    return np.where(
-        shardings.recompute == RecomputeCode.FULL,
-        forward_s,
-        np.where(shardings.recompute == RecomputeCode.SELECTIVE, core_s, 0.0),
-    )
+    full, selective = _is(shardings, RecomputeCode.FULL), _is(shardings, RecomputeCode.SELECTIVE)
+    again = np.select([full, selective], [forward_s, times.attention_core_s(block)], 0.0)
+    chosen = _is(shardings, RecomputeCode.SELECTIVE_OPS)
+    if not chosen.any():
+        return again
+    of_ops = ops_again_s(block, times, forward_s, ops=kernels.recomputed_ops, fused_kernels=kernels.fused)
+    return np.where(chosen, of_ops, again)
+
+
+def _is(shardings: Shardings, recompute: RecomputeCode) -> Mask:
+    return np.asarray(shardings.recompute == recompute)

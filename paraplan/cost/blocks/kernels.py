@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -61,10 +62,10 @@ class KernelTimes:
         traffic = traffic * self.framework.kernels.traffic_per_saved_byte
         traffic = traffic + self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = traffic * (2.0 if backward else 1.0)
-        attention = sum(
-            (self._attention_s(one, backward=backward) for one in (block.attention, block.cross_attention) if one),
-            np.zeros_like(self.shardings.tp),
-        )
+        traffic = traffic + self._permuting_bytes(block)
+        if self.constants.has_8bit_matmuls and block.attention is not None:
+            traffic = traffic + self._quantizing_bytes(block, backward=backward)
+        attention = self.attention_s(block, backward=backward)
         traffic = traffic + self._unfused_softmax_bytes(block, backward=backward) + self._dequantizing_bytes(block)
         return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic))
 
@@ -76,6 +77,31 @@ class KernelTimes:
             each = one.quantized_bytes + self.training.activation_bytes
             total += one.k * one.n * one.num_experts * each / ranks
         return total
+
+    def _permuting_bytes(self, block: BlockSpec) -> Floats | float:
+        """Return what ordering tokens by expert, and back, moves in either pass."""
+        moves = self.framework.experts.row_moves
+        routed = next((one for one in block.matmuls if one.num_experts > 1), None)
+        if not moves or routed is None:
+            return 0.0
+        tokens = self.shardings.tokens / self.shardings.sequence_tp
+        return np.asarray(moves * tokens * routed.rows_per_token * routed.k * self.training.activation_bytes)
+
+    def _quantizing_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
+        """Return what making 8-bit operands moves: inputs in a forward pass, gradients of outputs in a backward pass.
+
+        Matmuls that read one input quantize it once. Routers multiply in 16 bits or more.
+        """
+        linear = [one for one in block.matmuls if not one.name.endswith("mlp.gate")]
+        inputs = {(one.k, one.rows_per_token, one.split) for one in linear}
+        tp, total = self.shardings.tp, np.zeros_like(self.shardings.tp)
+        if backward:
+            for one in linear:
+                total += one.rows_per_token * one.n / (tp if one.split == "column" else 1.0)
+        else:
+            for k, rows, split in inputs:
+                total += rows * k / (tp if split == "row" else 1.0)
+        return self.shardings.tokens * total * self.constants.quantizing_bytes
 
     def attention_core_s(self, block: BlockSpec) -> Floats:
         """Return the seconds of the attention core's forward pass, which selective recompute runs again."""
@@ -93,6 +119,15 @@ class KernelTimes:
         traffic = traffic + self._unfused_softmax_bytes(block, backward=False)
         core = self._attention_s(block.attention, backward=False) if block.attention else 0.0
         return np.asarray(core + self.moved_s(traffic))
+
+    def products_s(self, block: BlockSpec, chosen: Sequence[Matmul]) -> Floats:
+        """Return the seconds of the forward pass of some of a block's matmuls."""
+        return self._matmuls_s(block.replace(matmuls=tuple(chosen)), backward=False)
+
+    def attention_s(self, block: BlockSpec, *, backward: bool = False) -> Floats:
+        """Return the seconds of the attention kernels in one pass."""
+        cores = (one for one in (block.attention, block.cross_attention) if one)
+        return sum((self._attention_s(one, backward=backward) for one in cores), np.zeros_like(self.shardings.tp))
 
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""
@@ -126,11 +161,24 @@ class KernelTimes:
             whole = replace(self, training=self.training.replace(precision="fp32"))
             each = np.where(is_fp32, whole._products_s(shapes), each)
         speedup = self.constants.block_matmul_speedup if block.attention is not None else 1.0  # heads stay in 16 bits
-        seconds = experts * each / speedup
+        seconds = experts * np.maximum(each / speedup, self._moved_by_s(rows, n, k, backward=backward))
         of_kind = dict(zip(distinct, seconds, strict=True))
         for kind in kinds:
             total = total + of_kind[kind]
         return total
+
+    def _moved_by_s(self, rows: Floats, n: Floats, k: Floats, *, backward: bool) -> Floats:
+        """Return the least seconds of a matmul's products in one pass: what they read and write.
+
+        A gradient that the product adds to those of earlier micro-batches is read and written as they are kept.
+        """
+        each = float(self.training.activation_bytes)
+        once = each * (rows * k + k * n + rows * n)
+        if not backward:
+            return self.moved_s(once)
+        is_added = self.framework.data_parallel.fuses_accumulation and self.training.precision != "fp32"
+        written = 2.0 * self.framework.storage.gradient_bytes if is_added else each
+        return self.moved_s(once + each * (rows * k + rows * n) + written * k * n)
 
     def _shape(self, matmul: Matmul) -> tuple[Floats, Floats, Floats]:
         """Return rows, columns and inner size of a matmul on one rank, under each sharding."""
@@ -158,7 +206,7 @@ class KernelTimes:
         if self._fit is not None:
             return _fitted_product_s(self._fit, m, n, k)
         penalty = 1.0 + constants.matmul_half_n / n + constants.matmul_half_k / k
-        reached = self._reached_share() * constants.matmul_efficiency
+        reached = self._reached_share() * constants.matmul_efficiency * self.gpu.shared.sustained_matmul_share
         peak = self._peak() * (reached if self._uses_tensor_cores() else constants.plain_matmul_efficiency)
         tiled_s = 2.0 * m * n * k * penalty * self._last_wave(m, n) / peak
         is_thin = np.minimum(np.minimum(m, n), k) <= _THIN

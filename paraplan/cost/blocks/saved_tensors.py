@@ -12,6 +12,8 @@ from paraplan.model.spec import BlockSpec, Parameter, SavedTensor
 from paraplan.plan.training import TrainingSpec
 
 _FIXED_BYTES = {"fp32": 4.0, "mask": 1.0}
+_ONLY_INPUTS = ("MLP inner output", "tokens by expert", "query latent", "key and value latent")
+"""Tensors that nothing but linear layers read, beside the outputs of norms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,8 @@ class Shardings:
     """Frozen norms and embeddings in fp32 make the residual stream so, in every stage."""
     is_compiled: bool = False
     """torch.compile chooses what a block keeps."""
+    has_8bit_inputs: bool = False
+    """Linear layers of blocks keep their inputs in 8 bits."""
     known_saved: dict[tuple[int, bool, bool, bool], Floats] = field(default_factory=dict, init=False, repr=False)
     """What `saved_bytes` was asked before."""
 
@@ -58,6 +62,7 @@ class Shardings:
         rings_context: bool = False,
         fp32_weights: bool = True,
         fp32_residual: bool = False,
+        inputs_in_8bit: bool = False,
     ) -> Shardings:
         """Return the shardings of `columns`, in the order of `sharding_columns`."""
         tp, sequence_parallel, cp, micro_batch_size, recompute, sharded, ep = columns
@@ -72,6 +77,7 @@ class Shardings:
             keeps_gathered_inputs=keeps_gathered_inputs,
             has_fp32_weights=(sharded == 0) & fp32_weights,
             has_fp32_residual=fp32_residual,
+            has_8bit_inputs=inputs_in_8bit,
             ep=ep.astype(float),
             head_ranks=np.ones_like(cp) if rings_context else cp,
         )
@@ -110,9 +116,9 @@ def saved_bytes(
     key = (id(block), fused_kernels, is_first, without_attention_core)
     if key not in shardings.known_saved:
         total = np.zeros_like(shardings.tp)
-        for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
+        for tensor in kept_tensors(block, training, fused_kernels=fused_kernels):
             if not (without_attention_core and tensor.in_attention_core):
-                total = total + _tensor_bytes(block, tensor, training, shardings, is_first=is_first)
+                total = total + tensor_bytes(block, tensor, training, shardings, is_first=is_first)
         if shardings.is_compiled:
             total = total + _entry_bytes(block, training, shardings, is_first=is_first)
         shardings.known_saved[key] = total
@@ -145,12 +151,12 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
     widest = max(widths, default=float("inf"))
     heads = float("inf") if block.attention is None else float(block.attention.num_heads)
     largest, promoted = np.zeros_like(shardings.tp), np.zeros_like(shardings.tp)
-    for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
+    for tensor in kept_tensors(block, training, fused_kernels=fused_kernels):
         one = tensor.replace(
             elements_per_token=min(tensor.elements_per_token, widest),
             elements_per_token_pair=min(tensor.elements_per_token_pair, heads),
         )
-        size = _tensor_bytes(block, one, training, shardings, is_first=True)
+        size = tensor_bytes(block, one, training, shardings, is_first=True)
         if tensor.element_type == "promoted" and shardings.is_autocast:
             promoted = np.where(size >= largest, size + np.where(size == largest, promoted, 0.0), promoted)
         if tensor.name == "up projection" and block.before_freezing is not None:
@@ -188,7 +194,7 @@ def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, shardings: S
             )
     return np.asarray(
         sum(
-            (_tensor_bytes(block, output, training, shardings, is_first=False) for output in outputs),
+            (tensor_bytes(block, output, training, shardings, is_first=False) for output in outputs),
             np.zeros_like(shardings.tp),
         )
     )
@@ -203,9 +209,9 @@ def first_half_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardi
     """
     largest = transient_bytes(block, training, shardings, fused_kernels=fused_kernels)
     outputs = output_gradient_bytes(block, training, shardings)
-    for tensor in _kept_tensors(block, training, fused_kernels=fused_kernels):
+    for tensor in kept_tensors(block, training, fused_kernels=fused_kernels):
         if tensor.is_powered:
-            size = _tensor_bytes(block, tensor, training, shardings, is_first=False)
+            size = tensor_bytes(block, tensor, training, shardings, is_first=False)
             waiting = size * 2 * training.activation_bytes / _FIXED_BYTES["fp32"]
             to_come = outputs if tensor.split == "tensor" else 0.0
             largest = np.maximum(largest, 4 * size + waiting - to_come)
@@ -222,23 +228,38 @@ def _normed_heads(block: BlockSpec, weight: Parameter) -> int | None:
     return attention.num_kv_heads if "k_" in weight.name else None
 
 
-def _kept_tensors(block: BlockSpec, training: TrainingSpec, *, fused_kernels: bool) -> Iterator[SavedTensor]:
+def kept_tensors(block: BlockSpec, training: TrainingSpec, *, fused_kernels: bool) -> Iterator[SavedTensor]:
+    """Return the tensors that `block` keeps for its backward pass without recompute."""
     for tensor in block.saved_fused if fused_kernels else block.saved:
         is_a_copy = tensor.absent_in_fp32 and training.precision == "fp32"
         if (tensor.kernels is None or training.attention in tensor.kernels) and not is_a_copy:
             yield tensor
 
 
-def _tensor_bytes(
+def tensor_bytes(
     block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, shardings: Shardings, *, is_first: bool
 ) -> Floats:
+    """Return the bytes of one tensor that `block` keeps."""
     tokens = shardings.own_tokens if tensor.is_shared_by_batch else shardings.tokens
     elements = tokens * (tensor.elements_per_token + tensor.elements_per_token_pair * shardings.seq_length)
     is_whole = tensor.num_readers is not None and shardings.keeps_gathered_inputs
     split = "none" if is_whole else tensor.split
     divisor = {"tensor": shardings.tp, "sequence": shardings.sequence_tp, "none": np.ones_like(shardings.tp)}[split]
     copies = _key_copies(block, tensor, shardings)
+    if shardings.has_8bit_inputs and block.attention is not None:
+        copies = copies * _8bit_share(tensor)
     return copies * elements * _element_bytes(block, tensor, training, shardings, is_first=is_first) / divisor
+
+
+def _8bit_share(tensor: SavedTensor) -> float:
+    """Return what training with 8-bit matmuls keeps of a tensor beside the bytes that it has in 16 bits.
+
+    Attention's backward pass reads its output in 16 bits, beside which the next layer keeps its own; a router reads 16.
+    """
+    if tensor.name == "attention output":
+        return 1.5
+    is_input = tensor.num_readers is not None or tensor.name in _ONLY_INPUTS
+    return 0.5 if is_input and tensor.name != "router input" else 1.0
 
 
 def _key_copies(block: BlockSpec, tensor: SavedTensor, shardings: Shardings) -> Floats | float:

@@ -113,6 +113,11 @@ def expert_links(workload: Workload, table: PlanTable) -> tuple[GroupLinks, Grou
     )
 
 
+def inside_links(workload: Workload, sizes: Ints) -> GroupLinks:
+    """Return what `sizes` neighbouring GPUs of one node cross in an all-to-all."""
+    return _links_of(workload, sizes, np.ones_like(sizes), ("all_to_all",))
+
+
 def device_links(workload: Workload, table: PlanTable) -> GroupLinks:
     """Return what the GPUs of one process cross over which DataParallel divides its micro-batches."""
     return _links_of(workload, table.devices, np.ones_like(table.devices), ("broadcast", "send_recv"))

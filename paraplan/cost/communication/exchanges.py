@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.communication.collectives import GroupLinks, expert_links, group_links
-from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
+from paraplan.cost.communication.collectives import GroupLinks, expert_links, group_links, inside_links
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import Attention, BlockSpec
 
@@ -26,6 +26,17 @@ class Exchanges:
         return Exchanges(
             self.context_s[rows], self.context_backward_s[rows], self.expert_s[rows], self.expert_backward_s[rows]
         )
+
+
+def run_again(workload: Workload, table: PlanTable) -> Mask:
+    """Return the plans whose backward pass repeats the exchanges of blocks: torch's policy keeps none of their results.
+
+    (torchtitan/distributed/activation_checkpoint.py.)
+    """
+    is_full = table.recompute == RecomputeCode.FULL
+    if workload.framework.kernels.recomputed_ops == "modules":
+        return np.asarray(is_full)
+    return np.asarray(is_full | (table.recompute == RecomputeCode.SELECTIVE_OPS))
 
 
 def _width(attention: Attention, table: PlanTable, *, keys_alone: bool) -> Floats | float:
@@ -64,12 +75,30 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
     once = np.where(table.cp > 1, (links.all_gather_s if rings else links.all_to_all_s)(num_bytes), 0.0)
     if rings:
         once = once * (workload.constants.overlap_slowdown - 1)
-    return once, once * (1 + (table.recompute == RecomputeCode.FULL))
+    return once, once * (1 + run_again(workload, table))
 
 
 def rows_per_token(block: BlockSpec) -> float:
     """Return to how many experts a router of `block` sends each token, 0 for a block without experts."""
     return max((matmul.rows_per_token for matmul in block.matmuls if matmul.num_experts > 1), default=0.0)
+
+
+def _exchange_s(workload: Workload, table: PlanTable, links: GroupLinks, rows: float, token: Floats) -> Floats:
+    """Return the seconds of one exchange where `rows` experts want each token of `token` bytes in all.
+
+    Sent once to a node, a token goes to as many as `rows` experts drawn at random touch, `N (1 - (1 - 1/N)^rows)` of N,
+    and then to its experts over the links inside: the slower of the two decides (DeepSeek-AI 2024, DeepSeek-V3,
+    section 3.2.2).
+    """
+    all_s = links.all_to_all_s(rows * token)
+    if not workload.framework.experts.sends_tokens_once:
+        return all_s
+    cluster = workload.cluster
+    nodes = np.maximum(1.0, table.ep * np.maximum(table.tp, 1) / cluster.gpus_per_node)
+    copies = nodes * (1.0 - (1.0 - 1.0 / nodes) ** rows)
+    inside = inside_links(workload, np.minimum(table.ep, cluster.gpus_per_node))
+    once_s = np.maximum(links.all_to_all_s(copies * token), inside.all_to_all_s(rows * token))
+    return np.where(nodes > 1, np.minimum(all_s, once_s), all_s)
 
 
 def expert_exchange_s(
@@ -88,14 +117,16 @@ def expert_exchange_s(
     if not (table.ep > 1).any():
         return zeros, zeros
     model, training = workload.model, workload.training
-    links = links or expert_links(workload, table)[0]
+    links, profile = links or expert_links(workload, table)[0], workload.framework.experts
     token = table.micro_batch_size * training.seq_length / table.cp * model.hidden_size * training.activation_bytes
     once = zeros
     for run in model.runs:
         rows = rows_per_token(run.block)
         if rows:
-            gathered = np.where(table.tp > 1, tensor.all_reduce_s(rows * token) - tensor.all_reduce_s(token), 0.0)
-            sent = 2.0 * links.all_to_all_s(rows * token / table.tp)
+            splits = (table.tp > 1) & (not profile.over_tensor_ranks)
+            gathered = np.where(splits, tensor.all_reduce_s(rows * token) - tensor.all_reduce_s(token), 0.0)
+            sent = 2.0 * _exchange_s(workload, table, links, rows, token / table.tp) * (1.0 - profile.hidden_share)
+            sent = sent + profile.exchange_wait_s
             once = once + np.where(table.ep > 1, sent + np.maximum(gathered, 0.0), 0.0) * run.count
     once = once / model.num_blocks
-    return once, once * (1 + (table.recompute == RecomputeCode.FULL))
+    return once, once * (1 + run_again(workload, table))

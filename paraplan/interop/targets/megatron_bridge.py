@@ -9,7 +9,13 @@ from __future__ import annotations
 from paraplan.interop.exported import Exported, Subject, remarks, shard_degrees, shared_notes
 from paraplan.interop.exported import order_gap as gap_of_order
 from paraplan.interop.quoting import comment, to_yaml
-from paraplan.interop.targets.megatron_lm import interleaved_group, megatron_gaps, pipeline_layout
+from paraplan.interop.targets.megatron_lm import (
+    LATENT_NOTE,
+    RECOMPUTED_MODULES,
+    interleaved_group,
+    megatron_gaps,
+    pipeline_layout,
+)
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.stages import even_split
 
@@ -22,6 +28,8 @@ def to_megatron_bridge(subject: Subject) -> Exported:
     plan, training = subject.plan, subject.training
     gaps = megatron_gaps(subject)
     notes = ["the model: start from its recipe, and give this file as the overrides", *shared_notes(subject)]
+    if plan.recompute == "selective_ops":
+        notes.append(LATENT_NOTE)
     config: dict[str, object] = {
         "model": _model(subject),
         "train": {"micro_batch_size": plan.micro_batch_size, "global_batch_size": plan.global_batch_size},
@@ -71,6 +79,8 @@ def _model(subject: Subject) -> dict[str, object]:
         model["microbatch_group_size_per_vp_stage"] = group
     if plan.recompute == "selective":
         model["recompute_granularity"] = "selective"
+    elif plan.recompute == "selective_ops":
+        model |= {"recompute_granularity": "selective", "recompute_modules": list(RECOMPUTED_MODULES)}
     elif plan.recompute == "full":
         model |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return model

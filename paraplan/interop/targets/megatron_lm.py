@@ -24,6 +24,10 @@ from paraplan.plan.stages import even_split
 PIPELINE_INSIDE_DATA: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 """The order of --use-tp-pp-dp-mapping ('tp-cp-ep-pp-dp', innermost first), from outermost to innermost."""
 
+RECOMPUTED_MODULES = ("layernorm", "moe_act")
+"""What recompute of operations runs again."""
+LATENT_NOTE = "a model with latent attention: mla_up_proj is among the modules to recompute"
+
 _OPTIMIZERS = {
     "adamw": ["--optimizer adam"],
     "sgd_momentum": ["--optimizer sgd"],
@@ -41,6 +45,8 @@ def to_megatron_lm(subject: Subject) -> Exported:
     if subject.layout.num_nodes > 1:
         notes.append("run it on every node, with FIRST_NODE replaced by the address of one of them")
     notes += shared_notes(subject)
+    if subject.plan.recompute == "selective_ops":
+        notes.append(LATENT_NOTE)
     arguments = "".join(f"  {argument}\n" for argument in megatron_arguments(subject))
     script = subject.script if subject.script != "train.py" else "pretrain_gpt.py"
     command = torchrun_command(subject.layout, script=script)
@@ -171,6 +177,8 @@ def _sharding(plan: ParallelPlan) -> list[str]:
 def _recompute(plan: ParallelPlan) -> list[str]:
     if plan.recompute == "selective":
         return ["--recompute-granularity selective"]
+    if plan.recompute == "selective_ops":
+        return ["--recompute-granularity selective", f"--recompute-modules {' '.join(RECOMPUTED_MODULES)}"]
     if plan.recompute == "full":
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     return []

@@ -79,7 +79,12 @@ def shared_gaps(subject: Subject) -> list[Gap]:
     gaps += hybrid_gap(plan, "torchtitan")
     if plan.zero_stage == 0:
         gaps += field_gap(plan, "cp", (1,), "torchtitan shards parameters over context-parallel ranks: ZeRO 2 or 3")
-    gaps += field_gap(plan, "recompute", ("none", "full"), "torchtitan's selective recompute chooses other operations")
+    gaps += field_gap(
+        plan,
+        "recompute",
+        ("none", "selective_ops", "full"),
+        "torchtitan's selective recompute chooses other operations",
+    )
     gaps += field_gap(plan, "offload", ("none", "parameters"), "torchtitan offloads all of FSDP's state or nothing")
     if plan.offload == "parameters" and plan.zero_stage < 2:
         gaps += field_gap(plan, "offload", ("none",), "torchtitan offloads under FSDP, ZeRO stages 2 and 3")
@@ -147,7 +152,7 @@ def model_parts(subject: Subject, *, head: str) -> list[list[str]] | None:
 
 
 def _checkpoint(plan: ParallelPlan) -> dict[str, object]:
-    if plan.recompute == "selective":
+    if plan.recompute in ("selective", "selective_ops"):
         return {"mode": "selective", "selective_ac_option": "op"}
     return {"mode": plan.recompute}
 

@@ -30,7 +30,7 @@ def apply_plan(config: Trainer.Config) -> Trainer.Config:
     """Set what the plan decides, in a configuration such as llama3_8b() of a config_registry."""
 '''
 
-_POLICIES = {"full": "FullAC", "selective": "SelectiveAC"}
+_POLICIES = {"full": "FullAC", "selective": "SelectiveAC", "selective_ops": "SelectiveAC"}
 
 
 def to_torchtitan_python(subject: Subject) -> Exported:

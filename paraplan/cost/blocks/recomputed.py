@@ -1,0 +1,78 @@
+"""Recompute of chosen operations: what a block keeps of its activations then, and what its backward pass runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from paraplan.cost.blocks.kernels import KernelTimes
+from paraplan.cost.blocks.saved_tensors import Shardings, kept_tensors, tensor_bytes
+from paraplan.cost.framework import RecomputedOps
+from paraplan.cost.plan_table import Floats
+from paraplan.model.spec import BlockSpec, Matmul, SavedTensor
+from paraplan.plan.training import TrainingSpec
+
+_ACTIVATIONS = ("MLP inner output", "activated gate")
+_UP_PROJECTED = ("query", "key", "value")
+_UP_PROJECTIONS = ("q_b_proj", "kv_b_proj")
+_KERNEL_OUTPUTS = ("attention output", "softmax statistics")
+_MOVED_PER_DROPPED_BYTE = 3.0
+"""A gated activation reads two tensors and writes one; a norm reads and writes one, and is counted the same."""
+
+
+def kept_by_ops(
+    block: BlockSpec,
+    training: TrainingSpec,
+    shardings: Shardings,
+    *,
+    ops: RecomputedOps,
+    fused_kernels: bool,
+    is_first: bool,
+    entry_bytes: Floats,
+) -> Floats:
+    """Return the bytes that `block` keeps of one micro-batch; `entry_bytes` are those of its input.
+
+    Under tensor parallelism the output of a row-parallel product is kept as it is before the sum over ranks.
+    """
+    kept = np.zeros_like(shardings.tp) if ops == "modules" else entry_bytes.astype(float)
+    for tensor in kept_tensors(block, training, fused_kernels=fused_kernels):
+        is_kept = not _is_dropped(block, tensor) if ops == "modules" else tensor.name in _KERNEL_OUTPUTS
+        if is_kept:
+            kept = kept + tensor_bytes(block, tensor, training, shardings, is_first=is_first)
+    if ops == "modules":
+        return kept
+    for matmul in _kept_products(block):
+        ranks = shardings.tp if matmul.split == "column" else 1.0
+        kept = kept + shardings.tokens * matmul.rows_per_token * matmul.n * training.activation_bytes / ranks
+    return kept
+
+
+def ops_again_s(
+    block: BlockSpec,
+    times: KernelTimes,
+    forward_s: Floats,
+    *,
+    ops: RecomputedOps,
+    fused_kernels: bool,
+) -> Floats:
+    """Return the seconds of what runs again of a forward pass that takes `forward_s`."""
+    if ops == "torch":
+        return np.asarray(forward_s - times.products_s(block, list(_kept_products(block))) - times.attention_s(block))
+    dropped = np.zeros_like(times.shardings.tp)
+    for tensor in kept_tensors(block, times.training, fused_kernels=fused_kernels):
+        if _is_dropped(block, tensor) and tensor.name not in _UP_PROJECTED:
+            dropped = dropped + tensor_bytes(block, tensor, times.training, times.shardings, is_first=True)
+    again = [one for one in block.matmuls if one.name.endswith(_UP_PROJECTIONS)]
+    return np.asarray(times.moved_s(_MOVED_PER_DROPPED_BYTE * dropped) + times.products_s(block, again))
+
+
+def _kept_products(block: BlockSpec) -> Iterator[Matmul]:
+    products = [one for one in block.matmuls if one.num_experts == 1]
+    return iter(products[::2])
+
+
+def _is_dropped(block: BlockSpec, tensor: SavedTensor) -> bool:
+    is_latent = any(one.name.endswith("kv_b_proj") for one in block.matmuls)
+    is_projected = is_latent and tensor.name in _UP_PROJECTED
+    return tensor.num_readers is not None or tensor.name in _ACTIVATIONS or is_projected
