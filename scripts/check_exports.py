@@ -60,6 +60,12 @@ PLANS: dict[str, dict[str, object]] = {
     "3D, dp outermost": _PIPELINE | {"dp": 2, "pipeline_schedule": "1f1b", "rank_order": ("dp", "pp", "cp", "tp")},
     "experts, ZeRO-1": {"dp": 8, "tp": 2, "ep": 4, "zero_stage": 1, "sequence_parallel": True},
     "experts, ZeRO-3": {"dp": 8, "ep": 4, "zero_stage": 3},
+    "LoRA, DDP": {"dp": 2, "train": "lora:r=16", "recompute": "full", "optimizer": "adamw_8bit"},
+    "LoRA of some layers, one process": {"train": "lora:r=8,targets=q|v,dropout=0.1", "loss": "chunked"},
+    "QLoRA, one process": {"train": "lora:r=16", "base_weights": "nf4:double", "optimizer": "paged_adamw_8bit"},
+    "QLoRA, ZeRO-3": {"dp": 2, "zero_stage": 3, "train": "lora:r=64", "base_weights": "nf4", "recompute": "full"},
+    "DoRA in 8 bits": {"dp": 2, "train": "dora:r=16,targets=q|k|v|o", "base_weights": "int8", "loss": "liger"},
+    "full in pure bf16": {"precision": "bf16-pure", "optimizer": "paged_adamw_8bit", "recompute": "full"},
 }
 """Fields of the plan, and of the training where they are its own, by a name for each."""
 
@@ -96,7 +102,9 @@ def check(target: str, interpreters: list[str], paths: list[str]) -> dict[str, A
             made = subject(fields, precision=_SIXTEEN_BITS.get(target, "bf16"))
             exported = export_plan(made, target, partial=True)
             path = Path(folder, f"{number}-{made.plan.world_size}.{'py' if target == 'torchtitan-python' else 'txt'}")
-            if target == "torchtitan":
+            if target in ("axolotl", "torchtune"):
+                path = path.with_suffix(".yaml")
+            elif target == "torchtitan":
                 path = path.with_suffix(".toml")
             elif target == "accelerate":
                 path = path.with_suffix(".yaml")
@@ -122,7 +130,7 @@ def check(target: str, interpreters: list[str], paths: list[str]) -> dict[str, A
 
 def subject(fields: dict[str, object], *, precision: str) -> Subject:
     """Return the plan file of a plan for Llama-3-8B, or for a mixture of experts as long, on DGX H100 machines."""
-    trained = {key: value for key, value in fields.items() if key == "compiled"}
+    trained = {key: value for key, value in fields.items() if key in TrainingSpec.model_fields}
     plan = ParallelPlan.model_validate({key: value for key, value in fields.items() if key not in trained})
     per_node = min(8, plan.world_size)
     values = {"global_batch_size": plan.global_batch_size, "seq_length": 4096, "precision": precision} | trained
@@ -161,7 +169,8 @@ def _differences(made: Subject, exported: Exported, says: dict[str, Any]) -> lis
     assert training is not None
     expected: dict[str, Any] = json.loads(plan.model_dump_json()) | {"world_size": plan.world_size}
     expected |= {"num_nodes": layout.num_nodes, "gpus_per_node": layout.gpus_per_node}
-    expected |= {"precision": training.precision, "seq_length": training.seq_length, "compiled": training.compiled}
+    expected |= {name: getattr(training, name) for name in ("precision", "seq_length", "compiled", "train", "loss")}
+    expected["base_weights"] = training.frozen_weights if training.train != "full" else None
     expected["plan"] = json.loads(plan.model_dump_json())
     unsaid = {gap.part.partition("=")[0] for gap in exported.gaps}
     for part, fields in _UNSAID.items():

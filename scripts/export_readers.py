@@ -18,6 +18,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from export_fine_tuning import read_axolotl, read_torchtune, read_trl
 from export_jobs import read_jobset, read_pytorchjob, read_skypilot, read_slurm, read_torchrun, read_trainjob
 from export_tools import MissingError, Says, is_there, module, shellcheck, shellcheck_version, versions, words_for
 
@@ -316,6 +317,9 @@ READERS: dict[str, Reader] = {
     "megatron-bridge": Reader("megatron.bridge transformer_engine", versions("megatron-bridge"), _read_bridge),
     "torchtitan": Reader("torchtitan.config.job_config", versions("torchtitan"), _read_torchtitan),
     "torchtitan-python": Reader("torchtitan.config.configs", versions("torchtitan"), _read_torchtitan_python),
+    "trl": Reader("trl accelerate program:shellcheck", versions("trl", "accelerate"), read_trl),
+    "axolotl": Reader("axolotl", versions("axolotl"), read_axolotl),
+    "torchtune": Reader("torchtune omegaconf", versions("torchtune"), read_torchtune),
     "slurm": Reader("program:shellcheck", shellcheck_version, read_slurm),
     "pytorchjob": Reader(
         "kubeflow.training kubeflow_trainer_api",

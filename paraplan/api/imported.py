@@ -13,20 +13,37 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
+from paraplan.interop.sources.axolotl import read_axolotl
 from paraplan.interop.sources.deepspeed import read_deepspeed
+from paraplan.interop.sources.llama_factory import read_llama_factory
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
+from paraplan.interop.sources.peft import read_peft
+from paraplan.interop.sources.trl import read_trl
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
 
-Tool = Literal["deepspeed", "accelerate", "megatron-lm"]
+Tool = Literal["deepspeed", "accelerate", "megatron-lm", "peft", "trl", "axolotl", "llama-factory"]
 
-_ACCELERATE_KEYS = {"distributed_type", "compute_environment", "num_processes", "fsdp_config", "deepspeed_config"}
-_DEEPSPEED_KEYS = {
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization"),
-    *("bf16", "fp16", "tensor_parallel", "zero_allow_untested_optimizer"),
+_KEYS: dict[Tool, set[str]] = {
+    "peft": {"peft_type"},
+    "axolotl": {"base_model", "sequence_len", "micro_batch_size"},
+    "llama-factory": {"finetuning_type", "stage", "cutoff_len", "lora_target"},
+    "trl": {
+        "model_name_or_path",
+        "per_device_train_batch_size",
+        "use_peft",
+        "lora_target_modules",
+        "accelerate_config",
+    },
+    "accelerate": {"distributed_type", "compute_environment", "num_processes", "fsdp_config", "deepspeed_config"},
+    "deepspeed": {
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization"),
+        *("bf16", "fp16", "tensor_parallel", "zero_allow_untested_optimizer"),
+    },
 }
+"""Keys by which a text is a tool's, the more special tools first: several share `bf16` and `num_processes`."""
 _WORTH_CHANGING = 1.02
 
 
@@ -58,9 +75,7 @@ class ImportedPlan:
         length = seq_length or setup.seq_length
         if length is None:
             return PlanFile(plan=self.plan, framework=self.framework)
-        said = {"precision": setup.precision, "optimizer": setup.optimizer, "attention": setup.attention}
-        fields = {name: value for name, value in said.items() if value is not None}
-        values = {"global_batch_size": self.plan.global_batch_size, "seq_length": length} | fields
+        values = {"global_batch_size": self.plan.global_batch_size, "seq_length": length} | setup.training
         return PlanFile(plan=self.plan, training=TrainingSpec.model_validate(values), framework=self.framework)
 
     def __str__(self) -> str:
@@ -100,7 +115,18 @@ def import_plan(
         beside = path.parent / name
         return _read(beside if beside.exists() else Path(name))
 
-    return ImportedPlan(read_accelerate(text, source=words, given=given, read_file=read_beside))
+    if tool == "peft":
+        return ImportedPlan(read_peft(text, source=words, given=given))
+    read = _READERS[tool]
+    return ImportedPlan(read(text, source=words, given=given, read_file=read_beside))
+
+
+_READERS = {
+    "accelerate": read_accelerate,
+    "trl": read_trl,
+    "axolotl": read_axolotl,
+    "llama-factory": read_llama_factory,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,14 +217,15 @@ def _tool_of(text: str, path: Path) -> Tool:
     if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
         return "megatron-lm"
     keys = set(re.findall(r"""^[\s{,]*["']?(\w+)["']?\s*:""", text, flags=re.MULTILINE))
-    if keys & _ACCELERATE_KEYS:
-        return "accelerate"
-    if keys & _DEEPSPEED_KEYS:
-        return "deepspeed"
+    for tool, its_keys in _KEYS.items():
+        if keys & its_keys:
+            return tool
     raise PlanError(
-        f"{path} is no configuration of DeepSpeed, accelerate or Megatron-LM: none of their keys is in it",
+        f"{path} is no configuration of DeepSpeed, accelerate, Megatron-LM, peft, TRL, axolotl or LLaMA-Factory: none "
+        "of their keys is in it",
         hint="DeepSpeed's JSON has train_batch_size or zero_optimization, accelerate's file distributed_type, "
-        "Megatron-LM's arguments --tensor-model-parallel-size",
+        "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
+        "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path",
     )
 
 

@@ -35,8 +35,8 @@ def import_config(
         list[str],
         typer.Argument(
             metavar="FILE|ARGS",
-            help="DeepSpeed's JSON, accelerate's YAML or JSON, or Megatron-LM's arguments: a file with them, or "
-            "themselves after --.",
+            help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML of TRL, axolotl or LLaMA-Factory, peft's "
+            "adapter_config.json, or Megatron-LM's arguments: a file with them, or themselves after --.",
         ),
     ],
     model: Annotated[
@@ -141,12 +141,15 @@ def _read(
     }
     if hardware.nodes is not None or hardware.gpus_per_node is not None:
         return import_plan(source, tool, num_gpus=hardware.cluster().num_gpus, **values)
+    names_machine = hardware.profile is not None or hardware.gpu is not None
     try:
-        return import_plan(source, tool, **values)
+        imported = import_plan(source, tool, **values)
+        if imported.setup.says_gpus or not names_machine:
+            return imported
     except PlanError:
-        if hardware.profile is None:
+        if not names_machine:
             raise
-        return import_plan(source, tool, num_gpus=hardware.cluster().num_gpus, **values)
+    return import_plan(source, tool, num_gpus=hardware.cluster().num_gpus, **values)
 
 
 def _compare(
@@ -156,8 +159,7 @@ def _compare(
     setup = imported.setup
     length = training.seq_len or setup.seq_length
     spec = load_model(model, seq_length=length)
-    found = {"precision": setup.precision, "optimizer": setup.optimizer, "attention": setup.attention}
-    said = {name: value for name, value in found.items() if value is not None and name not in given}
+    said = {name: value for name, value in setup.training.items() if name not in given}
     asked = training_of(
         spec, seq_length=length, global_batch_size=imported.plan.global_batch_size, **training.fields | said
     )
@@ -171,7 +173,10 @@ def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
     for note in imported.notes:
         typer.echo(f"note: {note}", err=True)
     if compared is None:
-        typer.echo(f"{imported.setup.tool}: {imported.plan.describe()}")
+        trained = f", {imported.setup.train}" if imported.setup.train else ""
+        typer.echo(f"{imported.setup.tool}: {imported.plan.describe()}{trained}")
+        if imported.setup.model_name is not None:
+            typer.echo(f"it trains {imported.setup.model_name}: --model says which model is priced")
         return
     now = compared.now
     typer.echo(f"As {imported.setup.tool} runs it, predicted for {imported.framework}:")

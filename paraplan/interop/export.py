@@ -8,6 +8,7 @@ from typing import NamedTuple
 from paraplan.errors import UnsupportedPlanError, UsageError, near_names
 from paraplan.interop.exported import Exported, Gap, Subject
 from paraplan.interop.targets.accelerate import accelerate_gaps, to_accelerate
+from paraplan.interop.targets.axolotl import axolotl_gaps, to_axolotl
 from paraplan.interop.targets.deepspeed import deepspeed_gaps, to_deepspeed
 from paraplan.interop.targets.hf_trainer import hf_trainer_gaps, to_hf_trainer
 from paraplan.interop.targets.kubernetes import to_jobset, to_pytorchjob, to_trainjob
@@ -18,6 +19,8 @@ from paraplan.interop.targets.slurm import to_slurm
 from paraplan.interop.targets.torchrun import to_torchrun
 from paraplan.interop.targets.torchtitan import to_torchtitan, torchtitan_gaps
 from paraplan.interop.targets.torchtitan_python import to_torchtitan_python, torchtitan_python_gaps
+from paraplan.interop.targets.torchtune import to_torchtune, torchtune_gaps
+from paraplan.interop.targets.trl import to_trl, trl_gaps
 from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
@@ -47,6 +50,9 @@ TARGETS: dict[str, Target] = {
     "torchtitan-python": Target(
         to_torchtitan_python, "a function for later torchtitan's Python configuration", torchtitan_python_gaps
     ),
+    "trl": Target(to_trl, "TRL: a script with accelerate's configuration and trl sft", trl_gaps),
+    "axolotl": Target(to_axolotl, "axolotl's YAML", axolotl_gaps),
+    "torchtune": Target(to_torchtune, "the YAML of torchtune's recipes", torchtune_gaps),
     "slurm": Target(to_slurm, "an sbatch script that starts paraplan launch"),
     "pytorchjob": Target(to_pytorchjob, "Kubernetes: a PyTorchJob of Kubeflow's Training Operator"),
     "trainjob": Target(to_trainjob, "Kubernetes: a TrainJob of Kubeflow Trainer 2"),

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 
 from paraplan.errors import PlanError
+from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision
+from paraplan.plan.training import AttentionKind, LossKernel, OptimizerName, TrainingPrecision, optimizer_name
 from paraplan.records import Record
 
 
 class Setup(Record):
     """A training as another tool is configured for it; None where its configuration does not say.
 
+    `says_gpus` is False where it says neither how many GPUs there are, nor what that follows from.
     `target` is the tool's name in `export.TARGETS`, `framework` a name or alias in `profiles/frameworks`. `notes` tell
     what was assumed and what has no place in a plan.
     """
@@ -27,7 +29,19 @@ class Setup(Record):
     precision: TrainingPrecision | None = None
     optimizer: OptimizerName | None = None
     attention: AttentionKind | None = None
+    train: str | None = None
+    base_weights: WeightFormat | None = None
+    loss: LossKernel | None = None
+    compiled: bool | None = None
+    model_name: str | None = None
+    says_gpus: bool = True
     notes: tuple[str, ...] = ()
+
+    @property
+    def training(self) -> dict[str, object]:
+        """The fields of a `TrainingSpec` that the configuration says, but for batch and length."""
+        names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class Given(Record):
@@ -145,6 +159,10 @@ def optimizer_of(name: str | None) -> tuple[OptimizerName | None, list[str]]:
     words = name.lower().replace("_", "")
     if words == "sgd":
         return "sgd_momentum", []
+    try:
+        return optimizer_name(name), []
+    except PlanError:
+        pass
     if "8bit" in words:
         return "adamw_8bit", []
     for sign, known in _OPTIMIZERS.items():

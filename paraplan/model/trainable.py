@@ -151,6 +151,11 @@ _SHORT_NAMES = {
 """Short names of layers, and what models call them."""
 
 
+def module_name(target: str) -> str:
+    """Return the name that Llama and its kin have for a short one: q_proj for q; others as they are."""
+    return _SHORT_NAMES.get(target, (target,))[0]
+
+
 def targeted_layers(adapter: AdapterSpec, names: tuple[str, ...]) -> frozenset[str]:
     """Return which linear layers of `names` have an adapter.
 

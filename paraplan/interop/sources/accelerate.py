@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Callable, Mapping
 
-from paraplan.errors import PlanError, UsageError
+from paraplan.errors import PlanError
 from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan
 from paraplan.interop.sources.deepspeed import read_deepspeed
+from paraplan.interop.sources.documents import load_document
 from paraplan.plan.training import TrainingPrecision
 
 _DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
@@ -24,7 +23,7 @@ def read_accelerate(text: str, *, source: str, given: Given, read_file: Callable
     `read_file` reads the DeepSpeed configuration that it may name. Raises `PlanError` naming the file and the key, and
     `UsageError` where YAML cannot be read here.
     """
-    fields = Fields(_load(text, source), source=source)
+    fields = Fields(load_document(text, source, hint="write one with accelerate config"), source=source)
     if (fields.text("compute_environment") or "LOCAL_MACHINE") == "AMAZON_SAGEMAKER":
         raise fields.error("compute_environment", "LOCAL_MACHINE")
     kind = fields.text("distributed_type")
@@ -41,33 +40,6 @@ def read_accelerate(text: str, *, source: str, given: Given, read_file: Callable
     if kind not in _DDP:
         raise fields.error("distributed_type", "NO, MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM")
     return _setup(fields, given, {"dp": num_gpus}, framework="hf", tool="accelerate, DDP")
-
-
-def _load(text: str, source: str) -> Mapping[str, object]:
-    if text.lstrip().startswith("{"):
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{source} is not JSON: {error}", hint="write one with accelerate config") from None
-    else:
-        data = _load_yaml(text, source)
-    if not isinstance(data, dict):
-        raise PlanError(f"{source} holds no keys and values", hint="write one with accelerate config")
-    return data
-
-
-def _load_yaml(text: str, source: str) -> object:
-    if importlib.util.find_spec("yaml") is None:
-        raise UsageError(f"{source} is YAML, and PyYAML is not installed", hint='pip install "paraplan[export]"')
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it cannot be parsed"
-        raise PlanError(f"{source} is not YAML{where}: {problem}", hint="write one with accelerate config") from None
 
 
 def _fsdp(fields: Fields, given: Given) -> Setup:

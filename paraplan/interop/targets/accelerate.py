@@ -82,7 +82,7 @@ def _distributed_type(plan: ParallelPlan) -> str:
 
 def _precision(subject: Subject) -> str:
     precision = subject.training.precision if subject.training is not None else "fp32"
-    return "no" if precision == "fp32" else precision
+    return "no" if precision in ("fp32", "bf16-pure") else precision
 
 
 def accelerate_gaps(subject: Subject) -> list[Gap]:

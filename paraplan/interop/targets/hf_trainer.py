@@ -20,13 +20,20 @@ from paraplan.interop.exported import (
 from paraplan.interop.targets.accelerate import uses_deepspeed
 from paraplan.interop.targets.deepspeed import BATCH_KEYS, batch_and_zero, deepspeed_gaps
 
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
+    "adamw_foreach": "adamw_torch",
     "adamw_8bit": "adamw_bnb_8bit",
+    "adamw_4bit": "adamw_torch_4bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "lion": "lion_32bit",
+    "lion_8bit": "lion_8bit",
     "adafactor": "adafactor",
     "sgd": "sgd",
     "sgd_momentum": "sgd",
 }
+"""Names of `--optim` (`OptimizerNames` in training_args.py)."""
 
 _IN_THE_SCRIPT = "TrainingArguments take it as a ParallelismConfig, made in the script"
 
@@ -44,8 +51,8 @@ def to_hf_trainer(subject: Subject) -> Exported:
         arguments |= {"bf16": training.precision == "bf16", "fp16": training.precision == "fp16"}
         if training.compiled:
             arguments["torch_compile"] = True
-        if training.optimizer in _OPTIMIZERS:
-            arguments["optim"] = _OPTIMIZERS[training.optimizer]
+        if training.optimizer in OPTIMIZERS:
+            arguments["optim"] = OPTIMIZERS[training.optimizer]
         if training.optimizer == "sgd_momentum":
             arguments["optim_args"] = "momentum=0.9"
             notes.append("momentum 0.9 is written; the plan file says no value")
@@ -93,5 +100,5 @@ def hf_trainer_gaps(subject: Subject) -> list[Gap]:
         gaps += field_gap(plan, "recompute", ("none", "full"), "the Trainer checkpoints whole blocks")
         if plan.zero_stage == 0:
             gaps += field_gap(plan, "offload", ("none",), "the Trainer offloads under FSDP2 and DeepSpeed")
-    gaps += training_gap(subject.training, "optimizer", tuple(_OPTIMIZERS), "the Trainer has no such optimizer")
+    gaps += training_gap(subject.training, "optimizer", tuple(OPTIMIZERS), "the Trainer has no such optimizer")
     return gaps

@@ -1,0 +1,73 @@
+"""Adapters in the words of peft and of the tools that pass its words on, as those of `--train`."""
+
+from __future__ import annotations
+
+import re
+
+from paraplan.errors import PlanError
+from paraplan.interop.setup import Fields
+from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, default_targets
+
+_USUAL = ("q", "v")
+"""What peft takes where nothing is named, for Llama and its kin (peft/utils/constants.py)."""
+_EVERY = ("all", "all-linear", "all_linear")
+_PARTS = {"lm_head": "head", "output": "head", "embed_tokens": "embeddings", "wte": "embeddings"}
+"""Modules outside of blocks that people train beside adapters, by their names in transformers."""
+
+
+def trainable_of(
+    fields: Fields,
+    *,
+    kind: AdapterKind = "lora",
+    rank: int | None = None,
+    targets: object = None,
+    dropout: object = 0.0,
+    by_root: bool = False,
+    saved: object = None,
+    usual: tuple[str, ...] = _USUAL,
+) -> tuple[str, list[str]]:
+    """Return what a tool's keys say trains in the words of `--train`, and notes.
+
+    `targets` is a list of layers, one string with commas, peft's "all-linear", a regular expression, or None for
+    `usual`; `saved` are the modules that train as a whole beside the adapters. Raises `PlanError` for a rank below 1
+    and a dropout that is none.
+    """
+    notes: list[str] = []
+    if kind != "ia3" and rank is not None and rank < 1:
+        raise PlanError(f"{fields.source}: a rank of {rank} trains nothing", hint="use a rank of 1 or more")
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise PlanError(f"{fields.source}: a dropout of {dropout!r} is not from 0 to 1", hint="fix that key")
+    layers = default_targets(kind) if kind == "ia3" and targets is None else _layers(targets, usual, notes)
+    adapter = AdapterSpec(kind=kind, rank=rank or 8, targets=layers, dropout=float(dropout), is_scaled_by_root=by_root)
+    parts = {}
+    for name in _words(saved):
+        known = _PARTS.get(name.rpartition(".")[2]) or ("norms" if "norm" in name else None)
+        if known is None:
+            notes.append(f"{name} trains as a whole beside the adapters: not priced")
+        else:
+            parts[known] = True
+    return Trainable(adapter=adapter).replace(**parts).text, notes
+
+
+def _layers(targets: object, usual: tuple[str, ...], notes: list[str]) -> tuple[str, ...]:
+    words = _words(targets)
+    if not words:
+        notes.append(f"no target layers are named: {' and '.join(usual)} assumed, --train says otherwise")
+        return usual
+    if any(word in _EVERY for word in words):
+        return (ALL_LINEAR,)
+    if any(not re.fullmatch(r"[\w.-]+", word) for word in words):
+        notes.append("target layers are a regular expression: all linear layers assumed, --train says otherwise")
+        return (ALL_LINEAR,)
+    return tuple(dict.fromkeys(word.lower() for word in words))
+
+
+def _words(value: object) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        is_expression = re.search(r"[()*\\|\[]", value) is not None
+        return [value] if is_expression else [word.strip() for word in value.split(",") if word.strip()]
+    if isinstance(value, list | tuple | set):
+        return [str(word) for word in value]
+    return [str(value)]

@@ -1,0 +1,112 @@
+"""Axolotl's YAML, read back. Keys and defaults as in axolotl 0.19 (utils/schemas, utils/config, loaders/model.py)."""
+
+from __future__ import annotations
+
+from paraplan.interop.setup import Fields, Given, Setup, optimizer_of
+from paraplan.interop.sources.adapters import trainable_of
+from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.trainer import Batches, ReadFile, attention_of, sharded_setup
+from paraplan.model.trainable import ALL_LINEAR, AdapterKind
+from paraplan.model.weight_formats import WeightFormat
+from paraplan.plan.training import AttentionKind, LossKernel, TrainingPrecision
+
+_LENGTH, _RANK = 512, 8
+_OPTIMIZERS = {"ao_adamw_8bit": "adamw_8bit", "ao_adamw_4bit": "adamw_4bit", "optimi_adamw": "adamw"}
+
+
+def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:
+    """Return the training that a configuration of axolotl describes.
+
+    Raises `PlanError` naming the file and key for what is broken and for adapters that are not modelled.
+    """
+    fields = Fields(load_document(text, source, hint="examples of axolotl has working ones"), source=source)
+    micro = fields.count("micro_batch_size") or 1
+    steps = fields.count("gradient_accumulation_steps") or max(1, (fields.count("batch_size") or 1) // micro)
+    section = fields.section("fsdp_config")
+    checkpoints = fields.values.get("gradient_checkpointing") in (True, "true", "offload", "unsloth")
+    batches = Batches(micro, steps, checkpoints or bool(section.flag("activation_checkpointing")))
+    if "fsdp_version" in fields and section.values:
+        section = Fields({"fsdp_version": fields.count("fsdp_version"), **section.values}, source=source)
+        fields = Fields({**fields.values, "fsdp_config": section.values}, source=source)
+    setup = sharded_setup(fields, given, batches, tool="axolotl", target="axolotl", read_file=read_file)
+    train, found = _trainable(fields)
+    notes = [*setup.notes, *found]
+    words = fields.text("optimizer") or "adamw_torch_fused"
+    optimizer, found = optimizer_of(_OPTIMIZERS.get(words, words))
+    if fields.values.get("fp8"):
+        notes.append("fp8: priced as bf16")
+    return setup.replace(
+        precision=_precision(fields, is_pure=train is None and not setup.plan.zero_stage),
+        optimizer=optimizer,
+        attention=_attention(fields),
+        train=train,
+        base_weights=_weights(fields) if train is not None else None,
+        loss=_loss(fields),
+        compiled=bool(fields.values.get("torch_compile")) or None,
+        seq_length=fields.count("sequence_len") or _LENGTH,
+        model_name=fields.text("base_model"),
+        notes=tuple(notes + found),
+    )
+
+
+def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
+    adapter = fields.text("adapter")
+    if adapter is None:
+        if fields.values.get("unfrozen_parameters"):
+            return None, ["unfrozen_parameters: all parameters are taken to train, --train says otherwise"]
+        return None, []
+    if adapter not in ("lora", "qlora"):
+        raise fields.error("adapter", "lora or qlora, the adapters that are priced")
+    kind: AdapterKind = "dora" if fields.flag("peft_use_dora") else "lora"
+    every = ALL_LINEAR if fields.flag("lora_target_linear") else None
+    return trainable_of(
+        fields,
+        kind=kind,
+        rank=fields.count("lora_r") or _RANK,
+        targets=fields.values.get("lora_target_modules") or every,
+        dropout=fields.values.get("lora_dropout") or 0.0,
+        by_root=bool(fields.flag("peft_use_rslora")),
+        saved=fields.values.get("lora_modules_to_save"),
+    )
+
+
+def _weights(fields: Fields) -> WeightFormat:
+    """Return the format of the base: axolotl always quantizes the scales of 4-bit weights too."""
+    if fields.flag("load_in_8bit"):
+        return "int8"
+    if fields.flag("load_in_4bit") or fields.text("adapter") == "qlora":
+        return "nf4:double"
+    return "bf16" if _half(fields) else "fp32"
+
+
+def _half(fields: Fields) -> bool:
+    return any(
+        fields.values.get(key) in (True, "true", "auto", "full") for key in ("bf16", "bfloat16", "fp16", "float16")
+    )
+
+
+def _precision(fields: Fields, *, is_pure: bool) -> TrainingPrecision:
+    """Return the type of the arithmetic; a model is loaded in it, and FSDP and DeepSpeed keep fp32 beside it."""
+    if not _half(fields):
+        return "fp32"
+    if fields.values.get("bf16") or fields.flag("bfloat16"):
+        return "bf16-pure" if is_pure else "bf16"
+    return "fp16"
+
+
+def _attention(fields: Fields) -> AttentionKind:
+    found = attention_of(fields.text("attn_implementation"))
+    if found is not None:
+        return found
+    if fields.flag("flash_attention"):
+        return "flash"
+    return "eager" if fields.flag("eager_attention") else "sdpa"
+
+
+def _loss(fields: Fields) -> LossKernel:
+    if fields.flag("liger_fused_linear_cross_entropy"):
+        return "liger"
+    plugins = " ".join(map(str, fields.values.get("plugins") or ()))  # type: ignore[call-overload]
+    if "cut_cross_entropy" in plugins and fields.flag("cut_cross_entropy") is not False:
+        return "cut"
+    return "chunked" if fields.flag("chunked_cross_entropy") else "plain"

@@ -1,0 +1,40 @@
+"""Configurations in YAML or JSON as mappings."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+
+from paraplan.errors import PlanError, UsageError
+
+
+def load_document(text: str, source: str, *, hint: str) -> Mapping[str, object]:
+    """Return the keys and values of a YAML or JSON text; `hint` says how to get a right one.
+
+    Raises `PlanError` where the text holds none, and `UsageError` where YAML cannot be read here.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{source} is not JSON: {error}", hint=hint) from None
+    else:
+        data = _load_yaml(text, source, hint)
+    if not isinstance(data, dict):
+        raise PlanError(f"{source} holds no keys and values", hint=hint)
+    return data
+
+
+def _load_yaml(text: str, source: str, hint: str) -> object:
+    if importlib.util.find_spec("yaml") is None:
+        raise UsageError(f"{source} is YAML, and PyYAML is not installed", hint='pip install "paraplan[export]"')
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        raise PlanError(f"{source} is not YAML{where}: {problem}", hint=hint) from None
