@@ -79,9 +79,12 @@ def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_
         status = 128 + signal.SIGINT
         raise
     finally:
+        for case in job.late:
+            say(case.at_end())
         if job.folder is not None and not job.folder.is_temporary and not request.spec.no_logs:
             elapsed_s = time.monotonic() - started
-            job.folder.note_end(exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts)
+            late = [case.to_json() for case in job.late]
+            job.folder.note_end(exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts, late=late)
             if status == 0 and job.attempts:
                 _say_summary(job, elapsed_s)
 

@@ -13,7 +13,7 @@ from paraplan.launch.torch_private.parser import torchs_parser
 OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),
     *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout", "--no-logs"),
-    *("--skip-preflight", "--no-cpu-binding", "--metrics", "--fake", "--fake-rank"),
+    *("--skip-preflight", "--no-cpu-binding", "--no-straggler-watch", "--metrics", "--fake", "--fake-rank"),
 )
 _EXEC = "exec"
 
@@ -140,6 +140,11 @@ def _add_start_options(ours: argparse._ArgumentGroup) -> None:
         "--no-cpu-binding",
         action="store_true",
         help="Under a plan, do not keep each rank on the CPUs next to its GPU where a machine has several sockets.",
+    )
+    ours.add_argument(
+        "--no-straggler-watch",
+        action="store_true",
+        help="Do not time the steps of ranks, and name none that is slower than the others.",
     )
     ours.add_argument(
         "--dry-run",

@@ -119,6 +119,7 @@ def run_job(
             keeps_logs=keeps_logs,
             cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
             has_gpus=torch.cuda.is_available(),
+            follows_steps=not spec.no_straggler_watch,
         )
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)

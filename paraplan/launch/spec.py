@@ -99,6 +99,7 @@ class LaunchSpec:
     no_logs: bool = False
     skip_preflight: bool = False
     no_cpu_binding: bool = False
+    no_straggler_watch: bool = False
     dry_run: bool = False
     fake: int | None = None
     """The number of ranks of a world without GPUs."""

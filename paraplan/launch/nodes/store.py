@@ -150,6 +150,19 @@ class NodeStore:
             self.is_lost = True
         return [found[node] for node in sorted(found)]
 
+    def tell(self, name: str, mine: Mapping[str, Any]) -> None:
+        """Leave `mine` for the other nodes, in the place of what this node told under this name before."""
+        with contextlib.suppress(RuntimeError):
+            self._set(f"{name}/{self.node}", mine)
+
+    def told(self, name: str, node: int) -> Mapping[str, Any] | None:
+        """Return what a node told last under this name, None for nothing."""
+        with contextlib.suppress(RuntimeError):
+            if self._has(f"{name}/{node}"):
+                found: Mapping[str, Any] = self._get(f"{name}/{node}")
+                return found
+        return None
+
     def note_stop(self, signal_name: str) -> None:
         """Say that a signal ends this node's launcher, and with it its ranks."""
         if self.num_nodes > 1:

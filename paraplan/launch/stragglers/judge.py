@@ -1,0 +1,242 @@
+"""Which rank is slower than its peers, by how much, since when, and what it costs: from the steps of all ranks.
+
+What is compared is the time that a rank needed by itself: without waits for others, and without the time in which
+other processes had its core, so that a busy machine is not taken for a slow rank. In each step a rank's lateness is
+that time less the lower median of all peers. Medians over a window and shares of steps decide, not means: one long
+step, of a checkpoint or a compilation, names nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paraplan.launch.stragglers.steps import Step
+
+Row = Mapping[int, Step]
+"""One step of all ranks, by global rank."""
+
+_WINDOW = 15
+"""Steps over which a rank must be late: with the time of a look this says so within 30."""
+
+_WINDOW_S = 1.0
+"""A window is no shorter than this: what shares a core or a cache with a rank stays for some tenths of a second."""
+
+_MAX_WINDOW = 200
+
+_BURST_WINDOW = 30
+"""Steps over which pauses are counted, which do not strike every step."""
+
+_KEPT = 600
+_WARM_STEPS = 4
+"""The first steps allocate and meet their peers."""
+
+_MIN_SLOWER = 0.15
+"""A rank is late by this share of its peers' own time. 60 clean runs on 2 busy cores stayed below 0.13 where the run
+queue took less than a tenth of the time."""
+
+_MIN_SLOWER_CONTENDED = 0.35
+"""The same where ranks wait for cores as long as they run: ranks that share cores and caches with other programs
+differed by up to 0.28 over 15 steps (load 14 on 2 cores)."""
+
+_MIN_COST = 0.05
+"""What is cheaper for the job is not worth a line."""
+
+_MIN_LATE_STEPS = 0.9
+"""The share of steps in which a slow rank is late by at least half of its median lateness."""
+
+_BURST = 0.3
+"""A step is struck where one rank is late by this share of the step."""
+
+_MIN_BURST_COST = 0.08
+_MIN_BURST_SHARE = 0.85
+"""The share of all strikes, in seconds, that one rank has who is to be named for them."""
+
+_MAX_CHANCE = 0.01
+"""The chance with which strikes that fall on any rank would all have fallen on one."""
+
+_MIN_JITTER_COST = 0.15
+_MIN_JITTER_STRIKES = 8
+_MAX_JITTER_SHARE = 0.75
+
+_MIN_TRANSFER_RATIO = 1.8
+_MIN_TRANSFER_COST = 0.12
+_MIN_BASELINE = 15
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """What is late: `ranks` of `host` ("" for one rank, or none: a link, jitter), since which step, and its cost.
+
+    `slower` is the lateness as a share of the peers' own time (of the transfer's time before for a link), `cost` as a
+    share of the step. `kind` is rank, host, link or jitter.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    since_step: int
+    slower: float
+    cost: float
+    host: str = ""
+    is_burst: bool = False
+
+    @property
+    def subject(self) -> tuple[str, tuple[int, ...]]:
+        """What it is about: two of one subject are one case."""
+        return self.kind, self.ranks
+
+
+class Judge:
+    """Takes the steps of all ranks and says who is late.
+
+    `hosts` has the host of each rank, `peers` groups of ranks that do the same work: those of a pipeline stage, or all.
+    """
+
+    def __init__(self, hosts: Mapping[int, str], peers: Sequence[Sequence[int]] = ()) -> None:
+        self._hosts = dict(hosts)
+        self._peers = [tuple(group) for group in peers or [tuple(hosts)] if len(group) > 1]
+        self._open: dict[int, dict[int, Step]] = {}
+        self.rows: deque[Row] = deque(maxlen=_KEPT)
+        self._baseline_s: list[float] = []
+
+    def add(self, rank: int, steps: Sequence[Step]) -> None:
+        """Take new steps of a rank, oldest first."""
+        for step in steps:
+            if step.step <= _WARM_STEPS or rank not in self._hosts:
+                continue
+            row = self._open.setdefault(step.step, {})
+            row[rank] = step
+            if len(row) == len(self._hosts):
+                self.rows.append(self._open.pop(step.step))
+                if len(self._baseline_s) < _MIN_BASELINE:
+                    self._baseline_s.append(transfer_s(row))
+        if len(self._open) > 4 * _KEPT:  # a rank that steps less often than the others, or has ended
+            for number in sorted(self._open)[: -2 * _KEPT]:
+                del self._open[number]
+
+    def judge(self) -> list[Lateness]:
+        """Return what is late in the last steps; none before there are enough."""
+        rows = self._window()
+        if not rows:
+            return []
+        found = [late for group in self._peers for late in self._late_ranks(rows, group)]
+        if not found:
+            longer = list(self.rows)[-max(_BURST_WINDOW, len(rows)) :]
+            found = [late for group in self._peers for late in self._struck(longer, group)]
+        return self._by_host(found) or self._slow_link(rows)
+
+    def _window(self) -> list[Row]:
+        """Return the steps that are looked at; none where there are too few."""
+        rows = list(self.rows)
+        if len(rows) < _WINDOW:
+            return []
+        period_s = statistics.median(next(iter(row.values())).period_s for row in rows[-_WINDOW:])
+        needed = min(_MAX_WINDOW, max(_WINDOW, math.ceil(_WINDOW_S / max(1e-6, period_s))))
+        return rows[-needed:] if len(rows) >= needed else []
+
+    def _late_ranks(self, rows: Sequence[Row], group: Sequence[int]) -> list[Lateness]:
+        base = [_base_s(row, group) for row in rows]
+        usual_s, contention = statistics.median(base), _contention(rows, group)
+        needed = _MIN_SLOWER + (_MIN_SLOWER_CONTENDED - _MIN_SLOWER) * min(1.0, contention)
+        found = []
+        for rank in group:
+            late = [row[rank].own_s - base_s for row, base_s in zip(rows, base, strict=True)]
+            typical_s = statistics.median(late)
+            cost = typical_s / statistics.median(_undisturbed_s(row[rank]) for row in rows)
+            num_late = sum(one >= typical_s / 2 for one in late)
+            if typical_s >= needed * usual_s and cost >= _MIN_COST and num_late >= _MIN_LATE_STEPS * len(rows):
+                since = self._since(rank, group, typical_s)
+                found.append(Lateness("rank", (rank,), since, slower=typical_s / usual_s, cost=cost))
+        return found
+
+    def _since(self, rank: int, group: Sequence[int], late_s: float) -> int:
+        """Return the step at which the sum of (lateness - half of today's) was lowest: CUSUM (Page 1954)."""
+        total, lowest, since = 0.0, 0.0, self.rows[0][rank].step
+        for row in self.rows:
+            total += min(row[rank].own_s - _base_s(row, group), 2 * late_s) - late_s / 2
+            if total < lowest:
+                lowest, since = total, row[rank].step + 1
+        return since
+
+    def _struck(self, rows: Sequence[Row], group: Sequence[int]) -> list[Lateness]:
+        """Return who is late now and then, or that all are by turns."""
+        strikes: dict[int, list[tuple[int, float]]] = {rank: [] for rank in group}
+        for row in rows:
+            base_s = _base_s(row, group)
+            for rank in group:
+                late_s = row[rank].own_s - base_s
+                if late_s >= _BURST * statistics.median(
+                    _undisturbed_s(row[other]) - late_s * (other == rank) for other in group
+                ):
+                    strikes[rank].append((row[rank].step, late_s))
+        lost_s = {rank: sum(late_s for _, late_s in found) for rank, found in strikes.items()}
+        whole_s, num_strikes = sum(lost_s.values()), sum(map(len, strikes.values()))
+        if not whole_s:
+            return []
+        worst = max(group, key=lost_s.__getitem__)
+        steps_s = sum(max(_undisturbed_s(row[rank]) for rank in group) for row in rows)
+        usual_s = statistics.median(_base_s(row, group) for row in rows)
+        cost, slower = lost_s[worst] / steps_s, lost_s[worst] / len(rows) / usual_s
+        chance = len(group) ** (1 - len(strikes[worst]))
+        if lost_s[worst] >= _MIN_BURST_SHARE * whole_s and chance <= _MAX_CHANCE and cost >= _MIN_BURST_COST:
+            return [Lateness("rank", (worst,), strikes[worst][0][0], slower=slower, cost=cost, is_burst=True)]
+        if (
+            whole_s / steps_s >= _MIN_JITTER_COST
+            and num_strikes >= _MIN_JITTER_STRIKES
+            and lost_s[worst] <= _MAX_JITTER_SHARE * whole_s
+        ):
+            since = min(found[0][0] for found in strikes.values() if found)
+            return [Lateness("jitter", (), since, slower=whole_s / len(rows) / usual_s, cost=whole_s / steps_s)]
+        return []
+
+    def _by_host(self, found: list[Lateness]) -> list[Lateness]:
+        """Return one case for the host all of whose ranks are late, where no other rank is."""
+        late = {rank for case in found for rank in case.ranks}
+        hosts = {self._hosts[rank] for rank in late}
+        if len(hosts) != 1 or len(set(self._hosts.values())) == 1:
+            return found
+        host = hosts.pop()
+        ranks = tuple(sorted(rank for rank, name in self._hosts.items() if name == host))
+        if len(ranks) == 1 or set(ranks) != late:
+            return found
+        worst = max(found, key=lambda case: case.cost)
+        since = min(case.since_step for case in found)
+        return [Lateness("host", ranks, since, worst.slower, worst.cost, host=host, is_burst=worst.is_burst)]
+
+    def _slow_link(self, rows: Sequence[Row]) -> list[Lateness]:
+        """Return that transfers between hosts take longer than they did, where no rank is late."""
+        if len(set(self._hosts.values())) == 1 or len(self._baseline_s) < _MIN_BASELINE:
+            return []
+        before_s = statistics.median(self._baseline_s)
+        now_s = sorted(map(transfer_s, rows))[len(rows) // 4]  # most steps take longer
+        cost = (now_s - before_s) / statistics.median(max(map(_undisturbed_s, row.values())) for row in rows)
+        if now_s < _MIN_TRANSFER_RATIO * before_s or cost < _MIN_TRANSFER_COST:
+            return []
+        since = rows[0][min(rows[0])].step
+        for row in reversed(self.rows):
+            if transfer_s(row) < (now_s + before_s) / 2:
+                since = row[min(row)].step + 1
+                break
+        return [Lateness("link", (), since, slower=now_s / before_s - 1, cost=cost)]
+
+
+def transfer_s(row: Row) -> float:
+    """Return the time in collectives of the rank that waited least: it came last, and waited for the transfer alone."""
+    return min(step.wait_s for step in row.values())
+
+
+def _base_s(row: Row, group: Sequence[int]) -> float:
+    return statistics.median_low([row[rank].own_s for rank in group])
+
+
+def _undisturbed_s(step: Step) -> float:
+    return max(1e-6, step.period_s - step.queue_s)
+
+
+def _contention(rows: Sequence[Row], group: Sequence[int]) -> float:
+    """Return how long ranks waited for a core, as a share of the time that they ran."""
+    queue_s = sum(row[rank].queue_s for row in rows for rank in group)
+    return queue_s / max(1e-6, sum(row[rank].own_s for row in rows for rank in group))
