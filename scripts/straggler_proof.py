@@ -2,8 +2,8 @@
 
     python scripts/straggler_proof.py [--faults 200] [--clean 100] [--json FILE] [--seed N]
 
-A job trains a small model under DDP with faults one after another, each for 45 steps, with 60 steps between them. Kinds:
-slow matmuls (as many more as the size says), a data loader that waits, a process that is stopped now and then
+A job trains a small model under DDP with faults one after another, each for 45 steps, with 50 steps between them.
+Kinds: slow matmuls (as many more as the size says), a data loader that waits, a process that is stopped now and then
 (SIGSTOP), garbage collection, a script that waits for something else, jitter (in each step another rank, drawn by
 chance), and with two hosts (network namespaces with names of their own; needs root): all ranks of a host that are slow,
 and a link that is slow (a token bucket or netem on one host's interface).
@@ -16,9 +16,11 @@ precision = said / (said + false alarms), those of the clean runs included; reca
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,10 +33,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "launch"))
+namespaces: Any = importlib.import_module("nodes")  # those of the tests
 
-from nodes import Hosts, hosts, missing_for_hosts  # noqa: E402  (the namespaces of the tests)
-
-FAULT_STEPS, CLEAN_STEPS, WARM_STEPS = 45, 60, 35
+FAULT_STEPS, CLEAN_STEPS, WARM_STEPS = 45, 50, 35
 SAID_WITHIN = 30
 ONE_HOST = ("matmul", "loader", "pause", "collection", "wait", "jitter")
 TWO_HOSTS = ("host", "link", "matmul", "jitter")
@@ -159,15 +160,16 @@ def rate_of(kind: str, dice: random.Random) -> str:
 def has_netem() -> bool:
     """Whether this kernel has netem."""
     words = "ip link set lo up && tc qdisc add dev lo root netem delay 1ms"
-    return subprocess.run(["unshare", "-n", "sh", "-c", words], capture_output=True, check=False).returncode == 0
+    unshare = shutil.which("unshare")
+    return (
+        unshare is not None and not subprocess.run([unshare, "-n", "sh", "-c", words], capture_output=True).returncode
+    )
 
 
 HAS_NETEM = has_netem()
 
 
-def run_job(
-    faults: list[Fault], *, num_ranks: int, steps: int, places: Hosts | None
-) -> tuple[list[dict[str, Any]], str]:
+def run_job(faults: list[Fault], *, num_ranks: int, steps: int, places: Any) -> tuple[list[dict[str, Any]], str]:
     """Train under these faults; return the cases of run.json, and what the first launcher wrote."""
     with tempfile.TemporaryDirectory(prefix="pp-", dir="/tmp") as scratch:
         folder = Path(scratch)
@@ -177,7 +179,7 @@ def run_job(
             "fault_steps": FAULT_STEPS,
             "is_on_two_hosts": places is not None,
             "width": 384,
-            "passes": 8,
+            "passes": 13,
         }
         (folder / "spec.json").write_text(json.dumps(spec))
         (folder / "train.py").write_text(SCRIPT)
@@ -280,9 +282,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    dice = random.Random(options.seed)
+    dice = random.Random(options.seed)  # noqa: S311 (faults, not secrets)
     count = Count(Counter(), Counter(), Counter(), defaultdict(list), [])
-    why = missing_for_hosts()
+    why = namespaces.missing_for_hosts()
     if why is not None:
         print(f"without slow hosts and links: {why}")
     num_far = 0 if why is not None else options.faults * 3 // 10
@@ -296,7 +298,7 @@ def main() -> None:
         faults = draw_faults(kinds, num_ranks=num_ranks, dice=dice)
         steps = WARM_STEPS + len(faults) * (FAULT_STEPS + CLEAN_STEPS)
         if is_far:
-            with hosts(2) as places:
+            with namespaces.hosts(2) as places:
                 cases, _ = run_job(faults, num_ranks=num_ranks, steps=steps, places=places)
         else:
             cases, _ = run_job(faults, num_ranks=num_ranks, steps=steps, places=None)

@@ -39,7 +39,7 @@ def judged(
 ) -> tuple[Judge, list[Lateness]]:
     """Return the judge after `steps` steps in which ranks meet, and what it says then."""
     judge = Judge({rank: f"node{rank // per_host}" if per_host else "node0" for rank in range(ranks)})
-    dice = random.Random(7)
+    dice = random.Random(7)  # noqa: S311
     for number in range(1, steps + 1):
         works = [work_s(rank, number) * dice.uniform(0.97, 1.03) for rank in range(ranks)]
         period_s = max(works) + transfer_s(0, number)
@@ -76,7 +76,7 @@ def test_pauses_now_and_then_name_the_rank_that_has_them_all() -> None:
 
 
 def test_pauses_of_any_rank_are_jitter_and_name_nobody() -> None:
-    dice = random.Random(3)
+    dice = random.Random(3)  # noqa: S311
     struck = [dice.randrange(4) if dice.random() < 0.5 else None for _ in range(61)]
     _, found = judged(lambda rank, step: BASE_S * (2.5 if struck[step] == rank else 1.0))
     assert [(case.kind, case.ranks) for case in found] == [("jitter", ())]

@@ -51,7 +51,7 @@ def find_cause(case: Lateness, rows: Sequence[Row], peers: Sequence[int]) -> Cau
     if _excess_s(rows, case.ranks, others, lambda step: step.major_faults) >= 1:
         return Cause("swap", _TEXTS["swap"])
     in_passes_s = _excess_s(rows, case.ranks, others, lambda step: step.backward_s + step.optimizer_s)
-    if in_passes_s < _MIN_SHARE_IN_PASSES * excess[part]:
+    if in_passes_s < _MIN_SHARE_IN_PASSES * excess[part] and not case.is_burst:
         return Cause("wait", _TEXTS["wait"])
     longest_s = max(row[rank].stalled_s for row in rows for rank in case.ranks)
     return Cause("pause", f"by pauses of its process, of up to {longest_s:.2f} s")

@@ -22,7 +22,7 @@ Row = Mapping[int, Step]
 _WINDOW = 15
 """Steps over which a rank must be late: with the time of a look this says so within 30."""
 
-_WINDOW_S = 1.0
+_WINDOW_S = 0.7
 """A window is no shorter than this: what shares a core or a cache with a rank stays for some tenths of a second."""
 
 _MAX_WINDOW = 200
@@ -49,13 +49,13 @@ _MIN_LATE_STEPS = 0.9
 """The share of steps in which a slow rank is late by at least half of its median lateness."""
 
 _BURST = 0.3
-"""A step is struck where one rank is late by this share of the step."""
+"""A step is struck where one rank is late by this share of what its peers need."""
 
 _MIN_BURST_COST = 0.08
 _MIN_BURST_SHARE = 0.85
 """The share of all strikes, in seconds, that one rank has who is to be named for them."""
 
-_MAX_CHANCE = 0.01
+_MAX_CHANCE = 0.02
 """The chance with which strikes that fall on any rank would all have fallen on one."""
 
 _MIN_JITTER_COST = 0.15
@@ -145,7 +145,7 @@ class Judge:
         for rank in group:
             late = [row[rank].own_s - base_s for row, base_s in zip(rows, base, strict=True)]
             typical_s = statistics.median(late)
-            cost = typical_s / statistics.median(_undisturbed_s(row[rank]) for row in rows)
+            cost = typical_s / statistics.median(_step_s(row, group) for row in rows)
             num_late = sum(one >= typical_s / 2 for one in late)
             if typical_s >= needed * usual_s and cost >= _MIN_COST and num_late >= _MIN_LATE_STEPS * len(rows):
                 since = self._since(rank, group, typical_s)
@@ -164,21 +164,19 @@ class Judge:
     def _struck(self, rows: Sequence[Row], group: Sequence[int]) -> list[Lateness]:
         """Return who is late now and then, or that all are by turns."""
         strikes: dict[int, list[tuple[int, float]]] = {rank: [] for rank in group}
+        usual_s = statistics.median(_base_s(row, group) for row in rows)
         for row in rows:
-            base_s = _base_s(row, group)
+            base_s = max(usual_s, _base_s(row, group))
             for rank in group:
                 late_s = row[rank].own_s - base_s
-                if late_s >= _BURST * statistics.median(
-                    _undisturbed_s(row[other]) - late_s * (other == rank) for other in group
-                ):
+                if late_s >= _BURST * usual_s:
                     strikes[rank].append((row[rank].step, late_s))
         lost_s = {rank: sum(late_s for _, late_s in found) for rank, found in strikes.items()}
         whole_s, num_strikes = sum(lost_s.values()), sum(map(len, strikes.values()))
         if not whole_s:
             return []
         worst = max(group, key=lost_s.__getitem__)
-        steps_s = sum(max(_undisturbed_s(row[rank]) for rank in group) for row in rows)
-        usual_s = statistics.median(_base_s(row, group) for row in rows)
+        steps_s = sum(_step_s(row, group) for row in rows)
         cost, slower = lost_s[worst] / steps_s, lost_s[worst] / len(rows) / usual_s
         chance = len(group) ** (1 - len(strikes[worst]))
         if lost_s[worst] >= _MIN_BURST_SHARE * whole_s and chance <= _MAX_CHANCE and cost >= _MIN_BURST_COST:
@@ -212,7 +210,7 @@ class Judge:
             return []
         before_s = statistics.median(self._baseline_s)
         now_s = sorted(map(transfer_s, rows))[len(rows) // 4]  # most steps take longer
-        cost = (now_s - before_s) / statistics.median(max(map(_undisturbed_s, row.values())) for row in rows)
+        cost = (now_s - before_s) / statistics.median(_step_s(row, list(row)) for row in rows)
         if now_s < _MIN_TRANSFER_RATIO * before_s or cost < _MIN_TRANSFER_COST:
             return []
         since = rows[0][min(rows[0])].step
@@ -232,8 +230,9 @@ def _base_s(row: Row, group: Sequence[int]) -> float:
     return statistics.median_low([row[rank].own_s for rank in group])
 
 
-def _undisturbed_s(step: Step) -> float:
-    return max(1e-6, step.period_s - step.queue_s)
+def _step_s(row: Row, group: Sequence[int]) -> float:
+    """Return how long the step would take without other programs on the cores: the slowest rank and the transfer."""
+    return max(1e-6, max(row[rank].own_s for rank in group) + transfer_s(row))
 
 
 def _contention(rows: Sequence[Row], group: Sequence[int]) -> float:
