@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import CheckFailedError, ParaplanError, PlanError
+from paraplan.launch.elastic.health import LeftOutError
 from paraplan.launch.elastic.launch import make_config
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.failures import RankFailure, first_failure, first_node_failure, read_failure
@@ -119,6 +120,9 @@ def _run(
     except ChildFailedError as error:
         job.failures = job.failures or _torchs_failures(error)
         return _report(request, job)
+    except LeftOutError as left:
+        say(f"this host is left out: {left.text}")
+        return 1
     except SignalException as stop:
         say(f"{stop.sigval.name} ended the job; all ranks have been stopped")
         return 128 + int(stop.sigval)

@@ -13,7 +13,15 @@ from paraplan.launch.torch_private.parser import torchs_parser
 OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),
     *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout", "--no-logs"),
-    *("--skip-preflight", "--no-cpu-binding", "--no-straggler-watch", "--metrics", "--fake", "--fake-rank"),
+    *(
+        "--preflight",
+        "--skip-preflight",
+        "--no-cpu-binding",
+        "--no-straggler-watch",
+        "--metrics",
+        "--fake",
+        "--fake-rank",
+    ),
 )
 _EXEC = "exec"
 
@@ -131,6 +139,13 @@ def _add_own_options(parser: LaunchParser) -> None:
 
 def _add_start_options(ours: argparse._ArgumentGroup) -> None:
     """Add what is looked at, bound or shown before ranks start."""
+    ours.add_argument(
+        "--preflight",
+        choices=("look", "measure"),
+        default="look",
+        help="measure: before the script, all ranks measure matmuls, memory and links for 20 s; what is slower than "
+        "its like is named, and with --nnodes MIN:MAX such a host is left out. Default: look at GPUs and disks.",
+    )
     ours.add_argument(
         "--skip-preflight",
         action="store_true",

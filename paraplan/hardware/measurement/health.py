@@ -15,8 +15,8 @@ _GPU_MATMUL, _CPU_MATMUL = 0.9, 0.7
 request 4662); CPU processes share cores with whatever else runs."""
 
 _GPU_MEMORY, _CPU_MEMORY = 0.9, 0.5
-_LINK = 0.5
-"""Share of the median of like links below which a link is slow."""
+_LINK, _CPU_LINK = 0.5, 0.2
+"""Share of the median of like links below which a link is slow; of CPU ranks of a host, whose cores others use too."""
 
 _RATED = 0.1
 """Share of what a network card is rated for below which a link between two hosts is slow."""
@@ -113,7 +113,7 @@ class HealthReport(Record):
                     f"{len(pairs)} links {name}: {format_bandwidth(speeds[0])} to {format_bandwidth(speeds[-1])}"
                 )
         for node in self.nodes:
-            disk = f"disk {format_bandwidth(node.disk_bytes_per_s)}, " if node.disk_bytes_per_s is not None else ""
+            disk = "" if node.disk_bytes_per_s is None else f"disk {format_bandwidth(node.disk_bytes_per_s)}, "
             lines.append(f"host {node.host}: {disk}{format_bytes(node.memory_available_bytes)} of memory free")
         lines += [f"bad: {finding.text}" for finding in self.findings] or ["nothing stands out"]
         return lines
@@ -172,9 +172,10 @@ def _far(report: HealthReport, hosts: dict[int, str]) -> list[PairHealth]:
 def _slow_links(report: HealthReport) -> Iterable[HealthFinding]:
     hosts = {one.rank: one.host for one in report.ranks}
     near, far = _pairs(report.pairs, hosts, True), _far(report, hosts)
+    on_gpus = any(one.device != "CPU" for one in report.ranks)
     for pair in near:
         usual = median_high([other.bytes_per_s for other in near])
-        if pair.bytes_per_s < _LINK * usual:
+        if pair.bytes_per_s < (_LINK if on_gpus else _CPU_LINK) * usual:
             a, b = pair.sender, pair.receiver
             yield HealthFinding(
                 text=f"from rank {a} to rank {b} of {hosts[a]}: {format_bandwidth(pair.bytes_per_s)}, the median of "
@@ -182,8 +183,11 @@ def _slow_links(report: HealthReport) -> Iterable[HealthFinding]:
                 hosts=(hosts[a],),
                 ranks=(a, b),
             )
-    if not far:
-        return
+    if far:
+        yield from _slow_networks(report, far, hosts)
+
+
+def _slow_networks(report: HealthReport, far: Sequence[PairHealth], hosts: dict[int, str]) -> Iterable[HealthFinding]:
     usual = median_high([pair.bytes_per_s for pair in far])
     rated = min((node.network_bytes_per_s for node in report.nodes if node.network_bytes_per_s), default=None)
     slow = [pair for pair in far if pair.bytes_per_s < _LINK * usual]

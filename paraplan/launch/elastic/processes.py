@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsRes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paraplan.launch.elastic.following import marks_variables, watch_steps
+from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
@@ -152,6 +153,7 @@ class RankProcesses(ProcessContext):
         self._job.stacks, self._job.stopped, self._job.calls = {}, (), {}
         self._job.started_ns = time.time_ns()
         self._job.kills_before = count_memory_kills()
+        self._check_health()
         commands = [
             RankCommand(
                 local_rank=rank,
@@ -172,6 +174,14 @@ class RankProcesses(ProcessContext):
                 fork=self._settings.fork,
                 num_threads=self._settings.num_threads,
             )
+
+    def _check_health(self) -> None:
+        if self._settings.health_s is None or self._job.folder is None:
+            return
+        environments = {rank: {**self.envs[rank], **self._settings.extra_environment} for rank in range(self.nprocs)}
+        HealthCheck(
+            self._job, self._spawner, self._settings, environments, self._job.folder.path, self._settings.health_s
+        ).run()
 
     def _environment(self, rank: int) -> dict[str, str]:
         own = {**self.envs[rank], **self._settings.extra_environment, **self._dump_variables(rank)}

@@ -30,6 +30,7 @@ class AttemptSettings:
     `cpus` are the CPUs that a local rank is kept on; none for all.
     `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
     `follows_steps` has ranks note the times of their steps, by which slow ones are found.
+    `health_s` is for how long machines are measured before the first start; None does not.
     `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
     """
 
@@ -43,6 +44,7 @@ class AttemptSettings:
     cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     has_gpus: bool = False
     follows_steps: bool = False
+    health_s: float | None = None
 
 
 @dataclass

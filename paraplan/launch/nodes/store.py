@@ -59,6 +59,7 @@ class NodeStore:
         seal: Seal,
         clock_offset_s: float = 0.0,
         is_elastic: bool = False,
+        min_nodes: int = 1,
         left: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
@@ -69,6 +70,7 @@ class NodeStore:
         self.clock_offset_s = clock_offset_s
         self._seal = seal
         self.is_elastic = is_elastic
+        self.min_nodes = min_nodes
         self._left = {} if left is None else left
         self._hosts: list[str] = []
         self.stops: dict[int, str] = {}

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from paraplan.launch.stragglers.steps import Step
 
@@ -48,6 +49,12 @@ _MIN_COST = 0.05
 _MIN_LATE_STEPS = 0.9
 """The share of steps in which a slow rank is late by at least half of its median lateness."""
 
+_EASE = 0.6
+"""A rank that was named is late until it is below this share of what named it: a case does not flicker."""
+
+_MEMORY_STEPS = 4
+"""Twice as many steps without lateness are a new begin."""
+
 _BURST = 0.3
 """A step is struck where one rank is late by this share of what its peers need."""
 
@@ -61,6 +68,8 @@ _MAX_CHANCE = 0.02
 _MIN_JITTER_COST = 0.15
 _MIN_JITTER_STRIKES = 8
 _MAX_JITTER_SHARE = 0.75
+_MIN_JITTER_TURNS = 0.25
+"""The share of strikes after which the next falls on another rank: two ranks, one after the other, are no jitter."""
 
 _MIN_TRANSFER_RATIO = 1.8
 _MIN_TRANSFER_COST = 0.12
@@ -101,6 +110,8 @@ class Judge:
         self._open: dict[int, dict[int, Step]] = {}
         self.rows: deque[Row] = deque(maxlen=_KEPT)
         self._baseline_s: list[float] = []
+        self._typical_s: dict[int, float] = {}
+        self._explained_until = 0  # steps up to here were late, or not, because of what has been found
 
     def add(self, rank: int, steps: Sequence[Step]) -> None:
         """Take new steps of a rank, oldest first."""
@@ -117,15 +128,22 @@ class Judge:
             for number in sorted(self._open)[: -2 * _KEPT]:
                 del self._open[number]
 
-    def judge(self) -> list[Lateness]:
-        """Return what is late in the last steps; none before there are enough."""
+    def judge(self, known: Collection[int] = ()) -> list[Lateness]:
+        """Return what is late in the last steps; none before there are enough.
+
+        Ranks that are `known` to be late stay so until they are clearly faster.
+        """
+        self._typical_s = {}
         rows = self._window()
         if not rows:
             return []
-        found = [late for group in self._peers for late in self._late_ranks(rows, group)]
-        if not found:
-            longer = list(self.rows)[-max(_BURST_WINDOW, len(rows)) :]
-            found = [late for group in self._peers for late in self._struck(longer, group)]
+        found = [late for group in self._peers for late in self._late_ranks(rows, group, known)]
+        if found:
+            self._explained_until = _number(rows[-1])
+        else:
+            longer = [row for row in self.rows if _number(row) > self._explained_until]
+            longer = longer[-max(_BURST_WINDOW, len(rows)) :]
+            found = [late for group in self._peers for late in self._struck(longer, group) if len(longer) > 1]
         return self._by_host(found) or self._slow_link(rows)
 
     def _window(self) -> list[Row]:
@@ -137,7 +155,7 @@ class Judge:
         needed = min(_MAX_WINDOW, max(_WINDOW, math.ceil(_WINDOW_S / max(1e-6, period_s))))
         return rows[-needed:] if len(rows) >= needed else []
 
-    def _late_ranks(self, rows: Sequence[Row], group: Sequence[int]) -> list[Lateness]:
+    def _late_ranks(self, rows: Sequence[Row], group: Sequence[int], known: Collection[int]) -> list[Lateness]:
         base = [_base_s(row, group) for row in rows]
         usual_s, contention = statistics.median(base), _contention(rows, group)
         needed = _MIN_SLOWER + (_MIN_SLOWER_CONTENDED - _MIN_SLOWER) * min(1.0, contention)
@@ -146,19 +164,26 @@ class Judge:
             late = [row[rank].own_s - base_s for row, base_s in zip(rows, base, strict=True)]
             typical_s = statistics.median(late)
             cost = typical_s / statistics.median(_step_s(row, group) for row in rows)
-            num_late = sum(one >= typical_s / 2 for one in late)
-            if typical_s >= needed * usual_s and cost >= _MIN_COST and num_late >= _MIN_LATE_STEPS * len(rows):
+            share_late = sum(one >= typical_s / 2 for one in late) / len(rows)
+            ease = _EASE if rank in known else 1.0
+            self._typical_s[rank] = typical_s
+            if (
+                typical_s >= ease * needed * usual_s
+                and cost >= ease * _MIN_COST
+                and share_late >= ease * _MIN_LATE_STEPS
+            ):
                 since = self._since(rank, group, typical_s)
                 found.append(Lateness("rank", (rank,), since, slower=typical_s / usual_s, cost=cost))
         return found
 
     def _since(self, rank: int, group: Sequence[int], late_s: float) -> int:
-        """Return the step at which the sum of (lateness - half of today's) was lowest: CUSUM (Page 1954)."""
-        total, lowest, since = 0.0, 0.0, self.rows[0][rank].step
+        """Return the step after which the sum of (lateness - half of today's) stayed above 0: CUSUM (Page 1954)."""
+        total_s, since = 0.0, self.rows[0][rank].step
         for row in self.rows:
-            total += min(row[rank].own_s - _base_s(row, group), 2 * late_s) - late_s / 2
-            if total < lowest:
-                lowest, since = total, row[rank].step + 1
+            total_s += min(row[rank].own_s - _base_s(row, group), 2 * late_s) - late_s / 2
+            total_s = min(total_s, _MEMORY_STEPS * late_s)
+            if total_s <= 0:
+                total_s, since = 0.0, row[rank].step + 1
         return since
 
     def _struck(self, rows: Sequence[Row], group: Sequence[int]) -> list[Lateness]:
@@ -172,7 +197,7 @@ class Judge:
                 if late_s >= _BURST * usual_s:
                     strikes[rank].append((row[rank].step, late_s))
         lost_s = {rank: sum(late_s for _, late_s in found) for rank, found in strikes.items()}
-        whole_s, num_strikes = sum(lost_s.values()), sum(map(len, strikes.values()))
+        whole_s = sum(lost_s.values())
         if not whole_s:
             return []
         worst = max(group, key=lost_s.__getitem__)
@@ -180,15 +205,30 @@ class Judge:
         cost, slower = lost_s[worst] / steps_s, lost_s[worst] / len(rows) / usual_s
         chance = len(group) ** (1 - len(strikes[worst]))
         if lost_s[worst] >= _MIN_BURST_SHARE * whole_s and chance <= _MAX_CHANCE and cost >= _MIN_BURST_COST:
-            return [Lateness("rank", (worst,), strikes[worst][0][0], slower=slower, cost=cost, is_burst=True)]
+            since = strikes[worst][0][0]
+            is_burst = len(strikes[worst]) < _MIN_LATE_STEPS * sum(_number(row) >= since for row in rows)
+            return [Lateness("rank", (worst,), since, slower=slower, cost=cost, is_burst=is_burst)]
+        return self._jitter(rows, group, usual_s, steps_s)
+
+    def _jitter(self, rows: Sequence[Row], group: Sequence[int], usual_s: float, steps_s: float) -> list[Lateness]:
+        """Return that one rank after the other is late by itself, in no order."""
+        struck: list[tuple[int, int, float]] = []
+        for row in rows:
+            *_, (second_s, _), (first_s, rank) = sorted((row[rank].own_s, rank) for rank in group)
+            if first_s - max(second_s, usual_s) >= _BURST * usual_s:
+                struck.append((_number(row), rank, first_s - _base_s(row, group)))
+        whole_s = sum(late_s for _, _, late_s in struck)
+        turns = sum(before[1] != after[1] for before, after in pairwise(struck))
+        most_s = max((sum(late_s for _, one, late_s in struck if one == rank) for rank in group), default=0.0)
         if (
-            whole_s / steps_s >= _MIN_JITTER_COST
-            and num_strikes >= _MIN_JITTER_STRIKES
-            and lost_s[worst] <= _MAX_JITTER_SHARE * whole_s
+            whole_s / steps_s < _MIN_JITTER_COST
+            or len(struck) < _MIN_JITTER_STRIKES
+            or turns < _MIN_JITTER_TURNS * len(struck)
+            or most_s > _MAX_JITTER_SHARE * whole_s
         ):
-            since = min(found[0][0] for found in strikes.values() if found)
-            return [Lateness("jitter", (), since, slower=whole_s / len(rows) / usual_s, cost=whole_s / steps_s)]
-        return []
+            return []
+        slower = whole_s / len(rows) / usual_s
+        return [Lateness("jitter", (), struck[0][0], slower=slower, cost=whole_s / steps_s)]
 
     def _by_host(self, found: list[Lateness]) -> list[Lateness]:
         """Return one case for the host all of whose ranks are late, where no other rank is."""
@@ -198,7 +238,8 @@ class Judge:
             return found
         host = hosts.pop()
         ranks = tuple(sorted(rank for rank, name in self._hosts.items() if name == host))
-        if len(ranks) == 1 or set(ranks) != late:
+        least_s = max(self._typical_s.get(rank, 0.0) for rank in late) / 2
+        if len(ranks) == 1 or any(self._typical_s.get(rank, 0.0) < least_s for rank in ranks):
             return found
         worst = max(found, key=lambda case: case.cost)
         since = min(case.since_step for case in found)
@@ -224,6 +265,10 @@ class Judge:
 def transfer_s(row: Row) -> float:
     """Return the time in collectives of the rank that waited least: it came last, and waited for the transfer alone."""
     return min(step.wait_s for step in row.values())
+
+
+def _number(row: Row) -> int:
+    return next(iter(row.values())).step
 
 
 def _base_s(row: Row, group: Sequence[int]) -> float:

@@ -181,7 +181,8 @@ class StragglerWatch:
         if not judge.rows:
             return
         step = next(iter(judge.rows[-1].values())).step
-        found = {late.subject: late for late in judge.judge()}
+        known = {rank for case in self._open.values() if case.said_at is not None for rank in case.late.ranks}
+        found = {late.subject: late for late in judge.judge(known)}
         for subject, late in found.items():
             case = self._open.get(subject)
             if case is None:

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
+from torch.distributed.rendezvous import rendezvous
 
 from paraplan.errors import CheckFailedError
 from paraplan.hardware.catalogue.profile_files import find_gpu
@@ -43,7 +45,7 @@ _PATTERN = 251  # a prime below 256: a message that is shifted or torn does not 
 _START_S = 120.0
 REPORT_FILE = "health.json"
 AT_FILE = "health-at-"
-_REPORT = "paraplan/health"
+_REPORT = "report"
 _SPEED_FOLDER = Path("/sys/class/net")
 
 
@@ -302,8 +304,11 @@ def enter(*, seconds: float, notes: Path | None) -> Place:
     if on_gpu:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=_START_S + seconds))
-    rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
+    store, rank, size = next(rendezvous("env://"))
+    # the script's ranks come to the same store later, and must not find the addresses of these
+    store = PrefixStore("paraplan/health", store)
+    timeout = timedelta(seconds=_START_S + seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     store.set(f"{_REPORT}/host/{rank}", socket.gethostname())
     hosts = tuple(store.get(f"{_REPORT}/host/{other}").decode() for other in range(size))
     return Place(rank, size, hosts, device, dist.new_group(backend="gloo"), notes)
