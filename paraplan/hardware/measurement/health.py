@@ -216,18 +216,22 @@ def _slow_networks(report: HealthReport, far: Sequence[PairHealth], hosts: dict[
 
 
 def _hosts_behind(slow: Sequence[PairHealth], far: Sequence[PairHealth], hosts: dict[int, str]) -> dict[str, str]:
-    """Return the hosts whose links are all slow in a direction, where others are not: of three hosts or more."""
-    if len({hosts[pair.sender] for pair in far}) < 3:
-        return {}
-    found = {}
-    for host in dict.fromkeys(hosts[pair.sender] for pair in slow):
-        sent = [pair for pair in far if hosts[pair.sender] == host]
-        if all(pair in slow for pair in sent):
-            found[host] = "sends at"
-    for host in dict.fromkeys(hosts[pair.receiver] for pair in slow):
-        received = [pair for pair in far if hosts[pair.receiver] == host]
-        if all(pair in slow for pair in received):
-            found[host] = "sends and receives at" if host in found else "receives at"
+    """Return the hosts whose links (two or more) are all slow in a direction; each slow link is put down to one."""
+    found: dict[str, str] = {}
+    left = list(slow)
+    while left:
+        candidates = []
+        for host in dict.fromkeys(hosts.values()):
+            for verb, of_pair in (("sends", "sender"), ("receives", "receiver")):
+                measured = [pair for pair in far if hosts[getattr(pair, of_pair)] == host]
+                mine = [pair for pair in left if pair in measured]
+                if len(measured) > 1 and all(pair in slow for pair in measured) and mine:
+                    candidates.append((len(mine), host, verb, mine))
+        if not candidates:
+            break
+        _, host, verb, mine = max(candidates, key=lambda one: one[0])
+        found[host] = f"{verb} at" if host not in found else "sends and receives at"
+        left = [pair for pair in left if pair not in mine]
     return found
 
 
