@@ -11,7 +11,7 @@ from paraplan.launch.stragglers.judge import Lateness, Row
 from paraplan.launch.stragglers.steps import Step
 from paraplan.units import ranks_in_words
 
-_MIN_SHARE_IN_PASSES = 0.15
+_MIN_SHARE_IN_PASSES = 0.25
 """Pauses strike anywhere: this much of the lateness is then in the backward pass and the optimizer. What a script waits
 for by itself is outside of both."""
 

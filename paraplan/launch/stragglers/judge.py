@@ -39,9 +39,12 @@ _MIN_SLOWER = 0.15
 """A rank is late by this share of its peers' own time. 60 clean runs on 2 busy cores stayed below 0.13 where the run
 queue took less than a tenth of the time."""
 
-_MIN_SLOWER_CONTENDED = 0.35
-"""The same where ranks wait for cores as long as they run: ranks that share cores and caches with other programs
-differed by up to 0.28 over 15 steps (load 14 on 2 cores)."""
+_MIN_SLOWER_CONTENDED = 0.38
+"""The same of CPU time where ranks wait for cores: those that share cores and caches with other programs differed by up
+to 0.28 over 15 steps (load 14 on 2 cores)."""
+
+_FULL_CONTENTION = 0.5
+"""Waiting for a core, as a share of running, from which on that holds; below it, in proportion."""
 
 _MIN_COST = 0.05
 """What is cheaper for the job is not worth a line."""
@@ -65,7 +68,7 @@ _MIN_BURST_SHARE = 0.85
 _MAX_CHANCE = 0.02
 """The chance with which strikes that fall on any rank would all have fallen on one."""
 
-_MIN_JITTER_COST = 0.15
+_MIN_JITTER_COST = 0.13
 _MIN_JITTER_STRIKES = 8
 _MAX_JITTER_SHARE = 0.75
 _MIN_JITTER_TURNS = 0.25
@@ -157,8 +160,7 @@ class Judge:
 
     def _late_ranks(self, rows: Sequence[Row], group: Sequence[int], known: Collection[int]) -> list[Lateness]:
         base = [_base_s(row, group) for row in rows]
-        usual_s, contention = statistics.median(base), _contention(rows, group)
-        needed = _MIN_SLOWER + (_MIN_SLOWER_CONTENDED - _MIN_SLOWER) * min(1.0, contention)
+        usual_s, contention = statistics.median(base), min(1.0, _contention(rows, group) / _FULL_CONTENTION)
         found = []
         for rank in group:
             late = [row[rank].own_s - base_s for row, base_s in zip(rows, base, strict=True)]
@@ -166,6 +168,8 @@ class Judge:
             cost = typical_s / statistics.median(_step_s(row, group) for row in rows)
             share_late = sum(one >= typical_s / 2 for one in late) / len(rows)
             ease = _EASE if rank in known else 1.0
+            in_compute = _in_compute(rows, group, rank, typical_s)
+            needed = _MIN_SLOWER + (_MIN_SLOWER_CONTENDED - _MIN_SLOWER) * contention * in_compute
             self._typical_s[rank] = typical_s
             if (
                 typical_s >= ease * needed * usual_s
@@ -278,6 +282,14 @@ def _base_s(row: Row, group: Sequence[int]) -> float:
 def _step_s(row: Row, group: Sequence[int]) -> float:
     """Return how long the step would take without other programs on the cores: the slowest rank and the transfer."""
     return max(1e-6, max(row[rank].own_s for rank in group) + transfer_s(row))
+
+
+def _in_compute(rows: Sequence[Row], group: Sequence[int], rank: int, late_s: float) -> float:
+    """Return the share of a rank's lateness that is CPU time: that alone differs between ranks that share cores."""
+    more_s = statistics.median(
+        row[rank].compute_s - statistics.median_low([row[other].compute_s for other in group]) for row in rows
+    )
+    return max(0.0, min(1.0, more_s / late_s)) if late_s > 0 else 1.0
 
 
 def _contention(rows: Sequence[Row], group: Sequence[int]) -> float:
