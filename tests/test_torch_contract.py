@@ -45,6 +45,12 @@ _C10D = "torch.distributed.distributed_c10d"
 _DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
 
 CONTRACTS = (
+    Contract("torch.autograd:Variable._execution_engine.queue_callback", "when a backward pass has done its graph"),
+    Contract("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", "time in data loaders", ("self",)),
+    Contract("torch.distributed:_broadcast_coalesced", "waits of DDP for buffers"),
+    Contract("torch.distributed:Work.wait", "waits in collectives"),
+    Contract("torch.distributed._functional_collectives:wait_tensor", "waits in collectives of DTensors", ("tensor",)),
+    Contract("torch._dynamo.compiled_autograd:compiled_autograd_enabled", "backward passes that are compiled"),
     Contract(_DISPATCH, "every mode that sees operators: tracing, recomputing, fake runs"),
     Contract(f"{_DISPATCH}.__torch_dispatch__", "what a mode overrides", ("self", "func", "types", "args", "kwargs")),
     Contract("torch:UntypedStorage._cdata", "storages told apart: saved activations, memory of fake runs"),

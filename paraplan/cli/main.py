@@ -26,6 +26,7 @@ COMMANDS = (
     "verify",
     "check",
     "launch",
+    "doctor",
     "compare",
     "import",
     "export",

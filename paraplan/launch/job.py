@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import CheckFailedError, ParaplanError, PlanError
+from paraplan.launch.elastic.health import LeftOutError
 from paraplan.launch.elastic.launch import make_config
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.failures import RankFailure, first_failure, first_node_failure, read_failure
@@ -79,9 +80,12 @@ def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_
         status = 128 + signal.SIGINT
         raise
     finally:
+        for case in job.late:
+            say(case.at_end())
         if job.folder is not None and not job.folder.is_temporary and not request.spec.no_logs:
             elapsed_s = time.monotonic() - started
-            job.folder.note_end(exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts)
+            late = [case.to_json() for case in job.late]
+            job.folder.note_end(exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts, late=late)
             if status == 0 and job.attempts:
                 _say_summary(job, elapsed_s)
 
@@ -116,6 +120,9 @@ def _run(
     except ChildFailedError as error:
         job.failures = job.failures or _torchs_failures(error)
         return _report(request, job)
+    except LeftOutError as left:
+        say(f"this host is left out: {left.text}")
+        return 1
     except SignalException as stop:
         say(f"{stop.sigval.name} ended the job; all ranks have been stopped")
         return 128 + int(stop.sigval)

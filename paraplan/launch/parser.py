@@ -13,7 +13,15 @@ from paraplan.launch.torch_private.parser import torchs_parser
 OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),
     *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout", "--no-logs"),
-    *("--skip-preflight", "--no-cpu-binding", "--metrics", "--fake", "--fake-rank"),
+    *(
+        "--preflight",
+        "--skip-preflight",
+        "--no-cpu-binding",
+        "--no-straggler-watch",
+        "--metrics",
+        "--fake",
+        "--fake-rank",
+    ),
 )
 _EXEC = "exec"
 
@@ -132,6 +140,13 @@ def _add_own_options(parser: LaunchParser) -> None:
 def _add_start_options(ours: argparse._ArgumentGroup) -> None:
     """Add what is looked at, bound or shown before ranks start."""
     ours.add_argument(
+        "--preflight",
+        choices=("look", "measure"),
+        default="look",
+        help="measure: before the script, all ranks measure matmuls, memory and links for 20 s; what is slower than "
+        "its like is named, and with --nnodes MIN:MAX such a host is left out. Default: look at GPUs and disks.",
+    )
+    ours.add_argument(
         "--skip-preflight",
         action="store_true",
         help="Do not look at GPUs in use, NVLinks, the driver and free space before ranks start.",
@@ -140,6 +155,11 @@ def _add_start_options(ours: argparse._ArgumentGroup) -> None:
         "--no-cpu-binding",
         action="store_true",
         help="Under a plan, do not keep each rank on the CPUs next to its GPU where a machine has several sockets.",
+    )
+    ours.add_argument(
+        "--no-straggler-watch",
+        action="store_true",
+        help="Do not time the steps of ranks, and name none that is slower than the others.",
     )
     ours.add_argument(
         "--dry-run",

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU
 
 __all__ = ["main", "parse_min_max_nnodes", "run", "run_job"]
 
+_HEALTH_S = 20.0  # for --preflight measure
 _DEFAULT_GRACE_S = 30.0  # torchrun's
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -119,6 +120,8 @@ def run_job(
             keeps_logs=keeps_logs,
             cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
             has_gpus=torch.cuda.is_available(),
+            follows_steps=not spec.no_straggler_watch,
+            health_s=_HEALTH_S if spec.preflight == "measure" else None,
         )
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)

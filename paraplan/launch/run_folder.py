@@ -52,13 +52,16 @@ class RunFolder:
             }
         )
 
-    def note_end(self, *, exit_status: int, elapsed_s: float, attempts: int) -> None:
-        """Add to run.json how the run ended."""
+    def note_end(
+        self, *, exit_status: int, elapsed_s: float, attempts: int, late: Sequence[Mapping[str, object]] = ()
+    ) -> None:
+        """Add to run.json how the run ended, and which ranks were `late` while it ran."""
         try:
             known = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
-        self._write(known | {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts})
+        ended = {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts}
+        self._write(known | ended | ({"late": list(late)} if late else {}))
 
     def note_plan(self, text: str) -> None:
         """Write the plan file that the ranks run."""

@@ -97,8 +97,11 @@ class LaunchSpec:
     """Seconds without movement that end the job."""
     metrics: str | None = None
     no_logs: bool = False
+    preflight: str = "look"
+    """look or measure."""
     skip_preflight: bool = False
     no_cpu_binding: bool = False
+    no_straggler_watch: bool = False
     dry_run: bool = False
     fake: int | None = None
     """The number of ranks of a world without GPUs."""

@@ -177,6 +177,7 @@ class NodeAgent(ElasticAgent):
             seal=self._doors.seal,
             clock_offset_s=self._doors.clock_offset_s or 0.0,
             is_elastic=self._nodes.min < self._nodes.max,
+            min_nodes=self._nodes.min,
             left=self._doors.left,
         )
         self._store_of_nodes = store if num_nodes > 1 else None

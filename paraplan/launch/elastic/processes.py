@@ -17,6 +17,8 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from paraplan.launch.elastic.following import marks_variables, watch_steps
+from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
@@ -26,6 +28,7 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
+from paraplan.launch.ranks.step_marks import MARKS_FILE
 from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
 
@@ -117,6 +120,7 @@ class RankProcesses(ProcessContext):
         self._is_closed = False
         self._looks_at = 0.0
         self._alone_since: float | None = None
+        self._steps = watch_steps(settings, job, envs=envs, folders=self._folders())
         self._watch = self._make_watch() if settings.hang_timeout_s is not None else None
 
     def _make_watch(self) -> HangWatch:
@@ -149,11 +153,12 @@ class RankProcesses(ProcessContext):
         self._job.stacks, self._job.stopped, self._job.calls = {}, (), {}
         self._job.started_ns = time.time_ns()
         self._job.kills_before = count_memory_kills()
+        self._check_health()
         commands = [
             RankCommand(
                 local_rank=rank,
                 command=self.args[rank] if self._settings.fork else self._settings.wrap_command(self.args[rank]),
-                environment={**self.envs[rank], **self._settings.extra_environment, **self._dump_variables(rank)},
+                environment=self._environment(rank),
                 stdout=self.stdouts[rank],
                 stderr=self.stderrs[rank],
                 cpus=self._settings.cpus.get(rank, ()),
@@ -169,6 +174,18 @@ class RankProcesses(ProcessContext):
                 fork=self._settings.fork,
                 num_threads=self._settings.num_threads,
             )
+
+    def _check_health(self) -> None:
+        if self._settings.health_s is None or self._job.folder is None:
+            return
+        environments = {rank: {**self.envs[rank], **self._settings.extra_environment} for rank in range(self.nprocs)}
+        HealthCheck(
+            self._job, self._spawner, self._settings, environments, self._job.folder.path, self._settings.health_s
+        ).run()
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        own = {**self.envs[rank], **self._settings.extra_environment, **self._dump_variables(rank)}
+        return own | marks_variables(self._settings, own)
 
     def _dump_variables(self, rank: int) -> dict[str, str]:
         """Return where NCCL's watchdog is to leave its dump: not in the user's home folder, which is its default."""
@@ -192,6 +209,8 @@ class RankProcesses(ProcessContext):
         """Return the result once all ranks have ended or one has failed, None before."""
         self._collect()
         if self._is_running() and not self._failed():
+            if self._steps is not None:
+                self._steps.look()
             if not self._hangs():
                 if not self._lost_other_nodes():
                     return None
@@ -319,6 +338,8 @@ class RankProcesses(ProcessContext):
         for folder in self._folders().values():
             with suppress(OSError):
                 (folder / CALLS_REQUEST).unlink(missing_ok=True)
+            with suppress(OSError):
+                (folder / MARKS_FILE).unlink(missing_ok=True)
             for name in (STACK_FILE, FAULT_FILE):
                 with suppress(OSError):
                     if not (folder / name).stat().st_size:

@@ -13,6 +13,7 @@ from paraplan.launch.faults.memory_kills import MemoryKills
 from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
+from paraplan.launch.stragglers.watch import Case
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.plan.files import PlanFile
@@ -28,6 +29,8 @@ class AttemptSettings:
     `keeps_logs` copies what ranks write to files of their own.
     `cpus` are the CPUs that a local rank is kept on; none for all.
     `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
+    `follows_steps` has ranks note the times of their steps, by which slow ones are found.
+    `health_s` is for how long machines are measured before the first start; None does not.
     `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
     """
 
@@ -40,6 +43,8 @@ class AttemptSettings:
     keeps_logs: bool = False
     cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     has_gpus: bool = False
+    follows_steps: bool = False
+    health_s: float | None = None
 
 
 @dataclass
@@ -49,7 +54,7 @@ class JobRecord:
     `plan` is the plan that the ranks have got, `store` where the nodes of this round write to each other,
     `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
     timed out, those of them that were `stopped`, those that had `ended` well before, and the `calls` that ranks made
-    last, where they are known.
+    last, where they are known. `late` are the slow ranks, links and hosts that were told.
     """
 
     started_ns: int | None = None
@@ -64,3 +69,4 @@ class JobRecord:
     stopped: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
     calls: dict[int, RankCalls] = field(default_factory=dict)
+    late: list[Case] = field(default_factory=list)

@@ -59,6 +59,7 @@ class NodeStore:
         seal: Seal,
         clock_offset_s: float = 0.0,
         is_elastic: bool = False,
+        min_nodes: int = 1,
         left: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
@@ -69,6 +70,7 @@ class NodeStore:
         self.clock_offset_s = clock_offset_s
         self._seal = seal
         self.is_elastic = is_elastic
+        self.min_nodes = min_nodes
         self._left = {} if left is None else left
         self._hosts: list[str] = []
         self.stops: dict[int, str] = {}
@@ -149,6 +151,19 @@ class NodeStore:
         except RuntimeError:
             self.is_lost = True
         return [found[node] for node in sorted(found)]
+
+    def tell(self, name: str, mine: Mapping[str, Any]) -> None:
+        """Leave `mine` for the other nodes, in the place of what this node told under this name before."""
+        with contextlib.suppress(RuntimeError):
+            self._set(f"{name}/{self.node}", mine)
+
+    def told(self, name: str, node: int) -> Mapping[str, Any] | None:
+        """Return what a node told last under this name, None for nothing."""
+        with contextlib.suppress(RuntimeError):
+            if self._has(f"{name}/{node}"):
+                found: Mapping[str, Any] = self._get(f"{name}/{node}")
+                return found
+        return None
 
     def note_stop(self, signal_name: str) -> None:
         """Say that a signal ends this node's launcher, and with it its ranks."""

@@ -35,6 +35,9 @@ _PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"
 
 _MAX_CALLS = 200
 
+_STEP_MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
+"""Environment variable of ranks that note the times of their steps, see `step_marks`."""
+
 FAULT_FILE = "fault.txt"
 """Name of the file beside the error file that gets the Python stacks of a crash (SIGSEGV, SIGABRT, ...)."""
 
@@ -167,6 +170,23 @@ def watch_process(recorder: FailureRecorder) -> None:
             os.replace(f"{stack_file}.new", stack_file)  # noqa: PTH105 (that it is there says that a signal may come)
         if WATCHED_VARIABLE in os.environ:
             threading.Thread(target=_answer_requests, args=(folder,), daemon=True, name="paraplan").start()
+        if _STEP_MARKS_VARIABLE in os.environ:
+            with suppress(OSError):  # a disk that is full: the script runs all the same
+                marks = _module_beside("step_marks.py")
+                _module_beside("../torch_private/step_hooks.py").mark_steps(
+                    marks.StepMarks(os.path.join(folder, marks.MARKS_FILE))  # noqa: PTH118
+                )
+
+
+def _module_beside(name: str) -> Any:
+    """Return a module of this package, which an interpreter that runs this file alone may not have."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    path = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), name))  # noqa: PTH100, PTH118, PTH120
+    spec: Any = spec_from_file_location(f"paraplan_{os.path.basename(name)[:-3]}", path)  # noqa: PTH119
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def note_collectives(folder: str) -> None:

@@ -1,0 +1,31 @@
+"""`paraplan doctor`: measure the machines of a job without a job, on one or many nodes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paraplan.launch.handover import become_launcher
+
+_MODULE = "paraplan.runtime.measure.health"
+
+app = typer.Typer()
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def doctor(
+    context: typer.Context,
+    seconds: Annotated[float, typer.Option(help="How long to measure, about.", min=1.0)] = 20.0,
+    report: Annotated[str | None, typer.Option(help="Write all that was measured to this file, as JSON.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Measure matmuls, memory, links and disks of all ranks, and name what is slower than its like.
+
+    All other options are those of `paraplan launch`: --nproc-per-node, --nnodes and --rdzv-endpoint on every node,
+    --hostfile, --gpus. Exit status 1: something stands out.
+    """
+    words = ["--seconds", str(seconds)]
+    words += ["--report", report] if report is not None else []
+    words += ["--json"] if json else []
+    become_launcher([*context.args, "--no-logs", "-m", _MODULE, *words])

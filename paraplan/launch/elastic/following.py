@@ -1,0 +1,63 @@
+"""The watch over the steps of one attempt's ranks, as the launcher's loop calls it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
+from paraplan.launch.faults.report import say
+from paraplan.launch.ranks.step_marks import MARKS_VARIABLE
+from paraplan.launch.stragglers.watch import StragglerWatch
+
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
+    from paraplan.plan.files import PlanFile
+
+
+def marks_variables(settings: AttemptSettings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that has a rank note its steps; none for a rank that is alone."""
+    is_followed = settings.follows_steps and int(environment.get("WORLD_SIZE", "1")) > 1
+    return {MARKS_VARIABLE: "1"} if is_followed else {}
+
+
+def watch_steps(
+    settings: AttemptSettings, job: JobRecord, *, envs: Mapping[int, Mapping[str, str]], folders: Mapping[int, Path]
+) -> StragglerWatch | None:
+    """Return what follows the ranks of this node; None where they are not followed. Both maps are by local rank."""
+    if not folders or not any(marks_variables(settings, environment) for environment in envs.values()):
+        return None
+    ranks = {local: int(environment["RANK"]) for local, environment in envs.items()}
+    num_ranks = int(envs[0]["WORLD_SIZE"])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpus = {
+        rank: f"GPU {visible[local] if local < len(visible) and visible[local].strip().isdigit() else local}"
+        for local, rank in ranks.items()
+    }
+    return StragglerWatch(
+        {ranks[local]: folder for local, folder in folders.items()},
+        host=socket.gethostname(),
+        gpus=gpus if settings.has_gpus else {},
+        num_ranks=num_ranks,
+        peers=peers_of_plan(job.plan, num_ranks),
+        store=job.store,
+        cases=job.late,
+        say=say,
+    )
+
+
+def peers_of_plan(file: PlanFile | None, num_ranks: int) -> list[list[int]]:
+    """Return groups of ranks that do the same work: those of a pipeline stage, all without a plan."""
+    if file is None or file.plan.world_size != num_ranks:
+        return [list(range(num_ranks))]
+    from paraplan.plan.ranks import RankGrid  # as the plan itself, only where there is one
+
+    grid = RankGrid.of_plan(file.plan)
+    stages: dict[int, list[int]] = {}
+    for rank in range(num_ranks):
+        stages.setdefault({str(axis): place for axis, place in grid.coordinates(rank).items()}.get("pp", 0), []).append(
+            rank
+        )
+    return list(stages.values())

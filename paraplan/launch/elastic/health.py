@@ -1,0 +1,152 @@
+"""`--preflight measure`: before the script, the ranks of a round measure their machines, and bad ones are named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+import paraplan
+from paraplan.errors import CheckFailedError
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
+from paraplan.launch.faults.report import say
+from paraplan.launch.ranks.spawning import RankCommand, SpawnerHandle
+from paraplan.units import ranks_in_words
+
+_MODULE = "paraplan.runtime.measure.health"
+_REPORT_FILE, _AT_FILE = "health.json", "health-at-"  # as that module has them
+_START_S = 60.0
+"""What starting, connecting and the slowest single message may take on top of the time that is asked for."""
+
+_LOG_FILE = "health.log"
+_LOG_LINES = 3
+
+
+class LeftOutError(SignalException):
+    """This host is bad, and the others can do without it. torch closes a rendezvous for all after other errors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, signal.SIGTERM)
+        self.text = text
+
+
+@dataclass(frozen=True)
+class HealthCheck:
+    """A check of the ranks of this node, with what their real start gets too; `environments` are by local rank."""
+
+    job: JobRecord
+    spawner: SpawnerHandle
+    settings: AttemptSettings
+    environments: Mapping[int, Mapping[str, str]]
+    folder: Path
+    seconds: float
+
+    def run(self) -> None:
+        """Measure, say what stands out, and leave where this host does and the others can do without it.
+
+        Every node of the round calls it. Raises `LeftOutError`, and `CheckFailedError` where ranks failed or hang.
+        """
+        store = self.job.store
+        is_first = self.job.attempts == 1
+        wanted = store.share_text("preflight", lambda: str(is_first)) if store is not None else str(is_first)
+        if wanted != str(True):  # after a restart, or for a node that came later
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        began_s = time.monotonic()
+        self._measure()
+
+        def read() -> str:
+            return (self.folder / _REPORT_FILE).read_text(encoding="utf-8")
+
+        self._judge(store.share_text("health", read) if store is not None else read(), time.monotonic() - began_s)
+
+    def _measure(self) -> None:
+        words = ["--preflight", str(self.folder.absolute()), "--seconds", str(self.seconds)]
+        root = str(Path(paraplan.__file__).parent.parent)
+        log = str(self.folder / _LOG_FILE)
+        ranks = [
+            RankCommand(
+                local_rank=rank,
+                command=(sys.executable, "-u", "-m", _MODULE, *words),
+                environment={
+                    **environment,
+                    "TORCHELASTIC_ERROR_FILE": "",
+                    "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
+                },
+                stdout=log if rank == 0 else os.devnull,
+                stderr=log if rank == 0 else f"{log}.{rank}",
+            )
+            for rank, environment in self.environments.items()
+        ]
+        self.spawner.start(
+            ranks, environment=os.environ, fork=self.settings.fork, num_threads=self.settings.num_threads
+        )
+        deadline_s = time.monotonic() + self.seconds + _START_S
+        running, failed = set(self.environments), set[int]()
+        while running and not failed and time.monotonic() < deadline_s:
+            for end in self.spawner.exits(timeout_s=0.1):
+                running.discard(end.local_rank)
+                if end.code != 0:
+                    failed.add(end.local_rank)
+        if running:
+            self.spawner.signal(signal.SIGKILL)
+            self._reap(running)
+        self.spawner.clear(everything=True, grace_s=0.0)
+        if failed or running:
+            raise self._failure(failed, running)
+
+    def _reap(self, running: set[int]) -> None:
+        deadline_s = time.monotonic() + 5.0
+        while running and time.monotonic() < deadline_s:
+            running -= {end.local_rank for end in self.spawner.exits(timeout_s=0.1)}
+
+    def _failure(self, failed: set[int], running: set[int]) -> CheckFailedError:
+        """Return the error that names the ranks that failed or hang, and what each was at."""
+        at: dict[str, list[int]] = {}
+        for local, environment in self.environments.items():
+            rank = int(environment.get("RANK", local))
+            with suppress(OSError):
+                at.setdefault((self.folder / f"{_AT_FILE}{rank}").read_text(), []).append(rank)
+        where = "; ".join(f"{ranks_in_words(ranks)} at {text}" for text, ranks in at.items()) or "no rank had begun"
+        words = [line for path in sorted(self.folder.glob(f"{_LOG_FILE}*")) for line in _last_lines(path)]
+        what = "failed" if failed else f"was not over after {self.seconds + _START_S:.0f} s"
+        said = f" ({words[-1]})" if failed and words else ""
+        return CheckFailedError(f"the measuring before the start {what}: {where}{said}", hint=f"see {self.folder}")
+
+    def _judge(self, text: str, took_s: float) -> None:
+        from paraplan.hardware.measurement.health import HealthReport  # pydantic, as the report is
+
+        report = HealthReport.model_validate_json(text)
+        store = self.job.store
+        is_first_node = store is None or store.node == 0
+        tell: Callable[[str], None] = say if is_first_node else lambda line: None
+        for finding in report.findings:
+            tell(f"preflight: {finding.text}")
+        if not report.findings:
+            tell(f"preflight: {len(report.ranks)} ranks measured in {took_s:.0f} s, nothing stands out")
+        if store is None or not store.is_elastic:
+            return
+        hosts = {one.host for one in report.ranks}
+        bad = [host for host in report.bad_hosts if host in hosts]
+        if not bad or store.num_nodes - len(bad) < store.min_nodes or len(hosts) < store.num_nodes:
+            return
+        tell(f"preflight: left out: host {', '.join(bad)}; the others restart without it")
+        mine = socket.gethostname()
+        if mine in bad:
+            raise LeftOutError(next(finding.text for finding in report.findings if mine in finding.hosts))
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if line.strip()][-_LOG_LINES:]

@@ -1,0 +1,212 @@
+"""The times of a rank's steps, kept for the launcher in a file that both map: a ring of records, the newest last.
+
+A step begins where the first backward pass after an optimizer's step begins. Of each step the rank notes, on its own
+clock, how long its main thread waited in collectives, for its data loader and for garbage collection, how long the
+backward pass and the optimizer took, and what the kernel says: CPU time, time in the run queue, page faults. Other
+ranks' lateness follows without a common clock: the ranks of a step wait less, the later they come.
+
+Standard library only, and importable alone: see `bootstrap`. torch calls it through `torch_private.step_hooks`.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import struct
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+MARKS_FILE = "steps.ring"
+"""Name of the file beside the error file that holds the ring."""
+
+MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
+"""Environment variable of ranks that note their steps."""
+
+FIELDS = (
+    "step",
+    "ended_s",
+    "period_s",
+    "wait_s",
+    "loader_s",
+    "backward_s",
+    "optimizer_s",
+    "cpu_s",
+    "loader_cpu_s",
+    "queue_s",
+    "gc_s",
+    "major_faults",
+    "involuntary_switches",
+    "num_waits",
+)
+"""What a record holds, one double each."""
+
+CAPACITY = 1024
+"""Records in the ring: the launcher looks several times a second."""
+
+_READING_S = 4e-6
+"""What a look at the run queue costs: 3.8 us on a 2-core virtual machine."""
+
+_SHARE_OF_READINGS = 0.004
+"""The share of a step that looks at the run queue may take; where a step has more waits, only its end is looked at."""
+
+HEADER = struct.Struct("=8sqq")
+RECORD = struct.Struct(f"={len(FIELDS)}d")
+MAGIC = b"ppsteps1"
+SIZE = HEADER.size + CAPACITY * RECORD.size
+
+
+class StepMarks:
+    """Takes the marks of the main thread of one process, and writes a record at the end of each step.
+
+    Children that the process forks write nothing.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Make the file `path`. Raises OSError where it cannot be made."""
+        with open(path, "w+b") as file:  # noqa: PTH123 (pathlib costs every rank an import)
+            os.posix_fallocate(file.fileno(), 0, SIZE)  # to write where a full disk has no block is a SIGBUS
+            self._ring = mmap.mmap(file.fileno(), SIZE)
+        HEADER.pack_into(self._ring, 0, MAGIC, os.getpid(), 0)
+        self._num_steps = 0
+        self._thread = threading.get_ident()
+        self._queue_file = self._open_queue_file()
+        self._is_on = True
+        self._depth = 0  # of waits, data loaders and gaps that contain each other: the outermost counts
+        self._has_stepped = self._uses_optimizer = False
+        self._began_s: float | None = None
+        self._wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
+        self._loader_cpu_s = self._waited_cpu_s = self._gc_began_s = 0.0
+        self._num_waits = 0
+        self._waited_queue_s = 0.0
+        self._kernel = (0.0, 0.0, 0, 0)
+        self._reads_often = self._queue_file is not None
+        os.register_at_fork(after_in_child=self._stop)
+        gc.callbacks.append(self._on_collection)
+
+    def _stop(self) -> None:
+        self._is_on = False
+
+    @staticmethod
+    def _open_queue_file() -> int | None:
+        with suppress(OSError):
+            return os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        return None
+
+    def is_here(self) -> bool:
+        """Whether the calling thread is the one whose time is kept, outside of what is kept already."""
+        return self._is_on and not self._depth and threading.get_ident() == self._thread
+
+    def wait_begins(self) -> tuple[float, float]:
+        """Return when this wait in a collective begins; to be followed by `wait_ends`."""
+        self._depth += 1
+        return time.perf_counter(), self._read_queue() if self._reads_often else 0.0
+
+    def wait_ends(self, began: tuple[float, float]) -> None:
+        """Add a wait in a collective."""
+        if self._reads_often:
+            self._waited_queue_s += self._read_queue() - began[1]
+        self._wait_s += time.perf_counter() - began[0]
+        self._num_waits += 1
+        self._depth -= 1
+
+    def gap_begins(self) -> tuple[float, float, float]:
+        """Return when the graph of a backward pass is done, and what follows is the end of its collectives."""
+        is_own = threading.get_ident() == self._thread  # that of a GPU's graph is done in a thread of autograd's
+        return *self.wait_begins(), time.thread_time() if is_own else -1.0
+
+    def gap_ends(self, began: tuple[float, float, float]) -> None:
+        """Add the wait for collectives at the end of a backward pass."""
+        if began[2] >= 0:
+            self._waited_cpu_s += time.thread_time() - began[2]
+        self.wait_ends(began[:2])
+
+    def load_begins(self) -> tuple[float, float]:
+        """Return when the data loader is asked for a batch."""
+        self._depth += 1
+        return time.perf_counter(), time.thread_time()
+
+    def load_ends(self, began: tuple[float, float]) -> None:
+        """Add the time in a data loader."""
+        self._loader_s += time.perf_counter() - began[0]
+        self._loader_cpu_s += time.thread_time() - began[1]
+        self._depth -= 1
+
+    def backward_begins(self) -> tuple[float, float]:
+        """Return the time and the waits so far; a step ends here if an optimizer has stepped since the last pass."""
+        if self._has_stepped or not self._uses_optimizer:
+            self._end_step()
+            self._has_stepped = False
+        return time.perf_counter(), self._wait_s
+
+    def backward_ends(self, began: tuple[float, float]) -> None:
+        """Add the time of a backward pass without the waits in it."""
+        self._backward_s += time.perf_counter() - began[0] - (self._wait_s - began[1])
+
+    def optimizer_begins(self) -> tuple[float, float]:
+        """Return the time and the waits so far."""
+        return time.perf_counter(), self._wait_s
+
+    def optimizer_ends(self, began: tuple[float, float]) -> None:
+        """Add the time of an optimizer's step without the waits in it."""
+        self._optimizer_s += time.perf_counter() - began[0] - (self._wait_s - began[1])
+        self._has_stepped = self._uses_optimizer = True
+
+    def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
+        if not self._is_on or threading.get_ident() != self._thread:
+            return
+        now_s = time.perf_counter()
+        if phase == "start":
+            self._gc_began_s = now_s
+        elif not self._depth:  # in a wait it costs nobody anything
+            self._gc_s += now_s - self._gc_began_s
+
+    def _end_step(self) -> None:
+        if not self._is_on or threading.get_ident() != self._thread:
+            return
+        now_s, kernel = time.perf_counter(), self._read_kernel()
+        if self._began_s is not None:
+            before = self._kernel
+            self._num_steps += 1
+            RECORD.pack_into(
+                self._ring,
+                HEADER.size + (self._num_steps - 1) % CAPACITY * RECORD.size,
+                self._num_steps,
+                time.time(),
+                now_s - self._began_s,
+                self._wait_s,
+                self._loader_s,
+                self._backward_s,
+                self._optimizer_s,
+                kernel[0] - before[0] - self._waited_cpu_s,
+                self._loader_cpu_s,
+                kernel[1] - before[1] - self._waited_queue_s,
+                self._gc_s,
+                kernel[2] - before[2],
+                kernel[3] - before[3],
+                self._num_waits,
+            )
+            HEADER.pack_into(self._ring, 0, MAGIC, os.getpid(), self._num_steps)
+            # two readings of each wait
+            affordable = _SHARE_OF_READINGS * (now_s - self._began_s) / (2 * _READING_S)
+            self._reads_often = self._queue_file is not None and self._num_waits < affordable
+        self._began_s, self._kernel = now_s, kernel
+        self._wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
+        self._loader_cpu_s = self._waited_cpu_s = self._waited_queue_s = 0.0
+        self._num_waits = 0
+
+    def _read_kernel(self) -> tuple[float, float, int, int]:
+        """Return the CPU time of the main thread, its time in the run queue, its page faults, its lost turns."""
+        import resource
+
+        usage = resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF))
+        return time.thread_time(), self._read_queue(), usage.ru_majflt, usage.ru_nivcsw
+
+    def _read_queue(self) -> float:
+        """Return how long the main thread has waited for a core so far."""
+        if self._queue_file is not None:
+            with suppress(OSError, ValueError, IndexError):
+                return int(os.pread(self._queue_file, 64, 0).split()[1]) / 1e9
+        return 0.0

@@ -1,0 +1,93 @@
+"""The steps of ranks as they have noted them, and what a step of one rank is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paraplan.launch.ranks.step_marks import CAPACITY, FIELDS, HEADER, MAGIC, MARKS_FILE, RECORD, SIZE
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank, in seconds of its own clock; the fields are those of `ranks.step_marks`.
+
+    `wait_s` is the time in collectives: for the slowest rank, and for what is sent. `cpu_s` is without that time.
+    """
+
+    step: int
+    ended_s: float
+    period_s: float
+    wait_s: float
+    loader_s: float
+    backward_s: float
+    optimizer_s: float
+    cpu_s: float
+    loader_cpu_s: float
+    queue_s: float
+    gc_s: float
+    major_faults: float
+    involuntary_switches: float
+    num_waits: float
+
+    @property
+    def work_s(self) -> float:
+        """What the rank did by itself: the step without its waits for others."""
+        return self.period_s - self.wait_s
+
+    @property
+    def own_s(self) -> float:
+        """`work_s` without the time in which other processes had its core."""
+        return max(0.0, self.work_s - self.queue_s)
+
+    @property
+    def stalled_s(self) -> float:
+        """Time outside of collectives and of the data loader in which it neither ran nor was in the run queue."""
+        return max(0.0, self.own_s - self.loader_s - (self.cpu_s - self.loader_cpu_s))
+
+    @property
+    def compute_s(self) -> float:
+        """CPU time outside of collectives, the data loader and garbage collection."""
+        return max(0.0, self.cpu_s - self.loader_cpu_s - self.gc_s)
+
+
+class StepReader:
+    """Reads the ring of one rank from where it was read last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / MARKS_FILE
+        self._num_read = 0
+
+    def read(self) -> list[Step]:
+        """Return the steps since the last time; those that the ring has lost are left out."""
+        try:
+            data = self._path.read_bytes()
+        except OSError:  # it has not begun
+            return []
+        if len(data) != SIZE:
+            return []
+        magic, _, count = HEADER.unpack_from(data)
+        if magic != MAGIC:
+            return []
+        first = max(self._num_read, count - CAPACITY + 1)  # the oldest may be overwritten as it is read
+        self._num_read = max(self._num_read, count)
+        found = (
+            RECORD.unpack_from(data, HEADER.size + index % CAPACITY * RECORD.size) for index in range(first, count)
+        )
+        steps = (_step(values) for values in found)
+        return [step for index, step in zip(range(first, count), steps, strict=True) if step.step == index + 1]
+
+
+def _step(values: Sequence[float]) -> Step:
+    return Step(int(values[0]), *values[1:])
+
+
+def as_rows(steps: Iterable[Step]) -> list[list[float]]:
+    """Return steps as lists of numbers, for another node."""
+    return [[round(getattr(step, name), 6) for name in FIELDS] for step in steps]
+
+
+def of_rows(rows: Iterable[Sequence[float]]) -> list[Step]:
+    """Return the steps of `as_rows`; rows of another version are left out."""
+    return [_step([float(value) for value in row]) for row in rows if len(row) == len(FIELDS)]
