@@ -81,9 +81,13 @@ def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_
     finally:
         if job.folder is not None and not job.folder.is_temporary and not request.spec.no_logs:
             elapsed_s = time.monotonic() - started
-            job.folder.note_end(exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts)
+            goodput = job.clock.measure(job.page, is_done=status == 0)
+            measured = None if goodput is None else goodput.to_dict()
+            job.folder.note_end(exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts, goodput=measured)
             if status == 0 and job.attempts:
                 _say_summary(job, elapsed_s)
+            for line in [] if goodput is None else goodput.lines():
+                say(line)
 
 
 def _is_news(texts: tuple[str, ...], record: logging.LogRecord) -> bool:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
+from paraplan import shared_memory
 from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.elastic.agent import RoundPreparation
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
@@ -38,6 +39,7 @@ from paraplan.launch.ranks.spawning import SpawnerHandle, open_spawner
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.spec import LaunchSpec
+from paraplan.shared_memory import StatusPage
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
     from paraplan.hardware.topology import NodeTopology
@@ -122,6 +124,8 @@ def run_job(
         )
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)
+        if shared_memory.is_available():
+            job.page, extra_environment[shared_memory.STATUS_PAGE_VARIABLE] = StatusPage.make(config.nproc_per_node)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare, doors=doors)
         results = run_with(config, program, program_arguments) or {}

@@ -52,13 +52,16 @@ class RunFolder:
             }
         )
 
-    def note_end(self, *, exit_status: int, elapsed_s: float, attempts: int) -> None:
-        """Add to run.json how the run ended."""
+    def note_end(
+        self, *, exit_status: int, elapsed_s: float, attempts: int, goodput: Mapping[str, object] | None = None
+    ) -> None:
+        """Add to run.json how the run ended, and where its time went."""
         try:
             known = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
-        self._write(known | {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts})
+        end = {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts, "goodput": goodput}
+        self._write(known | end)
 
     def note_plan(self, text: str) -> None:
         """Write the plan file that the ranks run."""

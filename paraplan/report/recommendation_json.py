@@ -42,6 +42,7 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "explanation": answer.explanation.model_dump() if answer.explanation else None,
         "comparison": answer.comparison.model_dump() if answer.comparison else None,
         "budget": answer.budget.model_dump() if answer.budget else None,
+        "goodput": answer.goodput.model_dump() if answer.goodput else None,
         "offers": [offer.model_dump() for offer in answer.offers],
         "fine_tuning": [way.model_dump() for way in answer.ways],
         "rejections": [rejection.model_dump() for rejection in result.rejections],

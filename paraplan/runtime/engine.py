@@ -74,7 +74,8 @@ class Engine(TrainingState):
             with self._freezing.as_prepared():
                 totals = self._backward(inputs, targets)
             self._update(totals.factor)
-            return totals.loss
+        self._end_step()
+        return totals.loss
 
     def backward(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Do the first half of `step`: leave the gradients of the global batch in place, and return its loss.
@@ -93,6 +94,7 @@ class Engine(TrainingState):
             raise UsageError("engine.update without engine.backward before it", hint="call engine.backward first")
         with self._explained("step"):
             self._update(None)
+        self._end_step()
 
     def _backward(self, inputs: Any, targets: Any) -> StepTotals:
         self._refuse_averages("step")

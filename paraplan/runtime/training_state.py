@@ -17,7 +17,13 @@ from paraplan.runtime.agreement import Call, RankSync
 from paraplan.runtime.checkpoints.adapter_files import check_adapters, write_adapters
 from paraplan.runtime.checkpoints.chunks import locations
 from paraplan.runtime.checkpoints.entries import MODEL
-from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
+from paraplan.runtime.checkpoints.saving import (
+    CheckpointError,
+    CheckpointSource,
+    CheckpointWriter,
+    has_checkpoint,
+    load_checkpoint,
+)
 from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.mesh import Mesh
@@ -26,6 +32,7 @@ from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.precision import LossScale
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.recovery.stopping import stop_here
 from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.faults import LossWatch, explained_failures
 from paraplan.runtime.timeouts import explained_timeouts
@@ -54,7 +61,9 @@ class TrainingState:
         self._losses = LossWatch(mesh.world)
         self._batches = MicroBatching(part, shape, engine_options.checking, self._sync, plan=plan, mesh=mesh)
         self._average: ParameterAverage | None = None
-        self._writer = CheckpointWriter(is_main=mesh.world.rank == 0)
+        self._status = engine_options.status
+        self._folder: Path | None = None
+        self._writer = CheckpointWriter(is_main=mesh.world.rank == 0, note_whole=engine_options.status.note_whole)
 
     @property
     def module(self) -> nn.Module:
@@ -120,6 +129,35 @@ class TrainingState:
             self._writer.finish()
             self._sync.num_steps = load_checkpoint(Path(folder), self._source())
             self._batches.reload(Path(folder))
+
+    def resume(self, folder: str | Path) -> bool:
+        """Go on from the newest state of this training, if there is one; return whether there was. Every rank calls it.
+
+        That is the checkpoint in `folder`, where `save` writes it. From then on a job that is to end (SIGTERM to its
+        launcher, SIGUSR1, a notice) saves there at the end of a step, and ends with status 75.
+        Raises what `load` raises, and `CheckpointError` where some ranks see a checkpoint and others do not.
+        """
+        self._folder = Path(folder)
+        self._sync.wants_stop = self._status.is_to_stop
+        found = [bool(seen) for seen in self._batches.meet("load", int(has_checkpoint(self._folder)))]
+        if len(set(found)) > 1:
+            raise CheckpointError(
+                f"rank {found.index(True)} sees a checkpoint in {folder}, and rank {found.index(False)} does not",
+                hint="name a folder that all nodes reach",
+            )
+        if found[0]:
+            self.load(folder)
+        self._status.set("can_stop", 1)
+        return found[0]
+
+    def leave_status(self) -> None:
+        """Tell the launcher nothing from now on, and do not stop for it: another engine is made."""
+        self._status.leave()
+
+    def _end_step(self) -> None:
+        """Save and end the process where all ranks have agreed to."""
+        if self._sync.has_agreed_to_stop and self._folder is not None:
+            stop_here(self.save, self._folder, self._status, num_steps=self.num_steps)
 
     def export(self, path: str | Path) -> None:
         """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.
@@ -189,6 +227,7 @@ class TrainingState:
     def _explained(self, call: Call) -> AbstractContextManager[Any]:
         """Have a timeout or a lost connection in this context say what the other rank did."""
         stack = ExitStack()
+        stack.enter_context(self._status.timed(call, self._sync))
 
         def name() -> str:
             return f"engine.{call} after {self.num_steps} steps"

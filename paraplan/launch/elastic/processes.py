@@ -144,6 +144,7 @@ class RankProcesses(ProcessContext):
             names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
             self._signals.wrap_handlers(names.split(","))
         self._job.attempts += 1
+        self._job.clock.begin_attempt(self._job.page)
         self._job.failures = []
         self._job.hang = None
         self._job.stacks, self._job.stopped, self._job.calls = {}, (), {}
@@ -276,6 +277,7 @@ class RankProcesses(ProcessContext):
                 self._exits[end.local_rank] = end
 
     def _result(self) -> RunProcsResult:
+        self._job.clock.end_attempt(self._job.page)
         failures = self._read_failures()
         self._job.failures = failures
         self._job.ended = tuple(self._global_rank(rank) for rank, end in sorted(self._exits.items()) if end.code == 0)

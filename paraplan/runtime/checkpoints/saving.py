@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,15 @@ _TORCHS_FILE = "inline_container"  # caffe2/serialize/inline_container.cc, which
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one rank, one after the other. `is_main` is True on rank 0, which moves the folders."""
+    """Writes the checkpoints of one rank, one after the other. `is_main` is True on rank 0, which moves the folders.
 
-    def __init__(self, *, is_main: bool) -> None:
-        self._is_main = is_main
+    `note_whole` is called with the seconds that a whole checkpoint took, and the number of its steps.
+    """
+
+    def __init__(
+        self, *, is_main: bool, note_whole: Callable[[float, int], None] = lambda seconds, steps: None
+    ) -> None:
+        self._is_main, self._note_whole = is_main, note_whole
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -79,6 +85,13 @@ class CheckpointWriter:
         disk does not take it; the one that is there stays.
         """
         self.finish()
+        began_s, num_steps = time.monotonic(), source.num_steps
+
+        def write(group: dist.ProcessGroup | None) -> None:
+            self._write(folder, entries, group)
+            if only is None:
+                self._note_whole(time.monotonic() - began_s, num_steps)
+
         entries = entries_to_write(source) | random_entries(source.mesh.world)
         if only is not None:
             entries = {name: held for name, held in entries.items() if only(name)}
@@ -94,10 +107,10 @@ class CheckpointWriter:
             shutil.rmtree(_beside(folder, "partial"), ignore_errors=True)
         _wait_for_all()
         if wait:
-            self._write(folder, entries, None)
+            write(None)
             _wait_for_all()
             return
-        self._thread = threading.Thread(target=self._write_or_keep_error, args=(folder, entries, self._group))
+        self._thread = threading.Thread(target=self._keep_error, args=(folder, lambda: write(self._group)))
         self._thread.start()
 
     def finish(self) -> None:
@@ -110,11 +123,9 @@ class CheckpointWriter:
         if failure is not None:
             raise failure
 
-    def _write_or_keep_error(
-        self, folder: Path, entries: dict[str, torch.Tensor], group: dist.ProcessGroup | None
-    ) -> None:
+    def _keep_error(self, folder: Path, write: Callable[[], None]) -> None:
         try:
-            self._write(folder, entries, group)
+            write()
         except Exception as error:  # raised again by `finish`, in the thread that trains, which a script may not call
             self._failure = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
             if self._is_main:
@@ -147,6 +158,11 @@ def _unwritten(folder: Path, error: BaseException) -> CheckpointError:
         f"the checkpoint {folder} was not written: {reason}",
         hint="name a folder that can be written, on a disk with space for it; one that was there before is whole",
     )
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether `folder` holds a checkpoint, or the one that was there before."""
+    return any((place / INDEX_NAME).exists() for place in (folder, _beside(folder, "previous")))
 
 
 def find_whole(folder: Path) -> Path:
