@@ -9,6 +9,7 @@ import os
 import runpy
 import shutil
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +33,7 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.doors import open_doors
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
 from paraplan.launch.parser import parse_arguments
+from paraplan.launch.preemption import notice_reader, watch_for_notice
 from paraplan.launch.preflight import gpus_of_ranks
 from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
 from paraplan.launch.ranks.cores import cpus_of_ranks, threads_per_rank, usable_cores
@@ -101,6 +103,7 @@ def run_job(
     job.plan = request.file
     folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
     job.folder = folder
+    notices = threading.Event()  # set: nobody looks for one any more
     doors = open_doors(spec, request.nodes, os.environ)
     before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
     threads_given = before[_THREADS_VARIABLE]
@@ -126,6 +129,9 @@ def run_job(
             _note_start(folder, request, node, environment=extra_environment)
         if shared_memory.is_available():
             job.page, extra_environment[shared_memory.STATUS_PAGE_VARIABLE] = StatusPage.make(config.nproc_per_node)
+        job.stop.page, job.stop.window_s = job.page, spec.preempt_window or settings.grace_s
+        if spec.preempt_notice is not None:
+            notices = watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare, doors=doors)
         results = run_with(config, program, program_arguments) or {}
@@ -137,6 +143,7 @@ def run_job(
                 failure.error_file = _NO_FILE
         raise
     finally:
+        notices.set()
         for name, value in before.items():
             _restore(name, value)
         if folder.is_temporary:

@@ -12,6 +12,7 @@ from paraplan.launch.faults.hang import HangVerdict
 from paraplan.launch.faults.memory_kills import MemoryKills
 from paraplan.launch.goodput import JobClock
 from paraplan.launch.nodes.store import NodeStore
+from paraplan.launch.preemption import StopRequest
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
 from paraplan.shared_memory import StatusPage
@@ -51,7 +52,8 @@ class JobRecord:
     `plan` is the plan that the ranks have got, `store` where the nodes of this round write to each other,
     `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
     timed out, those of them that were `stopped`, those that had `ended` well before, and the `calls` that ranks made
-    last, where they are known. `clock` is where the time of the job went, `page` what its ranks tell of themselves.
+    last, where they are known. `clock` is where the time of the job went, `page` what its ranks tell of themselves,
+    `stop` whether they are to save and end.
     """
 
     started_ns: int | None = None
@@ -68,3 +70,4 @@ class JobRecord:
     calls: dict[int, RankCalls] = field(default_factory=dict)
     clock: JobClock = field(default_factory=JobClock)
     page: StatusPage | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
