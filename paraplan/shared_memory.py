@@ -19,7 +19,8 @@ RankField = Literal[
 ]  # fmt: skip
 
 _LAUNCHER_FIELDS: dict[LauncherField, int] = {"stop_by": 0}
-"""stop_by: when the ranks are to have saved and ended, in seconds from the epoch; 0: they may go on."""
+"""stop_by: when the ranks are to have saved and ended, in seconds from the epoch; 0: they may go on;
+-1: they end at once, as the signal says that they get."""
 
 _RANK_FIELDS: dict[RankField, int] = {
     "first_began": 0,  # seconds from the epoch, as the other moments

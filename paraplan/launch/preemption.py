@@ -65,6 +65,16 @@ class StopRequest:
         say(f"{reason}: the ranks end their step and save; they get {self.window_s:g} s for it")
         return True
 
+    def end_at_once(self) -> None:
+        """Tell the ranks that a signal from now on is to end them."""
+        if self.page is not None:
+            self.page.stop_by = -1.0
+
+    def go_on(self) -> None:
+        """Tell the ranks of another attempt that they may go on."""
+        if self.page is not None:
+            self.page.stop_by, self.reason = 0.0, None
+
     def check(self, codes: Mapping[int, int], *, num_running: int) -> PreemptedError | None:
         """Return the end of ranks that have saved, by the exit codes of local ranks; None while they have not.
 
@@ -76,7 +86,6 @@ class StopRequest:
         if num_running == 0 and codes and set(codes.values()) == {PREEMPTED_EXIT_STATUS}:
             return PreemptedError(self.reason, num_steps=int(page.get(0, "stopped_at")), sigval=self.sigval)
         if num_running and self.reason is not None and time.time() > page.stop_by:
-            page.stop_by = 0.0
             say(f"the ranks have not saved within {self.window_s:g} s")
             raise SignalException(self.reason, sigval=self.sigval)
         return None

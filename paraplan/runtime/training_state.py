@@ -32,7 +32,7 @@ from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.precision import LossScale
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.recovery.stopping import stop_here
+from paraplan.runtime.recovery.stopping import outlive_signals, stop_here
 from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.faults import LossWatch, explained_failures
 from paraplan.runtime.timeouts import explained_timeouts
@@ -147,6 +147,7 @@ class TrainingState:
             )
         if found[0]:
             self.load(folder)
+        outlive_signals(self._status)
         self._status.set("can_stop", 1)
         return found[0]
 

@@ -145,3 +145,24 @@ def test_requeue_belongs_to_slurm(launch: Launch, script: WriteScript) -> None:
     assert "no job of Slurm" in ended.stderr
     ended = launch("--preempt-window", "-1", script("pass"))
     assert (ended.returncode, "no time to save in" in ended.stderr) == (2, True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_for_all_processes_at_once_is_one_for_the_launcher(
+    number: signal.Signals, start: Start, script: WriteScript, tmp_path: Path
+) -> None:
+    """Slurm signals the whole step: launcher, spawner and ranks."""
+    process = start("--nproc-per-node", 2, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.1")
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step 3 "):
+        pass
+    for pid in [*_descendants(process.pid), process.pid]:
+        os.kill(pid, number)
+    status, _, stderr = finish(process)
+    assert status == 75, stderr
+
+
+def _descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [found for child in map(int, children) for found in [child, *_descendants(child)]]

@@ -105,6 +105,7 @@ class RankProcesses(ProcessContext):
                 signal.signal(signal.SIGUSR1, raise_signal)  # of which torch makes nothing
             self._signals.wrap_handlers([*names.split(","), "SIGUSR1"])
         self._job.attempts += 1
+        self._job.stop.go_on()
         self._job.clock.begin_attempt(self._job.page)
         self._job.failures = []
         self._job.hang = None
@@ -311,6 +312,7 @@ class RankProcesses(ProcessContext):
         if self._signals.count and self._job.store is not None:
             self._job.store.note_stop(death_signal.name)
         self._stopped = set(self._pids) - set(self._exits)
+        self._job.stop.end_at_once()
         try:
             self._stop(death_signal)
         except SignalException:  # a second signal: no more patience

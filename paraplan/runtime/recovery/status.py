@@ -55,6 +55,11 @@ class RankStatus:
         if self.page is not None:
             self.page.add(self.local_rank, name, value)
 
+    @property
+    def stop_by(self) -> float:
+        """When this node's ranks are to have saved; 0: they may go on; below: they end at once."""
+        return -1.0 if self.page is None else self.page.stop_by
+
     def is_to_stop(self) -> bool:
         """Whether this node's ranks are to save and end."""
         return self.page is not None and self.page.stop_by > 0
