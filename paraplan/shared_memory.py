@@ -5,9 +5,10 @@ The `StatusPage` is a page of numbers: each has one writer, so that nobody waits
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 STATUS_PAGE_VARIABLE = "PARAPLAN_STATUS_PAGE"
 """Environment variable of ranks: the path of the page of their node's launcher."""
@@ -104,3 +105,50 @@ class StatusPage:
         """Set what ranks have written to 0: for those of another attempt."""
         for place in range(_HEAD, len(self._numbers)):
             self._numbers[place] = 0.0
+
+
+COPIES_VARIABLE = "PARAPLAN_MEMORY_CHECKPOINT"
+"""Environment variable of ranks: how often to copy the state, and to which memory of the launcher (`CopySlots`)."""
+_SLOTS = 2
+
+
+class CopySlots(NamedTuple):
+    """Memory for copies of the state of each local rank: the paths of two slots, written in turn."""
+
+    every: int
+    """Steps from one copy to the next."""
+    bytes_per_rank: int
+    """Most of one copy of one rank."""
+    paths: dict[int, tuple[str, ...]]
+    """By local rank."""
+
+    @classmethod
+    def make(cls, *, every: int, num_ranks: int, most_bytes: int) -> CopySlots:
+        """Make the slots of a node, empty; together they take no more than `most_bytes`."""
+        paths = {}
+        for rank in range(num_ranks):
+            made = [os.memfd_create(f"paraplan-copy-{rank}", os.MFD_CLOEXEC) for _ in range(_SLOTS)]
+            paths[rank] = tuple(map(path_of, made))
+        return cls(every, most_bytes // (_SLOTS * num_ranks), paths)
+
+    @classmethod
+    def parse(cls, text: str) -> CopySlots:
+        """Read what `text` wrote. Raises ValueError and KeyError for anything else."""
+        found = json.loads(text)
+        paths = {rank: tuple(map(str, slots)) for rank, slots in enumerate(found["paths"])}
+        return cls(int(found["every"]), int(found["bytes_per_rank"]), paths)
+
+    def text(self) -> str:
+        """Return it as the value of a variable."""
+        paths = [list(self.paths[rank]) for rank in sorted(self.paths)]
+        return json.dumps({"every": self.every, "bytes_per_rank": self.bytes_per_rank, "paths": paths})
+
+
+def available_bytes() -> int | None:
+    """Return the memory of this machine that is free or can be made free; None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
+            found = next(line for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    return int(found.split()[1]) * 1024

@@ -14,7 +14,7 @@ OUR_OPTIONS = (
     *("--plan", "--model", *TRAINING_OPTIONS),
     *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout", "--no-logs"),
     *("--skip-preflight", "--no-cpu-binding", "--metrics", "--fake", "--fake-rank"),
-    *("--preempt-notice", "--preempt-window", "--requeue"),
+    *("--preempt-notice", "--preempt-window", "--requeue", "--memory-checkpoint"),
 )
 _EXEC = "exec"
 
@@ -144,6 +144,13 @@ def _add_preemption_options(ours: argparse._ArgumentGroup) -> None:
         type=float,
         help="After SIGTERM, SIGUSR1 or a notice, ranks of paraplan.runtime get so long to end their step and save; "
         "the job then ends with status 75. Default: 30, or --shutdown-timeout.",
+    )
+    ours.add_argument(
+        "--memory-checkpoint",
+        metavar="STEPS",
+        type=int,
+        help="Keep a copy of the training's state in this machine's memory, renewed every so many steps: with "
+        "--max-restarts, engine.resume goes on from there when a rank is lost. At most half of what is free.",
     )
     ours.add_argument(
         "--requeue", action="store_true", help="Have Slurm queue the job again (scontrol requeue) after status 75."

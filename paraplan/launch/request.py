@@ -194,6 +194,8 @@ def _check_preemption(spec: LaunchSpec, environment: Mapping[str, str]) -> None:
     window_s = spec.preempt_window
     if window_s is not None and not 0 < window_s < _MOST_WINDOW_S:
         raise ArgumentError(f"--preempt-window {window_s:g} is no time to save in", hint="use seconds above 0")
+    if spec.memory_checkpoint is not None and spec.memory_checkpoint < 1:
+        raise ArgumentError(f"--memory-checkpoint {spec.memory_checkpoint} is no number of steps", hint="use 1 or more")
     if spec.preempt_notice is None and not spec.requeue:
         return
     from paraplan.launch.preemption import check_requeue, notice_reader  # torch, which a dry run does without

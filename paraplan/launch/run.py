@@ -42,6 +42,7 @@ from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_V
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.spec import LaunchSpec
 from paraplan.shared_memory import StatusPage
+from paraplan.units import format_bytes
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
     from paraplan.hardware.topology import NodeTopology
@@ -129,6 +130,8 @@ def run_job(
             _note_start(folder, request, node, environment=extra_environment)
         if shared_memory.is_available():
             job.page, extra_environment[shared_memory.STATUS_PAGE_VARIABLE] = StatusPage.make(config.nproc_per_node)
+        if job.page is not None and spec.memory_checkpoint is not None:
+            extra_environment[shared_memory.COPIES_VARIABLE] = _slots(spec.memory_checkpoint, config.nproc_per_node)
         job.stop.page, job.stop.window_s = job.page, spec.preempt_window or settings.grace_s
         if spec.preempt_notice is not None:
             notices = watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
@@ -148,6 +151,18 @@ def run_job(
             _restore(name, value)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _slots(every: int, num_ranks: int) -> str:
+    """Return memory for copies of the state of so many ranks, as their variable names it; say how much it may be."""
+    most_bytes = (shared_memory.available_bytes() or _MEMORY_OF_A_SMALL_NODE) // 2
+    steps = f"every {every} steps" if every > 1 else "every step"
+    say(f"a copy of the state is kept in memory {steps}: at most {format_bytes(most_bytes)} on this node")
+    return shared_memory.CopySlots.make(every=every, num_ranks=num_ranks, most_bytes=most_bytes).text()
+
+
+_MEMORY_OF_A_SMALL_NODE = 8 << 30
+"""Where the system does not say what is free."""
 
 
 def _preparation(

@@ -100,6 +100,8 @@ class LaunchSpec:
     preempt_window: float | None = None
     """Seconds for ranks to save in."""
     requeue: bool = False
+    memory_checkpoint: int | None = None
+    """Every how many steps the state is copied to memory."""
     metrics: str | None = None
     no_logs: bool = False
     skip_preflight: bool = False

@@ -15,6 +15,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.predictions import Predictor
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.recovery.keeper import is_finite
 from paraplan.runtime.step.execution import evaluation_mode
 from paraplan.runtime.step.freezing import Freezing
 from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
@@ -53,6 +54,7 @@ class Engine(TrainingState):
         engine_options.checking = replace(engine_options.checking, reference=None)
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
+        self._last_loss: torch.Tensor | None = None
 
     @property
     def last_report(self) -> StepReport | None:
@@ -105,6 +107,8 @@ class Engine(TrainingState):
         self._losses.check(keep=1)
         loss = self._part.execution.loss
         micro_batches, rule = self._batches.divide("step", inputs, targets, guarded=self._guarded)
+        if self._keeper is not None:
+            self._keeper.begin()
         self._forget_gradients()
         loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
         for reduction in self._part.reductions:
@@ -113,6 +117,8 @@ class Engine(TrainingState):
         self._batches.share_state()
         if has_values:
             complete_reductions(self._part.reductions, self.num_steps, self._lacking_of_all)
+        if self._keeper is not None:
+            self._keeper.finish(self.num_steps, is_good=is_finite(self._last_loss))
         totals = self._totals.sum("step", loss.tally, rule, has_values=has_values)
         for reduction in self._part.reductions:
             reduction.drop_unused(self.num_steps)
@@ -120,6 +126,7 @@ class Engine(TrainingState):
         self.metrics = totals.metrics
         own = loss.tally.loss
         self._losses.add(step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._options.checking.has_values)
+        self._last_loss = totals.loss.detach()
         self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
         return totals
 

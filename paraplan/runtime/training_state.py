@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from paraplan.runtime.checkpoints.saving import (
     CheckpointWriter,
     has_checkpoint,
     load_checkpoint,
+    load_from,
 )
 from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
@@ -32,6 +35,7 @@ from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.precision import LossScale
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.recovery.keeper import MemoryKeeper
 from paraplan.runtime.recovery.stopping import outlive_signals, stop_here
 from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.faults import LossWatch, explained_failures
@@ -63,6 +67,7 @@ class TrainingState:
         self._average: ParameterAverage | None = None
         self._status = engine_options.status
         self._folder: Path | None = None
+        self._keeper: MemoryKeeper | None = None
         self._writer = CheckpointWriter(is_main=mesh.world.rank == 0, note_whole=engine_options.status.note_whole)
 
     @property
@@ -133,11 +138,13 @@ class TrainingState:
     def resume(self, folder: str | Path) -> bool:
         """Go on from the newest state of this training, if there is one; return whether there was. Every rank calls it.
 
-        That is the checkpoint in `folder`, where `save` writes it. From then on a job that is to end (SIGTERM to its
-        launcher, SIGUSR1, a notice) saves there at the end of a step, and ends with status 75.
+        That is the copy that the launcher holds in memory (`--memory-checkpoint`), else the checkpoint in `folder`,
+        where `save` writes it. From then on a job that is to end (SIGTERM to its launcher, SIGUSR1, a notice) saves
+        there at the end of a step, and ends with status 75.
         Raises what `load` raises, and `CheckpointError` where some ranks see a checkpoint and others do not.
         """
         self._folder = Path(folder)
+        self._keeper = MemoryKeeper.of(os.environ, self._mesh.world, self._status)
         self._sync.wants_stop = self._status.is_to_stop
         found = [bool(seen) for seen in self._batches.meet("load", int(has_checkpoint(self._folder)))]
         if len(set(found)) > 1:
@@ -145,18 +152,43 @@ class TrainingState:
                 f"rank {found.index(True)} sees a checkpoint in {folder}, and rank {found.index(False)} does not",
                 hint="name a folder that all nodes reach",
             )
-        if found[0]:
+        has_copy = self._keeper is not None and self._resume_from_memory(self._keeper, self._folder)
+        if found[0] and not has_copy:
             self.load(folder)
         outlive_signals(self._status)
         self._status.set("can_stop", 1)
-        return found[0]
+        return found[0] or has_copy
+
+    def _resume_from_memory(self, keeper: MemoryKeeper, folder: Path) -> bool:
+        """Go on from the copy in memory, if one is whole and readable here; return whether it was."""
+        copy = keeper.newest()
+        if copy is None:
+            return False
+        self._refuse_averages("load")
+        with self._explained("load"):
+            free_gathered(self._part.module)
+            lacks = 0
+            try:
+                self._sync.num_steps = load_from(copy[1], self._source())
+            except CheckpointError as error:  # a node is gone with its part: the checkpoint is what is left
+                sys.stderr.write(f"paraplan: {error.message}\n")
+                lacks = 1
+            if any(self._batches.meet("load", lacks)):
+                self._sync.num_steps = 0
+                return False
+            self._batches.reload(folder)
+        if self._mesh.world.rank == 0:
+            sys.stderr.write(f"paraplan: going on after {self.num_steps} steps from the copy in memory\n")
+        return True
 
     def leave_status(self) -> None:
         """Tell the launcher nothing from now on, and do not stop for it: another engine is made."""
         self._status.leave()
 
     def _end_step(self) -> None:
-        """Save and end the process where all ranks have agreed to."""
+        """Save and end the process where all ranks have agreed to; take note of a state that is to be copied."""
+        if self._keeper is not None:
+            self._keeper.note(self._source())
         if self._sync.has_agreed_to_stop and self._folder is not None:
             stop_here(self.save, self._folder, self._status, num_steps=self.num_steps)
 

@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from paraplan.runtime.checkpoints.entries import (
@@ -179,14 +178,54 @@ def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
     Every rank calls it. Raises `CheckpointError` where there is none, or where it is of another model.
     """
     _wait_for_all()  # one that rank 0 still moves
-    whole = find_whole(folder)
-    index = SafeReader(whole).read_metadata()
-    saved = index.state_dict_metadata
+    return load_from(FolderReader(folder), source)
+
+
+class Reader(Protocol):
+    """Where a state is read from: `name` in messages, `saved` what there is by entry."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        """The entries, as torch's index of a checkpoint describes them."""
+        ...
+
+    def read(self, entries: dict[str, torch.Tensor]) -> None:
+        """Fill the tensors of `entries`. Every rank calls it."""
+        ...
+
+
+class FolderReader:
+    """A checkpoint on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the index of the whole checkpoint of `folder`. Raises `CheckpointError` where there is none."""
+        self.name = str(folder)
+        self._whole = find_whole(folder)
+        self._index = SafeReader(self._whole).read_metadata()
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        """The entries of the index."""
+        return self._index.state_dict_metadata
+
+    def read(self, entries: dict[str, torch.Tensor]) -> None:
+        """Fill the tensors of `entries`. Every rank calls it."""
+        read_entries(self._whole, entries, index=self._index)
+
+
+def load_from(reader: Reader, source: CheckpointSource) -> int:
+    """Read a state into this rank's parts; return its number of steps. Every rank calls it. Raises as above."""
+    folder, saved = reader.name, reader.saved
     if PROGRESS not in saved:
         raise CheckpointError(f"{folder} is a checkpoint of another program", hint="name one that engine.save wrote")
     texts = [PROGRESS, *(f"{OPTIONS}{name}" for name in source.parameters if f"{OPTIONS}{name}" in saved)]
     entries = {name: empty_bytes(name, saved[name]) for name in (*texts, *_random_names(saved, source))}
-    read_entries(whole, entries, index=index)
+    reader.read(entries)
     # All that is not a tensor of the model is checked before anything of the model changes.
     progress = read_progress(entries[PROGRESS])
     options = {
@@ -198,7 +237,7 @@ def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
     if f"{RANDOM}{source.mesh.world.rank}" in entries:
         state = entries[f"{RANDOM}{source.mesh.world.rank}"]
         taking("the state of the random numbers", lambda: torch.Generator().set_state(state))
-    states = _read_tensors(folder, whole, index, source)
+    states = _read_tensors(reader, source)
     _take_optimizer(source, states, options)
     _take_progress(entries, progress, source)
     if source.average is not None:
@@ -232,11 +271,9 @@ def _check_progress(progress: Progress, options: Mapping[str, Options], source: 
                 check_kinds(f"options of {names[parameter]}", options[names[parameter]].options, group)
 
 
-def _read_tensors(
-    folder: Path, whole: Path, index: Metadata, source: CheckpointSource
-) -> dict[str, dict[str, torch.Tensor]]:
+def _read_tensors(reader: Reader, source: CheckpointSource) -> dict[str, dict[str, torch.Tensor]]:
     """Read parameters and buffers into those of `source`; return the tensors of the optimizer's state."""
-    saved = index.state_dict_metadata
+    folder, saved = reader.name, reader.saved
     entries: dict[str, torch.Tensor] = {}
     for name, tensor in source.tensors():
         _check_tensor(folder, saved, MODEL, name, source.whole_shape(name), tensor.dtype)
@@ -250,7 +287,7 @@ def _read_tensors(
         for key, value in values.items():
             is_part = value.shape == source.parameters[name].shape
             entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if is_part else value
-    read_entries(whole, entries, index=index)
+    reader.read(entries)
     return states
 
 
@@ -295,7 +332,7 @@ def _has_average(saved: Mapping[str, Any]) -> bool:
 
 
 def _check_tensor(
-    folder: Path, saved: Mapping[str, Any], kind: str, name: str, shape: torch.Size, dtype: torch.dtype
+    folder: str, saved: Mapping[str, Any], kind: str, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> None:
     description = saved.get(f"{kind}{name}")
     if description is None:
