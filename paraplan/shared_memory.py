@@ -87,6 +87,7 @@ class StatusPage:
 
     @stop_by.setter
     def stop_by(self, value: float) -> None:
+        """Write it: the launcher alone does."""
         self._numbers[_LAUNCHER_FIELDS["stop_by"]] = value
 
     def get(self, rank: int, name: RankField) -> float:

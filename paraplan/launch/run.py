@@ -128,13 +128,7 @@ def run_job(
         )
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)
-        if shared_memory.is_available():
-            job.page, extra_environment[shared_memory.STATUS_PAGE_VARIABLE] = StatusPage.make(config.nproc_per_node)
-        if job.page is not None and spec.memory_checkpoint is not None:
-            extra_environment[shared_memory.COPIES_VARIABLE] = _slots(spec.memory_checkpoint, config.nproc_per_node)
-        job.stop.page, job.stop.window_s = job.page, spec.preempt_window or settings.grace_s
-        if spec.preempt_notice is not None:
-            notices = watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
+        notices = _share_memory(request, job, extra_environment, settings, num_ranks=config.nproc_per_node)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare, doors=doors)
         results = run_with(config, program, program_arguments) or {}
@@ -151,6 +145,26 @@ def run_job(
             _restore(name, value)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _share_memory(
+    request: LaunchRequest,
+    job: JobRecord,
+    environment: dict[str, str],
+    settings: AttemptSettings,
+    *,
+    num_ranks: int,
+) -> threading.Event:
+    """Make what ranks and launcher share, named in `environment`; look for notices until the event is set."""
+    spec = request.spec
+    if shared_memory.is_available():
+        job.page, environment[shared_memory.STATUS_PAGE_VARIABLE] = StatusPage.make(num_ranks)
+        if spec.memory_checkpoint is not None:
+            environment[shared_memory.COPIES_VARIABLE] = _slots(spec.memory_checkpoint, num_ranks)
+    job.stop.page, job.stop.window_s = job.page, spec.preempt_window or settings.grace_s
+    if spec.preempt_notice is None:
+        return threading.Event()
+    return watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
 
 
 def _slots(every: int, num_ranks: int) -> str:

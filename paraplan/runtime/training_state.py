@@ -23,6 +23,7 @@ from paraplan.runtime.checkpoints.saving import (
     CheckpointError,
     CheckpointSource,
     CheckpointWriter,
+    FolderReader,
     has_checkpoint,
     load_checkpoint,
     load_from,
@@ -133,7 +134,7 @@ class TrainingState:
             free_gathered(self._part.module)
             self._writer.finish()
             self._sync.num_steps = load_checkpoint(Path(folder), self._source())
-            self._batches.reload(Path(folder))
+            self._batches.reload(FolderReader(Path(folder)))
 
     def resume(self, folder: str | Path) -> bool:
         """Go on from the newest state of this training, if there is one; return whether there was. Every rank calls it.
@@ -152,14 +153,14 @@ class TrainingState:
                 f"rank {found.index(True)} sees a checkpoint in {folder}, and rank {found.index(False)} does not",
                 hint="name a folder that all nodes reach",
             )
-        has_copy = self._keeper is not None and self._resume_from_memory(self._keeper, self._folder)
+        has_copy = self._keeper is not None and self._resume_from_memory(self._keeper)
         if found[0] and not has_copy:
             self.load(folder)
         outlive_signals(self._status)
         self._status.set("can_stop", 1)
         return found[0] or has_copy
 
-    def _resume_from_memory(self, keeper: MemoryKeeper, folder: Path) -> bool:
+    def _resume_from_memory(self, keeper: MemoryKeeper) -> bool:
         """Go on from the copy in memory, if one is whole and readable here; return whether it was."""
         copy = keeper.newest()
         if copy is None:
@@ -167,16 +168,16 @@ class TrainingState:
         self._refuse_averages("load")
         with self._explained("load"):
             free_gathered(self._part.module)
-            lacks = 0
+            lacks = num_steps = 0
             try:
-                self._sync.num_steps = load_from(copy[1], self._source())
+                num_steps = load_from(copy[1], self._source())
+                self._batches.reload(copy[1])
             except CheckpointError as error:  # a node is gone with its part: the checkpoint is what is left
                 sys.stderr.write(f"paraplan: {error.message}\n")
                 lacks = 1
             if any(self._batches.meet("load", lacks)):
-                self._sync.num_steps = 0
                 return False
-            self._batches.reload(folder)
+            self._sync.num_steps = num_steps
         if self._mesh.world.rank == 0:
             sys.stderr.write(f"paraplan: going on after {self.num_steps} steps from the copy in memory\n")
         return True

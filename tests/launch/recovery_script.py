@@ -1,5 +1,9 @@
 """A training script for tests of recovery: a small model, exact data by step, and faults at chosen steps."""
 
+from __future__ import annotations
+
+import subprocess
+
 SCRIPT = """
 import os
 import signal
@@ -10,15 +14,31 @@ import torch
 from torch import nn
 
 from paraplan import runtime
+from paraplan.plan.parallel import ParallelPlan
 
 options = dict(word.split("=") for word in sys.argv[1:])
 steps, every = int(options["steps"]), int(options.get("save", 0))
 faults = [word.split("@") for word in options.get("faults", "").split(",") if word]
-job = runtime.init()
+attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+plans = options.get("plans", "dp").split(",")
+words = plans[min(attempt, len(plans) - 1)]
+size = int(os.environ.get("WORLD_SIZE", 1))
+plan = None
+if words == "zero3":
+    plan = ParallelPlan(dp=size, zero_stage=3, micro_batch_size=16 // size)
+elif words == "pp2":
+    plan = ParallelPlan(
+        dp=size // 2, pp=2, micro_batch_size=16 // size, num_microbatches=2, pipeline_schedule="gpipe"
+    )
+job = runtime.init(plan)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+dropout = float(options.get("dropout", 0.1))
+model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(dropout), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
 engine = job.prepare(
-    model, loss_fn=nn.functional.mse_loss, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    model,
+    loss_fn=nn.functional.mse_loss,
+    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    example_inputs=torch.ones(2, 16),
 )
 
 
@@ -32,7 +52,6 @@ class Samples(torch.utils.data.Dataset):
 
 
 engine.resume(options["folder"])
-attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 if job.is_main:
     print(f"begins after {engine.num_steps} steps at {time.time():.3f}", flush=True)
 for inputs, targets in job.shard(Samples(), batch_size=16, skip=engine.num_steps):
@@ -59,3 +78,12 @@ def losses(stdout: str) -> dict[int, float]:
         if words[:1] == ["step"] and len(words) == 4:
             found[int(words[1])] = float(words[2])
     return found
+
+
+def read_until_line(process: subprocess.Popen[str], beginning: str) -> None:
+    """Return once a process has written a line that begins so; it must not end before."""
+    assert process.stdout is not None
+    line = " "
+    while not line.startswith(beginning):
+        line = process.stdout.readline()
+        assert line, f"it has ended before {beginning!r}"

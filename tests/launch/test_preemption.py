@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from launching import Launch, Start, WriteScript, wait_until_dead
-from recovery_script import SCRIPT, losses
+from recovery_script import SCRIPT, losses, read_until_line
 
 from paraplan.launch.preemption import notice_reader
 from paraplan.launch.spec import ArgumentError
@@ -65,9 +65,7 @@ def test_ranks_that_do_not_save_in_time_are_ended(start: Start, script: WriteScr
     process = start(
         "--nproc-per-node", 2, "--preempt-window", 1, path, f"folder={tmp_path / 'c'}", "steps=60", "pause=30"
     )  # fmt: skip
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("step 1 "):
-        pass
+    read_until_line(process, "step 1 ")
     process.send_signal(signal.SIGTERM)
     status, _, stderr = finish(process)
     assert status == 128 + signal.SIGTERM
@@ -154,9 +152,7 @@ def test_a_signal_for_all_processes_at_once_is_one_for_the_launcher(
 ) -> None:
     """Slurm signals the whole step: launcher, spawner and ranks."""
     process = start("--nproc-per-node", 2, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.1")
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("step 3 "):
-        pass
+    read_until_line(process, "step 3 ")
     for pid in [*_descendants(process.pid), process.pid]:
         os.kill(pid, number)
     status, _, stderr = finish(process)

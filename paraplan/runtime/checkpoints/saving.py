@@ -247,13 +247,12 @@ def load_from(reader: Reader, source: CheckpointSource) -> int:
     return progress.num_steps
 
 
-def load_whole_model(folder: Path, model: nn.Module) -> None:
-    """Read parameters and buffers of a checkpoint into a whole model. Every rank calls it."""
-    whole = find_whole(folder)
-    saved = SafeReader(whole).read_metadata().state_dict_metadata
+def load_whole_model(reader: Reader, model: nn.Module) -> None:
+    """Read parameters and buffers of a state into a whole model. Every rank calls it."""
+    saved = reader.saved
     held = dict(model.named_parameters()) | lasting_buffers(model)
     entries = {f"{MODEL}{name}": tensor.detach() for name, tensor in held.items() if f"{MODEL}{name}" in saved}
-    read_entries(whole, entries)
+    reader.read(entries)
 
 
 def _random_names(saved: Mapping[str, Any], source: CheckpointSource) -> list[str]:
