@@ -50,6 +50,11 @@ def _interrupts_are_heard() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_defaults_of_the_user() -> None:
+    os.environ["PARAPLAN_CONFIG"] = "/nonexistent/config.json"
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _all_cases(request: pytest.FixtureRequest) -> None:
     run_all(request.config.getoption("--all"))
 

@@ -31,6 +31,13 @@ def framework_names() -> list[str]:
     return FrameworkCatalog().names()
 
 
+def check_framework(name_or_path: str) -> None:
+    """Raise `ProfileError` for a framework that there is no profile of."""
+    from paraplan.cost.framework_files import load_framework
+
+    load_framework(name_or_path)
+
+
 USUAL_LENGTH = 4096
 """Tokens; see `usual_length`."""
 

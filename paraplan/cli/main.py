@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from paraplan import __version__
+from paraplan.cli.defaults import defaults_of
 from paraplan.cli.progress import shown_progress
 from paraplan.cli.terminal import drawn_output, in_lines, plain_streams
 from paraplan.errors import ParaplanError, UsageError, near_names
@@ -32,6 +33,7 @@ COMMANDS = (
     "calibrate",
     "profiles",
     "explain",
+    "config",
 )
 """Subcommands in the order of the help text; `paraplan.cli.<name>.app` holds each."""
 _MODULES = {"import": "import_config"}  # no module can have a keyword's name
@@ -74,6 +76,7 @@ def _as_we_say(word: str) -> str:
 _ALLOCATIONS_PER_COLLECTION = 500_000
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+_WORDS = "paraplan.words"
 
 
 class LazyGroup(TyperGroup):
@@ -85,6 +88,7 @@ class LazyGroup(TyperGroup):
         if args and args[0] in _PLANNING:
             end = args.index("--") if "--" in args else len(args)  # behind it stand another tool's words
             args = [*map(_as_we_say, args[:end]), *args[end:]]
+        ctx.meta[_WORDS] = args
         return super().parse_args(ctx, words.get(args[0], args) if args else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -112,6 +116,7 @@ class LazyGroup(TyperGroup):
         """Run a subcommand; print a user's error on stderr and end with its exit status."""
         with plain_streams():
             try:
+                ctx.default_map = defaults_of(ctx.meta[_WORDS])
                 with shown_progress():
                     return super().invoke(ctx)
             except ParaplanError as error:

@@ -104,7 +104,7 @@ class SearchOptions:
         bool,
         typer.Option(
             "--explain",
-            help="Show everything, with the best plan and the second part by part.",
+            help="Show everything: also the best plan and the second part by part, and more that would help, searched.",
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = False
@@ -220,6 +220,7 @@ class SearchOptions:
             memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
             num_candidates=max(self.num_candidates, MANY_KINDS) if for_report else self.num_candidates,
             explains=self.explain,
+            prices_changes=self.explain or for_report,
             with_front=self.pareto or for_report,
             earlier=None if self.like is None else load_plan(self.like),
             days=self.days,

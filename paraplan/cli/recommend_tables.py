@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.results import Candidate, SearchResult
     from paraplan.search.sizes import Budget, SizeOffer
+    from paraplan.search.what_helps import Help
 
 _EQUAL = 1.02
 
@@ -52,6 +53,8 @@ def print_answer(
     if verbose and answer.result.rejections:
         console.print("\n[bold]Ruled out[/bold]", markup=True)
         console.print(_rejections(answer.result))
+    if verbose and beside.helps:
+        _print_helps(console, beside.helps)
     if beside.explanation is not None:
         _print_explanation(console, beside.explanation)
     if answer.result.front:
@@ -108,6 +111,28 @@ def _print_plans(console: Console, result: SearchResult, most: int | None) -> No
     if most is None and (hidden := len(result.candidates) - len(shown)):
         plans = "similar plan" if hidden == 1 else "similar plans"
         console.print(f"   [dim]{hidden} {plans} with context parallelism not shown (--json)[/dim]", markup=True)
+
+
+def _print_helps(console: Console, helps: tuple[Help, ...]) -> None:
+    console.print("\n[bold]What would help[/bold], most time saved first", markup=True)
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for title in ("step", "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("change, and the plan with it")
+    for one in helps:
+        plan = "the same plan" if one.is_same_plan else one.plan.describe()
+        table.add_row(
+            f"{format_seconds(one.step_time_s)} ({-one.share:+.0%})",
+            f"{format_bytes(one.peak_memory_bytes)} ({_signed(-one.saved_bytes)})",
+            Text.assemble(one.options, "" if one.keeps_training else " *", (f"\n{plan}", "dim")),
+        )
+    console.print(table)
+    if not all(one.keeps_training for one in helps):
+        console.print(_indented("* trains other parameters, with other arithmetic, or on other machines"), style="dim")
+
+
+def _signed(num_bytes: int) -> str:
+    return f"{'+' if num_bytes >= 0 else '-'}{format_bytes(abs(num_bytes))}"
 
 
 def _print_explanation(console: Console, explanation: Explanation) -> None:

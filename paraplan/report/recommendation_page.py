@@ -24,6 +24,7 @@ from paraplan.search.failure import NothingFitsError
 from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
 from paraplan.search.sizes import Budget, SizeOffer
+from paraplan.search.what_helps import Help
 from paraplan.units import format_bytes, format_count, format_seconds, gpus
 
 _MOST_ROWS = 12
@@ -49,6 +50,7 @@ def recommendation_page(answer: Recommendation, *, sizes: Sequence[SizeOffer], c
             ranks_section(workload, best, answer.placement),
             _sizes(workload, sizes, renderer),
             _budget(answer.budget),
+            _helps(answer.helps),
             _rejections(result.rejections),
             _commands(commands),
         ],
@@ -247,6 +249,26 @@ def _budget(budget: Budget | None) -> str:
         f"{format_count(budget.tokens)} tokens",
         facts(pairs),
         paragraph("Steps alone: no starts, checkpoints, failures."),
+    )
+
+
+def _helps(helps: Sequence[Help]) -> str:
+    if not helps:
+        return ""
+    rows = [
+        Row(
+            (
+                one.options,
+                f"{format_seconds(one.step_time_s)} ({-one.share:+.0%})",
+                format_bytes(one.peak_memory_bytes),
+                "the same" if one.is_same_plan else one.plan.describe(),
+            )
+        )
+        for one in helps
+    ]
+    columns = [Column("change"), Column("step", is_number=True), Column("memory", is_number=True), Column("plan")]
+    return section(
+        "What would help", table(columns, rows, caption="Changes of options, machines and nodes, most time saved first")
     )
 
 

@@ -8,6 +8,7 @@ from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, s
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.report.plan_words import FULL_MEMORY, cautions, plan_in_words
+from paraplan.search.what_helps import in_short
 from paraplan.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # the search, which an estimate does without
@@ -110,6 +111,7 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
         ("Why", result.remark),
         ("Roomier", _roomier(result)),
         ("Offload", answer.offload),
+        ("Faster", in_short(answer.helps)),
     )
     return (
         *workload_lines(answer.workload),

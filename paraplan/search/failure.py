@@ -9,7 +9,7 @@ from paraplan.plan.executor import Executor
 from paraplan.search.constraints import Constraints
 from paraplan.search.evaluation import TooLarge
 from paraplan.search.space import PlanSpace
-from paraplan.search.what_fits import fewest_nodes, longest_sequence, some_plan_fits
+from paraplan.search.what_fits import fewest_nodes, larger_machines, longest_sequence, some_plan_fits
 from paraplan.units import format_bytes, format_bytes_apart, gpus
 
 
@@ -66,6 +66,9 @@ def _ways_out(workload: Workload, *, executor: Executor, fixed: Constraints) -> 
     nodes = fewest_nodes(workload, executor=executor, fixed=fixed)
     if nodes:
         found.append(f"it fits {nodes * workload.cluster.gpus_per_node} GPUs (--nodes {nodes})")
+    larger = larger_machines(workload, executor=executor, fixed=fixed)
+    if larger:
+        found.append(f"other GPUs (--profile {larger})")
     length = longest_sequence(workload, executor=executor, fixed=fixed)
     if length is not None and length < workload.training.seq_length:
         found.append(f"sequences of {length} tokens (--seq-len {length})")

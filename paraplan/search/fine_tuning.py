@@ -51,7 +51,7 @@ class FineTuningWay(Record):
         return f"{self.options}: fits {there} with {spare} to spare, {rate} tokens/s per GPU ({self.plan}){also}"
 
 
-def _trainings(training: TrainingSpec) -> Iterator[tuple[str, str, TrainingSpec]]:
+def trainings(training: TrainingSpec) -> Iterator[tuple[str, str, TrainingSpec]]:
     """Yield the ways by name and options."""
     if training.precision == "bf16":
         options = "--precision bf16-pure --optimizer adamw_8bit"
@@ -71,7 +71,7 @@ def fine_tuning_ways(workload: Workload, *, executor: Executor, fixed: Constrain
         return ()
     without = replace(fixed, offload="none")
     found = []
-    for name, options, training in _trainings(workload.training):
+    for name, options, training in trainings(workload.training):
         try:
             other = workload.trained_as(training)
             best = _best(other, executor=executor, fixed=without)

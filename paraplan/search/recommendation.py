@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.fine_tuning import FineTuningWay
     from paraplan.search.sizes import Budget, SizeOffer
+    from paraplan.search.what_helps import Help
 
 
 Find = Literal["fewest-gpus", "by-date", "largest-batch", "longest-sequence"]
@@ -54,6 +55,8 @@ class SearchRequest:
     memory_margin: float = 0.0
     explains: bool = False
     with_front: bool = False
+    prices_changes: bool = False
+    """Whether each change of options, machines and nodes that could help gets a search of its own."""
     earlier: PlanFile | None = None
     tokens: float | None = None
     days: float | None = None
@@ -70,7 +73,8 @@ class Recommendation:
     """The answer: the workload that was planned for (another one where something was to be found), and the search.
 
     `found` says in a sentence what was found that was to be found, `offload` what offload costs and what would do
-    without it, `ways` how else the model trains without offload. What was not asked for is None or empty.
+    without it, `ways` how else the model trains without offload, `helps` what
+    would make a step faster or smaller. What was not asked for is None or empty.
     """
 
     workload: Workload
@@ -85,6 +89,7 @@ class Recommendation:
     goodput: GoodputEstimate | None = None
     offers: tuple[SizeOffer, ...] = ()
     ways: tuple[FineTuningWay, ...] = ()
+    helps: tuple[Help, ...] = ()
 
     def cut(self, *, num_candidates: int, with_front: bool) -> Recommendation:
         """Return the answer with fewer candidates, and without its front if so asked."""
@@ -121,6 +126,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
         goodput=_goodput(workload, question, result) if question.failures else None,
         offers=offers,
         ways=_ways(workload, question) if offloads else (),
+        helps=_helps(workload, question, result),
     )
 
 
@@ -128,6 +134,14 @@ def _ways(workload: Workload, question: SearchRequest) -> tuple[FineTuningWay, .
     from paraplan.search.fine_tuning import fine_tuning_ways
 
     return fine_tuning_ways(workload, executor=question.executor, fixed=question.fixed)
+
+
+def _helps(workload: Workload, question: SearchRequest, result: SearchResult) -> tuple[Help, ...]:
+    from paraplan.search.what_helps import what_helps
+
+    return what_helps(
+        workload, result.best, executor=question.executor, fixed=question.fixed, searches=question.prices_changes
+    )
 
 
 def _searched(

@@ -10,7 +10,8 @@ import numpy as np
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
-from paraplan.errors import PlanError
+from paraplan.errors import ParaplanError, PlanError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.search.constraints import FREE, Constraints
@@ -21,6 +22,8 @@ MOST_NODES = 16_384
 LONGEST_SEQUENCE = 2**24
 STEP_TOKENS = 256
 """Sequences are tried in multiples of this."""
+OTHER_GPUS = ("rtx-4090", "rtx-5090", "l40s", "a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-sxm-180gb")
+"""GPUs that people buy or rent in place of others, slowest first by the bf16 peak of their data sheets."""
 
 
 def some_plan_fits(
@@ -68,6 +71,27 @@ def larger_clusters(cluster: Cluster) -> Iterator[Cluster]:
     while cluster.network is not None and nodes <= MOST_NODES:
         yield cluster.replace(num_nodes=nodes)
         nodes *= 2
+
+
+def other_machines(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Yield as many of the GPUs that people take in place of others, by the name of their profile."""
+    for gpu in OTHER_GPUS:
+        name = f"{cluster.gpus_per_node}x{gpu}"
+        try:
+            other = cluster_from_profile(name, num_nodes=cluster.num_nodes)
+        except ParaplanError:  # there are no machines of so many
+            continue
+        if other.gpu.name != cluster.gpu.name:
+            yield name, other
+
+
+def larger_machines(workload: Workload, *, executor: Executor, fixed: Constraints) -> str | None:
+    """Return the profile of as many GPUs with more memory on which some plan fits, the slowest; None without one."""
+    for name, other in other_machines(workload.cluster):
+        is_larger = other.gpu_memory_bytes > workload.cluster.gpu_memory_bytes
+        if is_larger and some_plan_fits(replace(workload, cluster=other), executor=executor, fixed=fixed):
+            return name
+    return None
 
 
 def fewest_gpus(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> Cluster | None:

@@ -50,7 +50,8 @@ def test_estimate_prints_the_interface_that_programs_read() -> None:
 def test_the_text_names_the_plan_the_tree_and_the_command() -> None:
     status, stdout, _ = run(*RECOMMEND)
     assert status == 0
-    assert len(stdout.splitlines()) < 36
+    assert len(stdout.splitlines()) < 37
+    assert "Faster    --compile: " in stdout
     for label in ("Model ", "Training ", "Machine ", "Plan ", "Memory ", "Speed "):
         assert any(line.startswith(label) for line in stdout.splitlines())
     assert "paraplan launch" in stdout

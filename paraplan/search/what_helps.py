@@ -1,0 +1,183 @@
+"""What would make a step faster or smaller than the recommended plan: other options, more nodes, other GPUs, priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.errors import ParaplanError
+from paraplan.plan.executor import OWN_RUNTIME, Executor
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.progress import is_stopped, say
+from paraplan.records import Record
+from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.fine_tuning import trainings
+from paraplan.search.search import search
+from paraplan.search.what_fits import other_machines
+from paraplan.units import format_bytes, format_seconds, gpus
+
+MOST_SEARCHED_GPUS = 16
+"""On more GPUs a change of options is priced with the plan as it is: a search for each would take too long."""
+WORTH_SAYING = 0.03
+"""Of the step or of the memory: a smaller gain is not listed."""
+MOST_MACHINES = 2
+
+
+class Help(Record):
+    """One change, and what it gains against the recommended plan."""
+
+    name: str
+    """What people call it."""
+    options: str
+    """The options that ask for it."""
+    plan: ParallelPlan
+    """The plan under the change."""
+    is_same_plan: bool
+    """Whether that is the recommended one."""
+    step_time_s: float
+    """Its step."""
+    saved_s: float
+    """How much less that is, negative for more."""
+    peak_memory_bytes: int
+    """What it needs of the fullest GPU."""
+    saved_bytes: int
+    """How much less that is, negative for more."""
+    keeps_training: bool
+    """Whether the same parameters train with the same arithmetic: a change of speed alone."""
+
+    @property
+    def share(self) -> float:
+        """What it saves of the step's time."""
+        return self.saved_s / (self.step_time_s + self.saved_s)
+
+    @property
+    def in_words(self) -> str:
+        """The gain in a sentence."""
+        step = f"{format_seconds(self.step_time_s)} a step, {self.share:.0%} less"
+        return step if self.is_same_plan else f"{step} ({self.plan.describe()})"
+
+
+@dataclass(frozen=True)
+class _Change:
+    name: str
+    options: str
+    workload: Workload
+    keeps_training: bool = False
+    keeps_machine: bool = True
+
+
+def what_helps(
+    workload: Workload,
+    best: PlanEstimate,
+    *,
+    executor: Executor = OWN_RUNTIME,
+    fixed: Constraints = FREE,
+    searches: bool = False,
+) -> tuple[Help, ...]:
+    """Return the changes that gain at least 3 % of the recommended plan's time or memory, most time saved first.
+
+    Without `searches` options alone are changed, with the plan as it is, which takes milliseconds. With it, up to 16
+    GPUs, each change gets its own best plan, and other machines are looked at too.
+    """
+    with_plans = searches and workload.cluster.num_gpus <= MOST_SEARCHED_GPUS
+    found = [_priced(each, best, executor, fixed, with_plans) for each in _options(workload)]
+    if searches:
+        found += [_priced(each, best, executor, fixed, True) for each in _more_nodes(workload)]
+        found += _machines(workload, best, executor, fixed)
+    worth = [each for each in found if each is not None and _is_worth(each)]
+    return tuple(sorted(worth, key=lambda each: (-each.saved_s, -each.saved_bytes)))
+
+
+def _is_worth(one: Help) -> bool:
+    """Whether a change saves time without taking more memory than there is, or memory without taking longer."""
+    memory = one.saved_bytes / max(1, one.peak_memory_bytes + one.saved_bytes)
+    return one.share >= WORTH_SAYING or (memory >= WORTH_SAYING and one.share > -WORTH_SAYING)
+
+
+def _options(workload: Workload) -> Iterator[_Change]:
+    """Yield the changes of options that the training has not made yet."""
+    training = workload.training
+    changes: list[tuple[str, str, bool, dict[str, Any]]] = []
+    if not training.compiled and workload.cluster.gpu.vendor != "cpu":
+        changes.append(("torch.compile", "--compile", True, {"compiled": True}))
+    if training.attention != "flash" and training.precision != "fp32":
+        changes.append(("flash-attention", "--attention flash", True, {"attention": "flash"}))
+    if training.optimizer == "adamw_foreach":
+        changes.append(("fused AdamW", "--optimizer adamw", True, {"optimizer": "adamw"}))
+    if training.optimizer in ("adamw", "adamw_foreach") and training.train == "full":
+        changes.append(("8-bit AdamW", "--optimizer adamw_8bit", False, {"optimizer": "adamw_8bit"}))
+    if training.loss == "plain":
+        changes.append(("fused loss", "--loss liger", True, {"loss": "liger"}))
+    for name, options, same, change in changes:
+        yield _Change(name, options, workload.trained_as(training.replace(**change)), keeps_training=same)
+    if training.train == "full":
+        for name, options, other in trainings(training):
+            try:
+                yield _Change(name, options, workload.trained_as(other))
+            except ParaplanError:  # the model has no layers for it
+                continue
+
+
+def _more_nodes(workload: Workload) -> Iterator[_Change]:
+    cluster = workload.cluster
+    if cluster.network is None:
+        return
+    twice = cluster.replace(num_nodes=2 * cluster.num_nodes)
+    name = f"{gpus(twice.num_gpus)}"
+    yield _Change(name, f"--nodes {twice.num_nodes}", replace(workload, cluster=twice), keeps_machine=False)
+
+
+def _machines(workload: Workload, best: PlanEstimate, executor: Executor, fixed: Constraints) -> list[Help | None]:
+    """Return what as many of the next faster GPUs would do, two kinds of them."""
+    found: list[Help | None] = []
+    for name, other in other_machines(workload.cluster):
+        change = _Change(other.gpu.title, f"--profile {name}", replace(workload, cluster=other), keeps_machine=False)
+        priced = _priced(change, best, executor, fixed, True)
+        if priced is not None and priced.share >= WORTH_SAYING:
+            found.append(priced)
+        if len(found) == MOST_MACHINES:
+            break
+    return found
+
+
+def _priced(change: _Change, best: PlanEstimate, executor: Executor, fixed: Constraints, searches: bool) -> Help | None:
+    """Return a change with its gain, None where nothing fits with it or somebody asked for an end."""
+    if is_stopped():
+        return None
+    try:
+        if searches or not change.keeps_machine:
+            say(f"pricing {change.name}")
+            other = search(change.workload, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
+            estimate = other.best
+        else:
+            estimate = estimate_plan(change.workload, best.plan)
+    except ParaplanError:
+        return None
+    if not estimate.fits:
+        return None
+    return Help(
+        name=change.name,
+        options=change.options,
+        plan=estimate.plan,
+        is_same_plan=estimate.plan == best.plan,
+        step_time_s=estimate.step.step_time_s,
+        saved_s=best.step.step_time_s - estimate.step.step_time_s,
+        peak_memory_bytes=estimate.peak_memory_bytes,
+        saved_bytes=best.peak_memory_bytes - estimate.peak_memory_bytes,
+        keeps_training=change.keeps_training,
+    )
+
+
+def in_short(helps: tuple[Help, ...]) -> str | None:
+    """Return the largest gain in time that costs nothing but an option, in a sentence; None without one."""
+    free = [one for one in helps if one.keeps_training and one.share >= WORTH_SAYING]
+    return f"{free[0].options}: {free[0].in_words}" if free else None
+
+
+def memory_in_words(one: Help) -> str:
+    """Return what a change needs, and how much less that is."""
+    sign = "less" if one.saved_bytes >= 0 else "more"
+    return f"{format_bytes(one.peak_memory_bytes)}, {format_bytes(abs(one.saved_bytes))} {sign}"
