@@ -52,6 +52,8 @@ class StopRequest:
     """In words, once it was asked for."""
     sigval: signal.Signals = signal.SIGTERM
     """What ends ranks that did not come to it."""
+    is_over: threading.Event = field(default_factory=threading.Event)
+    """Set at the end of the job: nobody looks for a notice any more."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, reason: str, number: signal.Signals) -> bool:
@@ -139,15 +141,14 @@ def _run_command(command: str) -> str | None:
     return None if ended.returncode else f"'{one_line(command)[:60]}' says {one_line(ended.stdout)[:80] or 'so'}"
 
 
-def watch_for_notice(read: Callable[[], str | None], stop: StopRequest) -> threading.Event:
-    """Look for a notice from a thread until the event that is returned is set.
+def watch_for_notice(read: Callable[[], str | None], stop: StopRequest) -> None:
+    """Look for a notice from a thread until the job is over.
 
     Ranks that cannot save are ended by SIGTERM, as a batch system would.
     """
-    is_over = threading.Event()
 
     def look() -> None:
-        while not is_over.wait(_LOOK_S):
+        while not stop.is_over.wait(_LOOK_S):
             notice = read()
             if notice is None:
                 continue
@@ -157,7 +158,6 @@ def watch_for_notice(read: Callable[[], str | None], stop: StopRequest) -> threa
             return
 
     threading.Thread(target=look, daemon=True, name="paraplan-notice").start()
-    return is_over
 
 
 def check_requeue(environment: Mapping[str, str]) -> None:

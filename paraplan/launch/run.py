@@ -9,7 +9,6 @@ import os
 import runpy
 import shutil
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -104,15 +103,13 @@ def run_job(
     job.plan = request.file
     folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
     job.folder = folder
-    notices = threading.Event()  # set: nobody looks for one any more
     doors = open_doors(spec, request.nodes, os.environ)
     before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
-    threads_given = before[_THREADS_VARIABLE]
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
     try:
         if request.gpus is not None:
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, before[_DEVICES_VARIABLE])
-        config, program, program_arguments = _configure(request, folder, threads_given)
+        config, program, program_arguments = _configure(request, folder, before[_THREADS_VARIABLE])
         extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
         settings = AttemptSettings(
@@ -128,7 +125,7 @@ def run_job(
         )
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)
-        notices = _share_memory(request, job, extra_environment, settings, num_ranks=config.nproc_per_node)
+        _share_memory(request, job, extra_environment, settings, num_ranks=config.nproc_per_node)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare, doors=doors)
         results = run_with(config, program, program_arguments) or {}
@@ -140,7 +137,7 @@ def run_job(
                 failure.error_file = _NO_FILE
         raise
     finally:
-        notices.set()
+        job.stop.is_over.set()
         for name, value in before.items():
             _restore(name, value)
         if folder.is_temporary:
@@ -154,17 +151,16 @@ def _share_memory(
     settings: AttemptSettings,
     *,
     num_ranks: int,
-) -> threading.Event:
-    """Make what ranks and launcher share, named in `environment`; look for notices until the event is set."""
+) -> None:
+    """Make what ranks and launcher share, named in `environment`; begin to look for notices."""
     spec = request.spec
     if shared_memory.is_available():
         job.page, environment[shared_memory.STATUS_PAGE_VARIABLE] = StatusPage.make(num_ranks)
         if spec.memory_checkpoint is not None:
             environment[shared_memory.COPIES_VARIABLE] = _slots(spec.memory_checkpoint, num_ranks)
     job.stop.page, job.stop.window_s = job.page, spec.preempt_window or settings.grace_s
-    if spec.preempt_notice is None:
-        return threading.Event()
-    return watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
+    if spec.preempt_notice is not None:
+        watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
 
 
 def _slots(every: int, num_ranks: int) -> str:
