@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+PREEMPTED_EXIT_STATUS = 75
+"""A job that was told to end, and saved its state: EX_TEMPFAIL of sysexits.h, which invites to try again."""
+
 
 class ParaplanError(Exception):
     """Something that the user can mend.

@@ -15,6 +15,7 @@ FLOORS = {
     "records": 0,
     "progress": 0,
     "resources": 0,
+    "shared_memory": 0,
     "hardware": 1,
     "model": 1,
     "plan": 2,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paraplan.api.goodput import FailureRate, read_measured_costs
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.recommendations import SearchRequest, largest_model
@@ -153,10 +154,32 @@ class SearchOptions:
         ),
     ] = None
 
+    mtbf: Annotated[
+        str | None,
+        typer.Option(
+            "--mtbf",
+            metavar="TIME[/gpu|/node]",
+            help="Mean time between failures: of the whole job (3h), or of one GPU or node (50000h/gpu, 400d/node). "
+            "Shows how often to write a checkpoint, and the expected goodput.",
+            rich_help_panel=MONEY_PANEL,
+        ),
+    ] = None
+    costs_of: Annotated[
+        Path | None,
+        typer.Option(
+            "--costs-of",
+            metavar="RUN",
+            help="With --mtbf: take the times of checkpoints and restarts from this folder of an earlier launch.",
+            rich_help_panel=MONEY_PANEL,
+        ),
+    ] = None
+
     def require(self, reference: str | None) -> None:
         """Raise `UsageError` where no model is named, or one where a model is to be found, and for days of nothing."""
         if self.days is not None and self.find is not FindName.by_date:
             raise UsageError("--days belongs to --find by-date", hint="add --find by-date --tokens N")
+        if self.costs_of is not None and self.mtbf is None:
+            raise UsageError("--costs-of without --mtbf changes nothing", hint="add --mtbf 3h")
         if reference is None and self.find is not FindName.largest_model:
             raise UsageError("no MODEL given", hint="paraplan profiles list --kind model shows the bundled ones")
         if reference is not None and self.find is FindName.largest_model:
@@ -203,6 +226,8 @@ class SearchOptions:
             days=self.days,
             tokens=1e9 if self.tokens is None and self.price is not None else self.tokens,
             price_per_gpu_hour=self.price,
+            failures=None if self.mtbf is None else FailureRate.parse(self.mtbf),
+            failure_costs=None if self.costs_of is None else read_measured_costs(self.costs_of),
         )
 
 

@@ -20,6 +20,7 @@ from paraplan.units import format_bandwidth, format_bytes, format_count, format_
 
 if TYPE_CHECKING:
     from paraplan.api.recommendations import Recommendation
+    from paraplan.plan.goodput import GoodputEstimate
     from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.results import Candidate, SearchResult
     from paraplan.search.sizes import Budget, SizeOffer
@@ -68,6 +69,8 @@ def print_answer(
         _print_offers(console, beside.offers)
     if beside.budget is not None:
         _print_budget(console, beside.budget)
+    if beside.goodput is not None:
+        _print_goodput(console, beside.goodput, step_s=answer.result.best.step.step_time_s)
     if verbose:
         print_estimate(answer.best, with_details=True)
     _print_end(answer, plan_path, seconds, verbose=verbose)
@@ -200,6 +203,23 @@ def _print_budget(console: Console, budget: Budget) -> None:
         f"\n[bold]{format_count(budget.tokens)} tokens[/bold]: {budget.steps:,.0f} steps, {length}, "
         f"{budget.gpu_hours:,.1f} GPU-hours{cost} (steps alone: no starts, checkpoints or failures)",
         markup=True,
+    )
+
+
+def _print_goodput(console: Console, goodput: GoodputEstimate, *, step_s: float) -> None:
+    costs, steps = goodput.costs, max(1, round(goodput.interval_s / step_s))
+    console.print(
+        f"\n[bold]Expected goodput {goodput.goodput:.1%}[/bold] with a failure every {format_seconds(goodput.mtbf_s)} "
+        f"and a checkpoint every {steps:,} steps ({format_seconds(goodput.interval_s)})",
+        markup=True,
+    )
+    source = "measured" if costs.is_measured else "assumed"
+    console.print(
+        _indented(
+            f"checkpoints take {goodput.checkpoints:.1%}, steps done again {goodput.lost:.1%}, restarts "
+            f"{goodput.restarts:.1%} ({source}: {format_seconds(costs.save_s)} a checkpoint, "
+            f"{format_seconds(costs.load_s)} to load it, {format_seconds(costs.restart_s)} a restart)"
+        )
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
-from paraplan.errors import CheckFailedError, ParaplanError, PlanError
+from paraplan.errors import PREEMPTED_EXIT_STATUS, CheckFailedError, ParaplanError, PlanError
 from paraplan.launch.elastic.health import LeftOutError
 from paraplan.launch.elastic.launch import make_config
 from paraplan.launch.elastic.records import JobRecord
@@ -38,6 +38,7 @@ from paraplan.launch.faults.report import (
 from paraplan.launch.nodes.native_calls import silence_torch_log
 from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
 from paraplan.launch.planning import PlannerRequest, make_plan
+from paraplan.launch.preemption import PreemptedError, requeue
 from paraplan.launch.preflight import Findings, Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
 from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostError
 from paraplan.launch.request import LaunchRequest, check_request, planned_layout
@@ -84,10 +85,16 @@ def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_
             say(case.at_end())
         if job.folder is not None and not job.folder.is_temporary and not request.spec.no_logs:
             elapsed_s = time.monotonic() - started
+            goodput = job.clock.measure(job.page, is_done=status in (0, PREEMPTED_EXIT_STATUS))
+            measured = None if goodput is None else goodput.to_dict()
             late = [case.to_json() for case in job.late]
-            job.folder.note_end(exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts, late=late)
+            job.folder.note_end(
+                exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts, late=late, goodput=measured
+            )
             if status == 0 and job.attempts:
                 _say_summary(job, elapsed_s)
+            for line in [] if goodput is None else goodput.lines():
+                say(line)
 
 
 def _is_news(texts: tuple[str, ...], record: logging.LogRecord) -> bool:
@@ -123,6 +130,8 @@ def _run(
     except LeftOutError as left:
         say(f"this host is left out: {left.text}")
         return 1
+    except PreemptedError as end:
+        return _say_preempted(end, request)
     except SignalException as stop:
         say(f"{stop.sigval.name} ended the job; all ranks have been stopped")
         return 128 + int(stop.sigval)
@@ -137,6 +146,15 @@ def _run(
             raise
         raise _refusal(str(error), request.spec) from error
     return 0
+
+
+def _say_preempted(end: PreemptedError, request: LaunchRequest) -> int:
+    """Say that the ranks have saved and ended; have the job queued again where that is asked for."""
+    steps = f"{end.num_steps:,} step{'s' if end.num_steps != 1 else ''}"
+    say(f"{end}: all ranks have saved after {steps} and ended; start the job again to go on (status 75)")
+    if request.spec.requeue and os.environ.get("SLURM_NODEID", "0") == "0":
+        requeue(os.environ)
+    return PREEMPTED_EXIT_STATUS
 
 
 def _torchs_failures(error: ChildFailedError) -> list[RankFailure]:

@@ -22,6 +22,7 @@ OUR_OPTIONS = (
         "--fake",
         "--fake-rank",
     ),
+    *("--preempt-notice", "--preempt-window", "--requeue", "--memory-checkpoint"),
 )
 _EXEC = "exec"
 
@@ -134,7 +135,34 @@ def _add_own_options(parser: LaunchParser) -> None:
         help="Keep no run folder. Without --log-dir it is a new one in ./paraplan-runs: the command, versions, plan, "
         "what each rank wrote, and how the run ended.",
     )
+    _add_preemption_options(ours)
     _add_start_options(ours)
+
+
+def _add_preemption_options(ours: argparse._ArgumentGroup) -> None:
+    ours.add_argument(
+        "--preempt-notice",
+        metavar="SOURCE",
+        help="Look here once a second for a notice that the machine is to go: a file that comes to be, a URL that "
+        "answers (the cloud's metadata service), or command:COMMAND that succeeds. Default: signals alone.",
+    )
+    ours.add_argument(
+        "--preempt-window",
+        metavar="SECONDS",
+        type=float,
+        help="After SIGTERM, SIGUSR1 or a notice, ranks of paraplan.runtime get so long to end their step and save; "
+        "the job then ends with status 75. Default: 30, or --shutdown-timeout.",
+    )
+    ours.add_argument(
+        "--memory-checkpoint",
+        metavar="STEPS",
+        type=int,
+        help="Keep a copy of the training's state in this machine's memory, renewed every so many steps: with "
+        "--max-restarts, engine.resume goes on from there when a rank is lost. At most half of what is free.",
+    )
+    ours.add_argument(
+        "--requeue", action="store_true", help="Have Slurm queue the job again (scontrol requeue) after status 75."
+    )
 
 
 def _add_start_options(ours: argparse._ArgumentGroup) -> None:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU
 _TAKEN_BYTES = 1 << 30  # more than a driver with ECC and an idle display server hold
 _SMALL_SHM_BYTES = 64 << 20  # what containers get by default
 _SMALL_DISK_BYTES = 1 << 30
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""Weights and the two states of Adam, each in fp32; a lower bound for the engine's checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,8 @@ def check_disks(needs: Needs, *, folder: Path, shm: Path = Path("/dev/shm")) -> 
     free = _free_bytes(folder)
     wanted = _SMALL_DISK_BYTES
     if needs.num_parameters is not None:
+        from paraplan.plan.goodput import CHECKPOINT_BYTES_PER_PARAMETER  # pydantic, which a plan has imported
+
         wanted = max(wanted, needs.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER)
     if free is not None and free < wanted:
         reason = "a checkpoint needs" if wanted > _SMALL_DISK_BYTES else "less than"

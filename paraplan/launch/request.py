@@ -91,6 +91,7 @@ def check_request(
     if spec.max_restarts < 0:
         raise ArgumentError(f"--max-restarts {spec.max_restarts} is negative", hint="use 0 or more")
     _check_hang_timeout(spec)
+    _check_preemption(spec, environment)
     _check_streams("redirects", spec.redirects)
     _check_streams("tee", spec.tee)
     check_script(spec, current_folder)
@@ -187,6 +188,25 @@ def _check_hang_timeout(spec: LaunchSpec) -> None:
             "--hang-timeout looks at the Python stacks of ranks, which --no-python and --run-path do not give",
             hint="leave one of them out",
         )
+
+
+def _check_preemption(spec: LaunchSpec, environment: Mapping[str, str]) -> None:
+    window_s = spec.preempt_window
+    if window_s is not None and not 0 < window_s < _MOST_WINDOW_S:
+        raise ArgumentError(f"--preempt-window {window_s:g} is no time to save in", hint="use seconds above 0")
+    if spec.memory_checkpoint is not None and spec.memory_checkpoint < 1:
+        raise ArgumentError(f"--memory-checkpoint {spec.memory_checkpoint} is no number of steps", hint="use 1 or more")
+    if spec.preempt_notice is None and not spec.requeue:
+        return
+    from paraplan.launch.preemption import check_requeue, notice_reader  # torch, which a dry run does without
+
+    if spec.preempt_notice is not None:
+        notice_reader(spec.preempt_notice)
+    if spec.requeue:
+        check_requeue(environment)
+
+
+_MOST_WINDOW_S = 86_400.0
 
 
 def _check_streams(option: str, value: str) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
+from paraplan import shared_memory
 from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.elastic.agent import RoundPreparation
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
@@ -31,6 +32,7 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.doors import open_doors
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
 from paraplan.launch.parser import parse_arguments
+from paraplan.launch.preemption import notice_reader, watch_for_notice
 from paraplan.launch.preflight import gpus_of_ranks
 from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
 from paraplan.launch.ranks.cores import cpus_of_ranks, threads_per_rank, usable_cores
@@ -38,6 +40,8 @@ from paraplan.launch.ranks.spawning import SpawnerHandle, open_spawner
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.spec import LaunchSpec
+from paraplan.shared_memory import StatusPage
+from paraplan.units import format_bytes
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
     from paraplan.hardware.topology import NodeTopology
@@ -102,12 +106,11 @@ def run_job(
     job.folder = folder
     doors = open_doors(spec, request.nodes, os.environ)
     before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
-    threads_given = before[_THREADS_VARIABLE]
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
     try:
         if request.gpus is not None:
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, before[_DEVICES_VARIABLE])
-        config, program, program_arguments = _configure(request, folder, threads_given)
+        config, program, program_arguments = _configure(request, folder, before[_THREADS_VARIABLE])
         extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
         settings = AttemptSettings(
@@ -125,6 +128,7 @@ def run_job(
         )
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)
+        _share_memory(request, job, extra_environment, settings, num_ranks=config.nproc_per_node)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
         run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare, doors=doors)
         results = run_with(config, program, program_arguments) or {}
@@ -136,10 +140,42 @@ def run_job(
                 failure.error_file = _NO_FILE
         raise
     finally:
+        job.stop.is_over.set()
         for name, value in before.items():
             _restore(name, value)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _share_memory(
+    request: LaunchRequest,
+    job: JobRecord,
+    environment: dict[str, str],
+    settings: AttemptSettings,
+    *,
+    num_ranks: int,
+) -> None:
+    """Make what ranks and launcher share, named in `environment`; begin to look for notices."""
+    spec = request.spec
+    if shared_memory.is_available():
+        job.page, environment[shared_memory.STATUS_PAGE_VARIABLE] = StatusPage.make(num_ranks)
+        if spec.memory_checkpoint is not None:
+            environment[shared_memory.COPIES_VARIABLE] = _slots(spec.memory_checkpoint, num_ranks)
+    job.stop.page, job.stop.window_s = job.page, spec.preempt_window or settings.grace_s
+    if spec.preempt_notice is not None:
+        watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
+
+
+def _slots(every: int, num_ranks: int) -> str:
+    """Return memory for copies of the state of so many ranks, as their variable names it; say how much it may be."""
+    most_bytes = (shared_memory.available_bytes() or _MEMORY_OF_A_SMALL_NODE) // 2
+    steps = f"every {every} steps" if every > 1 else "every step"
+    say(f"a copy of the state is kept in memory {steps}: at most {format_bytes(most_bytes)} on this node")
+    return shared_memory.CopySlots.make(every=every, num_ranks=num_ranks, most_bytes=most_bytes).text()
+
+
+_MEMORY_OF_A_SMALL_NODE = 8 << 30
+"""Where the system does not say what is free."""
 
 
 def _preparation(

@@ -53,15 +53,21 @@ class RunFolder:
         )
 
     def note_end(
-        self, *, exit_status: int, elapsed_s: float, attempts: int, late: Sequence[Mapping[str, object]] = ()
+        self,
+        *,
+        exit_status: int,
+        elapsed_s: float,
+        attempts: int,
+        late: Sequence[Mapping[str, object]] = (),
+        goodput: Mapping[str, object] | None = None,
     ) -> None:
-        """Add to run.json how the run ended, and which ranks were `late` while it ran."""
+        """Add to run.json how the run ended, which ranks were `late` while it ran, and where its time went."""
         try:
             known = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
-        ended = {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts}
-        self._write(known | ended | ({"late": list(late)} if late else {}))
+        end = {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts, "goodput": goodput}
+        self._write(known | end | ({"late": list(late)} if late else {}))
 
     def note_plan(self, text: str) -> None:
         """Write the plan file that the ranks run."""

@@ -95,6 +95,13 @@ class LaunchSpec:
     gpus: str | None = None
     hang_timeout: float | None = None
     """Seconds without movement that end the job."""
+    preempt_notice: str | None = None
+    """A file, a URL or `command:` that tells that the machine is to go."""
+    preempt_window: float | None = None
+    """Seconds for ranks to save in."""
+    requeue: bool = False
+    memory_checkpoint: int | None = None
+    """Every how many steps the state is copied to memory."""
     metrics: str | None = None
     no_logs: bool = False
     preflight: str = "look"

@@ -152,11 +152,15 @@ class RankLeftError(ParaplanError):
 class RankSync:
     """The ranks of a job, this one among them. `num_steps` is the number of optimizer steps that this rank has done.
 
+    `wants_stop` says whether this rank is to end after the next step; `has_agreed_to_stop` is True on every rank in the
+    first step for which one of them said so.
     Where they meet is on the CPU, by gloo, so that no rank waits for its GPU.
     """
 
     def __init__(self, world: World) -> None:
         self.num_steps = 0
+        self.wants_stop: Callable[[], bool] = lambda: False
+        self.has_agreed_to_stop = False
         self._world = world
         self._has_left = False
 
@@ -169,9 +173,10 @@ class RankSync:
         if self._has_left:
             raise UsageError(f"engine.{call} after job.close", hint="close the job when all is done")
         if not self._world.is_distributed:
+            self.has_agreed_to_stop = call == "step" and self.wants_stop()
             return [size]
         device = "cpu" if _has_cpu_backend() else self._world.device
-        mine = torch.tensor([_CALLS.index(call), size], device=device)
+        mine = torch.tensor([_CALLS.index(call), size, int(self.wants_stop())], device=device)
         gathered = [torch.empty_like(mine) for _ in range(self._world.size)]
         try:
             dist.all_gather(gathered, mine)
@@ -199,6 +204,7 @@ class RankSync:
                 f"after {self.num_steps} steps rank 0 calls engine.{calls[0]}, and rank {other} engine.{calls[other]}",
                 hint="every rank must make the same calls, and have the same number of batches; job.shard gives these",
             )
+        self.has_agreed_to_stop = call == "step" and any(answer[2] for answer in answers)
         return [answer[1] for answer in answers]
 
     def leave(self) -> None:

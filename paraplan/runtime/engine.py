@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.agreement import Call, RankSync
-from paraplan.runtime.checkpoints.adapter_files import check_adapters, write_adapters
-from paraplan.runtime.checkpoints.chunks import locations
-from paraplan.runtime.checkpoints.entries import MODEL
-from paraplan.runtime.checkpoints.saving import CheckpointSource, CheckpointWriter, load_checkpoint
-from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.wrapping import complete_reductions
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.micro_batching import MicroBatching
-from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
 from paraplan.runtime.options import EngineOptions
-from paraplan.runtime.precision import LossScale
 from paraplan.runtime.predictions import Predictor
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.shards.group import whole_tensor
+from paraplan.runtime.recovery.keeper import is_finite
 from paraplan.runtime.step.execution import evaluation_mode
-from paraplan.runtime.step.faults import LossWatch, explained_failures
 from paraplan.runtime.step.freezing import Freezing
 from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
 from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
-from paraplan.runtime.timeouts import explained_timeouts
+from paraplan.runtime.training_state import TrainingState
 
 
-class Engine:
+class Engine(TrainingState):
     """A model under a plan, with its optimizer. Made by `Job.prepare`.
 
     `optimizer` is this rank's, over `parameters`; `scheduler` what sets its learning rate, None without one.
@@ -59,64 +44,22 @@ class Engine:
         shape: StepShape,
         engine_options: EngineOptions,
     ) -> None:
-        self.optimizer = optimizer
-        self.scheduler = engine_options.scheduler
+        super().__init__(part, optimizer, mesh=mesh, plan=plan, shape=shape, engine_options=engine_options)
         self.grad_norm: torch.Tensor | None = None
-        self._part = part
-        self._mesh = mesh
-        self._plan = plan
-        self._options = engine_options
-        self._sync = engine_options.sync or RankSync(mesh.world)
         self._has_stepped = False
         self.metrics: dict[str, torch.Tensor] = {}
-        self._losses = LossWatch(mesh.world)
         self._freezing = Freezing(part.parameters, is_parallel=mesh.world.size > 1)
         self._totals = TotalsOverRanks(mesh)
-        self._batches = MicroBatching(part, shape, engine_options.checking, self._sync, plan=plan, mesh=mesh)
         self._predictor = Predictor(part, plan, mesh, self._batches)
         engine_options.checking = replace(engine_options.checking, reference=None)
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
-        self._average: ParameterAverage | None = None
-        self._writer = CheckpointWriter(is_main=mesh.world.rank == 0)
-
-    @property
-    def module(self) -> nn.Module:
-        """This rank's part of the model, on its device: all of it, a sharded model, or a pipeline stage."""
-        return self._part.module
-
-    @property
-    def num_steps(self) -> int:
-        """Steps done, those of a loaded checkpoint included."""
-        return self._sync.num_steps
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by their names in the whole model; DTensors where they are sharded.
-
-        Under tensor parallelism some are this rank's parts; see `whole`.
-        """
-        return dict(self._part.parameters)
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """The scale of the loss in fp16, with the number of steps that were left out; None in other precisions."""
-        return self._options.loss_scale
+        self._last_loss: torch.Tensor | None = None
 
     @property
     def last_report(self) -> StepReport | None:
         """What was last measured: on rank 0 of a run that writes metrics or shows its progress, and for callbacks."""
         return None if self._options.watch is None else self._options.watch.last
-
-    def whole(self, name: str, tensor: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the whole of parameter `name`, or of `tensor`, which lies over the ranks as that parameter does.
-
-        Such a tensor is its gradient, or an average that an optimizer keeps of it. The ranks that share the parameter
-        call it together.
-        """
-        held = self._part.parameters[name]
-        tensor = held.detach() if tensor is None else tensor
-        return whole_tensor(tensor, self._part.shardings.get(name), self._mesh)
 
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Do one optimizer step on this rank's share of a global batch; return the loss of the whole batch.
@@ -133,7 +76,8 @@ class Engine:
             with self._freezing.as_prepared():
                 totals = self._backward(inputs, targets)
             self._update(totals.factor)
-            return totals.loss
+        self._end_step()
+        return totals.loss
 
     def backward(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Do the first half of `step`: leave the gradients of the global batch in place, and return its loss.
@@ -152,6 +96,7 @@ class Engine:
             raise UsageError("engine.update without engine.backward before it", hint="call engine.backward first")
         with self._explained("step"):
             self._update(None)
+        self._end_step()
 
     def _backward(self, inputs: Any, targets: Any) -> StepTotals:
         self._refuse_averages("step")
@@ -162,6 +107,8 @@ class Engine:
         self._losses.check(keep=1)
         loss = self._part.execution.loss
         micro_batches, rule = self._batches.divide("step", inputs, targets, guarded=self._guarded)
+        if self._keeper is not None:
+            self._keeper.begin()
         self._forget_gradients()
         loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
         for reduction in self._part.reductions:
@@ -170,6 +117,8 @@ class Engine:
         self._batches.share_state()
         if has_values:
             complete_reductions(self._part.reductions, self.num_steps, self._lacking_of_all)
+        if self._keeper is not None:
+            self._keeper.finish(self.num_steps, is_good=is_finite(self._last_loss))
         totals = self._totals.sum("step", loss.tally, rule, has_values=has_values)
         for reduction in self._part.reductions:
             reduction.drop_unused(self.num_steps)
@@ -177,6 +126,7 @@ class Engine:
         self.metrics = totals.metrics
         own = loss.tally.loss
         self._losses.add(step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._options.checking.has_values)
+        self._last_loss = totals.loss.detach()
         self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
         return totals
 
@@ -249,89 +199,6 @@ class Engine:
         with self._explained("predict"), self._freezing.as_prepared():
             return self._guarded(lambda: self._predictor.generate(inputs, (arguments, options)))
 
-    def save(self, folder: str | Path, *, wait: bool = True) -> None:
-        """Write the state of the training to `folder`, which any plan can load.
-
-        That is parameters, buffers, optimizer, scheduler, loss scale, random numbers and `num_steps`. Every rank calls
-        it, with a folder that all of them reach. A checkpoint that is there stays whole until the new one is. Without
-        `wait` the state is copied to the host's memory and written while training goes on; the next `save`, `load` or
-        `job.close` waits for it, and raises what went wrong. Raises `CheckpointError` where the folder or the disk does
-        not take it, and `DivergedError` before anything is written where the last loss is not a number.
-        """
-        self._refuse_averages("save")
-        self._save(folder, wait=wait)
-
-    def _save(self, folder: str | Path, *, wait: bool, only: Callable[[str], bool] | None = None) -> None:
-        self._losses.check()
-        with self._explained("save"):
-            self._batches.meet("save")
-            self._writer.write(Path(folder), self._source(), wait=wait, only=only)
-
-    def load(self, folder: str | Path) -> None:
-        """Go on from what `save` wrote to `folder`, under this plan or another one. Every rank calls it.
-
-        Under the same plan dropout goes on with the random numbers of the checkpoint, under another one with new ones.
-        Raises `CheckpointError` where `folder` holds no checkpoint of this model.
-        """
-        self._refuse_averages("load")
-        with self._explained("load"):
-            self._batches.meet("load")
-            free_gathered(self._part.module)
-            self._writer.finish()
-            self._sync.num_steps = load_checkpoint(Path(folder), self._source())
-            self._batches.reload(Path(folder))
-
-    def export(self, path: str | Path) -> None:
-        """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.
-
-        They pass through a folder beside the file, without the optimizer's state; rank 0 needs the memory of the whole
-        model. See `paraplan.runtime.export.export_weights` for a checkpoint that is there.
-        """
-        self._export(Path(path), lambda name: name.startswith(MODEL), lambda passing: export_weights(passing, path))
-
-    def export_adapters(self, folder: str | Path) -> None:
-        """Write the adapters of a peft model alone to `folder`, as peft's `save_pretrained` does. Every rank calls it.
-
-        `peft.PeftModel.from_pretrained(base, folder)` reads them. Raises `UsageError` for a model without any.
-        """
-        adapters = self._options.adapters
-        check_adapters(adapters)
-        names = {f"{MODEL}{name}" for adapter in adapters for name in adapter.names.values()}
-        self._export(Path(folder), names.__contains__, lambda passing: write_adapters(Path(folder), passing, adapters))
-
-    def _export(self, path: Path, only: Callable[[str], bool], write: Callable[[Path], Any]) -> None:
-        passing = path.with_name(f"{path.name}.passing")
-        self._save(passing, wait=True, only=only)
-        if self._mesh.world.rank == 0:
-            write(passing)
-            shutil.rmtree(passing)
-        self._batches.meet("save")
-
-    def average(self, decay: float) -> None:
-        """Keep the exponential moving average of the parameters from now on, updated behind every step.
-
-        It takes as much memory as the parameters, and is in checkpoints: call it before `load`. Raises `UsageError` for
-        a decay that is not in [0, 1), and where an average is kept.
-        """
-        if self._average is not None:
-            raise UsageError("engine.average was called before", hint="call it once, before the first step")
-        self._average = ParameterAverage(self._part.parameters, decay)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Have the averages in the place of the parameters in this context, for eval_step, predict and export.
-
-        Every rank enters it. Raises `UsageError` where `average` was not called.
-        """
-        if self._average is None:
-            raise UsageError("there is no average of the parameters", hint="call engine.average(decay) before training")
-        with self._average.in_place(self._part.module):
-            yield
-
-    def _refuse_averages(self, call: str) -> None:
-        if self._average is not None and self._average.is_in_place:
-            raise UsageError(f"engine.{call} inside of engine.averaged", hint="leave the context first")
-
     def expect(self, num_steps: int) -> None:
         """Say how many steps there will be, those of a loaded checkpoint included: the bar shows its share of them."""
         if self._options.watch is not None:
@@ -354,32 +221,6 @@ class Engine:
         if self._options.watch is not None:
             self._options.watch.finish()
 
-    def _source(self) -> CheckpointSource:
-        return CheckpointSource(
-            parameters=self._part.parameters,
-            buffers=self._part.buffers,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            loss_scale=self._options.loss_scale,
-            places=locations(self._part.shardings, self._mesh.coordinate("tp")),
-            plan=self._plan,
-            num_steps=self.num_steps,
-            mesh=self._mesh,
-            average=self._average,
-        )
-
-    def _explained(self, call: Call) -> AbstractContextManager[Any]:
-        """Have a timeout or a lost connection in this context say what the other rank did."""
-        stack = ExitStack()
-
-        def name() -> str:
-            return f"engine.{call} after {self.num_steps} steps"
-
-        if self._options.checking.agreement is not None:
-            stack.enter_context(self._options.checking.agreement.explained(name))
-        stack.enter_context(explained_timeouts(name))
-        return stack
-
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._part.parameters.values():  # of which the optimizer may have some
@@ -387,14 +228,3 @@ class Engine:
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
-
-    def _guarded(self, work: Callable[[], Any]) -> Any:
-        return explained_failures(
-            work,
-            parameters=self._part.parameters.values(),
-            optimizer=self.optimizer,
-            plan=self._plan,
-            file=self._options.file,
-            world=self._mesh.world,
-            step=self.num_steps + 1,
-        )

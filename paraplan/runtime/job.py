@@ -52,6 +52,7 @@ from paraplan.runtime.options import EngineOptions, TrainingOptions
 from paraplan.runtime.precision import LossScale, ReduceType, check_reduce_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart
 from paraplan.runtime.recompute.policy import RecomputePolicy, check_operators
+from paraplan.runtime.recovery.status import RankStatus, status_of_process
 from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.global_batch import check_gathers
 from paraplan.runtime.step.loss import LossFunction
@@ -207,12 +208,18 @@ class Job:
                 watch=watch,
                 file=self.file,
                 adapters=adapters,
+                status=self._status(),
             ),
         )
         self._sync.append(sync)
         atexit.register(sync.leave)  # runs before the group is left
         self._engines.append(engine)
         return engine
+
+    def _status(self) -> RankStatus:
+        for engine in self._engines:
+            engine.leave_status()
+        return RankStatus() if self._engines else status_of_process()
 
     def _agreement(self) -> Agreement:
         if not self._agreements:

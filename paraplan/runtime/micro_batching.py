@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement, Call, RankSync
+from paraplan.runtime.checkpoints.saving import Reader
 from paraplan.runtime.checks.first_step import FirstStep
 from paraplan.runtime.checks.forward_state import BatchStatistics
 from paraplan.runtime.checks.loss_rule import LossProbe
@@ -117,9 +117,9 @@ class MicroBatching:
         """Keep what the forward pass of a divided batch has written the same on all replicas."""
         self._first_step.share_state()
 
-    def reload(self, folder: Path) -> None:
-        """Take note that the checkpoint in `folder` was loaded."""
-        self._first_step.reload(folder)
+    def reload(self, reader: Reader) -> None:
+        """Take note that the state that `reader` has was loaded."""
+        self._first_step.reload(reader)
 
     def _rule(
         self,

@@ -18,6 +18,7 @@ from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.optimizers.several import OptimizerFactory, SchedulerFactory
 from paraplan.runtime.precision import LossScale, ReduceType
 from paraplan.runtime.recompute.policy import RecomputePolicy
+from paraplan.runtime.recovery.status import RankStatus
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch
 
@@ -82,3 +83,4 @@ class EngineOptions:
     file: PlanFile | None = None
     checking: Checking = field(default_factory=Checking)
     adapters: tuple[Adapter, ...] = ()
+    status: RankStatus = field(default_factory=RankStatus)

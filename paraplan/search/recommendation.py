@@ -17,6 +17,14 @@ from paraplan.plan.files import (
     PlannedMemory,
     PlannedPlacement,
 )
+from paraplan.plan.goodput import (
+    FailureRate,
+    GoodputEstimate,
+    MeasuredCosts,
+    assumed_costs,
+    best_interval,
+    estimate_goodput,
+)
 from paraplan.plan.placement.place import place
 from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.search.constraints import FREE, Constraints
@@ -54,6 +62,10 @@ class SearchRequest:
     days: float | None = None
     """In which training on `tokens` is to end, where the number of GPUs is to be found for it."""
     price_per_gpu_hour: float | None = None
+    failures: FailureRate | None = None
+    """How often the job fails; None leaves failures out."""
+    failure_costs: MeasuredCosts | None = None
+    """Measured costs of failures and checkpoints; what is not known is assumed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +86,7 @@ class Recommendation:
     explanation: Explanation | None = None
     comparison: Comparison | None = None
     budget: Budget | None = None
+    goodput: GoodputEstimate | None = None
     offers: tuple[SizeOffer, ...] = ()
     ways: tuple[FineTuningWay, ...] = ()
     helps: tuple[Help, ...] = ()
@@ -110,6 +123,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
         explanation=_explanation(result) if question.explains else None,
         comparison=_comparison(workload, question.earlier, result) if question.earlier else None,
         budget=_budget(workload, question.tokens, question.price_per_gpu_hour, result) if question.tokens else None,
+        goodput=_goodput(workload, question, result) if question.failures else None,
         offers=offers,
         ways=_ways(workload, question) if offloads else (),
         helps=_helps(workload, question, result),
@@ -179,6 +193,18 @@ def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> 
     from paraplan.search.comparison import compare_with
 
     return compare_with(workload, earlier, result)
+
+
+def _goodput(workload: Workload, question: SearchRequest, result: SearchResult) -> GoodputEstimate:
+    """Return what failures leave of the job's time, with checkpoints at the best interval in whole steps."""
+    cluster, step_s = workload.cluster, result.best.step.step_time_s
+    assert question.failures is not None
+    mtbf_s = question.failures.of_job_s(num_gpus=cluster.num_gpus, num_nodes=cluster.num_nodes)
+    costs = assumed_costs(num_parameters=workload.model.parameters.total, num_nodes=cluster.num_nodes)
+    if question.failure_costs is not None:
+        costs = question.failure_costs.completed(costs)
+    steps = max(1, round(best_interval(mtbf_s, costs, step_s=step_s) / step_s))
+    return estimate_goodput(mtbf_s, costs, interval_s=steps * step_s)
 
 
 def _budget(workload: Workload, tokens: float, price_per_gpu_hour: float | None, result: SearchResult) -> Budget:

@@ -411,3 +411,35 @@ def test_a_plan_that_does_not_suit_the_model_is_refused(degrees: list[str], mess
     assert (status, stdout) == (2, "")
     assert message in stderr
     assert hint in stderr
+
+
+def test_a_time_between_failures_gives_an_interval_of_checkpoints_and_a_goodput(tmp_path: Path) -> None:
+    status, stdout, _ = run(*RECOMMEND, "--mtbf", "3h")
+    assert status == 0
+    assert "Expected goodput" in stdout
+    assert "assumed" in stdout
+    job = json.loads(run(*RECOMMEND, "--mtbf", "3h", "--json")[1])["goodput"]
+    gpu = json.loads(run(*RECOMMEND, "--mtbf", "24h/gpu", "--json")[1])["goodput"]
+    assert job == gpu  # of 8 GPUs
+    assert job["goodput"] + job["checkpoints"] + job["lost"] + job["restarts"] == pytest.approx(1)
+    assert json.loads(run(*RECOMMEND, "--json")[1])["goodput"] is None
+    costs = {"save_s": 0.5, "write_s": 20.0, "load_s": 3.0, "restart_s": None}
+    (tmp_path / "run.json").write_text(json.dumps({"goodput": {"costs": costs}}))
+    words = ("--mtbf", "3h", "--costs-of", str(tmp_path), "--json")
+    measured = json.loads(run(*RECOMMEND, *words)[1])["goodput"]
+    assert measured["costs"]["save_s"] == 0.5
+    assert measured["goodput"] > job["goodput"]
+
+
+def test_bad_times_between_failures_and_bad_runs_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"goodput": null}')
+    for words, said in (
+        (("--mtbf", "often"), "no mean time between failures"),
+        (("--costs-of", str(tmp_path)), "--costs-of without --mtbf"),
+        (("--mtbf", "3h", "--costs-of", str(tmp_path / "none")), "cannot read"),
+        (("--mtbf", "3h", "--costs-of", str(tmp_path)), "holds no costs"),
+    ):
+        result = CliRunner().invoke(app, [*RECOMMEND, *words], catch_exceptions=True)
+        text = f"{result.output}{result.exception}"
+        assert result.exit_code != 0
+        assert said in text

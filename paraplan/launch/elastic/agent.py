@@ -130,6 +130,7 @@ class NodeAgent(ElasticAgent):
         is_over = threading.Event()
         if participants(handler) is not None and self._nodes.max > 1:
             threading.Thread(target=self._say_who_is_missing, args=(handler, is_over), daemon=True).start()
+        began = time.time()
         try:
             forget_store_of_ranks(handler)
             super().rendezvous(group)
@@ -145,6 +146,7 @@ class NodeAgent(ElasticAgent):
                 error.add_note(address)  # for the report
             raise
         finally:
+            self._job.clock.waiting_s += time.time() - began
             is_over.set()
 
     def _say_who_is_missing(self, handler: Any, is_over: threading.Event) -> None:

@@ -7,11 +7,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
@@ -19,12 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paraplan.launch.elastic.following import marks_variables, watch_steps
 from paraplan.launch.elastic.health import HealthCheck
+from paraplan.launch.elastic.held_signals import HeldSignals, raise_signal
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits, describe_elsewhere
 from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
+from paraplan.launch.preemption import is_saving
 from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
@@ -45,53 +46,11 @@ _ALONE_S = 3.0
 _HANG_NOTES_S = 5.0
 """How long a node that has seen a hang waits for what the others say of it: they look at other moments."""
 
+_SAVED_S = 10.0
+"""How long the other ranks of a node get to end, once one of them has saved and ended: they save together."""
+
 _SILENT_S = 2.0
 """How long ranks that are to end are waited for before the launcher says so."""
-
-
-class _HeldSignals:
-    """torch's signal handlers raise wherever they strike; inside `held` they wait, so that no message is torn.
-
-    `count` is the number of signals so far.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self.count = 0
-        self._pending: list[tuple[Callable[[int, FrameType | None], Any], int]] = []
-
-    def wrap_handlers(self, names: Sequence[str]) -> None:
-        """Put this object before the Python handlers of the signals `names`."""
-        for name in names:
-            number = signal.Signals.__members__.get(name.strip())
-            if number is None:
-                continue  # torch has warned of it
-            handler = signal.getsignal(number)
-            if callable(handler) and handler is not signal.default_int_handler:
-                signal.signal(number, self._holding(handler))
-
-    def _holding(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], Any]:
-        def handle(number: int, frame: FrameType | None) -> None:
-            self.count += 1
-            if self._depth:
-                self._pending.append((handler, number))
-            else:
-                handler(number, frame)
-
-        return handle
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Let signals wait until the end of this block."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-        if self._pending and not self._depth:
-            handler, number = self._pending.pop(0)
-            self._pending.clear()
-            handler(number, None)
 
 
 class RankProcesses(ProcessContext):
@@ -113,7 +72,7 @@ class RankProcesses(ProcessContext):
         self._spawner = spawner
         self._settings = settings
         self._job = job
-        self._signals = _HeldSignals()
+        self._signals = HeldSignals(lambda number: job.stop.ask(number.name, number))
         self._pids: dict[int, int] = {}
         self._exits: dict[int, RankExit] = {}
         self._stopped: set[int] = set()
@@ -146,8 +105,12 @@ class RankProcesses(ProcessContext):
         """Start the ranks. The base class has put torch's signal handlers in place."""
         if threading.current_thread() is threading.main_thread():
             names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-            self._signals.wrap_handlers(names.split(","))
+            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+                signal.signal(signal.SIGUSR1, raise_signal)  # of which torch makes nothing
+            self._signals.wrap_handlers([*names.split(","), "SIGUSR1"])
         self._job.attempts += 1
+        self._job.stop.go_on()
+        self._job.clock.begin_attempt(self._job.page)
         self._job.failures = []
         self._job.hang = None
         self._job.stacks, self._job.stopped, self._job.calls = {}, (), {}
@@ -208,6 +171,7 @@ class RankProcesses(ProcessContext):
     def poll_processes(self) -> RunProcsResult | None:
         """Return the result once all ranks have ended or one has failed, None before."""
         self._collect()
+        self._end_saved_ranks()
         if self._is_running() and not self._failed():
             if self._steps is not None:
                 self._steps.look()
@@ -223,6 +187,21 @@ class RankProcesses(ProcessContext):
         self._ask_where_ranks_are()
         self.close()
         return self._result()
+
+    def _end_saved_ranks(self) -> None:
+        """Raise `PreemptedError` where the ranks have saved and ended because the job was to end."""
+        codes = {rank: end.code for rank, end in self._exits.items()}
+        deadline = time.monotonic() + _SAVED_S
+        while is_saving(codes) and self._is_running() and time.monotonic() < deadline:
+            self._collect(timeout_s=0.05)
+            codes = {rank: end.code for rank, end in self._exits.items()}
+        end = self._job.stop.check(codes, num_running=len(self._running()))
+        if end is not None:
+            self._job.clock.end_attempt(self._job.page)
+            if end.reason is not None and self._job.store is not None:
+                self._job.store.note_stop(f"{end.reason}: its ranks saved, and")
+            self.close()
+            raise end
 
     def _running(self) -> list[int]:
         return sorted(set(self._pids) - set(self._exits))
@@ -295,6 +274,7 @@ class RankProcesses(ProcessContext):
                 self._exits[end.local_rank] = end
 
     def _result(self) -> RunProcsResult:
+        self._job.clock.end_attempt(self._job.page)
         failures = self._read_failures()
         self._job.failures = failures
         self._job.ended = tuple(self._global_rank(rank) for rank, end in sorted(self._exits.items()) if end.code == 0)
@@ -353,6 +333,7 @@ class RankProcesses(ProcessContext):
         if self._signals.count and self._job.store is not None:
             self._job.store.note_stop(death_signal.name)
         self._stopped = set(self._pids) - set(self._exits)
+        self._job.stop.end_at_once()
         try:
             self._stop(death_signal)
         except SignalException:  # a second signal: no more patience

@@ -10,10 +10,13 @@ from paraplan.launch.faults.calls import RankCalls
 from paraplan.launch.faults.failures import RankFailure
 from paraplan.launch.faults.hang import HangVerdict
 from paraplan.launch.faults.memory_kills import MemoryKills
+from paraplan.launch.goodput import JobClock
 from paraplan.launch.nodes.store import NodeStore
+from paraplan.launch.preemption import StopRequest
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.stragglers.watch import Case
+from paraplan.shared_memory import StatusPage
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.plan.files import PlanFile
@@ -54,7 +57,8 @@ class JobRecord:
     `plan` is the plan that the ranks have got, `store` where the nodes of this round write to each other,
     `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
     timed out, those of them that were `stopped`, those that had `ended` well before, and the `calls` that ranks made
-    last, where they are known. `late` are the slow ranks, links and hosts that were told.
+    last, where they are known. `late` are the slow ranks, links and hosts that were told. `clock` is where the time of
+    the job went, `page` what its ranks tell of themselves, `stop` whether they are to save and end.
     """
 
     started_ns: int | None = None
@@ -70,3 +74,6 @@ class JobRecord:
     ended: tuple[int, ...] = ()
     calls: dict[int, RankCalls] = field(default_factory=dict)
     late: list[Case] = field(default_factory=list)
+    clock: JobClock = field(default_factory=JobClock)
+    page: StatusPage | None = None
+    stop: StopRequest = field(default_factory=StopRequest)

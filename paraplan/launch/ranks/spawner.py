@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _STDERR = 2
 _COPIER_S = 5.0  # a console that takes nothing, such as a paused pager, must not keep a job from ending
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ class CheckpointChunks(torch.Tensor):
         pieces._chunks = boxes
         return pieces
 
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The boxes that this rank holds."""
+        return list(self._chunks)
+
     def copied(self) -> CheckpointChunks:
         """Return the same boxes with a copy of their values in the host's memory."""
         boxes = [Chunk(offsets=box.offsets, values=box.values.to("cpu", copy=True)) for box in self._chunks]

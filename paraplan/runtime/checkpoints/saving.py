@@ -13,15 +13,15 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from paraplan.runtime.checkpoints.entries import (
@@ -61,10 +61,15 @@ _TORCHS_FILE = "inline_container"  # caffe2/serialize/inline_container.cc, which
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one rank, one after the other. `is_main` is True on rank 0, which moves the folders."""
+    """Writes the checkpoints of one rank, one after the other. `is_main` is True on rank 0, which moves the folders.
 
-    def __init__(self, *, is_main: bool) -> None:
-        self._is_main = is_main
+    `note_whole` is called with the seconds that a whole checkpoint took, and the number of its steps.
+    """
+
+    def __init__(
+        self, *, is_main: bool, note_whole: Callable[[float, int], None] = lambda seconds, steps: None
+    ) -> None:
+        self._is_main, self._note_whole = is_main, note_whole
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -79,6 +84,13 @@ class CheckpointWriter:
         disk does not take it; the one that is there stays.
         """
         self.finish()
+        began_s, num_steps = time.monotonic(), source.num_steps
+
+        def write(group: dist.ProcessGroup | None) -> None:
+            self._write(folder, entries, group)
+            if only is None:
+                self._note_whole(time.monotonic() - began_s, num_steps)
+
         entries = entries_to_write(source) | random_entries(source.mesh.world)
         if only is not None:
             entries = {name: held for name, held in entries.items() if only(name)}
@@ -94,10 +106,10 @@ class CheckpointWriter:
             shutil.rmtree(_beside(folder, "partial"), ignore_errors=True)
         _wait_for_all()
         if wait:
-            self._write(folder, entries, None)
+            write(None)
             _wait_for_all()
             return
-        self._thread = threading.Thread(target=self._write_or_keep_error, args=(folder, entries, self._group))
+        self._thread = threading.Thread(target=self._keep_error, args=(folder, lambda: write(self._group)))
         self._thread.start()
 
     def finish(self) -> None:
@@ -110,11 +122,9 @@ class CheckpointWriter:
         if failure is not None:
             raise failure
 
-    def _write_or_keep_error(
-        self, folder: Path, entries: dict[str, torch.Tensor], group: dist.ProcessGroup | None
-    ) -> None:
+    def _keep_error(self, folder: Path, write: Callable[[], None]) -> None:
         try:
-            self._write(folder, entries, group)
+            write()
         except Exception as error:  # raised again by `finish`, in the thread that trains, which a script may not call
             self._failure = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
             if self._is_main:
@@ -149,6 +159,11 @@ def _unwritten(folder: Path, error: BaseException) -> CheckpointError:
     )
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether `folder` holds a checkpoint, or the one that was there before."""
+    return any((place / INDEX_NAME).exists() for place in (folder, _beside(folder, "previous")))
+
+
 def find_whole(folder: Path) -> Path:
     """Return where the last whole checkpoint of `folder` is. Raises `CheckpointError` where there is none."""
     for place in (folder, _beside(folder, "previous")):
@@ -163,14 +178,54 @@ def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
     Every rank calls it. Raises `CheckpointError` where there is none, or where it is of another model.
     """
     _wait_for_all()  # one that rank 0 still moves
-    whole = find_whole(folder)
-    index = SafeReader(whole).read_metadata()
-    saved = index.state_dict_metadata
+    return load_from(FolderReader(folder), source)
+
+
+class Reader(Protocol):
+    """Where a state is read from: `name` in messages, `saved` what there is by entry."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        """The entries, as torch's index of a checkpoint describes them."""
+        ...
+
+    def read(self, entries: dict[str, torch.Tensor]) -> None:
+        """Fill the tensors of `entries`. Every rank calls it."""
+        ...
+
+
+class FolderReader:
+    """A checkpoint on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the index of the whole checkpoint of `folder`. Raises `CheckpointError` where there is none."""
+        self.name = str(folder)
+        self._whole = find_whole(folder)
+        self._index = SafeReader(self._whole).read_metadata()
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        """The entries of the index."""
+        return self._index.state_dict_metadata
+
+    def read(self, entries: dict[str, torch.Tensor]) -> None:
+        """Fill the tensors of `entries`. Every rank calls it."""
+        read_entries(self._whole, entries, index=self._index)
+
+
+def load_from(reader: Reader, source: CheckpointSource) -> int:
+    """Read a state into this rank's parts; return its number of steps. Every rank calls it. Raises as above."""
+    folder, saved = reader.name, reader.saved
     if PROGRESS not in saved:
         raise CheckpointError(f"{folder} is a checkpoint of another program", hint="name one that engine.save wrote")
     texts = [PROGRESS, *(f"{OPTIONS}{name}" for name in source.parameters if f"{OPTIONS}{name}" in saved)]
     entries = {name: empty_bytes(name, saved[name]) for name in (*texts, *_random_names(saved, source))}
-    read_entries(whole, entries, index=index)
+    reader.read(entries)
     # All that is not a tensor of the model is checked before anything of the model changes.
     progress = read_progress(entries[PROGRESS])
     options = {
@@ -182,7 +237,7 @@ def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
     if f"{RANDOM}{source.mesh.world.rank}" in entries:
         state = entries[f"{RANDOM}{source.mesh.world.rank}"]
         taking("the state of the random numbers", lambda: torch.Generator().set_state(state))
-    states = _read_tensors(folder, whole, index, source)
+    states = _read_tensors(reader, source)
     _take_optimizer(source, states, options)
     _take_progress(entries, progress, source)
     if source.average is not None:
@@ -192,13 +247,12 @@ def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
     return progress.num_steps
 
 
-def load_whole_model(folder: Path, model: nn.Module) -> None:
-    """Read parameters and buffers of a checkpoint into a whole model. Every rank calls it."""
-    whole = find_whole(folder)
-    saved = SafeReader(whole).read_metadata().state_dict_metadata
+def load_whole_model(reader: Reader, model: nn.Module) -> None:
+    """Read parameters and buffers of a state into a whole model. Every rank calls it."""
+    saved = reader.saved
     held = dict(model.named_parameters()) | lasting_buffers(model)
     entries = {f"{MODEL}{name}": tensor.detach() for name, tensor in held.items() if f"{MODEL}{name}" in saved}
-    read_entries(whole, entries)
+    reader.read(entries)
 
 
 def _random_names(saved: Mapping[str, Any], source: CheckpointSource) -> list[str]:
@@ -216,11 +270,9 @@ def _check_progress(progress: Progress, options: Mapping[str, Options], source: 
                 check_kinds(f"options of {names[parameter]}", options[names[parameter]].options, group)
 
 
-def _read_tensors(
-    folder: Path, whole: Path, index: Metadata, source: CheckpointSource
-) -> dict[str, dict[str, torch.Tensor]]:
+def _read_tensors(reader: Reader, source: CheckpointSource) -> dict[str, dict[str, torch.Tensor]]:
     """Read parameters and buffers into those of `source`; return the tensors of the optimizer's state."""
-    saved = index.state_dict_metadata
+    folder, saved = reader.name, reader.saved
     entries: dict[str, torch.Tensor] = {}
     for name, tensor in source.tensors():
         _check_tensor(folder, saved, MODEL, name, source.whole_shape(name), tensor.dtype)
@@ -234,7 +286,7 @@ def _read_tensors(
         for key, value in values.items():
             is_part = value.shape == source.parameters[name].shape
             entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if is_part else value
-    read_entries(whole, entries, index=index)
+    reader.read(entries)
     return states
 
 
@@ -279,7 +331,7 @@ def _has_average(saved: Mapping[str, Any]) -> bool:
 
 
 def _check_tensor(
-    folder: Path, saved: Mapping[str, Any], kind: str, name: str, shape: torch.Size, dtype: torch.dtype
+    folder: str, saved: Mapping[str, Any], kind: str, name: str, shape: torch.Size, dtype: torch.dtype
 ) -> None:
     description = saved.get(f"{kind}{name}")
     if description is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checkpoints.saving import Reader
 from paraplan.runtime.checks.forward_state import BatchStatistics, Buffers, ForwardState
 from paraplan.runtime.checks.loss_rule import LossProbe, Tried
 from paraplan.runtime.checks.trials import (
@@ -78,10 +78,10 @@ class FirstStep:
             return LossRule(kind="whole")
         return self.rule or LossRule(kind="gathered" if self._gathers else "sequences")
 
-    def reload(self, folder: Path) -> None:
-        """Take note that the checkpoint in `folder` was loaded."""
+    def reload(self, reader: Reader) -> None:
+        """Take note that the state that `reader` has was loaded."""
         if self._verification is not None:
-            self._verification.reload(folder)
+            self._verification.reload(reader)
 
     def share_state(self) -> None:
         """Keep what the forward pass of a divided batch has written the same on all replicas."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.model.trace import stack_names
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.saving import load_whole_model
+from paraplan.runtime.checkpoints.saving import Reader, load_whole_model
 from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
@@ -167,10 +166,10 @@ class RunningReference:
         """Whether blocks get their weights from the part: then it runs once."""
         return bool(self._streamed)
 
-    def reload(self, folder: Path) -> None:
-        """Bring the reference to the checkpoint in `folder`, which the part has been brought to."""
+    def reload(self, reader: Reader) -> None:
+        """Bring the reference to the state that `reader` has, which the part has been brought to."""
         if not self._streamed:
-            load_whole_model(folder, self.model)
+            load_whole_model(reader, self.model)
         self._versions = self._held_versions()
 
     def _held_versions(self) -> list[tuple[int, int]]:

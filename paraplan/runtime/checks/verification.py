@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.batch_norm import batch_norms
+from paraplan.runtime.checkpoints.saving import Reader
 from paraplan.runtime.checks.references import Reference, RunningReference, Whole
 from paraplan.runtime.checks.trials import (
     Piece,
@@ -71,9 +71,9 @@ class Verification:
         self._precision = precision
         self._whole = whole
 
-    def reload(self, folder: Path) -> None:
-        """Bring the reference to the checkpoint in `folder`, which the part has been brought to."""
-        self._reference.reload(folder)
+    def reload(self, reader: Reader) -> None:
+        """Bring the reference to the state that `reader` has, which the part has been brought to."""
+        self._reference.reload(reader)
 
     def is_current(self) -> bool:
         """Whether nobody has changed the weights since the reference was made, on any rank."""

@@ -1,0 +1,185 @@
+"""Ending a job in time: ranks of `paraplan.runtime` save at the end of a step, and the launcher ends with status 75."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from paraplan.errors import PREEMPTED_EXIT_STATUS
+from paraplan.launch.faults.report import say
+from paraplan.launch.spec import ArgumentError
+from paraplan.shared_memory import StatusPage
+from paraplan.units import one_line
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What batch systems send before they end a job: SIGTERM, and SIGUSR1 where sbatch --signal asks for it."""
+
+_LOOK_S = 1.0
+_ANSWER_S = 2.0
+_REQUEUE_S = 30.0
+_NO_NOTICE = {"", "false", "none", "null", "{}", "[]"}
+"""Answers of a metadata service that say that nothing is planned."""
+_HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}
+"""Without them Google's and Azure's services refuse to answer; others do not mind."""
+
+
+class PreemptedError(SignalException):
+    """The ranks have saved their state and ended, because the job was to end; torch leaves it as for a signal."""
+
+    def __init__(self, reason: str | None, *, num_steps: int, sigval: signal.Signals) -> None:
+        super().__init__(reason or "another node is to end", sigval=sigval)
+        self.reason, self.num_steps = reason, num_steps
+
+
+@dataclass
+class StopRequest:
+    """Whether the ranks of this node are to save and end. `window_s` is how long they may take for it."""
+
+    window_s: float = 30.0
+    page: StatusPage | None = None
+    reason: str | None = None
+    """In words, once it was asked for."""
+    sigval: signal.Signals = signal.SIGTERM
+    """What ends ranks that did not come to it."""
+    is_over: threading.Event = field(default_factory=threading.Event)
+    """Set at the end of the job: nobody looks for a notice any more."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, reason: str, number: signal.Signals) -> bool:
+        """Ask the ranks to save and end; return whether they will. They do not if they were asked before."""
+        page = self.page
+        with self._lock:
+            if page is None or self.reason is not None or not _can_stop(page):
+                return False
+            self.reason, self.sigval = reason, number
+            page.stop_by = time.time() + self.window_s
+        say(f"{reason}: the ranks end their step and save; they get {self.window_s:g} s for it")
+        return True
+
+    def end_at_once(self) -> None:
+        """Tell the ranks that a signal from now on is to end them."""
+        if self.page is not None:
+            self.page.stop_by = -1.0
+
+    def go_on(self) -> None:
+        """Tell the ranks of another attempt that they may go on."""
+        if self.page is not None:
+            self.page.stop_by, self.reason = 0.0, None
+
+    def check(self, codes: Mapping[int, int], *, num_running: int) -> PreemptedError | None:
+        """Return the end of ranks that have saved, by the exit codes of local ranks; None while they have not.
+
+        Raises SignalException where they took too long.
+        """
+        page = self.page
+        if page is None:
+            return None
+        if num_running == 0 and codes and set(codes.values()) == {PREEMPTED_EXIT_STATUS}:
+            return PreemptedError(self.reason, num_steps=int(page.get(0, "stopped_at")), sigval=self.sigval)
+        if num_running and self.reason is not None and time.time() > page.stop_by:
+            say(f"the ranks have not saved within {self.window_s:g} s")
+            raise SignalException(self.reason, sigval=self.sigval)
+        return None
+
+
+def _can_stop(page: StatusPage) -> bool:
+    return all(page.get(rank, "can_stop") for rank in range(page.num_ranks))
+
+
+def is_saving(codes: Mapping[int, int]) -> bool:
+    """Whether ranks have begun to end because the job was to."""
+    return bool(codes) and set(codes.values()) == {PREEMPTED_EXIT_STATUS}
+
+
+def notice_reader(source: str) -> Callable[[], str | None]:
+    """Return what looks for a notice: a file that comes to be, a URL that answers, `command:` one that succeeds.
+
+    Each returns the notice in words, None while there is none. Raises `ArgumentError` for what is none of them.
+    """
+    kind, _, rest = source.partition(":")
+    if kind in ("http", "https"):
+        if not rest.startswith("//") or len(rest) < len("//h"):
+            raise ArgumentError(f"--preempt-notice {source} is no URL", hint="write http://HOST/PATH")
+        return lambda: _read_url(source)
+    if kind == "command":
+        if not rest.strip():
+            raise ArgumentError("--preempt-notice command: names no command", hint="write 'command:test -e FILE'")
+        return lambda: _run_command(rest)
+    if not source.strip():
+        raise ArgumentError("--preempt-notice names nothing", hint="name a file, a URL, or command:COMMAND")
+    return lambda: f"there is {source}" if Path(source).exists() else None
+
+
+def _read_url(url: str) -> str | None:
+    request = urllib.request.Request(url, headers=_HEADERS)  # noqa: S310 (the scheme was looked at)
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310
+            text = answer.read(4096).decode("utf-8", "replace").strip()
+    except (urllib.error.URLError, OSError, ValueError):  # 404 is the usual answer, and a service may be away
+        return None
+    return None if text.lower() in _NO_NOTICE else f"{url} says {one_line(text)[:80]}"
+
+
+def _run_command(command: str) -> str | None:
+    try:
+        ended = subprocess.run(  # noqa: S602 (the user's own command)
+            command, shell=True, timeout=_ANSWER_S * 5, capture_output=True, text=True, check=False, errors="replace"
+        )
+    except (subprocess.TimeoutExpired, OSError):
+        return None
+    return None if ended.returncode else f"'{one_line(command)[:60]}' says {one_line(ended.stdout)[:80] or 'so'}"
+
+
+def watch_for_notice(read: Callable[[], str | None], stop: StopRequest) -> None:
+    """Look for a notice from a thread until the job is over.
+
+    Ranks that cannot save are ended by SIGTERM, as a batch system would.
+    """
+
+    def look() -> None:
+        while not stop.is_over.wait(_LOOK_S):
+            notice = read()
+            if notice is None:
+                continue
+            if not stop.ask(notice, signal.SIGTERM):
+                say(f"{notice}: ending the job; its ranks have named no folder to save to (engine.resume does)")
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+    threading.Thread(target=look, daemon=True, name="paraplan-notice").start()
+
+
+def check_requeue(environment: Mapping[str, str]) -> None:
+    """Raise `ArgumentError` where this is no job that Slurm can start again."""
+    if not environment.get("SLURM_JOB_ID", "").isdecimal():
+        raise ArgumentError("--requeue, and this is no job of Slurm (SLURM_JOB_ID is not set)", hint="leave it out")
+    if shutil.which("scontrol") is None:
+        raise ArgumentError("--requeue needs scontrol, which is not in PATH", hint="leave it out")
+
+
+def requeue(environment: Mapping[str, str]) -> None:
+    """Have Slurm start this job again; say what came of it."""
+    job = environment["SLURM_JOB_ID"]
+    try:
+        ended = subprocess.run(
+            [shutil.which("scontrol") or "scontrol", "requeue", job],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_REQUEUE_S,
+        )
+        words = "" if not ended.returncode else one_line(ended.stderr) or f"status {ended.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        words = str(error)
+    say(f"job {job} is queued again" if not words else f"scontrol requeue {job} failed: {words}")

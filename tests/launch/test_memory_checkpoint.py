@@ -1,0 +1,136 @@
+"""Copies of the training's state in memory of the launcher: ranks that are lost go on from there."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from launching import Launch, Start, WriteScript, wait_until_dead
+from recovery_script import SCRIPT, losses, read_until_line
+
+from paraplan.runtime.checkpoints.safe_reader import CheckpointError
+from paraplan.runtime.recovery.memory_copies import Box, Copier, MemoryReader, Slot, unique, whole_step
+from paraplan.shared_memory import CopySlots
+
+
+def train(
+    launch: Launch, path: Path, folder: Path, *words: str, ranks: int, every: int | None = None
+) -> tuple[str, str]:
+    memory = [] if every is None else ["--memory-checkpoint", every, "--max-restarts", 2]
+    ended = launch(*memory, "--nproc-per-node", ranks, path, f"folder={folder}", "steps=30", *words)
+    assert ended.returncode == 0, ended.stderr
+    assert not folder.exists()  # the disk was left alone
+    return ended.stdout, ended.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("plan", "ranks"), [("dp", 2), ("zero3", 4)])
+def test_lost_ranks_cost_few_steps_and_losses_go_on_digit_by_digit(
+    plan: str, ranks: int, launch: Launch, script: WriteScript, tmp_path: Path
+) -> None:
+    path = script(SCRIPT)
+    words = (f"plans={plan}", f"faults={ranks - 1}@13,0@22")
+    stdout, stderr = train(launch, path, tmp_path / "none", *words, ranks=ranks, every=5)
+    # step 20 is copied during step 21, 10 during 11: a copy is never older than the last two that were due
+    assert re.findall(r"begins after (\d+) steps", stdout) == ["0", "10", "20"]
+    assert stderr.count("from the copy in memory") == 2
+    assert "5 steps done again" in stderr  # 3 and 2
+    whole, _ = train(launch, path, tmp_path / "none", f"plans={plan}", ranks=ranks)
+    assert losses(stdout) == losses(whole)
+
+
+@pytest.mark.ranks
+def test_another_plan_goes_on_from_memory(launch: Launch, script: WriteScript, tmp_path: Path) -> None:
+    path = script(SCRIPT)
+    words = ("plans=zero3,pp2,dp", "faults=3@13,0@22", "dropout=0")
+    stdout, stderr = train(launch, path, tmp_path / "none", *words, ranks=4, every=1)
+    assert re.findall(r"begins after (\d+) steps", stdout) == ["0", "12", "21"], stderr
+    whole, _ = train(launch, path, tmp_path / "none", "dropout=0", ranks=1)
+    expected = losses(whole)
+    assert losses(stdout) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.ranks
+def test_nothing_of_the_memory_is_left_when_the_launcher_is_killed(
+    start: Start, script: WriteScript, tmp_path: Path
+) -> None:
+    options = ("--memory-checkpoint", 1, "--nproc-per-node", 2)
+    process = start(*options, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.05")
+    read_until_line(process, "step 5 ")
+    slots = [path for path in Path(f"/proc/{process.pid}/fd").iterdir() if "paraplan-copy" in str(path.readlink())]
+    pids = {int(path.parts[2]) for path in Path("/proc").glob("[0-9]*/fd/*") if _holds_copy(path)}
+    assert len(slots) == 4
+    assert sum(path.stat().st_size for path in slots) > 0
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert wait_until_dead(*pids) == []  # a file without a name goes with the last process that holds it
+
+
+def _holds_copy(path: Path) -> bool:
+    try:
+        return "paraplan-copy" in str(path.readlink())
+    except OSError:
+        return False
+
+
+def test_a_launch_says_how_much_memory_it_may_take(launch: Launch, script: WriteScript) -> None:
+    ended = launch("--memory-checkpoint", 10, script("pass"))
+    assert ended.returncode == 0
+    assert re.search(r"kept in memory every 10 steps: at most [\d.]+ \wiB on this node", ended.stderr)
+    ended = launch("--memory-checkpoint", 0, script("pass"))
+    assert (ended.returncode, "no number of steps" in ended.stderr) == (2, True)
+
+
+def test_a_copy_that_is_being_written_does_not_count() -> None:
+    made = CopySlots.make(every=1, num_ranks=1, most_bytes=1 << 20)
+    slot = Slot(made.paths[0][0])
+    box = Box("a", (0, 0), (2, 3), torch.arange(6.0).view(2, 3))
+    assert slot.read() is None
+    slot.write([box], num_steps=4, world_size=1)
+    assert slot.read() is None
+    slot.commit()
+    found = Slot(made.paths[0][0]).read()  # as another process does
+    assert found is not None
+    assert (found[0], found[1]) == (4, 1)
+    assert torch.equal(found[2][0].values, box.values)
+    slot.write([box], num_steps=5, world_size=1)
+    assert slot.read() is None
+
+
+def test_a_state_of_a_loss_that_is_no_number_does_not_count() -> None:
+    made = CopySlots.make(every=1, num_ranks=1, most_bytes=1 << 20)
+    slots = [Slot(path) for path in made.paths[0]]
+    copier = Copier(slots)
+    for step, is_good in ((1, True), (2, False)):
+        copier.begin([Box("a", (0,), (1,), torch.ones(1))], num_steps=step, world_size=1)
+        assert copier.finish(is_good=is_good) is is_good
+    assert [None if found is None else found[0] for found in (slot.read() for slot in slots)] == [1, None]
+
+
+def test_boxes_of_one_split_fill_those_of_another() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    rows = [Box("w", (first, 0), (4, 6), whole[first : first + 2].clone()) for first in (0, 2)]
+    reader = MemoryReader(rows)
+    target = torch.zeros(4, 6)
+    reader.read({"w": target})
+    assert torch.equal(target, whole)
+    with pytest.raises(CheckpointError, match="lacks some of w"):
+        MemoryReader(rows[:1]).read({"w": torch.zeros(4, 6)})
+
+
+def test_every_box_is_written_once() -> None:
+    boxes = [Box(name, (0,), (4,), torch.ones(4)) for name in "abcd"]
+    held = [{box.key: box.num_bytes for box in boxes} for _ in range(2)]
+    shares = [{box.name for box in unique(boxes, held, rank)} for rank in range(2)]
+    assert shares[0] | shares[1] == set("abcd")
+    assert not shares[0] & shares[1]
+    assert len(shares[0]) == 2
+
+
+def test_the_newest_step_that_every_rank_has_written_is_taken() -> None:
+    assert whole_step([{0: {10: 2, 15: 2}, 1: {10: 2}}]) == 10
+    assert whole_step([{0: {10: 2, 15: 2}}, {1: {15: 2}}]) == 15  # of two nodes
+    assert whole_step([{0: {10: 2}}]) is None

@@ -1,0 +1,164 @@
+"""Ending in time: ranks of the engine save at a step that all agree on, and the job ends with status 75."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import Launch, Start, WriteScript, wait_until_dead
+from recovery_script import SCRIPT, losses, read_until_line
+
+from paraplan.launch.preemption import notice_reader
+from paraplan.launch.spec import ArgumentError
+
+
+def until(is_so: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    stdout, stderr = process.communicate(timeout=120)
+    return process.returncode, stdout, stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "file"])
+def test_a_job_that_is_to_end_saves_and_goes_on_as_if_nothing_had_been(
+    how: str, start: Start, launch: Launch, script: WriteScript, tmp_path: Path
+) -> None:
+    path, folder, notice = script(SCRIPT), tmp_path / "checkpoint", tmp_path / "notice"
+    options = ["--nproc-per-node", 2, *(["--preempt-notice", notice] if how == "file" else [])]
+    words = [path, f"folder={folder}", "steps=60"]
+    process = start(*options, *words, "pause=0.1")
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(5)]
+    if how == "file":
+        notice.touch()
+    else:
+        process.send_signal(getattr(signal, how))
+    status, stdout, stderr = finish(process)
+    assert status == 75, stderr
+    assert "all ranks have saved after" in stderr
+    assert "goodput" in stderr
+    done = losses("".join(lines) + stdout)
+    again = launch(*options[:2], *words)
+    assert again.returncode == 0, again.stderr
+    # the last step of the first launch ended in the call that saved, and did not return to be printed
+    assert f"begins after {max(done) + 1} steps" in again.stdout
+    whole = launch("--nproc-per-node", 2, path, f"folder={tmp_path / 'none'}", "steps=60")
+    assert losses(whole.stdout) == {max(done) + 1: losses(whole.stdout)[max(done) + 1]} | done | losses(again.stdout)
+
+
+@pytest.mark.ranks
+def test_ranks_that_do_not_save_in_time_are_ended(start: Start, script: WriteScript, tmp_path: Path) -> None:
+    path = script(SCRIPT)
+    process = start(
+        "--nproc-per-node", 2, "--preempt-window", 1, path, f"folder={tmp_path / 'c'}", "steps=60", "pause=30"
+    )  # fmt: skip
+    read_until_line(process, "step 1 ")
+    process.send_signal(signal.SIGTERM)
+    status, _, stderr = finish(process)
+    assert status == 128 + signal.SIGTERM
+    assert "have not saved within 1 s" in stderr
+
+
+@pytest.mark.ranks
+def test_scripts_without_the_engine_get_the_signal_itself(start: Start, script: WriteScript) -> None:
+    path = script(
+        """
+        import os, signal, sys, time
+        def save(number, frame):
+            print("saved by", signal.Signals(number).name, flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGUSR1, save)
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+        """
+    )
+    process = start("--nproc-per-node", 2, path)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(signal.SIGUSR1)
+    status, stdout, _ = finish(process)
+    assert status == 128 + signal.SIGUSR1
+    assert stdout.count("saved by SIGUSR1") == 2
+    assert wait_until_dead(*pids) == []
+
+
+def test_notices_are_files_commands_and_answers_of_a_server(tmp_path: Path) -> None:
+    answers = ["404", "FALSE", "TRUE"]
+
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = answers[0]
+            self.send_response(404 if text == "404" else 200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    read = notice_reader(f"http://127.0.0.1:{server.server_port}/preempted")
+    try:
+        assert read() is None
+        answers[0] = "FALSE"
+        assert read() is None
+        answers[0] = "TRUE"
+        assert "says TRUE" in str(read())
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert read() is None  # a server that is gone is no notice
+    file = tmp_path / "notice"
+    for source in (str(file), f"command:test -e {file}"):
+        read = notice_reader(source)
+        assert read() is None
+        file.touch()
+        assert read() is not None
+        file.unlink()
+
+
+@pytest.mark.parametrize("source", ["", "http:", "command:", "https://"])
+def test_a_notice_from_nowhere_is_refused(source: str) -> None:
+    with pytest.raises(ArgumentError):
+        notice_reader(source)
+
+
+def test_requeue_belongs_to_slurm(launch: Launch, script: WriteScript) -> None:
+    assert "SLURM_JOB_ID" not in os.environ
+    ended = launch("--requeue", script("pass"))
+    assert ended.returncode == 2
+    assert "no job of Slurm" in ended.stderr
+    ended = launch("--preempt-window", "-1", script("pass"))
+    assert (ended.returncode, "no time to save in" in ended.stderr) == (2, True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_for_all_processes_at_once_is_one_for_the_launcher(
+    number: signal.Signals, start: Start, script: WriteScript, tmp_path: Path
+) -> None:
+    """Slurm signals the whole step: launcher, spawner and ranks."""
+    process = start("--nproc-per-node", 2, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.1")
+    read_until_line(process, "step 3 ")
+    for pid in [*_descendants(process.pid), process.pid]:
+        os.kill(pid, number)
+    status, _, stderr = finish(process)
+    assert status == 75, stderr
+
+
+def _descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [found for child in map(int, children) for found in [child, *_descendants(child)]]
