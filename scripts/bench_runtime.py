@@ -256,7 +256,7 @@ def _rank_main(pipe: Any, rank: int, size: int, port: int, work: Callable[..., A
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Return what `work` returns on each of `size` new processes; raise RuntimeError with the text of a failed one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paraplan.runtime", "torch.distributed.pipelining", "train_lm"])
+    context.set_forkserver_preload(["paraplan.runtime.job_start", "torch.distributed.pipelining", "train_lm"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

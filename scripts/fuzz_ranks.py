@@ -25,7 +25,7 @@ from pathlib import Path
 from fuzz_plans import Case
 
 _IMPORTED_ONCE: tuple[str, ...] = (
-    "paraplan.runtime",
+    "paraplan.runtime.job_start",
     "paraplan.runtime.pipeline.assembly",
     "paraplan.runtime.split.rules",
 )

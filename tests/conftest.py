@@ -31,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every case of the tests that otherwise run enough of them")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Say before modules of tests are imported whether every case is to run: some choose theirs there."""
+    run_all(config.getoption("--all"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the cases that are marked `with_all` out where they are not asked for."""
     if not config.getoption("--all"):
@@ -52,11 +57,6 @@ def _interrupts_are_heard() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _no_defaults_of_the_user() -> None:
     os.environ["PARAPLAN_CONFIG"] = "/nonexistent/config.json"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _all_cases(request: pytest.FixtureRequest) -> None:
-    run_all(request.config.getoption("--all"))
 
 
 @pytest.fixture(scope="session")

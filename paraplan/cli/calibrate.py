@@ -42,7 +42,7 @@ def calibrate(
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(metavar="S", min=5, max=3600, help="Time that measuring may take after its ranks started.")
+        float, typer.Option(metavar="S", min=1, max=3600, help="Time that measuring may take after its ranks started.")
     ] = 75.0,
     runs: Annotated[
         Path | None,

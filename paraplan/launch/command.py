@@ -138,7 +138,7 @@ def _fork(*, preload_runtime: bool = False) -> SpawnerHandle | RankStart:
     from paraplan.launch.ranks.spawning import fork_spawner
 
     if preload_runtime:
-        importlib.import_module("paraplan.runtime")  # once here, where every rank would pay for it
+        importlib.import_module("paraplan.runtime.job_start")  # once here, where every rank would pay for it
     gc.freeze()  # a collection in a rank would touch, and so copy, every page that the fork shares
     return fork_spawner()
 

@@ -7,16 +7,35 @@
 
 The same script runs in one process, under torchrun, and under `paraplan launch` with any plan that
 `paraplan.plan.support` admits; the plan does not change the training.
+
+Each name is imported when it is first used: ranks that measure links need nothing of it.
 """
 
-from paraplan.runtime.data.packing import Packing
-from paraplan.runtime.data_parallel.sharded_table import ShardedEmbedding
-from paraplan.runtime.engine import Engine
-from paraplan.runtime.job import Job
-from paraplan.runtime.job_start import init
-from paraplan.runtime.options import TrainingOptions
-from paraplan.runtime.recompute.policy import RecomputePolicy
-from paraplan.runtime.structure.meta import without_weights
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paraplan.runtime.data.packing import Packing as Packing
+    from paraplan.runtime.data_parallel.sharded_table import ShardedEmbedding as ShardedEmbedding
+    from paraplan.runtime.engine import Engine as Engine
+    from paraplan.runtime.job import Job as Job
+    from paraplan.runtime.job_start import init as init
+    from paraplan.runtime.options import TrainingOptions as TrainingOptions
+    from paraplan.runtime.recompute.policy import RecomputePolicy as RecomputePolicy
+    from paraplan.runtime.structure.meta import without_weights as without_weights
+
+_HOME_OF = {
+    "Engine": "engine",
+    "Job": "job",
+    "Packing": "data.packing",
+    "RecomputePolicy": "recompute.policy",
+    "ShardedEmbedding": "data_parallel.sharded_table",
+    "TrainingOptions": "options",
+    "init": "job_start",
+    "without_weights": "structure.meta",
+}
 
 __all__ = [
     "Engine",
@@ -28,3 +47,16 @@ __all__ = [
     "init",
     "without_weights",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'paraplan.runtime' has no attribute {name!r}")
+    value = getattr(import_module(f"paraplan.runtime.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from case_selection import with_all
 from rank_harness import RankHarness
 from tiny_transformers import TOKENS, VOCABULARY, build
 from torch import nn
@@ -109,21 +110,25 @@ def blocks() -> dict[str, torch.Tensor]:
 
 def test_decoders_of_every_kind_of_attention_train_over_split_tokens(ranks: RankHarness) -> None:
     plan = ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=2)
-    families = ["gpt_oss", "llama4_text", "deepseek_v3", "mistral"]
+    families = ["gpt_oss", "llama4_text", "deepseek_v3", *with_all(["mistral"])]  # a window, as the first one's
     assert_right(ranks.run(of_families, families, plan, nothing_more, None, size=2))
-    families = ["llama", "gpt2", "gemma2", "deepseek_v3"]
+    families = ["llama", "gemma2", "deepseek_v3", *with_all(["gpt2"])]  # learned positions are met with masks, below
     assert_right(ranks.run(of_families, families, plan, nothing_more, "eager", size=2))
 
 
 def test_heads_and_tokens_are_split_together(ranks: RankHarness) -> None:
     plan = ParallelPlan(cp=2, tp=2, sequence_parallel=True, recompute="full", micro_batch_size=BATCH)
-    assert_right(ranks.run(of_families, ["gpt_oss", "llama4_text"], plan, nothing_more, None, size=4))
+    families = ["gpt_oss", *with_all(["llama4_text"])]  # its chunks are a mask, as windows are
+    assert_right(ranks.run(of_families, families, plan, nothing_more, None, size=4))
 
 
 @pytest.mark.parametrize("more", [packed, padded, blocks])
 def test_masks_of_documents_and_of_padding_hold_over_split_tokens(ranks: RankHarness, more: Any) -> None:
     plan = ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=2)
-    families = ["gpt_oss", "deepseek_v3"] if more is blocks else ["llama", "gpt_oss", "llama4_text", "gpt2"]
+    families = {packed: ["llama", "gpt_oss"], padded: ["llama4_text", "gpt2"], blocks: ["deepseek_v3"]}[more]
+    # A mask is cut before attention reads it, whatever its kind: each kind is met by another kind of attention.
+    all_families = ["gpt_oss", "deepseek_v3"] if more is blocks else ["llama", "gpt_oss", "llama4_text", "gpt2"]
+    families = with_all(all_families) or families
     assert_right(ranks.run(of_families, families, plan, more, None, size=2))
 
 

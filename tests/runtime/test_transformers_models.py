@@ -123,11 +123,12 @@ def test_unmodified_models_compute_the_same_with_some_tokens_on_each_rank(ranks:
     assert_equal(["gpt2", *with_all(["mixtral", "llama", "qwen2"])], plan, ranks)
 
 
+@pytest.mark.with_all  # as above: eight ranks of an own model, in half precision, are in test_context_parallel
 def test_unmodified_models_compute_the_same_with_tokens_layers_and_stages_split(ranks: RankHarness) -> None:
     plan = ParallelPlan(
         cp=2, tp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=4
     )
-    assert_equal(["llama", *with_all(["qwen2", "gpt2", "mixtral"])], plan, ranks)
+    assert_equal(["llama", "qwen2", "gpt2", "mixtral"], plan, ranks)
 
 
 def _refused(family: str) -> str:

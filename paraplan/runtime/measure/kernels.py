@@ -51,7 +51,7 @@ def measure(request: KernelRequest, report: Callable[[KernelEvent], None]) -> No
 def _times(case: KernelCase, device: torch.device, share_s: float) -> tuple[float, ...]:
     """Return the seconds of the case; of the overlap case those of compute, of communication, and of both."""
     with _settings(case):
-        works = _works(case, device)
+        works = _works(case, device, share_s)
         return tuple(_time(work, device, _clock(case, device), _TIMED_SHARE * share_s / len(works)) for work in works)
 
 
@@ -65,7 +65,7 @@ def _settings(case: KernelCase) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _works(case: KernelCase, device: torch.device) -> tuple[Work, ...]:
+def _works(case: KernelCase, device: torch.device, share_s: float) -> tuple[Work, ...]:
     if case.kind == "matmul":
         return (_matmul(case, device),)
     if case.kind == "attention_forward":
@@ -79,7 +79,7 @@ def _works(case: KernelCase, device: torch.device) -> tuple[Work, ...]:
         return (lambda: target.copy_(source),)
     if case.kind == "optimizer":
         return (_optimizer_step(case, device),)
-    return _overlap(case, device)
+    return _overlap(case, device, share_s)
 
 
 def _matmul(case: KernelCase, device: torch.device) -> Work:
@@ -151,13 +151,13 @@ def _optimizer_step(case: KernelCase, device: torch.device) -> Work:
     return work
 
 
-def _overlap(case: KernelCase, device: torch.device) -> tuple[Work, Work, Work]:
+def _overlap(case: KernelCase, device: torch.device, share_s: float) -> tuple[Work, Work, Work]:
     """Return compute, an all-reduce over all ranks that takes about as long, and both at once."""
     edge = 4096 if device.type == "cuda" else 512
     left, right = (torch.randn(edge, edge, device=device).to(_DTYPES[case.precision]) for _ in range(2))
     message = torch.zeros(case.sizes[0], device=device)
-    product_s = _time(lambda: left @ right, device, time.perf_counter, 1.0)
-    reduce_s = _time(lambda: dist.all_reduce(message), device, time.perf_counter, 1.0)
+    product_s = _time(lambda: left @ right, device, time.perf_counter, share_s / 4)
+    reduce_s = _time(lambda: dist.all_reduce(message), device, time.perf_counter, share_s / 4)
     products = max(1, round(reduce_s / product_s))
 
     def compute() -> None:

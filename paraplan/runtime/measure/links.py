@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from paraplan.hardware.measurement.links import MeasuredKind, MeasureRequest, RankEvent, collectives_of
 from paraplan.runtime.measure.rank import run_rank
-from paraplan.runtime.torch_private import NOT_SUPPORTED
 
 _ELEMENT_BYTES = 4  # float32, as nccl-tests has it by default
 _RUNS = 5  # the median of so many timings is reported
@@ -87,6 +86,8 @@ def _measure_group(group: _Group, request: MeasureRequest, clock: _Clock, report
                     work, exact_bytes = _work(collective, group, num_bytes)
                     time_s = _time(work, group, clock)
                 except RuntimeError as error:
+                    from paraplan.runtime.torch_private import NOT_SUPPORTED  # takes as long to import as torch
+
                     if group.device.type != "cpu" or NOT_SUPPORTED not in str(error):
                         raise
                     skipped = "not supported by gloo"
