@@ -14,6 +14,7 @@ from typing import Any
 from export_tools import MissingError, Says, module, shellcheck, words_for
 
 _SHORT = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "output_proj": "o", "o_proj": "o"}
+_TRL_LOSSES = {"chunked_nll": "chunked"}
 _MLP = ["down_proj", "gate_proj", "up_proj"]
 
 
@@ -27,7 +28,7 @@ def read_trl(path: Path) -> Says:
             with words_for(path, "trl") as (words, _):
                 pass
             launched = Path("accelerate.yaml")
-            says = _accelerated(launched) if launched.exists() else {"zero_stage": 0}
+            says: Says = _accelerated(launched) if launched.exists() else {"zero_stage": 0}
         finally:
             os.chdir(here)
     trl = module("trl")
@@ -44,7 +45,7 @@ def read_trl(path: Path) -> Says:
         "seq_length": training.max_length,
         "compiled": bool(training.torch_compile),
         "precision": "bf16-pure" if is_pure else "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32",
-        "loss": _loss(training),
+        "loss": "liger" if training.use_liger_kernel else _TRL_LOSSES.get(training.loss_type, "plain"),
     }
     if training.gradient_checkpointing:
         says["recompute"] = "full"
