@@ -135,9 +135,8 @@ def run_job(
         _say_whether_planned(extra_environment, has_bootstrap=not spec.no_python)
         return results
     except ChildFailedError as error:
-        if folder.is_temporary:  # a caller under @record would copy an error file that is gone
-            for failure in error.failures.values():
-                failure.error_file = _NO_FILE
+        if folder.is_temporary:
+            _forget_error_files(error)
         raise
     finally:
         job.stop.is_over.set()
@@ -145,6 +144,12 @@ def run_job(
             _restore(name, value)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _forget_error_files(error: ChildFailedError) -> None:
+    """Name no error files: a caller under @record would copy files that are gone."""
+    for failure in error.failures.values():
+        failure.error_file = _NO_FILE
 
 
 def _share_memory(
