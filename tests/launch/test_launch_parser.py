@@ -45,7 +45,8 @@ def test_defaults_and_pet_variables_are_torchruns(monkeypatch: pytest.MonkeyPatc
     torchs = vars(get_args_parser().parse_args(["train.py"]))
     ours = vars(parse_arguments(["train.py"], environment).to_namespace())
     assert {name: ours[name] for name in torchs} == torchs | dict.fromkeys(("nnodes", "nproc_per_node", "master_port"))
-    assert not any(ours[name] for name in ours.keys() - torchs.keys() - {"torch_options"})
+    assert ours["preflight"] == "look"
+    assert not any(ours[name] for name in ours.keys() - torchs.keys() - {"torch_options", "preflight"})
 
 
 def test_a_pet_variable_counts_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
