@@ -1,0 +1,139 @@
+"""Slow ranks of real jobs are named while they run, without a line of code in the script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import ForkedLaunch, Launch, WriteScript
+
+from paraplan.launch.ranks.step_marks import MARKS_FILE
+
+pytestmark = pytest.mark.ranks
+
+TRAIN = """
+    import sys, time
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    fault, steps = sys.argv[1], int(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    class Batches(Dataset):
+        def __len__(self):
+            return 1 << 20
+        def __getitem__(self, index):
+            if fault == "loader" and rank == 1 and index % 8 == 0:
+                time.sleep(0.08)
+            return torch.randn(32)
+
+    model = nn.parallel.DistributedDataParallel(nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batches = iter(DataLoader(Batches(), batch_size=8))
+    for step in range(steps):
+        batch = next(batches)
+        time.sleep(0.05 if fault != "wait" or rank == 0 else 0.12)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+    """
+
+
+@pytest.mark.parametrize("options", [(), ("--start-method", "exec")])
+def test_a_rank_with_a_slow_data_loader_is_named_while_it_runs_and_at_the_end(
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    done = launch_forked("--log-dir", "run", "--nproc-per-node", 2, *options, script(TRAIN), "loader", 60)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "slower in its data loader since step" in line]
+    assert len(lines) == 2, done.stderr
+    assert lines[0].startswith("paraplan: rank 1 (")
+    assert "it costs the job" in lines[0]
+    assert lines[1].startswith(lines[0])
+    (case,) = json.loads((tmp_path / "run" / "run.json").read_text())["late"]
+    assert (case["kind"], case["ranks"], case["part"]) == ("rank", [1], "loader")
+    assert case["said_at_step"] - case["since_step"] <= 30
+    assert not list(tmp_path.rglob(MARKS_FILE))
+
+
+def test_what_a_script_waits_for_by_itself_is_told_from_its_loader(
+    launch_forked: ForkedLaunch, script: WriteScript
+) -> None:
+    done = launch_forked("--no-logs", "--nproc-per-node", 2, script(TRAIN), "wait", 60)
+    assert "rank 1 (" in done.stderr, done.stderr
+    assert "waits for outside of collectives" in done.stderr
+
+
+def test_equal_ranks_are_not_named(launch_forked: ForkedLaunch, script: WriteScript) -> None:
+    done = launch_forked("--no-logs", "--nproc-per-node", 2, script(TRAIN), "none", 40)
+    assert done.returncode == 0
+    assert "since step" not in done.stderr
+
+
+def test_nobody_is_watched_where_that_is_not_wanted(launch_forked: ForkedLaunch, script: WriteScript) -> None:
+    watched = script("import os; print('PARAPLAN_STEP_MARKS' in os.environ)", "watched.py")
+    for options, is_watched in (((), "True"), (("--no-straggler-watch",), "False")):
+        done = launch_forked("--no-logs", "--nproc-per-node", 2, *options, watched)
+        assert done.stdout.split() == [is_watched] * 2
+
+
+def test_time_in_collectives_is_kept_for_every_way_to_wait(launch: Launch, script: WriteScript, tmp_path: Path) -> None:
+    path = script(
+        """
+        import json, os, time
+        import torch, torch.distributed as dist
+        from pathlib import Path
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+        from paraplan.launch.stragglers.steps import StepReader
+
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        mesh = init_device_mesh("cpu", (2,))
+        late = lambda: time.sleep(0.2 if rank == 1 else 0)
+        parameter = nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        sharded = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        fully_shard(sharded)
+        replicated = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+        partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+
+        def all_reduce():
+            dist.all_reduce(torch.ones(4))
+        def asynchronous():
+            dist.all_reduce(torch.ones(4), async_op=True).wait()
+        def barrier():
+            dist.barrier()
+        def tensors():
+            (partial.redistribute(placements=[Replicate()]).to_local() + 1).sum()
+        def in_ddp():
+            replicated(torch.ones(2, 8)).sum().backward()
+        def in_fsdp():
+            sharded(torch.ones(2, 8)).sum().backward()
+
+        for work in (all_reduce, asynchronous, barrier, tensors, in_ddp, in_fsdp):
+            parameter.sum().backward()
+            optimizer.step()
+            parameter.sum().backward()  # the step before ends here
+            late()
+            work()
+            optimizer.step()
+        parameter.sum().backward()
+        folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+        steps = StepReader(folder).read()
+        Path(f"waits{rank}.json").write_text(json.dumps([step.wait_s for step in steps if step.period_s > 0.15]))
+        dist.destroy_process_group()
+        """
+    )
+    done = launch("--nproc-per-node", 2, path)
+    assert done.returncode == 0, done.stderr
+    early, late = (json.loads((tmp_path / f"waits{rank}.json").read_text()) for rank in (0, 1))
+    assert len(early) == len(late) == 6
+    assert min(early) > 0.15
+    assert max(late) < 0.15
