@@ -102,8 +102,7 @@ def run_job(
     """
     spec = request.spec
     job.plan = request.file
-    folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
-    job.folder = folder
+    job.folder = folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
     doors = open_doors(spec, request.nodes, os.environ)
     before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
