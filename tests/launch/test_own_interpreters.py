@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import Launch, WriteScript, launcher_command, launcher_environment
+from launching import ForkedLaunch, Launch, WriteScript, launcher_command, launcher_environment
 
 from paraplan.launch.run_folder import HIDDEN, without_secrets
 from paraplan.launch.script import ScriptTraits, own_interpreters_reason, read_traits, shadowed_modules
@@ -118,8 +118,8 @@ def test_ranks_do_not_inherit_the_descriptors_of_the_launchers_caller(
     assert "77" not in done.stdout
 
 
-def test_run_folders_are_for_their_user_alone(launch: Launch, script: WriteScript, tmp_path: Path) -> None:
-    done = launch("--nproc-per-node", 1, script(""), "--api-key=k3y", "--token", "t0ken")
+def test_run_folders_are_for_their_user_alone(launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path) -> None:
+    done = launch_forked("--nproc-per-node", 1, script(""), "--api-key=k3y", "--token", "t0ken")
     assert done.returncode == 0, done.stderr
     runs = tmp_path / "paraplan-runs"
     assert [path.stat().st_mode & 0o777 for path in (runs, *runs.glob("2*"))] == [0o700, 0o700]

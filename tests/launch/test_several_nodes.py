@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from launching import (
     wait_until_dead,
 )
 from nodes import Hosts, hosts, missing_for_hosts
+from rank_harness import RankHarness
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # rendezvous of nodes, each of them patient
 
@@ -216,8 +220,21 @@ if __name__ == "__main__":
 """
 
 
+def run_script(*words: str) -> str:
+    """Run a script in this process, and return what it prints."""
+    sys.argv = [*words]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(words[0], run_name="__main__")
+    return printed.getvalue()
+
+
 def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_back(
-    tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts, start_node: StartNode
+    tmp_path: Path,
+    scratch: Path,
+    script: WriteScript,
+    two_hosts: Hosts,
+    start_node: StartNode,
+    ranks: RankHarness,
 ) -> None:
     train = script(ELASTIC)
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts.addresses[0]}:{free_port()}"]
@@ -248,15 +265,8 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
     assert "made anew for 1 rank\n" in said
     assert "made anew for 2 ranks\n" in said
     (tmp_path / "alone").mkdir()
-    alone = subprocess.run(
-        [sys.executable, str(train), str(tmp_path / "alone"), str(len(losses))],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert losses == pytest.approx(read_losses(alone.stdout), abs=2e-4)  # printed with four digits
+    alone = ranks.run_alone(run_script, str(train), str(tmp_path / "alone"), str(len(losses)))
+    assert losses == pytest.approx(read_losses(alone), abs=2e-4)  # printed with four digits
     assert [name for name in names_in(scratch) if name.startswith("paraplan")] == []
 
 
