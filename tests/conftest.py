@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import pytest
 from case_selection import run_all
@@ -20,9 +21,11 @@ from paraplan.plan.training import TrainingSpec
 MakeWorkload = Callable[..., Workload]
 
 # Examples are not timed: a busy machine is no finding. Every run tries the same examples, so that a failure comes with
-# the change that caused it; HYPOTHESIS_PROFILE=explore looks for others.
-settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# the change that caused it; HYPOTHESIS_PROFILE=explore looks for others, and for more of them.
+settings.register_profile(
+    "repeatable", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("explore", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
@@ -66,6 +69,9 @@ def ranks() -> RankHarness:
 
 @pytest.fixture(scope="session")
 def workload() -> MakeWorkload:
+    """Return what makes workloads; one of the same words is the same one, with the costs that it has looked up."""
+
+    @lru_cache(maxsize=128)
     def make(
         model: str = "gpt2",
         profile: str = "dgx-h100",

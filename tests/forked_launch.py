@@ -37,6 +37,7 @@ def _launch(folder: str, words: Sequence[str], environment: Mapping[str, str]) -
 
     os.environ.update(environment)
     os.chdir(folder)
+    sys.argv = ["paraplan", *words]  # as the launcher sees its own, which it keeps
     said = Path("said")
     said.mkdir(exist_ok=True)
     for number, name in ((1, "stdout"), (2, "stderr")):

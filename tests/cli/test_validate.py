@@ -64,6 +64,15 @@ SWEEP_ROWS = "".join(
 )
 
 
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of what is fitted to the sweep."""
+    found = read_runs(f"{SWEEP_HEADER}\n{SWEEP_ROWS}", source="sweep")
+    path = tmp_path_factory.mktemp("fitted") / "calibration.json"
+    path.write_text(calibrate_to_runs([row for row in found if isinstance(row, MeasuredRun)], source="sweep").to_json())
+    return path
+
+
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     path = tmp_path / "sweep.csv"
@@ -139,15 +148,9 @@ def test_the_text_names_the_worst_rows_and_every_grouping(sweep: Path) -> None:
         assert expected in text
 
 
-def test_a_calibration_changes_the_predictions(sweep: Path, tmp_path: Path) -> None:
-    fitted = calibrate_to_runs(
-        [row for row in read_runs(sweep.read_text(), source="sweep") if isinstance(row, MeasuredRun)],
-        source="sweep",
-    )
-    path = tmp_path / "calibration.json"
-    path.write_text(fitted.to_json())
+def test_a_calibration_changes_the_predictions(sweep: Path, calibration: Path) -> None:
     errors = []
-    for options in ([], ["--calibration", str(path)]):
+    for options in ([], ["--calibration", str(calibration)]):
         answer = json.loads(CliRunner().invoke(app, ["validate", str(sweep), "--json", *options]).stdout)
         errors.append(answer["summary"]["step_time"]["mape"])
     assert errors[1] < errors[0]
@@ -160,13 +163,10 @@ def test_a_file_that_is_no_calibration_is_one_clear_error(sweep: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["estimate", "recommend"])
-def test_estimates_and_recommendations_take_a_calibration(command: str, sweep: Path, tmp_path: Path) -> None:
-    runs = [row for row in read_runs(sweep.read_text(), source="sweep") if isinstance(row, MeasuredRun)]
-    path = tmp_path / "calibration.json"
-    path.write_text(calibrate_to_runs(runs, source="sweep").to_json())
+def test_estimates_and_recommendations_take_a_calibration(command: str, calibration: Path) -> None:
     options = [command, "gpt2", "--profile", "dgx-a100", "--seq-len", "1024", "--global-batch", "64", "--json"]
     times = []
-    for extra in ([], ["--calibration", str(path)]):
+    for extra in ([], ["--calibration", str(calibration)]):
         result = CliRunner().invoke(app, [*options, *extra])
         assert result.exit_code == 0, result.output
         answer = json.loads(result.stdout)

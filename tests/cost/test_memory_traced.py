@@ -189,8 +189,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"dp": 64, "zero_stage": 3, "micro_batch_size": 8, "num_microbatches": 2},
     "ZeRO-1": {"dp": 8, "zero_stage": 1, "micro_batch_size": 8, "num_microbatches": 2},
 }
-# What a family keeps is under every plan the same, and what a plan keeps is of every family: each is met twice or once.
-ALWAYS = {("llama", "accumulating"), ("gpt2", "DDP"), ("bert", "ZeRO-3"), ("llama", "ZeRO-3"), ("gpt2", "ZeRO-1")}
+# What a family keeps is under every plan the same, and what a plan keeps is of every family: each is met once at least.
+ALWAYS = {("llama", "accumulating"), ("gpt2", "DDP"), ("bert", "ZeRO-3"), ("gpt2", "ZeRO-1")}
 
 
 @pytest.mark.parametrize(

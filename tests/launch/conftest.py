@@ -15,7 +15,9 @@ from textwrap import dedent
 import pytest
 from forked_launch import Ended
 from forked_launch import launch_forked as run_forked
+from host_nodes import Node, StartNode
 from launching import ForkedLaunch, Launch, Start, WriteScript, launcher_command, launcher_environment
+from nodes import Hosts, hosts, missing_for_hosts
 from rank_harness import RankHarness
 
 
@@ -83,3 +85,28 @@ def launch_forked(tmp_path: Path, scratch: Path, ranks: RankHarness) -> ForkedLa
         return run_forked(ranks, tmp_path, *map(str, arguments), environment={"TMPDIR": str(scratch)} | environment)
 
     return run
+
+
+@pytest.fixture
+def three_hosts() -> Iterator[Hosts]:
+    """Hosts on a network of their own; two make a job where a test does not say how many."""
+    reason = missing_for_hosts()
+    if reason is not None:
+        pytest.skip(reason)
+    with hosts(3) as made:
+        yield made
+
+
+@pytest.fixture
+def start_node(three_hosts: Hosts, tmp_path: Path, scratch: Path) -> Iterator[StartNode]:
+    """Start a launcher on one of the hosts with these variables, and end it with the test."""
+    nodes: list[Node] = []
+
+    def begin(index: int, *words: object, **environment: str) -> Node:
+        variables = launcher_environment(scratch, **environment)
+        nodes.append(Node(three_hosts, index, tmp_path, list(words), variables))
+        return nodes[-1]
+
+    yield begin
+    for node in nodes:
+        node.stop()

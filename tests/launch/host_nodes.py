@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from launching import PATIENCE_S, launcher_command
@@ -38,3 +39,6 @@ class Node:
             assert self.process.poll() is None, self.output.read_text()
             assert time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.05)
+
+
+StartNode = Callable[..., Node]

@@ -7,26 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from host_nodes import MEETING_S, Node
-from launching import WriteScript, free_port, launcher_environment, names_in
-from nodes import Hosts, hosts, missing_for_hosts
+from host_nodes import MEETING_S, StartNode
+from launching import WriteScript, free_port, names_in
+from nodes import Hosts
 
 import paraplan
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
-
-
-@pytest.fixture
-def three_hosts() -> Iterator[Hosts]:
-    reason = missing_for_hosts()
-    if reason is not None:
-        pytest.skip(reason)
-    with hosts(3) as made:
-        yield made
 
 
 TRAIN = """
@@ -49,8 +39,9 @@ def set_key(key, value):
     words = (struct.pack("<Q", len(word)) + word for word in (key, value))
     return b"\\1" + b"".join(words)
 found = []
-for address in sys.argv[2:]:
-    for port in range(int(sys.argv[1]), 65536):
+for target in sys.argv[1:]:
+    address, ports = target.split(":")
+    for port in map(int, ports.split(",") if ports else ()):
         connection = socket.socket()
         connection.settimeout(0.5)
         try:
@@ -66,9 +57,17 @@ print(len(found), "ports take connections;", *[one for one in found if one != "c
 """
 
 
+def listening(made: Hosts, index: int) -> str:
+    """Return the ports on which anything listens on a host, on any of its addresses: all that others may try."""
+    command = made.command(index, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    sockets = [line.split() for line in lines if ":" in line.split()[0]]
+    return ",".join(sorted({str(int(words[1].rpartition(":")[2], 16)) for words in sockets if words[3] == "0A"}))
+
+
 @pytest.mark.parametrize("backend", ["c10d", "static"])
 def test_from_another_host_nothing_of_a_job_can_be_listed_set_or_run(
-    tmp_path: Path, scratch: Path, script: WriteScript, three_hosts: Hosts, backend: str
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode, backend: str
 ) -> None:
     train, attack = script(TRAIN), script(ATTACK, "attack.py")
     port, first = free_port(), three_hosts.addresses[0]
@@ -76,86 +75,58 @@ def test_from_another_host_nothing_of_a_job_can_be_listed_set_or_run(
         "c10d": [["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{port}"]] * 2,
         "static": [["--master-addr", first, "--master-port", port, "--node-rank", rank] for rank in (0, 1)],
     }
-    environment = launcher_environment(scratch)
-    nodes = [
-        Node(three_hosts, index, tmp_path, ["--nnodes", 2, *ways[backend][index], train, tmp_path], environment)
-        for index in range(2)
-    ]
-    try:
-        for index, node in enumerate(nodes):
-            node.wait_for(f"rank {index} saw 2")
+    nodes = [start_node(index, "--nnodes", 2, *ways[backend][index], train, tmp_path) for index in range(2)]
+    for index, node in enumerate(nodes):
+        node.wait_for(f"rank {index} saw 2")
 
-        def attack_from(index: int, *words: object) -> str:
-            command = three_hosts.command(index, sys.executable, str(attack), *map(str, words))
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=MEETING_S).stdout
+    def attack_from(index: int, *words: object) -> str:
+        command = three_hosts.command(index, sys.executable, str(attack), *map(str, words))
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=MEETING_S).stdout
 
-        rank_port = nodes[0].output.read_text().partition(" saw 2 at ")[2].split()[0]
-        inside = attack_from(0, rank_port, first)
-        assert f"{first}:{rank_port} answers b'" in inside, "a process of the job's own host and user is let in"
-        outside = attack_from(2, 1024, *three_hosts.addresses[:2])
-        assert int(outside.split()[0]) >= 1, "the gate itself takes connections"
-        assert outside.strip().endswith("ports take connections;"), outside
-        (tmp_path / "stop").touch()
-        ended = [node.end() for node in nodes]
-        assert [status for status, _ in ended] == [0, 0], ended
-        refused = f"refused a connection from {three_hosts.addresses[2]}: it is no rank or launcher of this job"
-        assert refused in "".join(said for _, said in ended)
-    finally:
-        for node in nodes:
-            node.stop()
+    rank_port = nodes[0].output.read_text().partition(" saw 2 at ")[2].split()[0]
+    inside = attack_from(0, f"{first}:{rank_port}")
+    assert f"{first}:{rank_port} answers b'" in inside, "a process of the job's own host and user is let in"
+    outside = attack_from(2, *(f"{three_hosts.addresses[host]}:{listening(three_hosts, host)}" for host in (0, 1)))
+    assert int(outside.split()[0]) >= 1, "the gate itself takes connections"
+    assert outside.strip().endswith("ports take connections;"), outside
+    (tmp_path / "stop").touch()
+    ended = [node.end() for node in nodes]
+    assert [status for status, _ in ended] == [0, 0], ended
+    refused = f"refused a connection from {three_hosts.addresses[2]}: it is no rank or launcher of this job"
+    assert refused in "".join(said for _, said in ended)
 
 
 def test_a_job_of_one_host_listens_for_nobody_else(
-    tmp_path: Path, scratch: Path, script: WriteScript, three_hosts: Hosts
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
     train, attack = script(TRAIN), script(ATTACK, "attack.py")
-    node = Node(three_hosts, 0, tmp_path, ["--nproc-per-node", 2, train, tmp_path], launcher_environment(scratch))
-    try:
-        node.wait_for("rank 1 saw 2")
-        command = three_hosts.command(2, sys.executable, str(attack), "1024", three_hosts.addresses[0])
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=MEETING_S).stdout
-        assert said == "0 ports take connections;\n"
-        (tmp_path / "stop").touch()
-        assert node.end()[0] == 0
-    finally:
-        node.stop()
+    node = start_node(0, "--nproc-per-node", 2, train, tmp_path)
+    node.wait_for("rank 1 saw 2")
+    ports = listening(three_hosts, 0)
+    assert ports, "ranks meet on the loopback interface"
+    command = three_hosts.command(2, sys.executable, str(attack), f"{three_hosts.addresses[0]}:{ports}")
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=MEETING_S).stdout
+    assert said == "0 ports take connections;\n"
+    (tmp_path / "stop").touch()
+    assert node.end()[0] == 0
 
 
 def test_a_node_with_another_secret_is_told_and_so_is_the_first(
-    tmp_path: Path, scratch: Path, script: WriteScript, three_hosts: Hosts
+    scratch: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
     train = script("")
-    rendezvous = [
-        "--nnodes",
-        2,
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"{three_hosts.addresses[0]}:{free_port()}",
-    ]
-    nodes = [
-        Node(
-            three_hosts,
-            index,
-            tmp_path,
-            [*rendezvous, train],
-            launcher_environment(scratch, PARAPLAN_JOB_TOKEN=f"{index}" * 16),
-        )
-        for index in range(2)
-    ]
-    try:
-        status, said = nodes[1].end()
-        assert status == 1, said
-        assert "it does not know this job's token" in said
-        assert "Traceback" not in said
-        nodes[0].wait_for(f"refused a connection from {three_hosts.addresses[1]}: it does not know this job's token")
-        nodes[0].wait_for("waiting at 10.231.7.1:")
-        nodes[0].wait_for("for 1 of 2 nodes; here is ")
-        nodes[0].process.send_signal(signal.SIGINT)
-        assert nodes[0].end()[0] == 130
-    finally:
-        for node in nodes:
-            node.stop()
+    where = f"{three_hosts.addresses[0]}:{free_port()}"
+    words = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", where, train]
+    nodes = [start_node(index, *words, PARAPLAN_JOB_TOKEN=f"{index}" * 16) for index in range(2)]
+    status, said = nodes[1].end()
+    assert status == 1, said
+    assert "it does not know this job's token" in said
+    assert "Traceback" not in said
+    nodes[0].wait_for(f"refused a connection from {three_hosts.addresses[1]}: it does not know this job's token")
+    nodes[0].wait_for("waiting at 10.231.7.1:")
+    nodes[0].wait_for("for 1 of 2 nodes; here is ")
+    nodes[0].process.send_signal(signal.SIGINT)
+    assert nodes[0].end()[0] == 130
     assert names_in(scratch) == []
 
 
@@ -179,45 +150,27 @@ for one in (real, Shifted):
 """
 
 
-@pytest.mark.parametrize("seconds", [-60, 60])
 def test_nodes_whose_clocks_differ_train_together_and_are_told(
-    tmp_path: Path, scratch: Path, script: WriteScript, three_hosts: Hosts, seconds: int
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
     train = script(TRAIN)
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(SHIFT)  # Python's clocks, in a process that is real otherwise
     (tmp_path / "stop").touch()
-    rendezvous = [
-        "--nnodes",
-        2,
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"{three_hosts.addresses[0]}:{free_port()}",
-    ]
+    where = f"{three_hosts.addresses[0]}:{free_port()}"
+    rendezvous = ["--nnodes", 3, "--rdzv-backend", "c10d", "--rdzv-endpoint", where]
     root = str(Path(paraplan.__file__).parent.parent)
-    shifted = {"PYTHONPATH": f"{tmp_path / 'clock'}{os.pathsep}{root}", "SHIFTED_BY": str(seconds)}
-    nodes = [
-        Node(
-            three_hosts,
-            index,
-            tmp_path,
-            [*rendezvous, train, tmp_path],
-            launcher_environment(scratch, **(shifted if index else {})),
-        )
-        for index in range(2)
-    ]
-    try:
-        ended = [node.end() for node in nodes]
-    finally:
-        for node in nodes:
-            node.stop()
-    assert [status for status, _ in ended] == [0, 0], ended
-    (_, first), (_, second) = ended
-    assert all(f"rank {rank} saw 2" in first + second for rank in (0, 1)), first + second
-    word = "behind" if seconds < 0 else "ahead of"
-    assert f"the clock of this node is {abs(seconds)}.0 s {word} that of the node at 10.231.7.1" in second
-    assert f"the nodes differ: the clock of node1 is {abs(seconds)}.0 s {word} that of the node" in first + second
+    nodes = []
+    for index, seconds in enumerate((0, -60, 60)):
+        shifted = {"PYTHONPATH": f"{tmp_path / 'clock'}{os.pathsep}{root}", "SHIFTED_BY": str(seconds)}
+        nodes.append(start_node(index, *rendezvous, train, tmp_path, **(shifted if seconds else {})))
+    ended = [node.end() for node in nodes]
+    assert [status for status, _ in ended] == [0, 0, 0], ended
+    said = "".join(words for _, words in ended)
+    assert all(f"rank {rank} saw 3" in said for rank in range(3)), said
+    for index, word in ((1, "behind"), (2, "ahead of")):
+        assert f"the clock of this node is 60.0 s {word} that of the node at 10.231.7.1" in ended[index][1]
+        assert f"the nodes differ: the clock of node{index} is 60.0 s {word} that of the node" in said
 
 
 @pytest.mark.parametrize(
@@ -228,27 +181,24 @@ def test_nodes_whose_clocks_differ_train_together_and_are_told(
     ],
 )
 def test_a_node_that_is_stopped_is_named_by_the_other_at_once(
-    tmp_path: Path, scratch: Path, script: WriteScript, three_hosts: Hosts, number: signal.Signals, words: str
+    tmp_path: Path,
+    script: WriteScript,
+    three_hosts: Hosts,
+    start_node: StartNode,
+    number: signal.Signals,
+    words: str,
 ) -> None:
     train = script(TRAIN)
     rendezvous = ["--nnodes", 2, "--master-addr", three_hosts.addresses[0], "--master-port", free_port()]
-    environment = launcher_environment(scratch)
-    nodes = [
-        Node(three_hosts, index, tmp_path, [*rendezvous, "--node-rank", index, train, tmp_path], environment)
-        for index in range(2)
-    ]
-    try:
-        for index, node in enumerate(nodes):
-            node.wait_for(f"rank {index} saw 2")
-        nodes[1].process.send_signal(number)
-        nodes[0].wait_for(words)
-        stopped = time.monotonic()
-        status, said = nodes[0].end()
-        assert time.monotonic() - stopped < 10, "not the 15 s for which a node is waited for that says nothing"
-        assert status not in (0, 2), said
-    finally:
-        for node in nodes:
-            node.stop()
+    nodes = [start_node(index, *rendezvous, "--node-rank", index, train, tmp_path) for index in range(2)]
+    for index, node in enumerate(nodes):
+        node.wait_for(f"rank {index} saw 2")
+    nodes[1].process.send_signal(number)
+    nodes[0].wait_for(words)
+    stopped = time.monotonic()
+    status, said = nodes[0].end()
+    assert time.monotonic() - stopped < 10, "not the 15 s for which a node is waited for that says nothing"
+    assert status not in (0, 2), said
 
 
 HANG = """
@@ -265,23 +215,16 @@ dist.all_reduce(total)
 
 
 def test_a_hang_names_the_rank_that_never_came_on_both_hosts_and_ends_it_at_once(
-    tmp_path: Path, scratch: Path, script: WriteScript, three_hosts: Hosts
+    script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
     train = script(HANG)
     words = ["--nnodes", 2, "--nproc-per-node", 2, "--hang-timeout", 4]
     words += ["--master-addr", three_hosts.addresses[0], "--master-port", free_port()]
-    environment = launcher_environment(scratch)
-    nodes = [
-        Node(three_hosts, index, tmp_path, [*words, "--node-rank", index, train], environment) for index in range(2)
-    ]
-    try:
-        nodes[1].wait_for("the job hangs")
-        hung = time.monotonic()
-        ended = [node.end() for node in nodes]
-        assert time.monotonic() - hung < 15, "a stopped process gets no 30 s to end"
-    finally:
-        for node in nodes:
-            node.stop()
+    nodes = [start_node(index, *words, "--node-rank", index, train) for index in range(2)]
+    nodes[1].wait_for("the job hangs")
+    hung = time.monotonic()
+    ended = [node.end() for node in nodes]
+    assert time.monotonic() - hung < 15, "a stopped process gets no 30 s to end"
     assert [status for status, _ in ended] == [124, 124], ended
     for _, said in ended:
         assert "never came to all_reduce number" in said, said

@@ -223,7 +223,9 @@ EDITABLE = """
 """
 
 
-def test_modules_programs_and_logs_are_torchruns(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
+def test_modules_programs_and_logs_are_torchruns(
+    tmp_path: Path, script: WriteScript, launch: Launch, launch_forked: ForkedLaunch
+) -> None:
     job = script("import os, sys; print('module', os.environ['RANK'], sys.argv[1:])", "hidden.py")
     script(EDITABLE.format(str(job)), "sitecustomize.py")
     logs = ("--log-dir", "logs", "--redirects", "3", "--tee", "0:1")
@@ -233,7 +235,7 @@ def test_modules_programs_and_logs_are_torchruns(tmp_path: Path, script: WriteSc
     logs = {path.parent.name: path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/stdout.log")}
     assert logs == {"0": "module 0 ['--x']\n", "1": "module 1 ['--x']\n"}
     wait = "test $RANK = 0 && touch written; while [ ! -e written ]; do sleep 0.05; done; test $RANK = 0 || exit 4"
-    done = launch("--no-python", "--nproc-per-node", 2, "sh", "-c", f"echo $RANK ${{local_rank}}; {wait}")
+    done = launch_forked("--no-python", "--nproc-per-node", 2, "sh", "-c", f"echo $RANK ${{local_rank}}; {wait}")
     assert sorted(done.stdout.splitlines()) == ["0 0", "1 1"]
     assert done.returncode == 4
 

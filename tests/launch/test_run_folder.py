@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from launching import (
     PATIENCE_S,
-    Launch,
+    ForkedLaunch,
     Start,
     WriteScript,
     is_alive,
@@ -51,10 +51,10 @@ SPEAK = """
 
 @pytest.mark.ranks
 def test_a_run_keeps_its_command_versions_plan_and_what_each_rank_wrote(
-    tmp_path: Path, scratch: Path, script: WriteScript, launch: Launch
+    tmp_path: Path, scratch: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
-    done = launch("--plan", "plan.json", script(SPEAK), "a b")
+    done = launch_forked("--plan", "plan.json", script(SPEAK), "a b")
     assert done.returncode == 9
     assert sorted(done.stdout.splitlines()) == ["out 0 False", "out 1 False"]
     (run,) = [path for path in (tmp_path / RUNS_FOLDER).iterdir() if path.is_dir()]
@@ -90,7 +90,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.ranks
 def test_a_full_disk_loses_logs_and_nothing_else(
-    small_disk: Path, scratch: Path, script: WriteScript, launch: Launch
+    small_disk: Path, scratch: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     train = script(
         """
@@ -103,7 +103,7 @@ def test_a_full_disk_loses_logs_and_nothing_else(
         raise ValueError("boom")
         """
     )
-    done = launch("--log-dir", small_disk, "--nproc-per-node", 2, train)
+    done = launch_forked("--log-dir", small_disk, "--nproc-per-node", 2, train)
     assert done.returncode == 1
     assert done.stdout == ("x" * 99 + "\n") * 4000
     assert "cannot be written any more: No space left on device" in done.stderr

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from host_nodes import MEETING_S, Node
+from host_nodes import MEETING_S, StartNode
 from launching import (
     PATIENCE_S,
     WriteScript,
@@ -23,34 +25,10 @@ from launching import (
     read_until,
     wait_until_dead,
 )
-from nodes import Hosts, hosts, missing_for_hosts
+from nodes import Hosts
+from rank_harness import RankHarness
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # rendezvous of nodes, each of them patient
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[Hosts]:
-    reason = missing_for_hosts()
-    if reason is not None:
-        pytest.skip(reason)
-    with hosts(2) as made:
-        yield made
-
-
-StartNode = Callable[[int, list[object], dict[str, str]], Node]
-
-
-@pytest.fixture
-def start_node(two_hosts: Hosts, tmp_path: Path) -> Iterator[StartNode]:
-    nodes: list[Node] = []
-
-    def start(index: int, words: list[object], environment: dict[str, str]) -> Node:
-        nodes.append(Node(two_hosts, index, tmp_path, words, environment))
-        return nodes[-1]
-
-    yield start
-    for node in nodes:
-        node.stop()
 
 
 def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed_first(
@@ -74,14 +52,10 @@ def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed
     )
     slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "10.231.7.[1-2]"}
     nodes = [
-        start_node(
-            index,
-            ["--nproc-per-node", 2, train],
-            launcher_environment(scratch, SLURM_NODEID=str(index), SLURM_JOB_ID="7", **slurm),
-        )
+        start_node(index, "--nproc-per-node", 2, train, SLURM_NODEID=str(index), SLURM_JOB_ID="7", **slurm)
         for index in range(2)
     ]
-    alone = start_node(0, ["--nproc-per-node", 1, train], launcher_environment(scratch))  # on a host of unknown name
+    alone = start_node(0, "--nproc-per-node", 1, train)  # on a host of unknown name
     (status, first), (other_status, second) = [node.end() for node in nodes]
     assert (status, other_status) == (1, 1), first + second
     alone.wait_for("rank 0 saw 1 by None")
@@ -105,7 +79,7 @@ exec ip netns exec "$NAMESPACES$index" sh -c "$*"
 
 
 def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
-    tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts
+    tmp_path: Path, scratch: Path, script: WriteScript, three_hosts: Hosts
 ) -> None:
     train = script(
         """
@@ -121,12 +95,12 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(SSH)
     (tmp_path / "bin" / "ssh").chmod(0o755)
-    (tmp_path / "hosts").write_text("".join(f"{address} slots=1\n" for address in two_hosts.addresses))
+    (tmp_path / "hosts").write_text("".join(f"{address} slots=1\n" for address in three_hosts.addresses[:2]))
     words = ["a 'b'; touch broken", "$HOME", "*"]
     process = subprocess.Popen(
         launcher_command("--hostfile", "hosts", train, *words),
         cwd=tmp_path,
-        env=launcher_environment(scratch, NAMESPACES=f"{two_hosts.name}h")
+        env=launcher_environment(scratch, NAMESPACES=f"{three_hosts.name}h")
         | {"HF_TOKEN": "hf_s3cret"}
         | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
@@ -216,24 +190,35 @@ if __name__ == "__main__":
 """
 
 
+def run_script(*words: str) -> str:
+    """Run a script in this process, and return what it prints."""
+    sys.argv = [*words]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(words[0], run_name="__main__")
+    return printed.getvalue()
+
+
 def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_back(
-    tmp_path: Path, scratch: Path, script: WriteScript, two_hosts: Hosts, start_node: StartNode
+    tmp_path: Path,
+    scratch: Path,
+    script: WriteScript,
+    three_hosts: Hosts,
+    start_node: StartNode,
+    ranks: RankHarness,
 ) -> None:
     train = script(ELASTIC)
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts.addresses[0]}:{free_port()}"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{free_port()}"]
     patience = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=2", "--max-restarts", 3]
     model = ["--model", f"{train}:Net", "--global-batch", 8, "--seq-len", 8, "--precision", "fp32"]
     words = ["--nnodes", "1:2", *rendezvous, *patience, "--plan", "auto", *model, train, tmp_path]
-    environment = launcher_environment(scratch)
-    stays = start_node(0, words, environment)
-    leaves = start_node(1, words, environment)
+    stays, leaves = start_node(0, *words), start_node(1, *words)
     stays.wait_for("of 2 ranks")
-    two_hosts.set_link(1, "down")
+    three_hosts.set_link(1, "down")
     stays.wait_for("of 1 ranks")
     leaves.stop()
-    two_hosts.set_link(1, "up")
+    three_hosts.set_link(1, "up")
     position = len(stays.output.read_text())
-    comes_back = start_node(1, words, environment)
+    comes_back = start_node(1, *words)
     deadline = time.monotonic() + MEETING_S
     while "of 2 ranks" not in stays.output.read_text()[position:]:
         assert time.monotonic() < deadline, stays.output.read_text() + comes_back.output.read_text()
@@ -248,15 +233,8 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
     assert "made anew for 1 rank\n" in said
     assert "made anew for 2 ranks\n" in said
     (tmp_path / "alone").mkdir()
-    alone = subprocess.run(
-        [sys.executable, str(train), str(tmp_path / "alone"), str(len(losses))],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert losses == pytest.approx(read_losses(alone.stdout), abs=2e-4)  # printed with four digits
+    alone = ranks.run_alone(run_script, str(train), str(tmp_path / "alone"), str(len(losses)))
+    assert losses == pytest.approx(read_losses(alone), abs=2e-4)  # printed with four digits
     assert [name for name in names_in(scratch) if name.startswith("paraplan")] == []
 
 
