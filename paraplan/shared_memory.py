@@ -61,14 +61,15 @@ class StatusPage:
         size = (_HEAD + num_ranks * _BLOCK) * _BYTES
         self._map = mmap.mmap(descriptor, size)
         self._numbers = memoryview(self._map).cast("d")
+        self._descriptor = descriptor
         self.num_ranks = num_ranks
 
     @classmethod
-    def make(cls, num_ranks: int) -> tuple[Self, str]:
-        """Make a page; return it and its path, which holds as long as this process lives."""
+    def make(cls, num_ranks: int) -> Self:
+        """Make a page, which holds as long as this process lives or until it is forgotten."""
         descriptor = os.memfd_create("paraplan-status", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, (_HEAD + num_ranks * _BLOCK) * _BYTES)
-        return cls(descriptor, num_ranks=num_ranks), path_of(descriptor)
+        return cls(descriptor, num_ranks=num_ranks)
 
     @classmethod
     def open(cls, path: str) -> Self:
@@ -79,6 +80,15 @@ class StatusPage:
             return cls(descriptor, num_ranks=num_ranks)
         finally:
             os.close(descriptor)
+
+    @property
+    def path(self) -> str:
+        """The path by which the ranks of the process that has made the page open it."""
+        return path_of(self._descriptor)
+
+    def forget(self) -> None:
+        """Let no more ranks open the page that this process has made; its numbers can still be read."""
+        os.close(self._descriptor)
 
     @property
     def stop_by(self) -> float:
@@ -138,6 +148,11 @@ class CopySlots(NamedTuple):
         found = json.loads(text)
         paths = {rank: tuple(map(str, slots)) for rank, slots in enumerate(found["paths"])}
         return cls(int(found["every"]), int(found["bytes_per_rank"]), paths)
+
+    def free(self) -> None:
+        """Let go of the memory; the process that made it does."""
+        for path in (path for slots in self.paths.values() for path in slots):
+            os.close(int(path.rpartition("/")[2]))
 
     def text(self) -> str:
         """Return it as the value of a variable."""

@@ -170,6 +170,7 @@ def _differences(made: Subject, exported: Exported, says: dict[str, Any]) -> lis
     expected: dict[str, Any] = json.loads(plan.model_dump_json()) | {"world_size": plan.world_size}
     expected |= {"num_nodes": layout.num_nodes, "gpus_per_node": layout.gpus_per_node}
     expected |= {name: getattr(training, name) for name in ("precision", "seq_length", "compiled", "train", "loss")}
+    expected["mixed_precision"] = "no" if training.precision in ("fp32", "bf16-pure") else training.precision
     expected["base_weights"] = training.frozen_weights if training.train != "full" else None
     expected["plan"] = json.loads(plan.model_dump_json())
     unsaid = {gap.part.partition("=")[0] for gap in exported.gaps}

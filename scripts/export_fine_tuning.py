@@ -82,7 +82,7 @@ def _accelerated(path: Path) -> Says:
         raise MissingError(line["missing"])
     if "says" not in line:
         raise ValueError(f"accelerate: {line}")
-    return {key: value for key, value in line["says"].items() if key not in ("precision", "compiled")}
+    return {key: value for key, value in line["says"].items() if key not in ("mixed_precision", "compiled")}
 
 
 def read_axolotl(path: Path) -> Says:
@@ -152,17 +152,20 @@ def read_torchtune(path: Path) -> Says:
     stage = 0
     if name.endswith("distributed"):
         stage = 3 if config.fsdp_reshard_after_forward else 2
-    model = config.model
+    model = config.get("model")
     says: Says = {
         "zero_stage": stage,
         "offload": "parameters" if config.get("fsdp_cpu_offload") else "none",
         "recompute": "full" if config.enable_activation_checkpointing else "none",
         "micro_batch_size": config.batch_size,
         "num_microbatches": config.gradient_accumulation_steps,
-        "seq_length": config.tokenizer.max_seq_len,
         "compiled": config.compile,
-        "loss": "chunked" if "Chunked" in config.loss._component_ else "plain",
     }
+    if "loss" in config:
+        says["loss"] = "chunked" if "Chunked" in config.loss._component_ else "plain"
+    if model is None:
+        return says
+    says["seq_length"] = config.tokenizer.max_seq_len
     component = model._component_.rpartition(".")[2]
     if "lora_rank" not in model:
         return says | {"train": "full", "base_weights": None}

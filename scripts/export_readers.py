@@ -72,7 +72,7 @@ def _read_accelerate(path: Path) -> Says:
     says: Says = {
         "world_size": arguments.num_processes,
         "num_nodes": arguments.num_machines,
-        "precision": "fp32" if arguments.mixed_precision == "no" else arguments.mixed_precision,
+        "mixed_precision": arguments.mixed_precision,
         "compiled": str(arguments.dynamo_backend).upper() == "INDUCTOR",
     }
     utils = module("accelerate.utils.launch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -216,7 +217,7 @@ def _tool_of(text: str, path: Path) -> Tool:
     """Return whose configuration a text is, by the keys that it must have. Raises `PlanError` for nobody's."""
     if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
         return "megatron-lm"
-    keys = set(re.findall(r"""^[\s{,]*["']?(\w+)["']?\s*:""", text, flags=re.MULTILINE))
+    keys = _top_level_keys(text)
     for tool, its_keys in _KEYS.items():
         if keys & its_keys:
             return tool
@@ -227,6 +228,17 @@ def _tool_of(text: str, path: Path) -> Tool:
         "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
         "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path",
     )
+
+
+def _top_level_keys(text: str) -> set[str]:
+    """Return the keys of a JSON object, or of YAML that begins without a brace; of broken JSON those of any level."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        if text.lstrip().startswith("{"):
+            return set(re.findall(r"""["'](\w+)["']\s*:""", text)) - {"stage"}  # DeepSpeed has one further in
+        return set(re.findall(r"""^["']?(\w+)["']?\s*:""", text, flags=re.MULTILINE))
+    return set(data) if isinstance(data, dict) else set()
 
 
 def _read(path: Path) -> str:

@@ -40,7 +40,7 @@ from paraplan.launch.ranks.spawning import SpawnerHandle, open_spawner
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.spec import LaunchSpec
-from paraplan.shared_memory import StatusPage
+from paraplan.shared_memory import CopySlots, StatusPage
 from paraplan.units import format_bytes
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
@@ -138,7 +138,7 @@ def run_job(
             _forget_error_files(error)
         raise
     finally:
-        job.stop.is_over.set()
+        job.end_sharing()
         for name, value in before.items():
             _restore(name, value)
         if folder.is_temporary:
@@ -162,20 +162,22 @@ def _share_memory(
     """Make what ranks and launcher share, named in `environment`; begin to look for notices."""
     spec = request.spec
     if shared_memory.is_available():
-        job.page, environment[shared_memory.STATUS_PAGE_VARIABLE] = StatusPage.make(num_ranks)
+        job.page = StatusPage.make(num_ranks)
+        environment[shared_memory.STATUS_PAGE_VARIABLE] = job.page.path
         if spec.memory_checkpoint is not None:
-            environment[shared_memory.COPIES_VARIABLE] = _slots(spec.memory_checkpoint, num_ranks)
+            job.copies = _slots(spec.memory_checkpoint, num_ranks)
+            environment[shared_memory.COPIES_VARIABLE] = job.copies.text()
     job.stop.page, job.stop.window_s = job.page, spec.preempt_window or settings.grace_s
     if spec.preempt_notice is not None:
         watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
 
 
-def _slots(every: int, num_ranks: int) -> str:
-    """Return memory for copies of the state of so many ranks, as their variable names it; say how much it may be."""
+def _slots(every: int, num_ranks: int) -> CopySlots:
+    """Return memory for copies of the state of so many ranks; say how much it may be."""
     most_bytes = (shared_memory.available_bytes() or _MEMORY_OF_A_SMALL_NODE) // 2
     steps = f"every {every} steps" if every > 1 else "every step"
     say(f"a copy of the state is kept in memory {steps}: at most {format_bytes(most_bytes)} on this node")
-    return shared_memory.CopySlots.make(every=every, num_ranks=num_ranks, most_bytes=most_bytes).text()
+    return CopySlots.make(every=every, num_ranks=num_ranks, most_bytes=most_bytes)
 
 
 _MEMORY_OF_A_SMALL_NODE = 8 << 30

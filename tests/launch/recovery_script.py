@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 SCRIPT = """
 import os
@@ -87,3 +88,9 @@ def read_until_line(process: subprocess.Popen[str], beginning: str) -> None:
     while not line.startswith(beginning):
         line = process.stdout.readline()
         assert line, f"it has ended before {beginning!r}"
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [found for child in map(int, children) for found in [child, *descendants(child)]]

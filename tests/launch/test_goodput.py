@@ -57,7 +57,7 @@ def attempt(clock: JobClock, page: StatusPage, first: int, last: int, *, saved: 
 
 
 def test_steps_before_an_older_checkpoint_are_done_again() -> None:
-    page, _ = StatusPage.make(1)
+    page = StatusPage.make(1)
     clock = JobClock()
     now = clock.began
     attempt(clock, page, 0, 30, saved=20, began=now - 100)
@@ -71,7 +71,7 @@ def test_steps_before_an_older_checkpoint_are_done_again() -> None:
 
 
 def test_steps_after_the_last_checkpoint_of_a_job_that_failed_do_not_count() -> None:
-    page, _ = StatusPage.make(1)
+    page = StatusPage.make(1)
     clock = JobClock()
     attempt(clock, page, 0, 30, saved=20, began=clock.began - 40)
     clock.began -= 41

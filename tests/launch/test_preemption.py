@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from launching import Launch, Start, WriteScript, wait_until_dead
-from recovery_script import SCRIPT, losses, read_until_line
+from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.launch.preemption import notice_reader
 from paraplan.launch.spec import ArgumentError
@@ -153,12 +153,7 @@ def test_a_signal_for_all_processes_at_once_is_one_for_the_launcher(
     """Slurm signals the whole step: launcher, spawner and ranks."""
     process = start("--nproc-per-node", 2, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.1")
     read_until_line(process, "step 3 ")
-    for pid in [*_descendants(process.pid), process.pid]:
+    for pid in [*descendants(process.pid), process.pid]:
         os.kill(pid, number)
     status, _, stderr = finish(process)
     assert status == 75, stderr
-
-
-def _descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [found for child in map(int, children) for found in [child, *_descendants(child)]]

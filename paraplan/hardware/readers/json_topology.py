@@ -12,7 +12,7 @@ from paraplan.errors import TopologyError
 from paraplan.hardware.readers.amd_links import AmdMachine
 from paraplan.hardware.topology import NodeTopology
 
-_DERIVED = ("nvlink_islands", "numa_groups", "nvlink_all_to_all", "cuda", "interconnect", "measurement")
+_DERIVED = ("nvlink_islands", "numa_groups", "nvlink_all_to_all", "cuda", "interconnect", "measurement", "states")
 """What `paraplan topo --json` shows beside the machine: it is computed, or measured, again."""
 _PAIR = re.compile(r"\(Topology\) (Weight|Hops|Link type) between DRM devices (\d{1,3}) and (\d{1,3})")
 _PAIR_KINDS = {"Weight": "weight", "Hops": "hops", "Link type": "type_word"}

@@ -147,7 +147,7 @@ def _unfrozen(subject: Subject, trainable: Trainable) -> list[str]:
 
 
 def _fsdp(subject: Subject) -> dict[str, object]:
-    plan = subject.plan
+    plan, training = subject.plan, subject.training
     replicas, shards = shard_degrees(plan)
     found: dict[str, object] = {
         "fsdp_version": 2,
@@ -161,7 +161,9 @@ def _fsdp(subject: Subject) -> dict[str, object]:
     }
     if plan.tp > 1 or plan.cp > 1 or replicas > 1:
         found |= {"dp_shard_size": shards, "dp_replicate_size": replicas}
-        found |= {"tensor_parallel_size": plan.tp, "context_parallel_size": plan.cp}
+        found["tensor_parallel_size"] = plan.tp
+        if training is None or training.attention == "flash":
+            found["context_parallel_size"] = plan.cp
     return found
 
 
@@ -184,6 +186,8 @@ def axolotl_gaps(subject: Subject) -> list[Gap]:
     if training is not None and training.precision == "bf16" and trainable.is_full and plan.zero_stage == 0:
         gaps.append(Gap(part="precision=bf16", reason="axolotl keeps no fp32 weights under DDP: plan for bf16-pure"))
     if plan.cp > 1 and training is not None:
-        gaps += training_gap(training, "attention", ("flash",), "axolotl's ring attention takes FlashAttention alone")
+        gaps += field_gap(
+            plan, "cp", (1,) if training.attention != "flash" else (plan.cp,), "axolotl's ring attention is flash alone"
+        )
     gaps += adapter_gap(trainable, "axolotl") + base_gap(subject, "axolotl", _BASES)
     return gaps + training_gap(training, "optimizer", tuple(_OPTIMIZERS), "axolotl has no such optimizer")

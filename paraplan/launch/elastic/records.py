@@ -16,7 +16,7 @@ from paraplan.launch.preemption import StopRequest
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.stragglers.watch import Case
-from paraplan.shared_memory import StatusPage
+from paraplan.shared_memory import CopySlots, StatusPage
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.plan.files import PlanFile
@@ -58,7 +58,8 @@ class JobRecord:
     `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
     timed out, those of them that were `stopped`, those that had `ended` well before, and the `calls` that ranks made
     last, where they are known. `late` are the slow ranks, links and hosts that were told. `clock` is where the time of
-    the job went, `page` what its ranks tell of themselves, `stop` whether they are to save and end.
+    the job went, `page` what its ranks tell of themselves, `stop` whether they are to save and end, `copies` the memory
+    for copies of the state.
     """
 
     started_ns: int | None = None
@@ -77,3 +78,12 @@ class JobRecord:
     clock: JobClock = field(default_factory=JobClock)
     page: StatusPage | None = None
     stop: StopRequest = field(default_factory=StopRequest)
+    copies: CopySlots | None = None
+
+    def end_sharing(self) -> None:
+        """Give back what ranks and launcher shared, at the end of the job. What ranks have told stays."""
+        self.stop.is_over.set()
+        if self.page is not None:
+            self.page.forget()
+        if self.copies is not None:
+            self.copies.free()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paraplan.launch.ranks import bootstrap
+from paraplan.launch.torch_private import step_hooks
 
 Stack = tuple["Frame", ...]
 """The frames of a thread, innermost first."""
@@ -64,7 +65,8 @@ def main_stack(text: str) -> Stack:
         match = _FRAME.match(line)
         if match is None or match["path"] == bootstrap.__file__:  # below it is how the launcher came to the script
             break
-        frames.append(Frame(match["path"], int(match["line"]), match["name"]))
+        if match["path"] != step_hooks.__file__:  # it stands around torch's own calls
+            frames.append(Frame(match["path"], int(match["line"]), match["name"]))
     return tuple(frames)
 
 

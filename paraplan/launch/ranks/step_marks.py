@@ -73,7 +73,7 @@ class StepMarks:
         self._num_steps = 0
         self._thread = threading.get_ident()
         self._queue_file = self._open_queue_file()
-        self._is_on = True
+        self.is_on = True
         self._depth = 0  # of waits, data loaders and gaps that contain each other: the outermost counts
         self._has_stepped = self._uses_optimizer = False
         self._began_s: float | None = None
@@ -87,7 +87,7 @@ class StepMarks:
         gc.callbacks.append(self._on_collection)
 
     def _stop(self) -> None:
-        self._is_on = False
+        self.is_on = False
 
     @staticmethod
     def _open_queue_file() -> int | None:
@@ -97,7 +97,7 @@ class StepMarks:
 
     def is_here(self) -> bool:
         """Whether the calling thread is the one whose time is kept, outside of what is kept already."""
-        return self._is_on and not self._depth and threading.get_ident() == self._thread
+        return self.is_on and not self._depth and threading.get_ident() == self._thread
 
     def wait_begins(self) -> tuple[float, float]:
         """Return when this wait in a collective begins; to be followed by `wait_ends`."""
@@ -155,7 +155,7 @@ class StepMarks:
         self._has_stepped = self._uses_optimizer = True
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
-        if not self._is_on or threading.get_ident() != self._thread:
+        if not self.is_on or threading.get_ident() != self._thread:
             return
         now_s = time.perf_counter()
         if phase == "start":
@@ -164,7 +164,7 @@ class StepMarks:
             self._gc_s += now_s - self._gc_began_s
 
     def _end_step(self) -> None:
-        if not self._is_on or threading.get_ident() != self._thread:
+        if not self.is_on or threading.get_ident() != self._thread:
             return
         now_s, kernel = time.perf_counter(), self._read_kernel()
         if self._began_s is not None:

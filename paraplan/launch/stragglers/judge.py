@@ -35,7 +35,7 @@ _KEPT = 600
 _WARM_STEPS = 4
 """The first steps allocate and meet their peers."""
 
-_MIN_SLOWER = 0.15
+_MIN_SLOWER = 0.18
 """A rank is late by this share of its peers' own time. 60 clean runs on 2 busy cores stayed below 0.13 where the run
 queue took less than a tenth of the time."""
 
@@ -207,7 +207,7 @@ class Judge:
         worst = max(group, key=lost_s.__getitem__)
         steps_s = sum(_step_s(row, group) for row in rows)
         cost, slower = lost_s[worst] / steps_s, lost_s[worst] / len(rows) / usual_s
-        chance = len(group) ** (1 - len(strikes[worst]))
+        chance = _chance(len(strikes[worst]), sum(map(len, strikes.values())), len(group))
         if lost_s[worst] >= _MIN_BURST_SHARE * whole_s and chance <= _MAX_CHANCE and cost >= _MIN_BURST_COST:
             since = strikes[worst][0][0]
             is_burst = len(strikes[worst]) < _MIN_LATE_STEPS * sum(_number(row) >= since for row in rows)
@@ -290,6 +290,16 @@ def _in_compute(rows: Sequence[Row], group: Sequence[int], rank: int, late_s: fl
         row[rank].compute_s - statistics.median_low([row[other].compute_s for other in group]) for row in rows
     )
     return max(0.0, min(1.0, more_s / late_s)) if late_s > 0 else 1.0
+
+
+def _chance(num_most: int, num_all: int, num_ranks: int) -> float:
+    """Return the chance that one of the ranks has so many of all strikes where each strikes any rank (binomial)."""
+    share = 1 / num_ranks
+    tail = sum(
+        math.comb(num_all, count) * share**count * (1 - share) ** (num_all - count)
+        for count in range(num_most, num_all + 1)
+    )
+    return min(1.0, num_ranks * tail)
 
 
 def _contention(rows: Sequence[Row], group: Sequence[int]) -> float:
