@@ -19,7 +19,7 @@ Stack = tuple["Frame", ...]
 """The frames of a thread, innermost first."""
 
 _FRAME = re.compile(r'^\s*File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$')
-_LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen")
+_LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen", f"{Path(bootstrap.__file__).parents[2]}/")
 _POLL_S = 0.02
 _PY_SPY_S = 10.0
 
@@ -53,7 +53,7 @@ def own_frame(stack: Sequence[Frame]) -> Frame | None:
 
 
 def is_library(text: str) -> bool:
-    """Whether a path, or a line with one, is that of an installed package or of Python itself."""
+    """Whether a path, or a line with one, is that of an installed package, of paraplan or of Python itself."""
     return any(part in text for part in _LIBRARIES)
 
 
@@ -87,7 +87,7 @@ def stack_by_py_spy(pid: int, *, program: str | None = None) -> Stack:
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, StopIteration):
         return ()
     below = next((index for index, frame in enumerate(stack) if frame.path == bootstrap.__file__), len(stack))
-    return stack[:below]
+    return tuple(frame for frame in stack[:below] if frame.path != step_hooks.__file__)
 
 
 def is_stopped(pid: int, *, proc: Path = Path("/proc")) -> bool:
