@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paraplan.cost.plan_table import Floats
+from paraplan.cost.plan_table import Floats, Ints
 from paraplan.hardware.bus_bandwidth import GroupSpeed
 from paraplan.hardware.profiles import Collective
+from paraplan.model.spec import ModelSpec
 
 ShardingKey = tuple[int, ...]
 
@@ -45,6 +46,14 @@ class BlockCostCache:
         return {name: column[: len(self.rows)] for name, column in self._columns.items()}
 
 
+def counts_of_kinds(model: ModelSpec) -> Ints:
+    """Return `[R, B + 1]`: how many of the first 0..B blocks are of each kind, in the order in which kinds come."""
+    kinds = list(dict.fromkeys(run.block for run in model.runs))
+    order = np.concatenate([np.full(run.count, kinds.index(run.block)) for run in model.runs])
+    is_kind = order == np.arange(len(kinds))[:, None]
+    return np.concatenate([np.zeros((len(kinds), 1), dtype=np.int64), np.cumsum(is_kind, axis=1)], axis=1)
+
+
 @dataclass(eq=False)
 class CostCache:
     """What was computed before for one workload, however many tables of plans ask for it."""
@@ -55,3 +64,10 @@ class CostCache:
     """Collective speeds by group size, stride and collective."""
     shard_paddings: dict[tuple[int, int], float] = field(default_factory=dict)
     """Padding of FSDP shards relative to an even split, by the number of shards and whether tp divides layers."""
+    _counts: Ints | None = None
+
+    def block_counts(self, model: ModelSpec) -> Ints:
+        """Return how many of the first blocks are of each kind (`counts_of_kinds`)."""
+        if self._counts is None:
+            self._counts = counts_of_kinds(model)
+        return self._counts

@@ -221,8 +221,18 @@ def distinct_rows(*columns: Ints) -> tuple[list[Ints], Ints]:
 
 def first_rows(*columns: Ints) -> tuple[Ints, Ints]:
     """Return where each distinct row of columns of whole numbers from 0 comes first, and which one each row is."""
-    packed = np.zeros(len(columns[0]), dtype=np.int64)
+    packed, size = np.zeros(len(columns[0]), dtype=np.int64), 1
     for column in columns:
-        packed = packed * (int(column.max(initial=0)) + 1) + column
-    _, firsts, inverse = np.unique(packed, return_index=True, return_inverse=True)
-    return firsts, inverse.reshape(-1)
+        most = int(column.max(initial=0)) + 1
+        packed, size = packed * most + column, size * most
+    if size > _MOST_PLACES_PER_ROW * len(packed):
+        _, firsts, inverse = np.unique(packed, return_index=True, return_inverse=True)
+        return firsts, inverse.reshape(-1)
+    first = np.full(size, -1)
+    first[packed[::-1]] = np.arange(len(packed))[::-1]  # of several rows in one place the last one written stays
+    is_there = first >= 0
+    return first[is_there], (np.cumsum(is_there) - 1)[packed]
+
+
+_MOST_PLACES_PER_ROW = 8
+"""Up to so many numbers that a row may have, looking them up is faster than sorting."""

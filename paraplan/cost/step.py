@@ -191,7 +191,7 @@ class _StepContext:
 
 
 def _all_blocks(table: PlanTable, costs: BlockCosts) -> StageBlocks:
-    count = costs.forward_s.shape[1] - 1
+    count = costs.counts.shape[1] - 1
     ones = np.ones(len(table), dtype=bool)
     zeros = np.zeros((1, len(table)), dtype=np.int64)
     return StageBlocks(rank=zeros[0], low=zeros, high=zeros + count, is_first=ones, is_last=ones)

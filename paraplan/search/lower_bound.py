@@ -27,7 +27,7 @@ def least_step_s(workload: Workload, table: PlanTable, costs: BlockCosts | None 
     """
     costs = costs or block_costs(workload, table)
     key = costs.key
-    parameters = costs.parameters[key, -1] + costs.embedding_parameters[key] + costs.head_parameters[key]
+    parameters = costs.of_all(costs.parameters) + costs.embedding_parameters[key] + costs.head_parameters[key]
     sharded = parameters / table.pp / np.where(table.zero_stage >= 1, table.shard_size, 1)
     alone = offload_gather_s(workload, table, sharded) + optimizer_s(workload, table, sharded)
     return _pipeline_s(workload, table, costs, _blocks_s(workload, table, costs)) + alone
@@ -47,9 +47,9 @@ def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats
         experts = fastest_links(workload, table.ep, "all_to_all")
         exchanges = exchanges + sum(expert_exchange_s(workload, table, tensor, experts))
     sends = num_blocks * (all_reduce_s * (2.0 * (1 + is_full) + backward_sends) + exchanges)
-    forward_s = costs.forward_s[key, -1]
-    again = np.where(is_full, forward_s, costs.recompute_s[key, -1])
-    return np.asarray(forward_s + costs.backward_s[key, -1] + again + sends)
+    forward_s = costs.of_all(costs.forward_s)
+    again = np.where(is_full, forward_s, costs.of_all(costs.recompute_s))
+    return np.asarray(forward_s + costs.of_all(costs.backward_s) + again + sends)
 
 
 def _pipeline_s(workload: Workload, table: PlanTable, costs: BlockCosts, blocks_s: Floats) -> Floats:
@@ -69,7 +69,7 @@ def _pipeline_s(workload: Workload, table: PlanTable, costs: BlockCosts, blocks_
     # Chunks are alike where blocks are, and are divided evenly; the last ones have no more than their share.
     is_even = (table.split == 0) & (len(workload.model.runs) == 1)
     share = (num_blocks // (pp * table.virtual)) / num_blocks * is_even
-    chunk, forward = blocks_s * share, costs.forward_s[key, -1] * share
+    chunk, forward = blocks_s * share, costs.of_all(costs.forward_s) * share
     last = chunk * table.virtual + head_s + sends
     is_one_chunk = (table.schedule == _GPIPE) | (table.schedule == _ONE_FORWARD)
     kinds = [is_one_chunk, table.schedule == _INTERLEAVED, table.schedule == _ZERO_BUBBLE]

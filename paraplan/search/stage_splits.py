@@ -60,6 +60,6 @@ class BalancedSplits:
             costs = block_costs(self.workload, PlanTable.of_plans(alone))
             for kind, row in zip(RECOMPUTES, costs.key, strict=True):
                 again = costs.forward_s if kind == RECOMPUTES[-1] else costs.recompute_s
-                seconds = np.diff((costs.forward_s + costs.backward_s + again)[row])
+                seconds = (costs.forward_s + costs.backward_s + again)[row] @ np.diff(costs.counts)
                 self._seconds[kind] = (seconds.tolist(), float(costs.embedding_s[row]), float(costs.head_s[row]))
         return self._seconds[recompute]

@@ -58,7 +58,7 @@ def one(values: object) -> float:
 def block_bytes(workload: Workload, **plan: object) -> float:
     table = PlanTable.of_plans([ParallelPlan.model_validate(plan)])
     costs = block_costs(workload, table)
-    return float(costs.saved_bytes[costs.key[0], 1])
+    return float(costs.saved_bytes[costs.key[0], 0])
 
 
 B = 4  # sequences of a micro-batch

@@ -29,33 +29,35 @@ from paraplan.plan.training import TrainingSpec
 class BlockCosts:
     """Costs of the blocks of a model under K distinct shardings, of one micro-batch on one rank.
 
-    Sums are `[K, B + 1]`, over the first 0..B blocks: a stage is a difference of two columns. Others are `[K]`.
+    What blocks cost is `[K, R]`, of one block of each of R kinds: `among` sums them. Others are `[K]`.
     """
 
     key: Ints
     """The sharding of each plan: a row of the other arrays."""
+    counts: Ints
+    """`[R, B + 1]`: how many of the first 0..B blocks are of each kind."""
     parameters: Floats
     """Sums of the parameters that train."""
     frozen_bytes: Floats
     """Sums of the bytes of those that do not."""
     expert_parameters: Floats
-    """Sums of the parameters of routed experts that train, which `ep` divides too."""
+    """The parameters of routed experts that train, which `ep` divides too."""
     copied_parameters: Floats
-    """Sums of the parameters of which autocast keeps a 16-bit copy."""
+    """The parameters of which autocast keeps a 16-bit copy."""
     saved_bytes: Floats
-    """Sums of saved activations in the first pipeline stage."""
+    """Saved activations in the first pipeline stage."""
     later_saved_bytes: Floats
     """The same in other stages: under autocast the residual stream differs (`Shardings.residual_bytes`)."""
     recomputed_bytes: Floats
-    """Sums of what a later stage's backward pass computes again."""
+    """What a later stage's backward pass computes again."""
     output_gradient_bytes: Floats
-    """Sums of the gradients of the outputs of matmuls and norms in a later stage."""
+    """The gradients of the outputs of matmuls and norms in a later stage."""
     forward_s: Floats
-    """Sums of the seconds of forward passes."""
+    """Seconds of forward passes."""
     backward_s: Floats
-    """Sums of the seconds of backward passes."""
+    """Seconds of backward passes."""
     recompute_s: Floats
-    """Sums of the seconds of recomputation."""
+    """Seconds of recomputation."""
     largest_block_parameters: Floats
     """Parameters that train of the largest block."""
     largest_block_frozen_bytes: Floats
@@ -104,6 +106,16 @@ class BlockCosts:
         """Return the costs for some of the plans."""
         return replace(self, key=self.key[rows])
 
+    def among(self, column: Floats, low: Ints, high: Ints, key: Ints | None = None) -> Floats:
+        """Return the sum of a `[K, R]` cost over the blocks from `low` to below `high` of each plan."""
+        key = self.key if key is None else key
+        kinds = (column[key, kind] * (count[high] - count[low]) for kind, count in enumerate(self.counts))
+        return np.asarray(sum(kinds))
+
+    def of_all(self, column: Floats) -> Floats:
+        """Return the sum of a `[K, R]` cost over all blocks of each plan."""
+        return np.asarray(column[self.key] @ self.counts[:, -1])
+
 
 def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
     """Return the costs of the blocks of the workload's model under the plans of `table`.
@@ -127,7 +139,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
         )
         known.add([shardings[position] for position in missing], _costs_of(workload, new))
     rows = np.array([known.rows[one] for one in shardings], dtype=np.int64)
-    return BlockCosts(key=rows[key], **known.columns())
+    return BlockCosts(key=rows[key], counts=cache_of(workload).block_counts(workload.model), **known.columns())
 
 
 def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
@@ -138,7 +150,6 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         shardings, framework = replace(shardings, is_compiled=True), framework.compiled()
     times = KernelTimes(training, workload.cluster.gpu, shardings, workload.constants, framework)
     kinds = list(dict.fromkeys(run.block for run in model.runs))
-    order = [kinds.index(run.block) for run in model.runs for _ in range(run.count)]
     kinds = [_as_run(kind, framework) for kind in kinds]
     parameters = [_parameters(kind, shardings) for kind in kinds]
     frozen = [_frozen_bytes(kind, shardings) for kind in kinds]
@@ -161,20 +172,18 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         for kind, less in zip(kinds, kept, strict=True)
     ]
     return ends | {
-        "parameters": _running_sum(parameters, order),
-        "frozen_bytes": _running_sum(frozen, order),
+        "parameters": _by_kind(parameters),
+        "frozen_bytes": _by_kind(frozen),
         "largest_block_frozen_bytes": np.max(frozen, axis=0),
-        "expert_parameters": _running_sum([_expert_parameters(kind, shardings) for kind in kinds], order),
-        "copied_parameters": _running_sum([_copied_parameters(kind, shardings) for kind in kinds], order),
-        "saved_bytes": _running_sum(kept, order),
-        "later_saved_bytes": _running_sum(later_kept, order),
-        "recomputed_bytes": _running_sum(again, order),
-        "output_gradient_bytes": _running_sum(
-            [output_gradient_bytes(kind, training, shardings) for kind in kinds], order
-        ),
-        "forward_s": _running_sum(forward, order),
-        "backward_s": _running_sum([times.block_s(kind, backward=True) for kind in kinds], order),
-        "recompute_s": _running_sum(repeated, order),
+        "expert_parameters": _by_kind([_expert_parameters(kind, shardings) for kind in kinds]),
+        "copied_parameters": _by_kind([_copied_parameters(kind, shardings) for kind in kinds]),
+        "saved_bytes": _by_kind(kept),
+        "later_saved_bytes": _by_kind(later_kept),
+        "recomputed_bytes": _by_kind(again),
+        "output_gradient_bytes": _by_kind([output_gradient_bytes(kind, training, shardings) for kind in kinds]),
+        "forward_s": _by_kind(forward),
+        "backward_s": _by_kind([times.block_s(kind, backward=True) for kind in kinds]),
+        "recompute_s": _by_kind(repeated),
         "largest_block_parameters": np.max(parameters, axis=0),
         "working_bytes": np.max(working, axis=0),
         "first_half_bytes": np.max(
@@ -213,9 +222,8 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
     }
 
 
-def _running_sum(values: list[Floats], order: list[int]) -> Floats:
-    columns = np.stack(values, axis=1)[:, order]
-    return np.concatenate([np.zeros((len(columns), 1)), np.cumsum(columns, axis=1)], axis=1)
+def _by_kind(values: list[Floats]) -> Floats:
+    return np.stack(values, axis=1)
 
 
 def _as_run(block: BlockSpec, framework: FrameworkProfile) -> BlockSpec:

@@ -195,11 +195,11 @@ class RankMemory:
         """
         if not (self.framework.storage.autocast_copy_bytes and self.is_mixed):
             return np.zeros(len(self.table))
-        running = self.costs.copied_parameters
-        blocks = self.stage.sum(self.costs, running)
+        copied = self.costs.copied_parameters
+        blocks = self.stage.sum(self.costs, copied)
         head = self.costs.head_copied_parameters[self.costs.key] * self.stage.is_last
         one_block = blocks if in_forward else np.minimum(blocks, self.block_parameters)
-        of_all = self.stage.sum_in_flight(self.costs, running, self.chunks_in_flight)
+        of_all = self.stage.sum_in_flight(self.costs, copied, self.chunks_in_flight)
         kept = np.where(self.table.recompute == RecomputeCode.FULL, one_block, of_all) + head * self.head_in_flight
         return np.where(self.table.zero_stage == 0, kept * self.framework.storage.autocast_copy_bytes, 0.0)
 

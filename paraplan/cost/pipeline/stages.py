@@ -30,19 +30,19 @@ class StageBlocks:
     shape: Ints | None = None
     _found: dict[int, tuple[Ints, Ints]] = field(default_factory=dict, repr=False)
 
-    def sum(self, costs: BlockCosts, running: Floats) -> Floats:
-        """Return the sum of a running `[K, B + 1]` cost over the blocks of this rank."""
+    def sum(self, costs: BlockCosts, column: Floats) -> Floats:
+        """Return the sum of a `[K, R]` cost over the blocks of this rank."""
         firsts, inverse = self._distinct(costs)
         key, total = costs.key[firsts], np.zeros(len(firsts))
         for low, high in zip(self.low, self.high, strict=True):
-            total += running[key, high[firsts]] - running[key, low[firsts]]
+            total += costs.among(column, low[firsts], high[firsts], key)
         return np.asarray(total[inverse])
 
-    def sum_in_flight(self, costs: BlockCosts, running: Floats, kept: Floats) -> Floats:
-        """Return the sum of a running cost over the blocks of this rank, each chunk as often as `kept` [V, N] says."""
+    def sum_in_flight(self, costs: BlockCosts, column: Floats, kept: Floats) -> Floats:
+        """Return the sum of a cost over the blocks of this rank, each chunk as often as `kept` [V, N] says."""
         total = np.zeros(len(self.rank))
         for low, high, times in zip(self.low, self.high, kept, strict=True):
-            total += (running[costs.key, high] - running[costs.key, low]) * times
+            total += costs.among(column, low, high) * times
         return total
 
     @cached_property
