@@ -25,7 +25,6 @@ from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, r
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits, describe_elsewhere
 from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
-from paraplan.launch.preemption import is_saving
 from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
@@ -108,8 +107,8 @@ class RankProcesses(ProcessContext):
             if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
                 signal.signal(signal.SIGUSR1, raise_signal)  # of which torch makes nothing
             self._signals.wrap_handlers([*names.split(","), "SIGUSR1"])
+        self._job.stop.begin_attempt()
         self._job.attempts += 1
-        self._job.stop.go_on()
         self._job.clock.begin_attempt(self._job.page)
         self._job.failures = []
         self._job.hang = None
@@ -192,7 +191,7 @@ class RankProcesses(ProcessContext):
         """Raise `PreemptedError` where the ranks have saved and ended because the job was to end."""
         codes = {rank: end.code for rank, end in self._exits.items()}
         deadline = time.monotonic() + _SAVED_S
-        while is_saving(codes) and self._is_running() and time.monotonic() < deadline:
+        while self._job.stop.are_saving(codes) and self._is_running() and time.monotonic() < deadline:
             self._collect(timeout_s=0.05)
             codes = {rank: end.code for rank, end in self._exits.items()}
         end = self._job.stop.check(codes, num_running=len(self._running()))
