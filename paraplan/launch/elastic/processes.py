@@ -142,7 +142,13 @@ class RankProcesses(ProcessContext):
             return
         environments = {rank: {**self.envs[rank], **self._settings.extra_environment} for rank in range(self.nprocs)}
         HealthCheck(
-            self._job, self._spawner, self._settings, environments, self._job.folder.path, self._settings.health_s
+            self._job,
+            self._spawner,
+            self._settings,
+            environments,
+            self._job.folder.path,
+            self._settings.health_s,
+            self._signals.held,
         ).run()
 
     def _environment(self, rank: int) -> dict[str, str]:
