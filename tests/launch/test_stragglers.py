@@ -187,3 +187,22 @@ def test_compiled_training_is_left_as_it_is(launch_forked: ForkedLaunch, script:
     assert plain.returncode == marked.returncode == 0, marked.stderr
     assert marked.stdout == plain.stdout
     assert "step_marks" not in marked.stderr
+
+
+def test_a_ring_of_nonsense_ends_no_job(launch_forked: ForkedLaunch, script: WriteScript) -> None:
+    path = script(
+        """
+        import os, struct, time
+        from pathlib import Path
+        from paraplan.launch.ranks import step_marks
+        ring = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent / step_marks.MARKS_FILE
+        head = step_marks.HEADER.pack(step_marks.MAGIC, os.getpid(), 5)
+        numbers = len(step_marks.FIELDS) * step_marks.CAPACITY
+        ring.write_bytes(head + struct.pack(f"={numbers}d", *[float("nan")] * numbers))
+        time.sleep(1)
+        print("trained")
+        """
+    )
+    done = launch_forked("--no-logs", "--nproc-per-node", 2, path)
+    assert (done.returncode, done.stdout.split()) == (0, ["trained"] * 2), done.stderr
+    assert "slow ranks are looked for no more: ValueError" in done.stderr

@@ -178,8 +178,7 @@ class RankProcesses(ProcessContext):
         self._collect()
         self._end_saved_ranks()
         if self._is_running() and not self._failed():
-            if self._steps is not None:
-                self._steps.look()
+            self._follow_steps()
             if not self._hangs():
                 if not self._lost_other_nodes():
                     return None
@@ -192,6 +191,17 @@ class RankProcesses(ProcessContext):
         self._ask_where_ranks_are()
         self.close()
         return self._result()
+
+    def _follow_steps(self) -> None:
+        """Look for slow ranks. What ranks and other nodes have noted may be anything, and ends no job."""
+        try:
+            if self._steps is not None:
+                self._steps.look()
+        except SignalException:
+            raise
+        except Exception as error:
+            say(f"slow ranks are looked for no more: {type(error).__name__}: {error}")
+            self._steps = None
 
     def _end_saved_ranks(self) -> None:
         """Raise `PreemptedError` where the ranks have saved and ended because the job was to end."""
