@@ -54,6 +54,17 @@ def test_another_plan_goes_on_from_memory(launch: Launch, script: WriteScript, t
 
 
 @pytest.mark.ranks
+def test_a_checkpoint_that_is_newer_than_the_copy_is_taken(
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
+) -> None:
+    words = (script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=9", "save=3", "faults=0@7,0@8")
+    options = ("--no-logs", "--max-restarts", 2, "--memory-checkpoint", 4)
+    ended = launch_forked(*options, *words)
+    # 4 is copied and 6 saved before the first fault; the copy of 8 is not whole yet at the second
+    assert re.findall(r"begins after (\d+) steps", ended.stdout) == ["0", "6", "6"], ended.stderr
+
+
+@pytest.mark.ranks
 def test_what_an_optimizer_begins_to_keep_later_is_in_the_copies(
     launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
