@@ -41,6 +41,7 @@ from paraplan.cli.options import (
     ScheduleChoice,
     count,
     length,
+    one_of,
 )
 from paraplan.errors import UsageError
 
@@ -80,7 +81,12 @@ class HardwareOptions:
     ] = None
     link: Annotated[
         LinkName | None,
-        typer.Option("--link", help="How they are connected; as usual by default.", rich_help_panel=HARDWARE_PANEL),
+        typer.Option(
+            "--link",
+            metavar="KIND",
+            help=f"How they are connected: {one_of(LinkName)}; as usual by default.",
+            rich_help_panel=HARDWARE_PANEL,
+        ),
     ] = None
     network: Annotated[
         str | None,
@@ -288,23 +294,38 @@ class PlanChoices:
     micro_batch: Annotated[int | None, plan_count("micro-batch", "Sequences of one micro-batch.")] = None
     recompute: Annotated[
         RecomputeName | None,
-        typer.Option("--recompute", rich_help_panel=PLAN_PANEL, help="Activation checkpointing."),
+        typer.Option(
+            "--recompute",
+            metavar="WHAT",
+            rich_help_panel=PLAN_PANEL,
+            help=f"Activation checkpointing: {one_of(RecomputeName)}.",
+        ),
     ] = None
     schedule: Annotated[
         ScheduleChoice | None,
-        typer.Option("--schedule", rich_help_panel=PLAN_PANEL, help="Pipeline schedule; 1f1b by default."),
+        typer.Option(
+            "--schedule",
+            metavar="NAME",
+            rich_help_panel=PLAN_PANEL,
+            help=f"Pipeline schedule: {one_of(ScheduleChoice)}; 1f1b by default.",
+        ),
     ] = None
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
             "--sequence-parallel/--no-sequence-parallel",
             rich_help_panel=PLAN_PANEL,
-            help="Split norms and dropout over tp.",
+            help="Split norms and dropout over tp; --no-sequence-parallel: never.",
         ),
     ] = None
     offload: Annotated[
         OffloadName | None,
-        typer.Option("--offload", rich_help_panel=PLAN_PANEL, help="What lives in host memory."),
+        typer.Option(
+            "--offload",
+            metavar="WHAT",
+            rich_help_panel=PLAN_PANEL,
+            help=f"What lives in host memory: {one_of(OffloadName)}.",
+        ),
     ] = None
 
     def constraints(self) -> Constraints:

@@ -19,7 +19,17 @@ from paraplan.errors import UsageError, near_names
 app = typer.Typer(add_completion=False)
 
 TOPICS = (
-    *("models", "machines", "decision-tree", "plans-and-ranks", "training", "fine-tuning", "runtime", "memory"),
+    *(
+        "tutorial",
+        "models",
+        "machines",
+        "decision-tree",
+        "plans-and-ranks",
+        "training",
+        "fine-tuning",
+        "runtime",
+        "memory",
+    ),
     *("cost-model", "accuracy", "recommendations", "reports", "launch", "faq", "glossary"),
     *("moving-from-torchrun", "moving-from-accelerate", "moving-from-deepspeed", "moving-from-megatron-lm"),
     *("export", "ci", "calibrate", "validate"),

@@ -14,7 +14,7 @@ from paraplan.api.workloads import Workload, training_of
 from paraplan.cli.choices import HardwareOptions, TrainingChoices, plan_count
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given, require_folder, write_beside_and_rename
-from paraplan.cli.options import PLAN_PANEL, JsonOption, RecomputeName
+from paraplan.cli.options import PLAN_PANEL, JsonOption, RecomputeName, one_of
 from paraplan.cli.outputs import write_estimate_files
 from paraplan.errors import PlanError, UsageError
 from paraplan.units import format_bytes, format_count, format_seconds
@@ -52,7 +52,10 @@ def import_config(
     recompute: Annotated[
         RecomputeName | None,
         typer.Option(
-            "--recompute", help="Activation checkpointing, where the script decides.", rich_help_panel=PLAN_PANEL
+            "--recompute",
+            metavar="WHAT",
+            help=f"Activation checkpointing, where the script decides: {one_of(RecomputeName)}.",
+            rich_help_panel=PLAN_PANEL,
         ),
     ] = None,
     output: Annotated[

@@ -94,6 +94,11 @@ class OffloadName(StrEnum):
     parameters = "parameters"
 
 
+def one_of(values: type[StrEnum]) -> str:
+    """Return the values of an option for its help, whose column for them is too narrow on 80 columns."""
+    return ", ".join(values)
+
+
 def count(least: int, most: int) -> Callable[[str | int], int]:
     """Return the parser of a whole number from `least` to `most`: help shows `N`, errors the limits."""
 

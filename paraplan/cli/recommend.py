@@ -73,8 +73,10 @@ class SearchOptions:
         ObjectiveName,
         typer.Option(
             "--objective",
+            metavar="WHAT",
             help="What makes a plan better. throughput: the simplest plan within 10 % of the fastest (what predictions "
-            "cannot tell apart); simplicity: within 20 %; fastest: no matter how complex; cost tries fewer GPUs too.",
+            "cannot tell apart); simplicity: within 20 %; fastest: no matter how complex; memory: the least; "
+            "cost tries fewer GPUs too.",
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = ObjectiveName.throughput
@@ -82,8 +84,9 @@ class SearchOptions:
         FindName | None,
         typer.Option(
             "--find",
-            help="Plan for the fewest GPUs that fit or that end --tokens in --days (by-date), the largest bundled "
-            "model, the largest batch in one micro-batch, or the longest sequence.",
+            metavar="WHAT",
+            help="fewest-gpus: that fit; by-date: that end --tokens in --days; largest-model: of those that come with "
+            "paraplan; largest-batch: in one micro-batch; longest-sequence.",
             rich_help_panel=SEARCH_PANEL,
         ),
     ] = None

@@ -169,7 +169,8 @@ def _cut_piece(
     sharding: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
     shardings: Mapping[str, Sharding] = {}
     if split is not None:
-        group = tensor_group(parallel.mesh, keeps_products=keeps)
+        in_halves = parallel.plan.pipeline_schedule == "zero_bubble"
+        group = tensor_group(parallel.mesh, keeps_products=keeps, in_halves=in_halves)
         found = apply_tensor_split(model, split, chain.stack.names[start:end], group)
         in_model = {own: name for name, own in sharding.names.items()}
         shardings = {in_model[own]: place for own, place in found.items()}

@@ -32,6 +32,7 @@ class TensorGroup:
     see `rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
     In a trial (`is_trial`), functions that no rule knows are tried with numbers (`trial`).
     With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
+    With `overlaps` gradients of weights are made while those of inputs travel (`overlap`).
     `specs` holds how tensors lie that are split over it (`split_tensor`), `calls` what calls on them came to
     (`replay`). `token_shardings` says how the tokens of hidden states are cut that layers have gathered, by all
     dimensions but the last.
@@ -47,6 +48,7 @@ class TensorGroup:
     is_trial: bool = False
     gathers: bool = True
     keeps_products: bool = False
+    overlaps: bool = False
     gathered: set[str] = field(default_factory=set)
     token_shardings: dict[tuple[int, ...], Sharding] = field(default_factory=dict)
     _entered: list[Any] = field(default_factory=list)
@@ -57,6 +59,13 @@ class TensorGroup:
         if self.handle is not None:
             dist.all_reduce(total, group=self.handle)
         return total
+
+    def start_sum(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """Begin to sum `tensor`, which nobody else reads; return what holds the sum once the work is waited for."""
+        total = tensor.contiguous()
+        work = dist.all_reduce(total, group=self.handle, async_op=True)
+        assert work is not None
+        return total, work
 
     def gather(self, local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
         """Return the whole tensor of which every rank gives its part."""
@@ -80,10 +89,19 @@ class TensorGroup:
         """Return this rank's part of the sum of `whole` over the group."""
         if self.handle is None:
             return whole.new_empty(sharding.local_shape(whole.shape))
-        parts = torch.cat([sharding.part(whole, index) for index in range(self.size)])
-        mine = parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:]))
+        mine, parts = self._parts(whole, sharding)
         _reduce_scatter(mine, parts, group=self.handle)
         return mine
+
+    def start_reduce_scatter(self, whole: torch.Tensor, sharding: Sharding) -> tuple[torch.Tensor, dist.Work]:
+        """Begin to sum `whole`; return what holds this rank's part once the work is waited for."""
+        mine, parts = self._parts(whole, sharding)
+        return mine, _reduce_scatter(mine, parts, group=self.handle, async_op=True)
+
+    def _parts(self, whole: torch.Tensor, sharding: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return room for this rank's part, and the parts of all ranks, one behind the other."""
+        parts = torch.cat([sharding.part(whole, index) for index in range(self.size)])
+        return parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:])), parts
 
     def part(self, whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
         """Return this rank's part of `whole`, which every rank has."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -28,6 +28,7 @@ from paraplan.runtime.shards.group import (
     reduce_scatter,
     scatter_to_region,
 )
+from paraplan.runtime.shards.overlap import LateWeight, can_be_late, copy_beside, gather_beside, late_linear
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import (
     SEQUENCE,
@@ -216,24 +217,35 @@ def column_forward(
         return Sharding(dim=num_dimensions - 1, segments=role.segments, size=group.size)
 
     def column(given: torch.Tensor) -> torch.Tensor:
-        local = _apply(module, enter_column(given, group, alone=role.reads_alone), module.bias)
+        bias: torch.Tensor | None = module.bias  # type: ignore[assignment]
+        late = LateWeight(weight_of(module), outputs_first=not _is_transposed(module))
+        entered = enter_column(given, group, alone=role.reads_alone, late=late)
+        local = late_linear(entered, bias, late) if late.is_entered else _apply(module, entered, bias)
         return local if use_local_output else SplitTensor(local, sharding_of(local.ndim), group, name)
 
     return lambda given: on_own_tokens(given, column)
 
 
-def enter_column(given: torch.Tensor, group: TensorGroup, *, alone: bool = False) -> torch.Tensor:
-    """Return the whole input of a column layer, gathered where its tokens are split; `alone`: nobody else reads it."""
+def enter_column(
+    given: torch.Tensor, group: TensorGroup, *, alone: bool = False, late: LateWeight | None = None
+) -> torch.Tensor:
+    """Return the whole input of a column layer, gathered where its tokens are split; `alone`: nobody else reads it.
+
+    The layer that enters it first may have the gradient of its weight made `late`.
+    """
     if isinstance(given, SplitTensor):
         if given.source != SEQUENCE:
             raise SplitError("a column layer reads a split tensor", source=given.source, is_mixed=True)
         local, sharding = given.local, given.sharding
         group.token_shardings[tuple(given.shape[:-1])] = sharding
-        return _entered(given, lambda: all_gather(local, sharding, group), group, alone=alone)
-    return _entered(given, lambda: copy_to_region(given, group, for_products=True), group, alone=alone)
-
-
-def _entered(given: torch.Tensor, make: Callable[[], torch.Tensor], group: TensorGroup, *, alone: bool) -> torch.Tensor:
+        if late is not None and can_be_late(late.weight, local, group):
+            make = partial(gather_beside, local, sharding, late, group)
+        else:
+            make = partial(all_gather, local, sharding, group)
+    elif late is not None and can_be_late(late.weight, given, group):
+        make = partial(copy_beside, given, late, group)
+    else:
+        make = partial(copy_to_region, given, group, for_products=True)
     return make() if alone else group.cached_copy(given, make)
 
 

@@ -77,10 +77,18 @@ class TensorSplit:
         return [*self.blocks]
 
 
-def tensor_group(mesh: Mesh, *, keeps_products: bool = False) -> TensorGroup:
-    """Return the `tp` group of this rank; `keeps_products`: what layers return is kept for the backward pass."""
+def tensor_group(mesh: Mesh, *, keeps_products: bool = False, in_halves: bool = False) -> TensorGroup:
+    """Return the `tp` group of this rank.
+
+    `keeps_products`: what layers return is kept for the backward pass. `in_halves`: backward passes of inputs and of
+    weights are run apart.
+    """
     return TensorGroup(
-        size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"), keeps_products=keeps_products
+        size=mesh.size("tp"),
+        index=mesh.coordinate("tp"),
+        handle=mesh.group("tp"),
+        keeps_products=keeps_products,
+        overlaps=not (keeps_products or in_halves),
     )
 
 
