@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
+from paraplan.errors import UsageError
 from paraplan.launch.handover import become_launcher
+from paraplan.launch.parser import parse_arguments
 
 _MODULE = "paraplan.runtime.measure.health"
 
@@ -16,7 +19,7 @@ app = typer.Typer()
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def doctor(
     context: typer.Context,
-    seconds: Annotated[float, typer.Option(help="How long to measure, about.", min=1.0)] = 20.0,
+    seconds: Annotated[float, typer.Option(help="How long to measure, about.", min=1.0, max=86_400.0)] = 20.0,
     report: Annotated[str | None, typer.Option(help="Write all that was measured to this file, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
@@ -28,4 +31,8 @@ def doctor(
     words = ["--seconds", str(seconds)]
     words += ["--report", report] if report is not None else []
     words += ["--json"] if json else []
-    become_launcher([*context.args, "--no-logs", "-m", _MODULE, *words])
+    arguments = [*context.args, "--no-logs", "-m", _MODULE, *words]
+    script = parse_arguments(arguments, os.environ).training_script
+    if script != _MODULE:
+        raise UsageError(f"paraplan doctor runs no script, and {script} is one", hint="leave it out")
+    become_launcher(arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import shutil
 import signal
@@ -29,7 +31,7 @@ _LOOK_S = 1.0
 _ANSWER_S = 2.0
 _REQUEUE_S = 30.0
 _NO_NOTICE = {"", "false", "none", "null", "{}", "[]"}
-"""Answers of a metadata service that say that nothing is planned."""
+"""Answers of a metadata service that say that nothing is planned; Azure's is an object with an empty list of Events."""
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}
 """Without them Google's and Azure's services refuse to answer; others do not mind."""
 
@@ -54,7 +56,7 @@ class StopRequest:
     """What ends ranks that did not come to it."""
     is_over: threading.Event = field(default_factory=threading.Event)
     """Set at the end of the job: nobody looks for a notice any more."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # a signal may strike in the handler of another
 
     def ask(self, reason: str, number: signal.Signals) -> bool:
         """Ask the ranks to save and end; return whether they will. They do not if they were asked before."""
@@ -72,10 +74,25 @@ class StopRequest:
         if self.page is not None:
             self.page.stop_by = -1.0
 
-    def go_on(self) -> None:
-        """Tell the ranks of another attempt that they may go on."""
+    def begin_attempt(self) -> None:
+        """Tell the ranks of another attempt that they may go on. Raises SignalException where the job is to end."""
+        if self.reason is not None:
+            say("the job is to end, and its ranks did not save: they are not started again")
+            raise SignalException(self.reason, sigval=self.sigval)
         if self.page is not None:
-            self.page.stop_by, self.reason = 0.0, None
+            self.page.stop_by = 0.0
+
+    def are_saving(self, codes: Mapping[int, int]) -> bool:
+        """Whether ranks have saved and begun to end because the job was to; `codes` are those of local ranks.
+
+        A script may end with the same status for reasons of its own.
+        """
+        page = self.page
+        return (
+            page is not None
+            and bool(codes)
+            and all(code == PREEMPTED_EXIT_STATUS and page.get(rank, "stopped_at") for rank, code in codes.items())
+        )
 
     def check(self, codes: Mapping[int, int], *, num_running: int) -> PreemptedError | None:
         """Return the end of ranks that have saved, by the exit codes of local ranks; None while they have not.
@@ -85,7 +102,7 @@ class StopRequest:
         page = self.page
         if page is None:
             return None
-        if num_running == 0 and codes and set(codes.values()) == {PREEMPTED_EXIT_STATUS}:
+        if num_running == 0 and self.are_saving(codes):
             return PreemptedError(self.reason, num_steps=int(page.get(0, "stopped_at")), sigval=self.sigval)
         if num_running and self.reason is not None and time.time() > page.stop_by:
             say(f"the ranks have not saved within {self.window_s:g} s")
@@ -95,11 +112,6 @@ class StopRequest:
 
 def _can_stop(page: StatusPage) -> bool:
     return all(page.get(rank, "can_stop") for rank in range(page.num_ranks))
-
-
-def is_saving(codes: Mapping[int, int]) -> bool:
-    """Whether ranks have begun to end because the job was to."""
-    return bool(codes) and set(codes.values()) == {PREEMPTED_EXIT_STATUS}
 
 
 def notice_reader(source: str) -> Callable[[], str | None]:
@@ -126,9 +138,18 @@ def _read_url(url: str) -> str | None:
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310
             text = answer.read(4096).decode("utf-8", "replace").strip()
-    except (urllib.error.URLError, OSError, ValueError):  # 404 is the usual answer, and a service may be away
+    # 404 is the usual answer, and a service may be away
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return None
-    return None if text.lower() in _NO_NOTICE else f"{url} says {one_line(text)[:80]}"
+    return None if _is_no_notice(text) else f"{url} says {one_line(text)[:80]}"
+
+
+def _is_no_notice(text: str) -> bool:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return text.lower() in _NO_NOTICE or (isinstance(found, dict) and found.get("Events") == [])
 
 
 def _run_command(command: str) -> str | None:
@@ -152,7 +173,7 @@ def watch_for_notice(read: Callable[[], str | None], stop: StopRequest) -> None:
             notice = read()
             if notice is None:
                 continue
-            if not stop.ask(notice, signal.SIGTERM):
+            if not stop.ask(notice, signal.SIGTERM) and stop.reason is None:
                 say(f"{notice}: ending the job; its ranks have named no folder to save to (engine.resume does)")
                 os.kill(os.getpid(), signal.SIGTERM)
             return

@@ -24,6 +24,7 @@ from paraplan.runtime.checkpoints.saving import (
     CheckpointSource,
     CheckpointWriter,
     FolderReader,
+    count_steps,
     has_checkpoint,
     load_checkpoint,
     load_from,
@@ -139,9 +140,9 @@ class TrainingState:
     def resume(self, folder: str | Path) -> bool:
         """Go on from the newest state of this training, if there is one; return whether there was. Every rank calls it.
 
-        That is the copy that the launcher holds in memory (`--memory-checkpoint`), else the checkpoint in `folder`,
-        where `save` writes it. From then on a job that is to end (SIGTERM to its launcher, SIGUSR1, a notice) saves
-        there at the end of a step, and ends with status 75.
+        That is the copy that the launcher holds in memory (`--memory-checkpoint`), or the checkpoint in `folder`, where
+        `save` writes it, if that is newer. From then on a job that is to end (SIGTERM to its launcher, SIGUSR1, a
+        notice) saves there at the end of a step, and ends with status 75.
         Raises what `load` raises, and `CheckpointError` where some ranks see a checkpoint and others do not.
         """
         self._folder = Path(folder)
@@ -153,17 +154,17 @@ class TrainingState:
                 f"rank {found.index(True)} sees a checkpoint in {folder}, and rank {found.index(False)} does not",
                 hint="name a folder that all nodes reach",
             )
-        has_copy = self._keeper is not None and self._resume_from_memory(self._keeper)
+        has_copy = self._keeper is not None and self._resume_from_memory(self._keeper, has_checkpoint=found[0])
         if found[0] and not has_copy:
             self.load(folder)
         outlive_signals(self._status)
         self._status.set("can_stop", 1)
         return found[0] or has_copy
 
-    def _resume_from_memory(self, keeper: MemoryKeeper) -> bool:
-        """Go on from the copy in memory, if one is whole and readable here; return whether it was."""
+    def _resume_from_memory(self, keeper: MemoryKeeper, *, has_checkpoint: bool) -> bool:
+        """Go on from the copy in memory, if one is whole, the newest, and readable here; return whether it was."""
         copy = keeper.newest()
-        if copy is None:
+        if copy is None or (has_checkpoint and self._steps_on_disk() > copy[0]):
             return False
         self._refuse_averages("load")
         with self._explained("load"):
@@ -181,6 +182,15 @@ class TrainingState:
         if self._mesh.world.rank == 0:
             sys.stderr.write(f"paraplan: going on after {self.num_steps} steps from the copy in memory\n")
         return True
+
+    def _steps_on_disk(self) -> int:
+        """Return the steps of the checkpoint that `resume` names, as all ranks see them; 0 for one that is damaged."""
+        assert self._folder is not None
+        try:
+            steps = count_steps(FolderReader(self._folder))
+        except CheckpointError:
+            steps = 0
+        return min(self._batches.meet("load", steps))
 
     def leave_status(self) -> None:
         """Tell the launcher nothing from now on, and do not stop for it: another engine is made."""

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 from host_nodes import Node
-from launching import ForkedLaunch, Launch, WriteScript, launcher_command, launcher_environment
-from nodes import IP, Hosts, hosts, missing_for_hosts
+from launching import ForkedLaunch, WriteScript, launcher_command, launcher_environment
+from nodes import IP, Hosts
+
+from paraplan.errors import CheckFailedError
+from paraplan.launch.elastic import health
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
+from paraplan.launch.ranks.spawning import open_spawner
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 
@@ -24,15 +29,6 @@ SCRIPT = """
     os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()}\\n".encode())
     dist.barrier()
     """
-
-
-@pytest.fixture
-def three_hosts() -> Iterator[Hosts]:
-    reason = missing_for_hosts()
-    if reason is not None:
-        pytest.skip(reason)
-    with hosts(3) as made:
-        yield made
 
 
 def slow_down(made: Hosts, index: int) -> None:
@@ -107,9 +103,20 @@ def test_doctor_measures_ranks_of_one_node_and_writes_a_report(tmp_path: Path, s
     assert all(pair["is_right"] for pair in values["pairs"])
 
 
-def test_doctor_refuses_options_that_nobody_has(launch: Launch, tmp_path: Path, scratch: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nproc", "x"], "error: "),
+        (["train.py"], "error: paraplan doctor runs no script"),
+        (["--seconds", "inf"], ""),
+    ],
+)
+def test_doctor_refuses_scripts_and_options_that_nobody_has(
+    words: list[str], said: str, tmp_path: Path, scratch: Path
+) -> None:
+    (tmp_path / "train.py").write_text("print('the script ran')")
     done = subprocess.run(
-        [*launcher_command()[:-1], "doctor", "--nproc", "x"],
+        [*launcher_command()[:-1], "doctor", *words],
         cwd=tmp_path,
         env=launcher_environment(scratch),
         capture_output=True,
@@ -117,7 +124,23 @@ def test_doctor_refuses_options_that_nobody_has(launch: Launch, tmp_path: Path, 
         check=False,
     )
     assert done.returncode == 2
-    assert "error: " in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_ranks_that_hang_while_they_measure_are_ended_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_START_S", 0.0)  # in so short a time no rank has imported torch
+    settings = AttemptSettings(
+        grace_s=1.0, fork=False, num_threads=None, extra_environment={}, wrap_command=lambda command: command
+    )
+    spawner = open_spawner()
+    try:
+        check = health.HealthCheck(JobRecord(attempts=1), spawner, settings, {0: {"RANK": "0"}}, tmp_path, 0.3)
+        with pytest.raises(CheckFailedError, match="was not over after 0 s: no rank had begun"):
+            check.run()
+    finally:
+        spawner.close()
 
 
 def test_ranks_that_fail_while_they_measure_end_the_launch_with_what_they_were_at(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import Launch, Start, WriteScript, wait_until_dead
+from launching import ForkedLaunch, Launch, Start, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError
@@ -51,6 +51,30 @@ def test_another_plan_goes_on_from_memory(launch: Launch, script: WriteScript, t
     whole, _ = train(launch, path, tmp_path / "none", "dropout=0", ranks=1)
     expected = losses(whole)
     assert losses(stdout) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_that_is_newer_than_the_copy_is_taken(
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
+) -> None:
+    words = (script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=9", "save=3", "faults=0@7,0@8")
+    options = ("--no-logs", "--max-restarts", 2, "--memory-checkpoint", 4)
+    ended = launch_forked(*options, *words)
+    # 4 is copied and 6 saved before the first fault; the copy of 8 is not whole yet at the second
+    assert re.findall(r"begins after (\d+) steps", ended.stdout) == ["0", "6", "6"], ended.stderr
+
+
+@pytest.mark.ranks
+def test_what_an_optimizer_begins_to_keep_later_is_in_the_copies(
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
+) -> None:
+    text = SCRIPT.replace("torch.optim.AdamW(parameters, lr=1e-2)", "torch.optim.SGD(parameters, lr=1e-2)")
+    later = "engine.optimizer.param_groups[0]['momentum'] = 0.9 * (engine.num_steps > 2)"
+    path = script(text.replace("loss = engine", f"{later}; loss = engine"))
+    words = ("--no-logs", "--max-restarts", 1, path, f"folder={tmp_path / 'none'}", "steps=9")
+    broken = launch_forked("--memory-checkpoint", 1, *words, "faults=0@6")
+    assert "going on after 5 steps from the copy in memory" in broken.stderr
+    assert losses(broken.stdout) == losses(launch_forked(*words).stdout)
 
 
 @pytest.mark.ranks

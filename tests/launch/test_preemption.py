@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import Launch, Start, WriteScript, wait_until_dead
+from launching import ForkedLaunch, Launch, Start, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.launch.preemption import notice_reader
@@ -73,6 +73,77 @@ def test_ranks_that_do_not_save_in_time_are_ended(start: Start, script: WriteScr
 
 
 @pytest.mark.ranks
+def test_a_script_may_end_with_status_75_for_reasons_of_its_own(
+    launch_forked: ForkedLaunch, script: WriteScript
+) -> None:
+    ended = launch_forked("--no-logs", "--nproc-per-node", 2, script("import sys; sys.exit(75)"))
+    assert ended.returncode == 75
+    assert "ended itself with exit code 75" in ended.stderr
+    assert "saved" not in ended.stderr
+
+
+@pytest.mark.ranks
+def test_a_job_that_is_to_end_is_not_started_again_where_saving_fails(
+    start: Start, script: WriteScript, tmp_path: Path
+) -> None:
+    path = script(
+        SCRIPT.replace('engine.resume(options["folder"])', 'engine.resume(options["folder"]); engine.save = None')
+    )
+    process = start(
+        "--no-logs",
+        "--nproc-per-node",
+        2,
+        "--max-restarts",
+        3,
+        path,
+        f"folder={tmp_path / 'c'}",
+        "steps=600",
+        "pause=0.05",
+    )
+    read_until_line(process, "step 2 ")
+    process.send_signal(signal.SIGTERM)
+    status, stdout, stderr = finish(process)
+    assert status == 128 + signal.SIGTERM, stderr
+    assert "'NoneType' object is not callable" in stderr
+    assert "not started again" in stderr
+    assert "begins after" not in stdout
+
+
+@pytest.mark.ranks
+def test_a_signal_to_a_child_of_a_rank_is_none_to_the_rank(
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
+) -> None:
+    path = script(
+        """
+        import os, signal, sys, time
+        import torch
+        from torch import nn
+        from paraplan import runtime
+        job = runtime.init()
+        engine = job.prepare(
+            nn.Linear(4, 4),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            example_inputs=torch.ones(2, 4),
+        )
+        engine.resume(sys.argv[1])
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        time.sleep(1.3)  # longer than a rank waits for its launcher to say what a signal means
+        job.close()
+        """
+    )
+    ended = launch_forked("--no-logs", "--nproc-per-node", 1, path, tmp_path / "c")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == str(-signal.SIGTERM)
+
+
+@pytest.mark.ranks
 def test_scripts_without_the_engine_get_the_signal_itself(start: Start, script: WriteScript) -> None:
     path = script(
         """
@@ -96,11 +167,14 @@ def test_scripts_without_the_engine_get_the_signal_itself(start: Start, script: 
 
 
 def test_notices_are_files_commands_and_answers_of_a_server(tmp_path: Path) -> None:
-    answers = ["404", "FALSE", "TRUE"]
+    answers = ["404"]
 
     class Metadata(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             text = answers[0]
+            if text == "garbled":
+                self.wfile.write(b"no HTTP\r\n")
+                return
             self.send_response(404 if text == "404" else 200)
             self.end_headers()
             self.wfile.write(text.encode())
@@ -113,8 +187,11 @@ def test_notices_are_files_commands_and_answers_of_a_server(tmp_path: Path) -> N
     read = notice_reader(f"http://127.0.0.1:{server.server_port}/preempted")
     try:
         assert read() is None
-        answers[0] = "FALSE"
-        assert read() is None
+        for answer in ("FALSE", '{"DocumentIncarnation": 3, "Events": []}', "garbled"):
+            answers[0] = answer
+            assert read() is None
+        answers[0] = '{"DocumentIncarnation": 4, "Events": [{"EventType": "Preempt"}]}'
+        assert "Preempt" in str(read())
         answers[0] = "TRUE"
         assert "says TRUE" in str(read())
     finally:

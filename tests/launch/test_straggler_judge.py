@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from paraplan.launch.stragglers.causes import Cause, describe, find_cause
-from paraplan.launch.stragglers.host_state import HostState
+from paraplan.launch.stragglers.host_state import HostState, read_host
 from paraplan.launch.stragglers.judge import Judge, Lateness
 from paraplan.launch.stragglers.steps import Step, as_rows, of_rows
 
@@ -136,3 +137,13 @@ def test_steps_pass_between_nodes_and_those_of_another_version_are_left_out() ->
     step = step_of(3, work_s=0.1, period_s=0.25)
     assert of_rows(as_rows([step])) == [step]
     assert of_rows([[1.0, 2.0]]) == []
+
+
+def test_a_kernel_that_counts_otherwise_counts_nothing(tmp_path: Path) -> None:
+    assert read_host(tmp_path) == HostState()
+    (tmp_path / "proc").mkdir()
+    for text in ("cpu  1 2 three\n", "cpu\n", ""):
+        (tmp_path / "proc/stat").write_text(text)
+        assert read_host(tmp_path) == HostState()
+    (tmp_path / "proc/stat").write_text("cpu  100 0 0 100 0 0 0 50 0 0\n")
+    assert read_host(tmp_path).steal_s > 0

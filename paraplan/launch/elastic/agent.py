@@ -130,7 +130,7 @@ class NodeAgent(ElasticAgent):
         is_over = threading.Event()
         if participants(handler) is not None and self._nodes.max > 1:
             threading.Thread(target=self._say_who_is_missing, args=(handler, is_over), daemon=True).start()
-        began = time.time()
+        began_s = time.monotonic()
         try:
             forget_store_of_ranks(handler)
             super().rendezvous(group)
@@ -146,7 +146,7 @@ class NodeAgent(ElasticAgent):
                 error.add_note(address)  # for the report
             raise
         finally:
-            self._job.clock.waiting_s += time.time() - began
+            self._job.clock.waiting_s += time.monotonic() - began_s
             is_over.set()
 
     def _say_who_is_missing(self, handler: Any, is_over: threading.Event) -> None:

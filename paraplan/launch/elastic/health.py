@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ _MODULE = "paraplan.runtime.measure.health"
 _REPORT_FILE, _AT_FILE = "health.json", "health-at-"  # as that module has them
 _START_S = 60.0
 """What starting, connecting and the slowest single message may take on top of the time that is asked for."""
+
+_REAP_S = 5.0  # longer only for a rank in uninterruptible sleep, which nobody can end
 
 _LOG_FILE = "health.log"
 _LOG_LINES = 3
@@ -48,6 +50,8 @@ class HealthCheck:
     environments: Mapping[int, Mapping[str, str]]
     folder: Path
     seconds: float
+    held: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Has signals wait while a message goes to the spawner."""
 
     def run(self) -> None:
         """Measure, say what stands out, and leave where this host does and the others can do without it.
@@ -86,29 +90,37 @@ class HealthCheck:
             )
             for rank, environment in self.environments.items()
         ]
-        self.spawner.start(
-            ranks, environment=os.environ, fork=self.settings.fork, num_threads=self.settings.num_threads
-        )
         deadline_s = time.monotonic() + self.seconds + _START_S
-        running, failed = set(self.environments), set[int]()
-        while running and not failed and time.monotonic() < deadline_s:
-            for end in self.spawner.exits(timeout_s=0.1):
-                running.discard(end.local_rank)
-                if end.code != 0:
-                    failed.add(end.local_rank)
-        if running:
-            self.spawner.signal(signal.SIGKILL)
-            self._reap(running)
-        self.spawner.clear(everything=True, grace_s=0.0)
-        if failed or running:
-            raise self._failure(failed, running)
+        codes: dict[int, int] = {}
+        try:
+            with self.held():
+                self.spawner.start(
+                    ranks, environment=os.environ, fork=self.settings.fork, num_threads=self.settings.num_threads
+                )
+            while len(codes) < len(ranks) and not any(codes.values()) and time.monotonic() < deadline_s:
+                codes |= self._exits()
+        finally:  # a signal has the launcher end, too
+            is_over, has_failed = len(codes) == len(ranks), any(codes.values())
+            self._end(codes, num_ranks=len(ranks))
+        if has_failed or not is_over:
+            raise self._failure(has_failed=has_failed)
 
-    def _reap(self, running: set[int]) -> None:
-        deadline_s = time.monotonic() + 5.0
-        while running and time.monotonic() < deadline_s:
-            running -= {end.local_rank for end in self.spawner.exits(timeout_s=0.1)}
+    def _exits(self) -> dict[int, int]:
+        with self.held():
+            return {end.local_rank: end.code for end in self.spawner.exits(timeout_s=0.1)}
 
-    def _failure(self, failed: set[int], running: set[int]) -> CheckFailedError:
+    def _end(self, codes: dict[int, int], *, num_ranks: int) -> None:
+        """End the ranks that still measure, and what they have started."""
+        deadline_s = time.monotonic() + _REAP_S
+        with self.held():
+            if len(codes) < num_ranks:
+                self.spawner.signal(signal.SIGKILL)
+        while len(codes) < num_ranks and time.monotonic() < deadline_s:
+            codes |= self._exits()
+        with self.held():
+            self.spawner.clear(everything=True, grace_s=0.0)
+
+    def _failure(self, *, has_failed: bool) -> CheckFailedError:
         """Return the error that names the ranks that failed or hang, and what each was at."""
         at: dict[str, list[int]] = {}
         for local, environment in self.environments.items():
@@ -117,8 +129,8 @@ class HealthCheck:
                 at.setdefault((self.folder / f"{_AT_FILE}{rank}").read_text(), []).append(rank)
         where = "; ".join(f"{ranks_in_words(ranks)} at {text}" for text, ranks in at.items()) or "no rank had begun"
         words = [line for path in sorted(self.folder.glob(f"{_LOG_FILE}*")) for line in _last_lines(path)]
-        what = "failed" if failed else f"was not over after {self.seconds + _START_S:.0f} s"
-        said = f" ({words[-1]})" if failed and words else ""
+        what = "failed" if has_failed else f"was not over after {self.seconds + _START_S:.0f} s"
+        said = f" ({words[-1]})" if has_failed and words else ""
         return CheckFailedError(f"the measuring before the start {what}: {where}{said}", hint=f"see {self.folder}")
 
     def _judge(self, text: str, took_s: float) -> None:

@@ -25,7 +25,6 @@ from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, r
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits, describe_elsewhere
 from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
-from paraplan.launch.preemption import is_saving
 from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
@@ -108,8 +107,8 @@ class RankProcesses(ProcessContext):
             if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
                 signal.signal(signal.SIGUSR1, raise_signal)  # of which torch makes nothing
             self._signals.wrap_handlers([*names.split(","), "SIGUSR1"])
+        self._job.stop.begin_attempt()
         self._job.attempts += 1
-        self._job.stop.go_on()
         self._job.clock.begin_attempt(self._job.page)
         self._job.failures = []
         self._job.hang = None
@@ -143,7 +142,13 @@ class RankProcesses(ProcessContext):
             return
         environments = {rank: {**self.envs[rank], **self._settings.extra_environment} for rank in range(self.nprocs)}
         HealthCheck(
-            self._job, self._spawner, self._settings, environments, self._job.folder.path, self._settings.health_s
+            self._job,
+            self._spawner,
+            self._settings,
+            environments,
+            self._job.folder.path,
+            self._settings.health_s,
+            self._signals.held,
         ).run()
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -173,8 +178,7 @@ class RankProcesses(ProcessContext):
         self._collect()
         self._end_saved_ranks()
         if self._is_running() and not self._failed():
-            if self._steps is not None:
-                self._steps.look()
+            self._follow_steps()
             if not self._hangs():
                 if not self._lost_other_nodes():
                     return None
@@ -188,11 +192,22 @@ class RankProcesses(ProcessContext):
         self.close()
         return self._result()
 
+    def _follow_steps(self) -> None:
+        """Look for slow ranks. What ranks and other nodes have noted may be anything, and ends no job."""
+        try:
+            if self._steps is not None:
+                self._steps.look()
+        except SignalException:
+            raise
+        except Exception as error:
+            say(f"slow ranks are looked for no more: {type(error).__name__}: {error}")
+            self._steps = None
+
     def _end_saved_ranks(self) -> None:
         """Raise `PreemptedError` where the ranks have saved and ended because the job was to end."""
         codes = {rank: end.code for rank, end in self._exits.items()}
         deadline = time.monotonic() + _SAVED_S
-        while is_saving(codes) and self._is_running() and time.monotonic() < deadline:
+        while self._job.stop.are_saving(codes) and self._is_running() and time.monotonic() < deadline:
             self._collect(timeout_s=0.05)
             codes = {rank: end.code for rank, end in self._exits.items()}
         end = self._job.stop.check(codes, num_running=len(self._running()))

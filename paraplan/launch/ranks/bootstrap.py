@@ -171,7 +171,7 @@ def watch_process(recorder: FailureRecorder) -> None:
         if WATCHED_VARIABLE in os.environ:
             threading.Thread(target=_answer_requests, args=(folder,), daemon=True, name="paraplan").start()
         if _STEP_MARKS_VARIABLE in os.environ:
-            with suppress(OSError):  # a disk that is full: the script runs all the same
+            with suppress(Exception):  # a disk that is full, another system: the script runs all the same
                 marks = _module_beside("step_marks.py")
                 _module_beside("../torch_private/step_hooks.py").mark_steps(
                     marks.StepMarks(os.path.join(folder, marks.MARKS_FILE))  # noqa: PTH118

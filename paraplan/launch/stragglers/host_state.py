@@ -56,7 +56,17 @@ class HostState:
 
 
 def read_host(root: Path = Path("/")) -> HostState:
-    """Return the counters of this machine: /proc/stat, /proc/vmstat, /proc/net/snmp, the CPU controller's cpu.stat."""
+    """Return the counters of this machine: /proc/stat, /proc/vmstat, /proc/net/snmp, the CPU controller's cpu.stat.
+
+    All are 0 where the kernel writes them otherwise.
+    """
+    try:
+        return _read_counters(root)
+    except (ValueError, IndexError):
+        return HostState()
+
+
+def _read_counters(root: Path) -> HostState:
     stat = _words(root / "proc/stat", "cpu ")
     ticks = [float(word) for word in stat[1:9]]  # proc(5): user nice system idle iowait irq softirq steal
     per_s = os.sysconf("SC_CLK_TCK")

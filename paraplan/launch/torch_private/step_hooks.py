@@ -1,6 +1,7 @@
 """Marks of a training step in torch, for scripts as they are: collectives, backward passes, optimizers, data loaders.
 
 Only the hooks of optimizers are public. It runs in ranks, without this package where their interpreters have none.
+A training never fails by a hook, and torch.compile does not trace into one.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 _FUNCTIONAL = "torch.distributed._functional_collectives"
@@ -19,9 +21,9 @@ _FUNCTIONAL = "torch.distributed._functional_collectives"
 def mark_steps(marks: Any) -> None:
     """Have torch call `marks` (a `StepMarks`); now, or once the script has imported it."""
     if "torch" in sys.modules:
-        _hook(marks)
+        _try_to_hook(marks)
     else:
-        sys.meta_path.insert(0, _AfterImport("torch", lambda: _hook(marks)))
+        sys.meta_path.insert(0, _AfterImport("torch", lambda: _try_to_hook(marks)))
 
 
 class _AfterImport:
@@ -29,34 +31,49 @@ class _AfterImport:
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name, self.then = name, then
+        self._is_asking = False
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         """Return the spec of the module that is waited for, None for others."""
-        if fullname != self.name:
+        if fullname != self.name or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_asking = False
         loader: Any = spec.loader if spec is not None else None
         if loader is None:
             return spec
         plain = loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
+        def exec_module(module: ModuleType) -> None:  # that a spec was asked for does not mean that it is imported
+            loader.exec_module = plain
             plain(module)
+            with suppress(ValueError):
+                sys.meta_path.remove(self)
             self.then()
 
         loader.exec_module = exec_module
         return spec
 
 
+def _try_to_hook(marks: Any) -> None:
+    try:
+        _hook(marks)
+    except Exception:  # another torch: the script runs all the same
+        marks.is_on = False
+
+
 def _hook(marks: Any) -> None:
     import torch
     import torch.distributed as dist
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     if not dist.is_available():
         return
+    for held in (vars(type(marks)), globals()):
+        _leave_untraced(found.__code__ for found in held.values() if isinstance(found, FunctionType))
     work: Any = dist.Work
     work.wait = _waiting(marks, work.wait)
     whole: Any = dist
@@ -64,15 +81,50 @@ def _hook(marks: Any) -> None:
     loader: Any = _BaseDataLoaderIter
     loader.__next__ = _loading(marks, loader.__next__)
     torch.autograd.backward = _backward(marks, torch.autograd.backward)
+    _hook_optimizers(marks)
+
+
+def _hook_optimizers(marks: Any) -> None:
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
     began: list[tuple[float, float]] = []
-    register_optimizer_step_pre_hook(lambda *_: began.append(marks.optimizer_begins()))
-    register_optimizer_step_post_hook(lambda *_: marks.optimizer_ends(began.pop()) if began else None)
+    is_compiling = torch.compiler.is_compiling
+
+    def begins(*_: Any) -> None:
+        if not is_compiling():
+            began.append(marks.optimizer_begins())
+
+    def ends(*_: Any) -> None:
+        if not is_compiling() and began:
+            marks.optimizer_ends(began.pop())
+
+    register_optimizer_step_pre_hook(begins)
+    register_optimizer_step_post_hook(ends)
+
+
+def _leave_untraced(codes: Iterable[CodeType]) -> None:
+    """Have torch.compile run `codes`, and what is defined in them, as they are where they stand between two graphs.
+
+    That is `torch._dynamo.eval_frame.skip_code`, without the second that an import of torch._dynamo takes.
+    """
+    import torch
+
+    native: Any = torch._C._dynamo.eval_frame
+    skip = native._FrameExecStrategy(native._FrameAction.SKIP, native._FrameAction.DEFAULT)
+    for code in codes:
+        native.set_code_exec_strategy(code, skip)
+        _leave_untraced(inner for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def _waiting(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    is_compiling = torch.compiler.is_compiling
+
     @functools.wraps(plain)
     def wait(*arguments: Any, **options: Any) -> Any:
-        if not marks.is_here():
+        if is_compiling() or not marks.is_here():
             return plain(*arguments, **options)
         began = marks.wait_begins()
         try:
@@ -84,9 +136,13 @@ def _waiting(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loading(marks: Any, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    import torch
+
+    is_compiling = torch.compiler.is_compiling
+
     @functools.wraps(plain)
     def load(iterator: Any) -> Any:
-        if not marks.is_here():
+        if is_compiling() or not marks.is_here():
             return plain(iterator)
         began = marks.load_begins()
         try:
@@ -99,24 +155,30 @@ def _loading(marks: Any, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _backward(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return `torch.autograd.backward` with marks: where the graph is done, DDP and FSDP wait for their collectives."""
+    import torch
+
     state = {"is_inside": False, "is_functional_hooked": False}
+    is_compiling = torch.compiler.is_compiling
 
     @functools.wraps(plain)
     def backward(tensors: Any, *arguments: Any, **options: Any) -> Any:
-        if state["is_inside"] or not marks.is_here():  # a pass inside of another one is of that one's time
+        # a pass inside of another one is of that one's time
+        if is_compiling() or state["is_inside"] or not marks.is_here():
             return plain(tensors, *arguments, **options)
         if not state["is_functional_hooked"] and _FUNCTIONAL in sys.modules:  # which not every script imports
             state["is_functional_hooked"] = True
             _hook_functional(marks)
         state["is_inside"] = True
-        gap: list[tuple[float, float, float]] = []
-        handle = _when_graph_is_done(tensors, lambda: gap.append(marks.gap_begins()))
+        gaps: list[tuple[float, float, float]] = []
+        handle = None
+        with suppress(Exception):  # what torch refuses, it refuses in its own words
+            handle = _when_graph_is_done(tensors, lambda: gaps.append(marks.gap_begins()))
         began = marks.backward_begins()
         try:
             return plain(tensors, *arguments, **options)
         finally:
-            if gap:
-                marks.gap_ends(gap[0])
+            for gap in reversed(gaps):
+                marks.gap_ends(gap)
             marks.backward_ends(began)
             if handle is not None:
                 handle.remove()
@@ -139,20 +201,11 @@ def _when_graph_is_done(tensors: Any, then: Callable[[], None]) -> Any:
     node = getattr(first, "grad_fn", None) or getattr(first, "node", None)
     if node is None:
         return None
-    engine: Any = torch.autograd.Variable._execution_engine
-    return node.register_prehook(lambda _: engine.queue_callback(then))
+    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+    return node.register_prehook(lambda _: queue_callback(then))
 
 
 def _hook_functional(marks: Any) -> None:
     """Mark waits for functional collectives, which DTensors are made of."""
-    import torch
-
     functional: Any = sys.modules[_FUNCTIONAL]
-    plain = functional.wait_tensor
-    marked = _waiting(marks, plain)
-
-    @functools.wraps(plain)
-    def wait_tensor(tensor: Any) -> Any:
-        return plain(tensor) if torch.compiler.is_compiling() else marked(tensor)
-
-    functional.wait_tensor = wait_tensor
+    functional.wait_tensor = _waiting(marks, functional.wait_tensor)

@@ -247,6 +247,15 @@ def load_from(reader: Reader, source: CheckpointSource) -> int:
     return progress.num_steps
 
 
+def count_steps(reader: Reader) -> int:
+    """Return the number of steps of a state. Every rank calls it. Raises `CheckpointError` for that of others."""
+    if PROGRESS not in reader.saved:
+        raise CheckpointError(f"{reader.name} is a checkpoint of another program", hint="name one of engine.save")
+    entries = {PROGRESS: empty_bytes(PROGRESS, reader.saved[PROGRESS])}
+    reader.read(entries)
+    return read_progress(entries[PROGRESS]).num_steps
+
+
 def load_whole_model(reader: Reader, model: nn.Module) -> None:
     """Read parameters and buffers of a state into a whole model. Every rank calls it."""
     saved = reader.saved

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 from torch.distributed.rendezvous import rendezvous
 
-from paraplan.errors import CheckFailedError
+from paraplan.errors import CheckFailedError, UsageError
 from paraplan.hardware.catalogue.profile_files import find_gpu
 from paraplan.hardware.measurement.health import (
     GroupHealth,
@@ -37,6 +37,7 @@ from paraplan.hardware.measurement.health import (
     with_findings,
 )
 from paraplan.runtime.torch_private import default_store
+from paraplan.shared_memory import available_bytes
 
 _GPU_EDGE, _CPU_EDGE = 8192, 512
 _GPU_BYTES, _CPU_BYTES = 64 << 20, 4 << 20
@@ -46,6 +47,7 @@ _MESSAGES, _PAIR_S = 6, 0.5
 """From one rank to another: so many messages, or two where they take longer than this."""
 
 _START_S = 120.0
+_MOST_S = 86_400.0
 REPORT_FILE = "health.json"
 AT_FILE = "health-at-"
 _REPORT = "report"
@@ -168,7 +170,7 @@ def _measure_groups(place: Place, *, share_s: float) -> list[GroupHealth]:
             times_s.append(time.perf_counter() - began_s)
             message.fill_(1.0)
             is_over[0] = float(time.monotonic() > deadline_s or len(times_s) > 50)
-            dist.broadcast(is_over, src=ranks[0], group=handle if place.device.type == "cpu" else None)
+            dist.broadcast(is_over, src=ranks[0], group=handle)  # by gloo, which every group has
         if place.rank == ranks[0]:
             count = len(ranks)
             bus = 2 * (count - 1) / count * message.numel() * 4 / sorted(times_s)[len(times_s) // 4]
@@ -264,7 +266,7 @@ def _measure_node(place: Place) -> NodeHealth:
     return NodeHealth(
         host=place.hosts[place.rank],
         disk_bytes_per_s=_disk_bytes_per_s(place.notes or Path.cwd()),
-        memory_available_bytes=_available_bytes(),
+        memory_available_bytes=available_bytes(),
         network_bytes_per_s=_rated_bytes_per_s(os.environ.get("GLOO_SOCKET_IFNAME", "")),
     )
 
@@ -282,14 +284,6 @@ def _disk_bytes_per_s(folder: Path) -> float | None:
             return _DISK_BYTES / (time.perf_counter() - began_s)
     except OSError:
         return None
-
-
-def _available_bytes() -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def _rated_bytes_per_s(interface: str) -> float | None:
@@ -328,8 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="Print it as JSON.")
     parser.add_argument("--preflight", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.seconds <= 0:
-        parser.error(f"--seconds {options.seconds:g}: give a number above 0")
+    if not 0 < options.seconds < _MOST_S:
+        parser.error(f"--seconds {options.seconds:g}: give a number above 0, and below {_MOST_S:g}")
     place = enter(seconds=options.seconds, notes=options.preflight)
     try:
         report = measure(place, seconds=options.seconds)
@@ -338,14 +332,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dist.destroy_process_group()
     if report is None:
         return
-    for path in filter(None, [options.report, options.preflight and options.preflight / REPORT_FILE]):
-        path.write_text(report.to_json() + "\n", encoding="utf-8")
     if options.preflight is not None:
+        _write(options.preflight / REPORT_FILE, report)
         return
     sys.stdout.write((report.to_json() if options.json else "\n".join(report.describe())) + "\n")
     sys.stdout.flush()
+    if options.report is not None:
+        _write(options.report, report)
     if report.findings:
         raise CheckFailedError(report.findings[0].text, hint="leave it out, or repair it")
+
+
+def _write(path: Path, report: HealthReport) -> None:
+    try:
+        path.write_text(report.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"the report {path} cannot be written: {error.strerror}", hint="name a file in a folder that is there"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class MemoryKeeper:
         self._copier = Copier(self._all[world.local_rank])
         self._world, self._status = world, status
         self._owned: set[str] | None = None
+        self._shared_out: set[str] = set()
         self._noted: tuple[int, list[Box]] | None = None
 
     @classmethod
@@ -64,7 +65,13 @@ class MemoryKeeper:
             self._every = sys.maxsize
             return
         parameters = {f"model.{name}" for name in source.parameters}
-        boxes = [box for box in boxes if box.key in (self._owned or ())]
+        # what an optimizer has begun to keep since then is written by all who hold it
+        boxes = [box for box in boxes if box.key in (self._owned or ()) or box.key not in self._shared_out]
+        num_bytes = sum(box.num_bytes for box in boxes)
+        if num_bytes > self._limit:
+            self._refuse(num_bytes)
+            self._every = sys.maxsize
+            return
         self._noted = (
             source.num_steps,
             [
@@ -107,17 +114,20 @@ class MemoryKeeper:
         here = [(rank, found) for rank, (node, found) in enumerate(held) if node == self._node()]
         place = [rank for rank, _ in here].index(self._world.rank)
         owned = unique(boxes, [found for _, found in here], place)
-        self._owned = {box.key for box in owned}
+        self._owned, self._shared_out = {box.key for box in owned}, {box.key for box in boxes}
         sent: list[int] = self._gather(sum(box.num_bytes for box in owned))
         if max(sent) > self._limit:
             if self._world.rank == 0:
-                need, limit = format_bytes(2 * max(sent)), format_bytes(2 * self._limit)
-                sys.stderr.write(f"paraplan: no copies in memory: a rank needs {need}, and {limit} are kept for it\n")
+                self._refuse(max(sent))
             return False
         if self._world.rank == 0:
             total = format_bytes(2 * sum(sent))
             sys.stderr.write(f"paraplan: copies in memory, every {self._every} steps, take {total} over all nodes\n")
         return True
+
+    def _refuse(self, num_bytes: int) -> None:
+        need, limit = format_bytes(2 * num_bytes), format_bytes(2 * self._limit)
+        sys.stderr.write(f"paraplan: no copies in memory: a rank needs {need}, and {limit} are kept for it\n")
 
     def _node(self) -> int:
         return int(os.environ.get("GROUP_RANK", "0"))

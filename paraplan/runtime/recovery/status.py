@@ -70,18 +70,17 @@ class RankStatus:
         if self.page is None:
             yield
             return
-        began = time.time()
+        began, began_s = time.time(), time.monotonic()
         if call == "step" and not self.page.get(self.local_rank, "first_began"):
             self.set("first_step", sync.num_steps)
             self.set("first_began", began)
         yield
-        ended = time.time()
         if call in _TIMES:
-            self.add(_TIMES[call], ended - began)
+            self.add(_TIMES[call], time.monotonic() - began_s)  # a clock that is set back makes no negative cost
         if call in _COUNTS:
             self.add(_COUNTS[call], 1)
         if call == "step":
-            self.set("last_ended", ended)
+            self.set("last_ended", time.time())
             self.set("last_step", sync.num_steps)
 
     def note_whole(self, seconds: float, num_steps: int) -> None:

@@ -49,6 +49,8 @@ def outlive_signals(status: RankStatus) -> None:
         if os.getpid() != owner:  # a worker of a data loader
             _end_by(number)
 
+    # a child's signals would else be written to this process's pipe, as if it had got them
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     for number in _STOP_SIGNALS:
         signal.signal(number, handle)
     threading.Thread(target=_judge, args=(got, status), daemon=True, name="paraplan-signals").start()
