@@ -73,9 +73,6 @@ def _kept_products(block: BlockSpec) -> Iterator[Matmul]:
 
 
 def _is_dropped(block: BlockSpec, tensor: SavedTensor) -> bool:
-    """Return whether Megatron-Core's modules drop a tensor: of activation functions those of experts alone."""
     is_latent = any(one.name.endswith("kv_b_proj") for one in block.matmuls)
-    has_experts = any(one.num_experts > 1 for one in block.matmuls)
     is_projected = is_latent and tensor.name in _UP_PROJECTED
-    is_activated = has_experts and tensor.name in _ACTIVATIONS
-    return tensor.num_readers is not None or is_activated or is_projected
+    return tensor.num_readers is not None or tensor.name in _ACTIVATIONS or is_projected
