@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,7 +115,8 @@ def import_plan(
 
     def read_beside(name: str) -> str:
         beside = path.parent / name
-        return _read(beside if beside.exists() else Path(name))
+        exists = os.path.exists(beside)  # noqa: PTH110  # Path.exists raises for names that are too long
+        return _read(beside if exists else Path(name))
 
     if tool == "peft":
         return ImportedPlan(read_peft(text, source=words, given=given))
@@ -248,3 +250,5 @@ def _read(path: Path) -> str:
         raise PlanError(f"cannot read {path}: it is not text", hint="give the configuration file") from None
     except OSError as error:
         raise PlanError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+    except ValueError as error:  # a zero byte in the path
+        raise PlanError(f"cannot read {str(path)!r}: {error}", hint="check the path") from None

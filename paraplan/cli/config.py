@@ -62,7 +62,7 @@ def config(
     Example: paraplan config profile=8xh100 nodes=2 price=2.5
     """
     if reset:
-        config_path().unlink(missing_ok=True)
+        _forget()
     kept = {} if reset else read_defaults()
     if changes:
         kept = _changed(kept, changes)
@@ -120,6 +120,16 @@ def _asked(kept: Mapping[str, str]) -> dict[str, str]:
             except ParaplanError as error:
                 typer.echo(f"  {error.message}" + (f" ({error.hint})" if error.hint else ""), err=True)
     return answers
+
+
+def _forget() -> None:
+    path = config_path()
+    try:
+        path.unlink(missing_ok=True)
+    except NotADirectoryError:
+        return  # nothing can be kept below a file
+    except OSError as error:
+        raise UsageError(f"cannot delete {path}: {error.strerror}", hint="delete it yourself") from None
 
 
 def _write(kept: Mapping[str, str]) -> None:

@@ -122,9 +122,9 @@ def _print_helps(console: Console, helps: tuple[Help, ...]) -> None:
     for one in helps:
         plan = "the same plan" if one.is_same_plan else one.plan.describe()
         table.add_row(
-            f"{format_seconds(one.step_time_s)} ({-one.share:+.0%})",
+            f"{format_seconds(one.step_time_s)} ({one.change_in_words})",
             f"{format_bytes(one.peak_memory_bytes)} ({_signed(-one.saved_bytes)})",
-            Text.assemble(one.options, "" if one.keeps_training else " *", (f"\n{plan}", "dim")),
+            Text.assemble("" if one.keeps_training else "* ", one.options, (f"\n{plan}", "dim")),
         )
     console.print(table)
     if not all(one.keeps_training for one in helps):

@@ -152,19 +152,39 @@ def data_parallel_ranks(source: str, num_gpus: int, **degrees: int) -> int:
     return ranks
 
 
-def optimizer_of(name: str | None) -> tuple[OptimizerName | None, list[str]]:
-    """Return the optimizer that a tool's name of one means, and a note where it is priced as another."""
+def steps_of(source: str, global_batch_size: int | None, *, micro: int, dp: int) -> int | None:
+    """Return the micro-batches of a step; None where nobody says the global batch.
+
+    Raises `PlanError` where the ranks do not divide it.
+    """
+    if global_batch_size is None:
+        return None
+    steps, rest = divmod(global_batch_size, micro * dp)
+    if rest or not steps:
+        raise PlanError(
+            f"{source}: a global batch of {global_batch_size} is not a multiple of micro-batch {micro} x {dp} "
+            "data-parallel ranks",
+            hint=f"use --global-batch {max(1, steps) * micro * dp}",
+        )
+    return steps
+
+
+def optimizer_of(name: str | None, *, has_momentum: bool = True) -> tuple[OptimizerName | None, list[str]]:
+    """Return the optimizer that a tool's name of one means, and a note where it is priced as another.
+
+    `has_momentum` says whether plain "sgd" keeps a momentum.
+    """
     if name is None:
         return None, []
     words = name.lower().replace("_", "")
     if words == "sgd":
-        return "sgd_momentum", []
+        return "sgd_momentum" if has_momentum else "sgd", []
     try:
         return optimizer_name(name), []
     except PlanError:
         pass
-    if "8bit" in words:
-        return "adamw_8bit", []
+    if "8bit" in words or "4bit" in words:
+        return "adamw_8bit" if "8bit" in words else "adamw_4bit", []
     for sign, known in _OPTIMIZERS.items():
         if sign in words:
             return known, []

@@ -258,8 +258,8 @@ def _helps(helps: Sequence[Help]) -> str:
     rows = [
         Row(
             (
-                one.options,
-                f"{format_seconds(one.step_time_s)} ({-one.share:+.0%})",
+                one.options if one.keeps_training else f"* {one.options}",
+                f"{format_seconds(one.step_time_s)} ({one.change_in_words})",
                 format_bytes(one.peak_memory_bytes),
                 "the same" if one.is_same_plan else one.plan.describe(),
             )
@@ -268,7 +268,13 @@ def _helps(helps: Sequence[Help]) -> str:
     ]
     columns = [Column("change"), Column("step", is_number=True), Column("memory", is_number=True), Column("plan")]
     return section(
-        "What would help", table(columns, rows, caption="Changes of options, machines and nodes, most time saved first")
+        "What would help",
+        table(
+            columns,
+            rows,
+            caption="Changes of options, machines and nodes, most time saved first; * trains other parameters, with "
+            "other arithmetic, or on other machines",
+        ),
     )
 
 

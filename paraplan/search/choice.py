@@ -157,18 +157,18 @@ class Choice:
         is_memory = self.objective == "memory"
         values, what = (priced.peak_bytes, "less memory") if is_memory else (priced.seconds, "faster")
         more = values[self.row] / values[first] - 1
-        other = priced.plan(first).describe()
+        other, gain = priced.plan(first).describe(), f"{f'{more:.1%}' if more >= 0.001 else 'under 0.1%'} {what}"
         if more <= 0 or other == priced.plan(self.row).describe():
             return None
         if priced.table.offload[first] and not priced.table.offload[self.row]:
-            return f"chosen over {other}, predicted {more:.1%} {what}, because it needs no offload"
+            return f"chosen over {other}, predicted {gain}, because it needs no offload"
         usable = self.plans.workload.usable_memory_bytes
         if not is_memory and priced.peak_bytes[first] > ROOMY * usable >= priced.peak_bytes[self.row]:
-            return f"chosen over {other}, predicted {more:.1%} {what}, because it leaves room in memory"
+            return f"chosen over {other}, predicted {gain}, because it leaves room in memory"
         error = (
             "nearly equal" if is_memory else f"a difference under {TOLERANCE[self.objective]:.0%} is within the error"
         )
-        return f"chosen over {other}, predicted {more:.1%} {what}, because it is simpler ({error})"
+        return f"chosen over {other}, predicted {gain}, because it is simpler ({error})"
 
     def _of_guide(self) -> str | None:
         if self.guide is None:

@@ -54,6 +54,12 @@ class Help(Record):
         return self.saved_s / (self.step_time_s + self.saved_s)
 
     @property
+    def change_in_words(self) -> str:
+        """The change of the step's time in percent, with its sign where it is not 0."""
+        words = f"{-self.share:+.0%}"
+        return "0%" if words in ("-0%", "+0%") else words
+
+    @property
     def in_words(self) -> str:
         """The gain in a sentence."""
         step = f"{format_seconds(self.step_time_s)} a step, {self.share:.0%} less"

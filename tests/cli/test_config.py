@@ -91,3 +91,16 @@ def test_six_questions_are_asked_once(path: Path) -> None:
         "framework": "torchtitan",
         "price": "$2.5",
     }
+
+
+def test_forgetting_what_cannot_be_deleted_is_said_in_a_sentence(path: Path) -> None:
+    path.mkdir(parents=True)
+    assert "cannot delete" in refused("config", "--reset")
+
+
+def test_below_a_file_nothing_is_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    monkeypatch.setenv("PARAPLAN_CONFIG", str(path / "x"))
+    assert "nothing is kept" in run("config", "--reset")
+    assert "cannot write" in refused("config", "price=2")

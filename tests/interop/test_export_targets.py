@@ -339,6 +339,16 @@ def test_replicas_go_with_other_axes_in_torchtitans_python_alone() -> None:
         export_plan(made, "torchtitan")
 
 
+@pytest.mark.parametrize(("ep", "modules"), [(1, ["layernorm"]), (4, ["layernorm", "moe_act"])])
+def test_megatron_recomputes_activations_of_experts_where_it_takes_that(ep: int, modules: list[str]) -> None:
+    plan = {"dp": 8, "zero_stage": 1, "ep": ep, "recompute": "selective_ops"}
+    text = export_plan(subject(plan), "megatron-lm").text
+    assert f"--recompute-modules {' '.join(modules)} " in text.replace("\n", " ")
+    assert ("\n  --moe-grouped-gemm\n" in text) == (ep > 1)
+    model = yaml.safe_load(export_plan(subject(plan), "megatron-bridge").text)["model"]
+    assert (model["recompute_modules"], model.get("moe_grouped_gemm", False)) == (modules, ep > 1)
+
+
 def test_megatron_bridge_says_what_megatron_lm_says() -> None:
     config = read("megatron-bridge", "zero-3")
     assert config["ddp"]["data_parallel_sharding_strategy"] == "optim_grads_params"

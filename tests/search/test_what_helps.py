@@ -24,6 +24,7 @@ def test_options_are_priced_with_the_plan_as_it_is(workload: MakeWorkload) -> No
     assert compiled.saved_s == pytest.approx(best.step.step_time_s - same.step.step_time_s)
     assert compiled.saved_bytes == best.peak_memory_bytes - same.peak_memory_bytes
     assert (in_short(helps) or "").startswith("--compile: ")
+    assert not {"-0%", "+0%"} & {one.change_in_words for one in helps}
     assert all(one.share >= WORTH_SAYING or one.saved_bytes > 0 for one in helps)
 
 

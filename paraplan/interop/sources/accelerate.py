@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from paraplan.errors import PlanError
-from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan
+from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan, steps_of
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.documents import load_document
 from paraplan.plan.training import TrainingPrecision
 
 _DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
 # FSDP1's strategies, by name and by the number that old configurations have; FSDP2 says true or false.
-_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+FSDP_STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 _BATCH_NOTE = "the micro-batch is in the script: 1 assumed, --micro-batch says otherwise"
 
@@ -24,12 +23,18 @@ def read_accelerate(text: str, *, source: str, given: Given, read_file: Callable
     `UsageError` where YAML cannot be read here.
     """
     fields = Fields(load_document(text, source, hint="write one with accelerate config"), source=source)
+    return accelerate_setup(fields, given=given, read_file=read_file)
+
+
+def accelerate_setup(fields: Fields, *, given: Given, read_file: Callable[[str], str]) -> Setup:
+    """Return the training of a configuration's keys, as `read_accelerate` does."""
     if (fields.text("compute_environment") or "LOCAL_MACHINE") == "AMAZON_SAGEMAKER":
         raise fields.error("compute_environment", "LOCAL_MACHINE")
     kind = fields.text("distributed_type")
     if kind is None:
         raise fields.error("distributed_type", "NO, MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM")
-    num_gpus = fields.count("num_processes") or (given.num_gpus if kind != "NO" else None) or 1
+    # Of distributed_type NO accelerate starts one process, whatever num_processes says.
+    num_gpus = 1 if kind == "NO" else fields.count("num_processes") or given.num_gpus or 1
     given = given.replace(num_gpus=num_gpus)
     if kind == "FSDP":
         return _fsdp(fields, given)
@@ -96,9 +101,9 @@ def _stage(fsdp: Fields) -> int:
         name = _NUMBERED.get(name, name)
         if name in ("TRUE", "FALSE"):
             return 3 if name == "TRUE" else 2
-        if name not in _STAGES:
-            raise fsdp.error(key, f"true, false, {', '.join(_STAGES)}")
-        return _STAGES[name]
+        if name not in FSDP_STRATEGIES:
+            raise fsdp.error(key, f"true, false, {', '.join(FSDP_STRATEGIES)}")
+        return FSDP_STRATEGIES[name]
     return 3
 
 
@@ -172,14 +177,8 @@ def _setup(
     plan["micro_batch_size"] = micro
     dp = plan["dp"]
     assert isinstance(dp, int)
-    if given.global_batch_size is not None:
-        steps, rest = divmod(given.global_batch_size, micro * dp)
-        if rest or not steps:
-            raise PlanError(
-                f"{fields.source}: a global batch of {given.global_batch_size} is not a multiple of "
-                f"micro-batch {micro} x {dp} data-parallel ranks",
-                hint=f"use --global-batch {max(1, steps) * micro * dp}",
-            )
+    steps = steps_of(fields.source, given.global_batch_size, micro=micro, dp=dp)
+    if steps is not None:
         plan["num_microbatches"] = steps
     elif "num_microbatches" not in plan:
         notes.append("gradient accumulation is in the script: none assumed, --global-batch says otherwise")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from paraplan.interop.setup import Fields, Given, Setup, optimizer_of
+from paraplan.interop.setup import Fields, Given, Setup
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.documents import load_document
-from paraplan.interop.sources.trainer import Batches, ReadFile, attention_of, sharded_setup
+from paraplan.interop.sources.trainer import (
+    Batches,
+    ReadFile,
+    attention_of,
+    four_bits,
+    sharded_setup,
+    trainer_optimizer,
+)
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import AttentionKind, LossKernel, TrainingPrecision
 
 _LENGTH, _RANK = 512, 8
-_OPTIMIZERS = {"ao_adamw_8bit": "adamw_8bit", "ao_adamw_4bit": "adamw_4bit", "optimi_adamw": "adamw"}
+_CHECKPOINTS = (True, "true", "offload", "offload_disk", "unsloth")
 
 
 def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:
@@ -23,7 +30,7 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
     micro = fields.count("micro_batch_size") or 1
     steps = fields.count("gradient_accumulation_steps") or max(1, (fields.count("batch_size") or 1) // micro)
     section = fields.section("fsdp_config")
-    checkpoints = fields.values.get("gradient_checkpointing") in (True, "true", "offload", "unsloth")
+    checkpoints = fields.values.get("gradient_checkpointing") in _CHECKPOINTS
     batches = Batches(micro, steps, checkpoints or bool(section.flag("activation_checkpointing")))
     if "fsdp_version" in fields and section.values:
         section = Fields({"fsdp_version": fields.count("fsdp_version"), **section.values}, source=source)
@@ -31,8 +38,7 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
     setup = sharded_setup(fields, given, batches, tool="axolotl", target="axolotl", read_file=read_file)
     train, found = _trainable(fields)
     notes = [*setup.notes, *found]
-    words = fields.text("optimizer") or "adamw_torch_fused"
-    optimizer, found = optimizer_of(_OPTIMIZERS.get(words, words))
+    optimizer, found = trainer_optimizer(fields, "optimizer")
     if fields.values.get("fp8"):
         notes.append("fp8: priced as bf16")
     return setup.replace(
@@ -71,27 +77,28 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
 
 
 def _weights(fields: Fields) -> WeightFormat:
-    """Return the format of the base: axolotl always quantizes the scales of 4-bit weights too."""
+    """Return the format of the base: axolotl quantizes the scales of 4-bit weights too, unless told otherwise."""
     if fields.flag("load_in_8bit"):
         return "int8"
     if fields.flag("load_in_4bit") or fields.text("adapter") == "qlora":
-        return "nf4:double"
+        kwargs = fields.section("bnb_config_kwargs")
+        is_fp4 = kwargs.text("bnb_4bit_quant_type") == "fp4"
+        return four_bits(is_fp4=is_fp4, is_double=kwargs.flag("bnb_4bit_use_double_quant") is not False)
     return "bf16" if _half(fields) else "fp32"
 
 
-def _half(fields: Fields) -> bool:
-    return any(
-        fields.values.get(key) in (True, "true", "auto", "full") for key in ("bf16", "bfloat16", "fp16", "float16")
-    )
+def _half(fields: Fields) -> TrainingPrecision | None:
+    """Return the 16-bit type that a configuration asks for; bf16 is "auto", which is on, where fp16 is not."""
+    if fields.flag("fp16") or fields.flag("float16"):
+        return "fp16"
+    is_off = fields.values.get("bf16") in (False, "false", "no")
+    return None if is_off and not fields.flag("bfloat16") else "bf16"
 
 
 def _precision(fields: Fields, *, is_pure: bool) -> TrainingPrecision:
     """Return the type of the arithmetic; a model is loaded in it, and FSDP and DeepSpeed keep fp32 beside it."""
-    if not _half(fields):
-        return "fp32"
-    if fields.values.get("bf16") or fields.flag("bfloat16"):
-        return "bf16-pure" if is_pure else "bf16"
-    return "fp16"
+    half = _half(fields)
+    return "fp32" if half is None else "bf16-pure" if half == "bf16" and is_pure else half
 
 
 def _attention(fields: Fields) -> AttentionKind:
@@ -106,7 +113,7 @@ def _attention(fields: Fields) -> AttentionKind:
 def _loss(fields: Fields) -> LossKernel:
     if fields.flag("liger_fused_linear_cross_entropy"):
         return "liger"
-    plugins = " ".join(map(str, fields.values.get("plugins") or ()))  # type: ignore[call-overload]
+    plugins = str(fields.values.get("plugins"))
     if "cut_cross_entropy" in plugins and fields.flag("cut_cross_entropy") is not False:
         return "cut"
     return "chunked" if fields.flag("chunked_cross_entropy") else "plain"

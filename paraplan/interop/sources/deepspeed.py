@@ -6,7 +6,7 @@ import json
 
 from paraplan.errors import PlanError
 from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan, optimizer_of
-from paraplan.plan.training import TrainingPrecision
+from paraplan.plan.training import OptimizerName, TrainingPrecision
 
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -23,7 +23,11 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
         raise PlanError(f"{source} is not JSON: {error}", hint="DeepSpeed's configuration is a JSON object") from None
     if not isinstance(data, dict):
         raise PlanError(f"{source} holds no JSON object", hint="DeepSpeed's configuration is a JSON object")
-    fields = Fields(data, source=source)
+    return deepspeed_setup(Fields(data, source=source), given=given)
+
+
+def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:
+    """Return the training of a configuration's keys, as `read_deepspeed` does."""
     zero_stage = fields.section("zero_optimization").choice("stage", (0, 1, 2, 3), 0)
     tp = _tensor_parallel(fields)
     given, notes = _micro_batch_of_auto(fields, given)
@@ -31,7 +35,7 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
     offload, offload_notes = _offload(fields.section("zero_optimization"), zero_stage)
     shards, shard_notes = _shards(fields.section("zero_optimization"), dp)
     notes += offload_notes + shard_notes
-    optimizer, optimizer_notes = optimizer_of(fields.section("optimizer").text("type"))
+    optimizer, optimizer_notes = _optimizer(fields.section("optimizer"))
     notes += optimizer_notes
     if given.recompute is None:
         notes.append("recompute is switched on by the script: none assumed, --recompute full says otherwise")
@@ -42,7 +46,7 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
     if zero_stage and dp == 1:
         notes.append(f"ZeRO-{zero_stage} has nothing to shard over with one data-parallel rank: priced as stage 0")
     plan = make_plan(
-        source,
+        fields.source,
         dp=dp,
         tp=tp,
         zero_stage=zero_stage if dp > 1 else 0,
@@ -61,6 +65,11 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
         optimizer=optimizer,
         notes=tuple(notes),
     )
+
+
+def _optimizer(section: Fields) -> tuple[OptimizerName | None, list[str]]:
+    momentum = section.section("params").values.get("momentum")
+    return optimizer_of(section.text("type"), has_momentum=momentum not in (None, 0))
 
 
 def _micro_batch_of_auto(fields: Fields, given: Given) -> tuple[Given, list[str]]:

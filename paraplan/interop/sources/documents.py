@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 from paraplan.errors import PlanError, UsageError
 
+_MOST_VALUES = 100_000
+"""Values in a configuration, those behind YAML's aliases counted each time: a few lines of these can name billions."""
+
 
 def load_document(text: str, source: str, *, hint: str) -> Mapping[str, object]:
     """Return the keys and values of a YAML or JSON text; `hint` says how to get a right one.
@@ -23,7 +26,20 @@ def load_document(text: str, source: str, *, hint: str) -> Mapping[str, object]:
         data = _load_yaml(text, source, hint)
     if not isinstance(data, dict):
         raise PlanError(f"{source} holds no keys and values", hint=hint)
+    _check_size(data, source, hint)
     return data
+
+
+def _check_size(data: object, source: str, hint: str) -> None:
+    """Raise `PlanError` for more values than any configuration has, and for aliases that hold themselves."""
+    waiting, count = [data], 0
+    while waiting:
+        value = waiting.pop()
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+        count += len(inner)
+        if count > _MOST_VALUES:
+            raise PlanError(f"{source} has more than {_MOST_VALUES:,} values, aliases counted each time", hint=hint)
+        waiting.extend(inner)
 
 
 def _load_yaml(text: str, source: str, hint: str) -> object:
@@ -38,3 +54,7 @@ def _load_yaml(text: str, source: str, hint: str) -> object:
         where = f" at line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "it cannot be parsed"
         raise PlanError(f"{source} is not YAML{where}: {problem}", hint=hint) from None
+    except RecursionError:
+        raise PlanError(f"{source} is not YAML: it is nested too deeply", hint=hint) from None
+    except (ValueError, LookupError, AttributeError, TypeError) as error:  # dates, numbers and tags that are none
+        raise PlanError(f"{source} is not YAML: a value is not of its type ({error})", hint=hint) from None

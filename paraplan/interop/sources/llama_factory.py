@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from paraplan.interop.setup import Fields, Given, Setup, optimizer_of
+from paraplan.interop.setup import Fields, Given, Setup
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.documents import load_document
-from paraplan.interop.sources.trainer import Batches, ReadFile, attention_of, four_bits, sharded_setup
+from paraplan.interop.sources.trainer import (
+    Batches,
+    ReadFile,
+    attention_of,
+    four_bits,
+    sharded_setup,
+    trainer_optimizer,
+)
 from paraplan.model.trainable import AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import TrainingPrecision
@@ -31,7 +38,7 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: ReadF
     notes += found
     is_partial = train is not None
     is_galore = fields.flag("use_galore")
-    optimizer, found = optimizer_of(fields.text("optim") or "adamw_torch_fused")
+    optimizer, found = trainer_optimizer(fields, "optim")
     if is_galore:
         notes.append("use_galore: priced as plain AdamW, whose states are larger")
     return setup.replace(

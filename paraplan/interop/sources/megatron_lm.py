@@ -51,7 +51,8 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
     dp = data_parallel_ranks(source, given.num_gpus, tp=tp, pp=pp, cp=cp)
     micro, steps = _batch(fields, given, dp)
     zero_stage = _zero_stage(fields) if dp * cp > 1 else 0
-    optimizer, notes = optimizer_of(fields.text("--optimizer") or "adam")
+    has_momentum = str(fields.values.get("--sgd-momentum")) not in ("0", "0.0")
+    optimizer, notes = optimizer_of(fields.text("--optimizer") or "adam", has_momentum=has_momentum)
     ep, expert_notes = _experts(fields, tp, dp * cp)
     shards = _shards(fields, dp, cp, ep, notes) if zero_stage else None
     notes += _unpriced(fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paraplan.interop.setup import Fields, Given, Setup, make_plan
+from paraplan.interop.setup import Fields, Given, Setup, make_plan, steps_of
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.documents import load_document
 from paraplan.model.trainable import AdapterKind
@@ -32,7 +32,7 @@ def read_peft(text: str, *, source: str, given: Given) -> Setup:
         by_root=bool(fields.flag("use_rslora")),
         saved=fields.values.get("modules_to_save"),
     )
-    for key in ("layers_to_transform", "rank_pattern", "target_parameters", "layer_replication"):
+    for key in ("exclude_modules", "layers_to_transform", "rank_pattern", "target_parameters", "layer_replication"):
         if fields.values.get(key):
             notes.append(f"{key}: not priced, the adapters of all blocks are taken to be alike")
     if given.micro_batch_size is None:
@@ -40,7 +40,7 @@ def read_peft(text: str, *, source: str, given: Given) -> Setup:
             "peft's file says what trains and not how: micro-batches of 1 assumed, --micro-batch says otherwise"
         )
     micro, dp = given.micro_batch_size or 1, given.num_gpus or 1
-    steps = max(1, (given.global_batch_size or 0) // (micro * dp))
+    steps = steps_of(source, given.global_batch_size, micro=micro, dp=dp) or 1
     plan = make_plan(source, dp=dp, micro_batch_size=micro, num_microbatches=steps, recompute=given.recompute or "none")
     return Setup(
         plan=plan,

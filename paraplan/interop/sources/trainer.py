@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from paraplan.errors import PlanError
-from paraplan.interop.setup import Fields, Given, Setup, make_plan
-from paraplan.interop.sources.accelerate import read_accelerate
-from paraplan.interop.sources.deepspeed import read_deepspeed
+from paraplan.interop.setup import Fields, Given, Setup, make_plan, optimizer_of, steps_of
+from paraplan.interop.sources.accelerate import FSDP_STRATEGIES, accelerate_setup
+from paraplan.interop.sources.deepspeed import deepspeed_setup, read_deepspeed
+from paraplan.interop.sources.documents import load_document
 from paraplan.model.weight_formats import WeightFormat
-from paraplan.plan.training import AttentionKind
+from paraplan.plan.training import AttentionKind, OptimizerName
 
 ReadFile = Callable[[str], str]
 
@@ -26,6 +25,8 @@ _BUNDLED: dict[str, dict[str, object]] = {
     "fsdp2": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}},
 }
 """The configurations of accelerate that come with TRL (trl/accelerate_configs)."""
+_BUNDLED_PROCESSES = 8
+"""What all of them have for `num_processes`."""
 _LATER = ("the micro-batch is in the script", "gradient accumulation is in the script", "recompute is switched on")
 
 
@@ -49,49 +50,46 @@ def sharded_setup(
     beside = given.replace(micro_batch_size=micro, recompute=recompute, global_batch_size=None)
     found = _by_key(fields, beside, read_file)
     notes = [note for note in found.notes if not note.startswith(_LATER)] if found is not None else []
-    dp = found.plan.dp if found is not None else given.num_gpus or 1
-    steps = batches.steps
-    if given.global_batch_size is not None:
-        steps, rest = divmod(given.global_batch_size, micro * dp)
-        if rest or not steps:
-            raise PlanError(
-                f"{fields.source}: a global batch of {given.global_batch_size} is not a multiple of micro-batch "
-                f"{micro} x {dp} data-parallel ranks",
-                hint=f"use --global-batch {max(1, steps) * micro * dp}",
-            )
+    num_gpus = fields.count("num_processes")
+    says_gpus = num_gpus is not None or "accelerate_config" in fields
+    if given.num_gpus is None and not says_gpus:
+        notes.append("no GPUs are named: 1 assumed, --profile and --nodes say otherwise")
+    dp = found.plan.dp if found is not None else num_gpus or given.num_gpus or 1
+    steps = steps_of(fields.source, given.global_batch_size, micro=micro, dp=dp) or batches.steps
     sizes: dict[str, object] = {"micro_batch_size": micro, "num_microbatches": steps, "recompute": recompute}
     if found is None:
-        dp = fields.count("num_processes") or dp
-        if given.num_gpus is None and "num_processes" not in fields:
-            notes.append("no GPUs are named: 1 assumed, --profile and --nodes say otherwise")
         plan = make_plan(fields.source, dp=dp, **sizes)
-        return Setup(plan=plan, tool=f"{tool}, DDP", target=target, framework="hf", says_gpus=False, notes=tuple(notes))
+        name = f"{tool}, DDP"
+        return Setup(plan=plan, tool=name, target=target, framework="hf", says_gpus=says_gpus, notes=tuple(notes))
     # FSDP's own key switches recompute on too.
     if found.plan.recompute == "full":
         sizes["recompute"] = "full"
     plan = make_plan(fields.source, **found.plan.model_dump() | sizes)
     kind = found.tool.rpartition(", ")[2]
-    says_gpus = fields.count("num_processes") is not None or "accelerate_config" in fields
     return found.replace(plan=plan, tool=f"{tool}, {kind}", target=target, says_gpus=says_gpus, notes=tuple(notes))
 
 
 def _by_key(fields: Fields, given: Given, read_file: ReadFile) -> Setup | None:
-    num_gpus = fields.count("num_processes") or given.num_gpus
-    known = given.replace(num_gpus=num_gpus or 1)
+    num_gpus = fields.count("num_processes")
+    known = given.replace(num_gpus=num_gpus or given.num_gpus or 1)
     name = fields.text("accelerate_config")
     if name is not None:
-        if name in _BUNDLED:
-            return _of_accelerate(_BUNDLED[name] | {"mixed_precision": "bf16"}, name, known, read_file)
-        return read_accelerate(read_file(name), source=name, given=known, read_file=read_file)
-    name = fields.text("deepspeed")
-    if name is not None:
-        setup = read_deepspeed(read_file(name), source=name, given=known)
+        launched = _BUNDLED.get(name)
+        if launched is not None:
+            known = given.replace(num_gpus=num_gpus or given.num_gpus or _BUNDLED_PROCESSES)
+        else:
+            launched = dict(load_document(read_file(name), name, hint="write one with accelerate config"))
+        # TRL passes its own num_processes to accelerate launch, where it comes before the file's.
+        launched = launched | ({} if num_gpus is None else {"num_processes": num_gpus})
+        return accelerate_setup(Fields(launched, source=name), given=known, read_file=read_file)
+    if "deepspeed" in fields:
+        path = fields.values["deepspeed"]
+        if isinstance(path, str):
+            setup = read_deepspeed(read_file(path), source=path, given=known)
+        else:
+            setup = deepspeed_setup(fields.section("deepspeed"), given=known)
         return setup.replace(tool="DeepSpeed", precision=None, optimizer=None)
     return _fsdp(fields, known, read_file)
-
-
-def _of_accelerate(values: Mapping[str, object], source: str, given: Given, read_file: ReadFile) -> Setup:
-    return read_accelerate(json.dumps(values), source=source, given=given, read_file=read_file)
 
 
 def _fsdp(fields: Fields, given: Given, read_file: ReadFile) -> Setup | None:
@@ -99,12 +97,11 @@ def _fsdp(fields: Fields, given: Given, read_file: ReadFile) -> Setup | None:
     strategy, section = fields.values.get("fsdp"), fields.section("fsdp_config")
     if not strategy and not section.values:
         return None
-    config = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.values.items()}
+    config = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in _named(section.values)}
     words = strategy if isinstance(strategy, list) else str(strategy or "").split()
-    known = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD"}
-    for word in words:
-        if word in known:
-            config.setdefault("fsdp_sharding_strategy", known[word])
+    for word in map(str, words):
+        if word.upper() in FSDP_STRATEGIES:
+            config.setdefault("fsdp_sharding_strategy", word)
         if word == "offload":
             config["fsdp_offload_params"] = True
     sizes = {
@@ -114,11 +111,21 @@ def _fsdp(fields: Fields, given: Given, read_file: ReadFile) -> Setup | None:
     values = {
         "distributed_type": "FSDP",
         "num_processes": given.num_gpus,
-        "mixed_precision": "bf16",
         "fsdp_config": config,
         "parallelism_config": {key: size for key, size in sizes.items() if size is not None},
     }
-    return _of_accelerate(values, fields.source, given, read_file)
+    return accelerate_setup(Fields(values, source=fields.source), given=given, read_file=read_file)
+
+
+def _named(values: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Return the entries of a section; YAML may have keys that are no text, which no tool knows."""
+    return [(key, value) for key, value in values.items() if isinstance(key, str)]
+
+
+def trainer_optimizer(fields: Fields, key: str) -> tuple[OptimizerName | None, list[str]]:
+    """Return the optimizer that the Trainer takes for `key`; its SGD has a momentum where `optim_args` says so."""
+    has_momentum = "momentum" in str(fields.values.get("optim_args"))
+    return optimizer_of(fields.text(key) or "adamw_torch_fused", has_momentum=has_momentum)
 
 
 def quantized_weights(fields: Fields) -> WeightFormat | None:

@@ -6,7 +6,7 @@ Keys and defaults as in TRL 1.16: `ModelConfig` (trainer/model_config.py), `SFTC
 
 from __future__ import annotations
 
-from paraplan.interop.setup import Fields, Given, Setup, optimizer_of
+from paraplan.interop.setup import Fields, Given, Setup
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.trainer import (
@@ -15,6 +15,7 @@ from paraplan.interop.sources.trainer import (
     attention_of,
     quantized_weights,
     sharded_setup,
+    trainer_optimizer,
 )
 from paraplan.model.trainable import AdapterKind
 from paraplan.plan.training import LossKernel, TrainingPrecision
@@ -56,7 +57,7 @@ def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Se
     weights = quantized_weights(fields)
     if weights is None and has_adapters:
         weights = "bf16" if loads_half else "fp32"
-    optimizer, found = optimizer_of(fields.text("optim") or "adamw_torch_fused")
+    optimizer, found = trainer_optimizer(fields, "optim")
     loss = _LOSSES.get(fields.text("loss_type") or "nll", "plain")
     return setup.replace(
         precision=_precision(fields, is_pure=loads_half and not has_adapters and not setup.plan.zero_stage),

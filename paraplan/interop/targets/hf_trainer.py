@@ -34,6 +34,9 @@ OPTIMIZERS = {
     "sgd_momentum": "sgd",
 }
 """Names of `--optim` (`OptimizerNames` in training_args.py)."""
+MOMENTUM = "momentum=0.9"
+"""`--optim_args` of SGD with momentum."""
+MOMENTUM_NOTE = "momentum 0.9 is written; the plan file says no value"
 
 _IN_THE_SCRIPT = "TrainingArguments take it as a ParallelismConfig, made in the script"
 
@@ -54,8 +57,8 @@ def to_hf_trainer(subject: Subject) -> Exported:
         if training.optimizer in OPTIMIZERS:
             arguments["optim"] = OPTIMIZERS[training.optimizer]
         if training.optimizer == "sgd_momentum":
-            arguments["optim_args"] = "momentum=0.9"
-            notes.append("momentum 0.9 is written; the plan file says no value")
+            arguments["optim_args"] = MOMENTUM
+            notes.append(MOMENTUM_NOTE)
     if uses_deepspeed(plan):
         # The Trainer fills in "auto" from the arguments beside it.
         config = batch_and_zero(subject)

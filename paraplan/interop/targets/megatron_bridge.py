@@ -10,11 +10,11 @@ from paraplan.interop.exported import Exported, Subject, remarks, shard_degrees,
 from paraplan.interop.exported import order_gap as gap_of_order
 from paraplan.interop.quoting import comment, to_yaml
 from paraplan.interop.targets.megatron_lm import (
-    LATENT_NOTE,
-    RECOMPUTED_MODULES,
+    MODULES_NOTE,
     interleaved_group,
     megatron_gaps,
     pipeline_layout,
+    recomputed_modules,
 )
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.stages import even_split
@@ -29,7 +29,7 @@ def to_megatron_bridge(subject: Subject) -> Exported:
     gaps = megatron_gaps(subject)
     notes = ["the model: start from its recipe, and give this file as the overrides", *shared_notes(subject)]
     if plan.recompute == "selective_ops":
-        notes.append(LATENT_NOTE)
+        notes.append(MODULES_NOTE)
     config: dict[str, object] = {
         "model": _model(subject),
         "train": {"micro_batch_size": plan.micro_batch_size, "global_batch_size": plan.global_batch_size},
@@ -80,7 +80,9 @@ def _model(subject: Subject) -> dict[str, object]:
     if plan.recompute == "selective":
         model["recompute_granularity"] = "selective"
     elif plan.recompute == "selective_ops":
-        model |= {"recompute_granularity": "selective", "recompute_modules": list(RECOMPUTED_MODULES)}
+        model |= {"recompute_granularity": "selective", "recompute_modules": recomputed_modules(plan)}
+        if plan.ep > 1:
+            model["moe_grouped_gemm"] = True
     elif plan.recompute == "full":
         model |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return model

@@ -24,9 +24,10 @@ from paraplan.plan.stages import even_split
 PIPELINE_INSIDE_DATA: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 """The order of --use-tp-pp-dp-mapping ('tp-cp-ep-pp-dp', innermost first), from outermost to innermost."""
 
-RECOMPUTED_MODULES = ("layernorm", "moe_act")
-"""What recompute of operations runs again."""
-LATENT_NOTE = "a model with latent attention: mla_up_proj is among the modules to recompute"
+MODULES_NOTE = (
+    "recompute modules of other models: moe_act beside --moe-grouped-gemm where there are experts, mla_up_proj where "
+    "attention is latent"
+)
 
 _OPTIMIZERS = {
     "adamw": ["--optimizer adam"],
@@ -46,7 +47,7 @@ def to_megatron_lm(subject: Subject) -> Exported:
         notes.append("run it on every node, with FIRST_NODE replaced by the address of one of them")
     notes += shared_notes(subject)
     if subject.plan.recompute == "selective_ops":
-        notes.append(LATENT_NOTE)
+        notes.append(MODULES_NOTE)
     arguments = "".join(f"  {argument}\n" for argument in megatron_arguments(subject))
     script = subject.script if subject.script != "train.py" else "pretrain_gpt.py"
     command = torchrun_command(subject.layout, script=script)
@@ -174,11 +175,21 @@ def _sharding(plan: ParallelPlan) -> list[str]:
     ]
 
 
+def recomputed_modules(plan: ParallelPlan) -> list[str]:
+    """Return what recompute of operations runs again.
+
+    Megatron-Core refuses moe_act without grouped products of experts (core/transformer/transformer_config.py).
+    """
+    return ["layernorm", "moe_act"] if plan.ep > 1 else ["layernorm"]
+
+
 def _recompute(plan: ParallelPlan) -> list[str]:
     if plan.recompute == "selective":
         return ["--recompute-granularity selective"]
     if plan.recompute == "selective_ops":
-        return ["--recompute-granularity selective", f"--recompute-modules {' '.join(RECOMPUTED_MODULES)}"]
+        grouped = ["--moe-grouped-gemm"] if plan.ep > 1 else []
+        modules = " ".join(recomputed_modules(plan))
+        return ["--recompute-granularity selective", f"--recompute-modules {modules}", *grouped]
     if plan.recompute == "full":
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     return []

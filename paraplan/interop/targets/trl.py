@@ -19,7 +19,7 @@ from paraplan.interop.targets.adapters import (
     trainable_of,
     whole_modules,
 )
-from paraplan.interop.targets.hf_trainer import OPTIMIZERS
+from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZERS
 from paraplan.plan.training import TrainingSpec
 
 _ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
@@ -61,6 +61,9 @@ def _training_words(subject: Subject, training: TrainingSpec, notes: list[str]) 
     words = ["--max_length", str(training.seq_length), "--attn_implementation", _ATTENTION[training.attention]]
     if training.optimizer in OPTIMIZERS:
         words += ["--optim", OPTIMIZERS[training.optimizer]]
+    if training.optimizer == "sgd_momentum":
+        words += ["--optim_args", MOMENTUM]
+        notes.append(MOMENTUM_NOTE)
     loads = "float32" if training.precision == "fp32" or training.frozen_weights == "fp32" else "bfloat16"
     if trainable.is_full:
         loads = "bfloat16" if training.precision == "bf16-pure" else "float32"

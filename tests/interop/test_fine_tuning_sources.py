@@ -1,0 +1,143 @@
+"""Configurations of peft, TRL, axolotl and LLaMA-Factory as plans: their defaults, what they nest, what is broken."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exported_plans import subject
+
+from paraplan.api.imported import Tool, import_plan
+from paraplan.errors import PlanError
+from paraplan.interop.export import export_plan
+from paraplan.interop.setup import Setup
+
+AXOLOTL = "base_model: m\n"
+TRL = "model_name_or_path: m\n"
+FACTORY = "stage: sft\nmodel_name_or_path: m\n"
+PEFT = "peft_type: LORA\n"
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """Return what reads a text as a file."""
+
+    def read_text(text: str, tool: Tool | None = None, **given: Any) -> Setup:
+        path = tmp_path / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        return import_plan(path, tool, **given).setup
+
+    return read_text
+
+
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        ("", "bf16-pure"),
+        ("bf16: auto\nfp16:\n", "bf16-pure"),
+        ("fp16: true\n", "fp16"),
+        ("bf16: false\n", "fp32"),
+        ("adapter: lora\nlora_r: 8\nlora_target_linear: true\n", "bf16"),
+    ],
+)
+def test_axolotl_trains_in_bf16_unless_told_otherwise(read: Any, words: str, precision: str) -> None:
+    assert read(AXOLOTL + words).precision == precision
+
+
+def test_axolotl_quantizes_as_its_arguments_for_bitsandbytes_say(read: Any) -> None:
+    text = AXOLOTL + "adapter: qlora\nlora_target_linear: true\n"
+    assert read(text).base_weights == "nf4:double"
+    assert read(text + "bnb_config_kwargs: {bnb_4bit_use_double_quant: false}\n").base_weights == "nf4"
+    assert read(text + "bnb_config_kwargs: {bnb_4bit_quant_type: fp4}\n").base_weights == "fp4:double"
+
+
+@pytest.mark.parametrize("words", ["true", "offload", "offload_disk"])
+def test_axolotls_checkpointing_is_recompute_wherever_it_keeps_inputs(read: Any, words: str) -> None:
+    assert read(AXOLOTL + f"gradient_checkpointing: {words}\n").plan.recompute == "full"
+
+
+def test_deepspeed_inside_of_an_axolotl_export_is_read_back(read: Any) -> None:
+    made = subject("zero-1 offloaded")
+    again = read(export_plan(made, "axolotl").text, num_gpus=made.plan.world_size)
+    names = ("dp", "zero_stage", "offload", "micro_batch_size", "num_microbatches", "recompute")
+    assert {name: getattr(again.plan, name) for name in names} == {name: getattr(made.plan, name) for name in names}
+
+
+def test_the_configurations_that_come_with_trl_have_eight_processes(read: Any) -> None:
+    assert read(TRL + "accelerate_config: zero3\n").plan.world_size == 8
+    assert read(TRL + "accelerate_config: zero3\n", num_gpus=4).plan.world_size == 4
+    assert read(TRL + "accelerate_config: zero3\nnum_processes: 2\n").plan.world_size == 2
+    assert read(TRL + "accelerate_config: single_gpu\n", num_gpus=4).plan.world_size == 1
+
+
+def test_trls_number_of_processes_comes_before_that_of_accelerates_file(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "acc.yaml").write_text("distributed_type: FSDP\nnum_processes: 8\n")
+    assert read(TRL + "accelerate_config: acc.yaml\nnum_processes: 2\n").plan.world_size == 2
+
+
+def test_a_global_batch_is_divided_among_the_ranks_that_the_file_names(read: Any) -> None:
+    plan = read(TRL + "num_processes: 4\nper_device_train_batch_size: 2\n", global_batch_size=32).plan
+    assert (plan.dp, plan.num_microbatches, plan.global_batch_size) == (4, 4, 32)
+
+
+def test_a_global_batch_that_the_ranks_do_not_divide_is_refused(read: Any) -> None:
+    for text in (TRL, PEFT):
+        with pytest.raises(PlanError, match="a global batch of 10 is not a multiple") as raised:
+            read(text, global_batch_size=10, num_gpus=4, micro_batch_size=1)
+        assert raised.value.hint == "use --global-batch 8"
+
+
+@pytest.mark.parametrize(
+    ("words", "stage"), [("full_shard auto_wrap", 3), ("shard_grad_op", 2), ("no_shard", 0), ("hybrid_shard_zero2", 2)]
+)
+def test_strategies_of_the_trainers_fsdp_key(read: Any, words: str, stage: int) -> None:
+    assert read(FACTORY + f"fsdp: {words}\n", num_gpus=4).plan.zero_stage == stage
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer"),
+    [("", "adamw"), ("optim: sgd\n", "sgd"), ("optim: sgd\noptim_args: momentum=0.9\n", "sgd_momentum")],
+)
+def test_the_trainers_sgd_has_a_momentum_where_it_is_told(read: Any, words: str, optimizer: str) -> None:
+    assert read(FACTORY + words).optimizer == optimizer
+
+
+@pytest.mark.parametrize("target", ["trl", "axolotl"])
+def test_a_plan_with_momentum_is_exported_with_it(target: str) -> None:
+    made = subject("ddp")
+    assert made.training is not None
+    spec = made.training.replace(optimizer="sgd_momentum", precision="bf16-pure")
+    text = export_plan(made.model_copy(update={"file": made.file.replace(training=spec)}), target).text
+    assert "momentum=0.9" in text
+
+
+def test_machines_that_nobody_names_are_said_to_be_assumed(read: Any) -> None:
+    notes = read(FACTORY + "fsdp: full_shard\n").notes
+    assert "no GPUs are named: 1 assumed, --profile and --nodes say otherwise" in notes
+
+
+NESTED = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("fsdp: [[full_shard]]\n", id="list in a list"),
+        pytest.param("fsdp_config: {1: 2, x: 2020-01-01}\nplugins: true\nfsdp: [3]\n", id="odd types"),
+        pytest.param(NESTED + "fsdp_config: *a39\n", id="aliases of aliases"),
+        pytest.param("lora_target: &a [*a]\nlora_target_modules: *a\nplugins: *a\n", id="an alias of itself"),
+        pytest.param("fsdp_config: 2020-99-99\n", id="no date"),
+        pytest.param("fsdp_config: !!int x\n", id="no number"),
+        pytest.param("fsdp_config: " + "[" * 2000 + "]" * 2000 + "\n", id="deep"),
+        pytest.param('accelerate_config: "a\\0b"\ndeepspeed: "a\\0b"\n', id="a zero byte in a path"),
+        pytest.param(f"accelerate_config: {'x' * 5000}\ndeepspeed: {'x' * 5000}\n", id="a long path"),
+        pytest.param("accelerate_config: /\ndeepspeed: .\n", id="a folder"),
+        pytest.param("lora_dropout: .nan\nlora_r: 0\nlora_rank: -1\nr: 0\n", id="numbers out of range"),
+    ],
+)
+@pytest.mark.parametrize("text", [AXOLOTL + "adapter: lora\n", TRL + "use_peft: true\n", FACTORY, PEFT])
+def test_odd_configurations_are_read_or_refused_in_a_sentence(read: Any, text: str, words: str) -> None:
+    with contextlib.suppress(PlanError):
+        assert read(text + words).plan.world_size >= 1
