@@ -152,7 +152,7 @@ def test_scripts_without_the_engine_get_the_signal_itself(start: Start, script: 
             print("saved by", signal.Signals(number).name, flush=True)
             sys.exit(0)
         signal.signal(signal.SIGUSR1, save)
-        os.write(1, f"{os.getpid()}\n".encode())  # in one piece beside what the other rank writes
+        os.write(1, f"{os.getpid()}\\n".encode())  # in one piece beside what the other rank writes
         time.sleep(60)
         """
     )
