@@ -246,7 +246,7 @@ def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float, *
 
 def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for title in ("", "plan", "step", "tokens/s/GPU", "MFU", "memory"):
+    for title in ("", "plan", "step", "tok/s/GPU", "MFU", "memory"):
         is_text = title in ("", "plan")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text)
     for candidate in candidates:

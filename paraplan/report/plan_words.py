@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 from paraplan.cost.estimate import PlanEstimate, StepEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
@@ -11,7 +14,7 @@ from paraplan.units import format_bytes
 LOW_MFU, LARGE_BUBBLE, FULL_MEMORY = 0.15, 0.30, 0.95
 """What is said aloud: a poor use of the GPUs, a pipeline that waits, memory that leaves no room for fragmentation."""
 AS_FAST = 0.8
-"""Of a plan's tokens a second: plain FSDP with full recompute, the least that it does, is worth a word from there."""
+"""Of a plan's tokens a second: plain FSDP is worth a word from there."""
 
 _WASTE = {
     "pipeline_bubble_s": "waiting in the pipeline",
@@ -125,16 +128,26 @@ def _of_batch(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
     if 2 * batch < gpus or batch % gpus == 0:
         return ()
     near = [size for size in (batch - batch % gpus, batch - batch % gpus + gpus) if size]
-    plan = ParallelPlan(dp=gpus, zero_stage=3, num_microbatches=near[-1] // gpus, recompute="full")
-    try:
-        other = workload.trained_as(workload.training.replace(global_batch_size=near[-1]))
-        plain = estimate_plan(other, plan)
-    except ParaplanError:
-        return ()
-    if not plain.fits or plain.step.tokens_per_s_per_gpu < AS_FAST * estimate.step.tokens_per_s_per_gpu:
+    if not any(_is_about_as_fast(plain, estimate) for plain in _plain(workload, near[-1])):
         return ()
     sizes = " or ".join(map(str, near))
-    return (f"{gpus} GPUs do not divide {batch} sequences; a global batch of {sizes} allows plain FSDP",)
+    return (f"{gpus} GPUs do not divide {batch} sequences; a global batch of {sizes} allows plain data parallelism",)
+
+
+def _plain(workload: Workload, batch: int) -> Iterator[PlanEstimate]:
+    """Yield FSDP over all GPUs with a batch that they divide: one micro-batch without recompute, and many with it."""
+    gpus = workload.cluster.num_gpus
+    share = batch // gpus
+    plan = ParallelPlan(dp=gpus, zero_stage=3 if gpus > 1 else 0, num_microbatches=share, recompute="full")
+    plans = (plan.replace(micro_batch_size=share, num_microbatches=1, recompute="none"), plan)
+    other = workload.trained_as(workload.training.replace(global_batch_size=batch))
+    for each in plans:
+        with suppress(ParaplanError):
+            yield estimate_plan(other, each)
+
+
+def _is_about_as_fast(plain: PlanEstimate, estimate: PlanEstimate) -> bool:
+    return plain.fits and plain.step.tokens_per_s_per_gpu >= AS_FAST * estimate.step.tokens_per_s_per_gpu
 
 
 def device_tool(workload: Workload) -> str:

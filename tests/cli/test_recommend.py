@@ -83,7 +83,7 @@ def test_what_a_plan_wastes_is_said_with_its_cause() -> None:
     assert "of the step is waiting in the pipeline (256 sequences for 16384 GPUs)" in words
     odd = ["recommend", "gpt2", "--profile", "dgx-h100", "--gpus-per-node", "6", "--seq-len", "512"]
     words = " ".join(run(*odd, "--global-batch", "64")[1].split())
-    assert "6 GPUs do not divide 64 sequences; a global batch of 60 or 66 allows plain FSDP" in words
+    assert "6 GPUs do not divide 64 sequences; a global batch of 60 or 66 allows plain data parallelism" in words
     full = ["estimate", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096", "--dp", "8", "--zero", "3"]
     words = " ".join(run(*full, "--micro-batch", "2")[1].split())
     assert "96% of the usable memory is taken, 2.60 GiB are left" in words
