@@ -18,7 +18,7 @@ from paraplan.hardware.measurement.kernels import KernelEvent, KernelRequest, ke
 from paraplan.hardware.measurement.links import LinkReport, MeasureRequest, RankEvent
 from paraplan.hardware.measurement.machine import calibrated_machine, precisions_of
 from paraplan.hardware.probe.cuda_devices import visible_devices
-from paraplan.hardware.profiles import MachineProfile
+from paraplan.hardware.profiles import MachineProfile, Precision
 from paraplan.hardware.survey import MachineSurvey, survey_node
 from paraplan.launch.measuring import measure_kernels, measure_machine
 from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
@@ -75,12 +75,14 @@ def measure_this_machine(
     seconds: float,
     *,
     name: str,
+    precision: Precision | None = None,
     watch_kernels: Callable[[KernelRequest], Callable[[KernelEvent], None]],
     watch_links: Callable[[MeasureRequest], Callable[[RankEvent], None]],
 ) -> tuple[MachineProfile, LinkReport | None, list[dict[str, Any]]]:
     """Return this machine as measured, what its links do, and each timing of a kernel.
 
-    With `num_ranks`, and where there is no GPU, these are CPU processes. What is watched is told each timing.
+    With `num_ranks`, and where there is no GPU, these are CPU processes. What is watched is told each timing. A
+    `precision` is measured alone, which leaves it the time of the others.
     """
     survey, environment = survey_to_measure(_this_machine, num_ranks=num_ranks)
     gpu = survey.machine.gpu if survey.machine is not None else None
@@ -90,7 +92,7 @@ def measure_this_machine(
     links_s = seconds * _LINKS_SHARE if count > 1 else 0.0
     request = KernelRequest(
         device="cuda" if on_gpus else "cpu",
-        cases=kernel_cases(precisions_of(gpu), on_gpus=on_gpus, num_ranks=count),
+        cases=kernel_cases((precision,) if precision else precisions_of(gpu), on_gpus=on_gpus, num_ranks=count),
         max_seconds=seconds - links_s,
         num_threads=threads,
     )

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from paraplan.hardware.measurement.kernels import KernelEvent, KernelRequest
     from paraplan.hardware.measurement.links import LinkReport
     from paraplan.hardware.profiles import MachineProfile
+
+
+class CalibratedPrecision(StrEnum):
+    """Values of --precision."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
 
 app = typer.Typer(add_completion=False)
 
@@ -48,6 +58,10 @@ def calibrate(
         Path | None,
         typer.Option(metavar="RUNS.csv", help="Measure nothing: fit constants to these runs (see paraplan validate)."),
     ] = None,
+    precision: Annotated[
+        CalibratedPrecision | None,
+        typer.Option(help="Measure this precision alone, which leaves it the time of the others."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine (matmuls, memory, attention, collectives), or fit to measured runs.
@@ -64,7 +78,8 @@ def calibrate(
             raise UsageError("--runs fits to runs, and --ranks measures", hint="give one of them")
         _fit_to_runs(runs, output, as_json=as_json)
         return
-    machine, links, events = _measure(ranks, seconds, name=output.stem if output else platform.node() or "this-machine")
+    name = output.stem if output else platform.node() or "this-machine"
+    machine, links, events = _measure(ranks, seconds, name=name, precision=precision)
     if output is not None:  # before anything is printed, which a pipe may cut off
         save_machine(machine, output)
         typer.echo(f"saved: {output}; use it with --profile {output}", err=True)
@@ -85,7 +100,7 @@ def calibrate(
 
 
 def _measure(
-    num_ranks: int | None, seconds: float, *, name: str
+    num_ranks: int | None, seconds: float, *, name: str, precision: CalibratedPrecision | None
 ) -> tuple[MachineProfile, LinkReport | None, list[dict[str, Any]]]:
     with measuring_progress() as progress:
 
@@ -102,6 +117,7 @@ def _measure(
             num_ranks,
             seconds,
             name=name,
+            precision=precision.value if precision else None,
             watch_kernels=watch_kernels,
             watch_links=lambda request: advance(progress, request.num_timings),
         )

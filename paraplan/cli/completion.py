@@ -38,6 +38,25 @@ def frameworks(incomplete: str) -> list[str]:
     return _beginning(incomplete, framework_names())
 
 
+def optimizers(incomplete: str) -> list[str]:
+    """Return the optimizers that begin so."""
+    from paraplan.api.workloads import OPTIMIZERS
+
+    return _beginning(incomplete, OPTIMIZERS)
+
+
+def weight_formats(incomplete: str) -> list[str]:
+    """Return the formats of frozen weights that begin so."""
+    from paraplan.model.weight_formats import WEIGHT_FORMATS
+
+    return _beginning(incomplete, WEIGHT_FORMATS)
+
+
+def trained(incomplete: str) -> list[str]:
+    """Return what may train that begins so, without its settings."""
+    return _beginning(incomplete, ("full", "lora:r=16", "dora", "rslora", "ia3", "head", "embeddings", "norms"))
+
+
 def targets(incomplete: str) -> list[str]:
     """Return the targets of `paraplan export` that begin so."""
     from paraplan.api.exporting import EXPORT_TARGETS

@@ -19,15 +19,18 @@ class RawCommand(TyperCommand):
         return []
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return the launcher's options that begin so; a shell adds files by itself."""
-        if not incomplete.startswith("-"):
-            return super().shell_complete(ctx, incomplete)
+        """Return the launcher's options that begin so, and the values of the option before; a shell adds files."""
         from click.shell_completion import CompletionItem
 
         from paraplan.launch.parser import build_parser
 
-        options = {option for action in build_parser()._actions for option in action.option_strings}
-        return [CompletionItem(option) for option in sorted(options) if option.startswith(incomplete)]
+        actions = {option: action for action in build_parser()._actions for option in action.option_strings}
+        before = actions.get(ctx.args[-1]) if ctx.args else None
+        if before is not None and before.choices is not None:
+            return [CompletionItem(str(one)) for one in before.choices if str(one).startswith(incomplete)]
+        if not incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [CompletionItem(option) for option in sorted(actions) if option.startswith(incomplete)]
 
 
 app = typer.Typer()

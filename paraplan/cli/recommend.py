@@ -114,7 +114,7 @@ class SearchOptions:
     pareto: Annotated[
         bool,
         typer.Option(
-            "--pareto", help="Show the plans that none beats in both time and memory.", rich_help_panel=SEARCH_PANEL
+            "--pareto", help="Show the Pareto-optimal plans of time and memory.", rich_help_panel=SEARCH_PANEL
         ),
     ] = False
     like: Annotated[

@@ -45,7 +45,7 @@ def print_answer(
     if beside.framework is not None:
         console.print(f"Predicted for {beside.framework}, which paraplan does not launch.", style="yellow")
     notes = [Line("Note", words, "caution") for words in answer.notes]
-    details = [Line("", words, "dim") for words in _details(answer)] if verbose else []
+    details = _details(answer) if verbose else []
     print_lines(console, [*answer.lines, *notes, *details])
     if verbose:
         _print_tree(console, answer.result)
@@ -81,18 +81,19 @@ def _indented(text: str) -> Padding:
     return Padding(text, (0, 2))
 
 
-def _details(answer: Recommendation) -> list[str]:
+def _details(answer: Recommendation) -> list[Line]:
     """Return what the words of a plan leave out: stages, order of ranks, GPUs."""
     plan, placement = answer.best.plan, answer.answer.placement
     lines = []
     if plan.stage_blocks is not None:
-        lines.append(f"blocks of the stages: {'-'.join(map(str, plan.stage_blocks))}")
+        lines.append(Line("Stages", f"blocks of each: {'-'.join(map(str, plan.stage_blocks))}", "dim"))
     if plan.world_size > 1 and placement.slowest_bytes_per_s:
         order = [axis for axis in plan.rank_order if getattr(plan, axis) > 1]
         slowest = ", ".join(f"{axis} {format_bandwidth(rate)}" for axis, rate in placement.slowest_bytes_per_s.items())
-        lines.append(f"ranks, outermost first: {', '.join(order)}; slowest link of each axis: {slowest}")
+        lines.append(Line("Ranks", f"outermost axis first: {', '.join(order)}; slowest link of each: {slowest}", "dim"))
         if placement.local_gpus != tuple(range(len(placement.local_gpus))):
-            lines.append(f"GPUs by local rank: {','.join(map(str, placement.local_gpus))} (CUDA_VISIBLE_DEVICES)")
+            visible = ",".join(map(str, placement.local_gpus))
+            lines.append(Line("GPUs", f"by local rank: {visible} (CUDA_VISIBLE_DEVICES)", "dim"))
     return lines
 
 
@@ -105,7 +106,8 @@ def _print_tree(console: Console, result: SearchResult) -> None:
 
 def _print_plans(console: Console, result: SearchResult, most: int | None) -> None:
     order = "least memory" if result.objective == "memory" else "fastest"
-    console.print(f"\n[bold]Plans[/bold], {order} first (* = suggested by Hugging Face's guide)", markup=True)
+    marks = "> = recommended, * = suggested by Hugging Face's guide"
+    console.print(f"\n[bold]Plans[/bold], {order} first ({marks})", markup=True)
     shown = without_equals(result.candidates, result.best.plan)
     console.print(_plans(table_rows(shown[:most], result), result))
     if most is None and (hidden := len(result.candidates) - len(shown)):
@@ -198,12 +200,17 @@ def _print_offers(console: Console, offers: tuple[SizeOffer, ...]) -> None:
 def _print_budget(console: Console, budget: Budget) -> None:
     days = budget.seconds / 86_400
     length = f"{days:,.1f} days" if days >= 2 else format_seconds(budget.seconds)
-    cost = "" if budget.cost is None else f", cost {budget.cost:,.2f}"
+    cost = "" if budget.cost is None else f", cost {_rounded(budget.cost)} (in the currency of --price)"
     console.print(
         f"\n[bold]{format_count(budget.tokens)} tokens[/bold]: {budget.steps:,.0f} steps, {length}, "
-        f"{budget.gpu_hours:,.1f} GPU-hours{cost} (steps alone: no starts, checkpoints or failures)",
+        f"{_rounded(budget.gpu_hours)} GPU-hours{cost}; steps alone, without starts, checkpoints and failures",
         markup=True,
     )
+
+
+def _rounded(number: float) -> str:
+    """Return a number with the three digits that a prediction has: `34,800`."""
+    return f"{float(f'{number:.3g}'):,g}"
 
 
 def _print_goodput(console: Console, goodput: GoodputEstimate, *, step_s: float) -> None:
@@ -229,24 +236,23 @@ def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float, *
         f"\n{result.plans_considered:,} plans in {seconds:.2f} s."
         + ("" if verbose else " -v shows more plans, the decision tree, memory and step by parts.")
     )
-    where = f"Plan written to {plan_path}." if plan_path is not None else "Write the plan with -o plan.json"
-    if answer.answer.framework is not None:
-        typer.echo(f"{where} Export it for another tool:\n  {words['export']}")
-    elif plan_path is not None:
-        typer.echo(f"{where} Run it:\n  {words['launch']}")
+    framework = answer.answer.framework
+    use, how = ("run it", "launch") if framework is None else (f"export it for {framework}", "export")
+    if plan_path is not None:
+        typer.echo(f"Plan written to {plan_path}. To {use}:\n  {words[how]}")
     else:
-        typer.echo(f"{where}, then run it:\n  {words['launch']}")
+        typer.echo(f"Write the plan with -o plan.json, then {use}:\n  {words[how]}")
 
 
 def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for title in ("", "plan", "step", "tokens/s/GPU", "MFU", "memory"):
+    for title in ("", "plan", "step", "tok/s/GPU", "MFU", "memory"):
         is_text = title in ("", "plan")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text)
     for candidate in candidates:
         chosen = candidate.plan == result.best.plan
         table.add_row(
-            "*" if candidate.in_tree else "",
+            (">" if chosen else " ") + ("*" if candidate.in_tree else ""),
             words_of(candidate),
             format_seconds(candidate.step_time_s),
             format_count(float(f"{candidate.tokens_per_s_per_gpu:.3g}")),

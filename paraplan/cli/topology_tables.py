@@ -178,7 +178,7 @@ def shared_nic_lines(node: NodeTopology) -> list[str]:
     lines = []
     for nics, gpus in users.items():
         share = share_of[gpus[0]]
-        each = "" if share is None else f", {format_bandwidth(share)} each way for each"
+        each = "" if share is None else f", {format_bandwidth(share)} per direction for each"
         lines.append(f"Shared NIC: GPU {list_ranges(gpus)} use {', '.join(nics)}{each}")
     return lines
 
@@ -326,7 +326,7 @@ def _rates(links: list[GpuLink]) -> str:
         words += f", {span} {'link' if counts == [1] else 'links'} a pair"
     if rates:
         low, high = format_bandwidth(rates[0]), format_bandwidth(rates[-1])
-        words += f", {low if low == high else f'{low} to {high}'} each way"
+        words += f", {low if low == high else f'{low} to {high}'} per direction"
     return words
 
 
@@ -358,15 +358,22 @@ def _add_switches(branch: Tree, node: NodeTopology, gpus: list[Gpu], nics: list[
             if link is LinkType.PIX and other in nic_number
         ]
     labels = [_gpu_label(gpu) for gpu in gpus] + [_nic_label(nic) for nic in nics]
+    if not pairs and not nics and len(gpus) > MOST_ALIKE and len({_gpu_details(gpu) for gpu in gpus}) == 1:
+        branch.add(Text("  ".join([f"GPU {list_ranges([gpu.index for gpu in gpus])}", *_gpu_details(gpus[0])])))
+        return
     for group in connected_groups(range(len(labels)), pairs):
         parent = branch.add("PCIe switch") if len(group) > 1 else branch
         for member in group:
             parent.add(Text(labels[member]))
 
 
+def _gpu_details(gpu: Gpu) -> tuple[str, ...]:
+    details = (gpu.name, gpu.pci_bus_id, format_bytes(gpu.memory_total_bytes) if gpu.memory_total_bytes else None)
+    return tuple(detail for detail in details if detail)
+
+
 def _gpu_label(gpu: Gpu) -> str:
-    details = [gpu.name, gpu.pci_bus_id, format_bytes(gpu.memory_total_bytes) if gpu.memory_total_bytes else None]
-    return "  ".join([f"GPU {gpu.index}", *(detail for detail in details if detail)])
+    return "  ".join([f"GPU {gpu.index}", *_gpu_details(gpu)])
 
 
 def _nic_label(nic: Nic) -> str:

@@ -140,7 +140,7 @@ def _memory_reason(plan: ParallelPlan) -> str | None:
     if plan.recompute not in RUNNABLE_RECOMPUTE:
         return f"recompute={plan.recompute}: executed recompute is {' or '.join(RUNNABLE_RECOMPUTE)}"
     if plan.offload == "parameters" and plan.zero_stage < 3:
-        return f"offload=parameters, zero_stage={plan.zero_stage}: parameters are offloaded under ZeRO-3 only"
+        return f"offload=parameters, zero_stage={plan.zero_stage}: parameter offload requires ZeRO-3"
     return None
 
 

@@ -63,7 +63,7 @@ def plan_remarks(workload: Workload, estimate: PlanEstimate) -> str:
     lines = []
     if interval is not None:
         ends = f"{format_seconds(interval.low_s)} to {format_seconds(interval.high_s)}"
-        lines.append(paragraph(f"Step between {ends}: {basis}.", style="soft"))
+        lines.append(paragraph(f"Step {ends}: {basis}.", style="soft"))
     lines += [paragraph(f"Caution: {words}.", style="bad") for words in cautions(workload, estimate)]
     return "\n".join(lines)
 
@@ -77,13 +77,13 @@ def memory_section(workload: Workload, estimate: PlanEstimate, renderer: ChartRe
     left_out = len(estimate.memory) - len(shown_stages(estimate.memory))
     caption = (
         f"Dashed: {format_bytes(estimate.usable_memory_bytes)} usable, {format_bytes(capacity)} on the GPU. "
-        "Parts at the fullest moment of a step: what is not there just then counts 0."
+        "By parts at the memory peak; what is not allocated at that moment shows 0."
         + (f" {left_out} stages in the middle are left out." if left_out else "")
     )
     fullest = max(estimate.memory, key=lambda stage: stage.total_bytes)
     sentence = (
-        f"Peak {format_bytes(fullest.total_bytes)} by torch.cuda.max_memory_allocated, "
-        f"{format_bytes(fullest.device_bytes)} by nvidia-smi."
+        f"Peak {format_bytes(fullest.total_bytes)} allocated (torch.cuda.max_memory_allocated), "
+        f"about {format_bytes(fullest.device_bytes)} on the device."
     )
     if estimate.host_bytes_per_node:
         sentence += f" Offload keeps {format_bytes(estimate.host_bytes_per_node)} in the memory of each machine."
@@ -187,9 +187,7 @@ def ranks_section(workload: Workload, estimate: PlanEstimate, placement: Planned
     picture = render_svg(cluster.node, groups=rows) if cluster.node.gpus else ""
     maps = "".join(map_table(each, ranks_per_node=per_node) for each in mapped)
     note = (
-        "Cells hold the number of the group that a rank belongs to: one number, one colour, one group."
-        if mapped
-        else ""
+        "Cells hold the number of the group that a rank belongs to: one number, one color, one group." if mapped else ""
     )
     return section(
         "Rank placement",
@@ -215,7 +213,7 @@ def _memory_table(memory: Sequence[MemoryEstimate]) -> str:
         )
         for stage in memory
     ]
-    columns += [Column("total", is_number=True), Column("by nvidia-smi", is_number=True)]
+    columns += [Column("total", is_number=True), Column("on the device", is_number=True)]
     return table(columns, rows, caption="Memory of a GPU by parts")
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from paraplan.cost.estimate import PlanEstimate, StepEstimate
+from collections.abc import Iterator
+from contextlib import suppress
+
+from paraplan.cost.estimate import PlanEstimate, StepEstimate, estimate_plan
 from paraplan.cost.workload import Workload
+from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.units import format_bytes
 
 LOW_MFU, LARGE_BUBBLE, FULL_MEMORY = 0.15, 0.30, 0.95
 """What is said aloud: a poor use of the GPUs, a pipeline that waits, memory that leaves no room for fragmentation."""
+AS_FAST = 0.8
+"""Of a plan's tokens a second: plain FSDP is worth a word from there."""
 
 _WASTE = {
     "pipeline_bubble_s": "waiting in the pipeline",
@@ -18,6 +24,13 @@ _WASTE = {
     "expert_parallel_s": "sending tokens to experts",
     "pipeline_send_s": "sends between pipeline stages",
     "optimizer_s": "the optimizer",
+}
+
+
+_RECOMPUTE = {
+    "selective": "activation recompute of attention",
+    "selective_ops": "activation recompute of chosen operations",
+    "full": "full activation recompute",
 }
 
 
@@ -32,7 +45,7 @@ def plan_in_words(plan: ParallelPlan) -> str:
     elif plan.num_microbatches > 1:
         parts.append(f"{plan.num_microbatches} accumulation steps")
     if plan.recompute != "none":
-        parts.append(f"{plan.recompute} activation recompute")
+        parts.append(_RECOMPUTE[plan.recompute])
     if plan.offload != "none":
         parts.append(
             {"optimizer": "optimizer in host memory", "parameters": "parameters and optimizer in host memory"}[
@@ -96,7 +109,7 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
             "the model's code loops over the tokens, and keeps what a fused kernel would not: with one (mamba_ssm and "
             "the like) a step takes less memory, and a part of the time"
         )
-    return (*found, *_of_batch(workload))
+    return (*found, *_of_batch(workload, estimate))
 
 
 def _largest_waste(step: StepEstimate) -> tuple[str, float]:
@@ -109,12 +122,32 @@ def _scarcity(workload: Workload) -> str:
     return f" ({batch} sequences for {gpus} GPUs)" if batch < 4 * gpus else ""
 
 
-def _of_batch(workload: Workload) -> tuple[str, ...]:
+def _of_batch(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
+    """Return the batches near by under which plain FSDP fits and is about as fast, where this one does not allow it."""
     batch, gpus = workload.training.global_batch_size, workload.cluster.num_gpus
-    if batch < gpus or batch % gpus == 0:
+    if 2 * batch < gpus or batch % gpus == 0:
         return ()
-    near = f"{batch - batch % gpus} or {batch - batch % gpus + gpus}"
-    return (f"{gpus} GPUs do not divide {batch} sequences; a global batch of {near} allows plain data parallelism",)
+    near = [size for size in (batch - batch % gpus, batch - batch % gpus + gpus) if size]
+    if not any(_is_about_as_fast(plain, estimate) for plain in _plain(workload, near[-1])):
+        return ()
+    sizes = " or ".join(map(str, near))
+    return (f"{gpus} GPUs do not divide {batch} sequences; a global batch of {sizes} allows plain data parallelism",)
+
+
+def _plain(workload: Workload, batch: int) -> Iterator[PlanEstimate]:
+    """Yield FSDP over all GPUs with a batch that they divide: one micro-batch without recompute, and many with it."""
+    gpus = workload.cluster.num_gpus
+    share = batch // gpus
+    plan = ParallelPlan(dp=gpus, zero_stage=3 if gpus > 1 else 0, num_microbatches=share, recompute="full")
+    plans = (plan.replace(micro_batch_size=share, num_microbatches=1, recompute="none"), plan)
+    other = workload.trained_as(workload.training.replace(global_batch_size=batch))
+    for each in plans:
+        with suppress(ParaplanError):
+            yield estimate_plan(other, each)
+
+
+def _is_about_as_fast(plain: PlanEstimate, estimate: PlanEstimate) -> bool:
+    return plain.fits and plain.step.tokens_per_s_per_gpu >= AS_FAST * estimate.step.tokens_per_s_per_gpu
 
 
 def device_tool(workload: Workload) -> str:

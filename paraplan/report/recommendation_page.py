@@ -141,7 +141,7 @@ def _plans(result: SearchResult, renderer: ChartRenderer) -> str:
     )
     if result.front:
         fronted = _plan_table(result.front, result, anchors, "No plan beats these in both time and memory")
-        parts.append(details(f"The {len(result.front)} plans that none beats in both, as a table", fronted))
+        parts.append(details(f"The {len(result.front)} Pareto-optimal plans, as a table", fronted))
     return section("Plans", *parts)
 
 

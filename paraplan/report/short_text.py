@@ -14,6 +14,7 @@ from paraplan.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:  # the search, which an estimate does without
     from paraplan.search.recommendation import Recommendation
     from paraplan.search.results import SearchResult
+    from paraplan.search.what_helps import Help
 
 LABEL_WIDTH = 10
 ROOMY = 0.9
@@ -109,7 +110,7 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     beside = (
         ("Found", answer.found),
         ("Why", result.remark),
-        ("Roomier", _roomier(result)),
+        ("Roomier", _roomier(result, answer.helps)),
         ("Offload", answer.offload),
         ("Faster", in_short(answer.helps)),
     )
@@ -121,17 +122,22 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     )
 
 
-def _roomier(result: SearchResult) -> str | None:
-    """Return the fastest plan that leaves clearly more memory, where the recommended one takes nearly all."""
+def _roomier(result: SearchResult, helps: tuple[Help, ...]) -> str | None:
+    """Return the fastest way to leave clearly more memory, where the recommended plan takes nearly all.
+
+    That is another plan, or an option that leaves the training as it is.
+    """
     best = result.best
     if best.peak_memory_bytes <= FULL_MEMORY * best.usable_memory_bytes:
         return None
-    others = [one for one in result.candidates if one.peak_memory_bytes <= ROOMY * best.usable_memory_bytes]
-    if not others:
+    ways = [(one.step_time_s, one.peak_memory_bytes, one.plan.describe()) for one in result.candidates if one.fits]
+    ways += [(one.step_time_s, one.peak_memory_bytes, one.options) for one in helps if one.keeps_training]
+    roomy = [way for way in ways if way[1] <= ROOMY * best.usable_memory_bytes]
+    if not roomy:
         return None
-    other = min(others, key=lambda one: one.step_time_s)
-    ratio = other.step_time_s / best.step.step_time_s
+    seconds, memory, words = min(roomy)
+    ratio = seconds / best.step.step_time_s
     speed = f"{ratio - 1:.0%} slower" if ratio < 2 else f"{ratio:.1f} times as slow"
     if ratio < 1:
-        speed = f"{1 - ratio:.0%} less time, and is less simple"
-    return f"{other.plan.describe()} needs {format_bytes(other.peak_memory_bytes)}, {speed}"
+        speed = f"{1 - ratio:.0%} less time"
+    return f"{words} needs {format_bytes(memory)}, {speed}"

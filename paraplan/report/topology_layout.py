@@ -14,6 +14,10 @@ SWITCH_HEIGHT, HOST_HEIGHT = 16, 26
 MAX_MESH_GPUS = 4
 """Up to so many GPUs a full mesh is drawn link by link, above that as one bar."""
 
+GPUS_OF_A_ROW = 12
+"""GPUs of a rack under one fabric stand in rows of so many."""
+MAX_ROW_GPUS = 16
+"""Up to so many GPUs stand in one row."""
 MAX_LINKS_PER_GPU = 18
 """No GPU has had more NVLinks: a machine that lists more has them through NVSwitch, where all pairs share them."""
 
@@ -65,6 +69,10 @@ class Layout(NamedTuple):
     fabric: Box | None
     fabric_count: int | None
     legend_y: float
+    above: float = 0
+    """What is left free over each GPU of rows."""
+    rows: bool = False
+    """Whether GPUs stand in rows below the fabric, without a line for each."""
 
 
 class Group(NamedTuple):
@@ -101,10 +109,17 @@ def homes_of(node: NodeTopology) -> list[Home]:
     return homes
 
 
-def lay_out(node: NodeTopology, *, top: float) -> Layout:
-    """Return the places of everything, with the first row `top` below the upper edge."""
+def lay_out(node: NodeTopology, *, top: float, above: float = 0) -> Layout:
+    """Return the places of everything, the first row `top` below the upper edge, `above` left free over each GPU.
+
+    `above` goes beneath `top` where the GPUs stand in one row.
+    """
     homes = homes_of(node)
     fabric_count = _fabric_count(node)
+    is_bare = len(homes) == 1 and not node.nics and not any(group.has_switch for group in homes[0].groups)
+    if fabric_count is not None and is_bare and len(node.gpus) > MAX_ROW_GPUS:
+        return _lay_out_rows(node, fabric_count, top=top, above=above)
+    top += above
     arcs_height = 0.0 if fabric_count is not None else _arcs_height(node, homes)
     gpu_y = top + PADDING + (62 if fabric_count is not None else arcs_height)
     switch_y = gpu_y + GPU_HEIGHT + 16
@@ -134,6 +149,25 @@ def lay_out(node: NodeTopology, *, top: float) -> Layout:
         fabric = Box(left, top, right - left, 30, _fabric_label(node, fabric_count))
     parts.arcs.extend(_arcs(node, parts.gpus) if fabric is None else [])
     return parts._replace(width=width, height=parts.legend_y, fabric=fabric)
+
+
+def _lay_out_rows(node: NodeTopology, fabric_count: int, *, top: float, above: float) -> Layout:
+    """Return the places of a rack's GPUs, of which nothing but the fabric is known: rows below it."""
+    width = GPUS_OF_A_ROW * PITCH - PITCH + GPU_WIDTH
+    top += PADDING
+    fabric = Box(MARGIN + PADDING, top, width, 30, _fabric_label(node, fabric_count))
+    first, pitch = fabric.bottom + PADDING + above, GPU_HEIGHT + above + PADDING
+    gpus = {}
+    for number, gpu in enumerate(node.gpus):
+        row, column = divmod(number, GPUS_OF_A_ROW)
+        place = Box(fabric.x + column * PITCH, first + row * pitch, GPU_WIDTH, GPU_HEIGHT, f"GPU {gpu.index}")
+        gpus[gpu.index] = place
+    bottom = max(box.bottom for box in gpus.values()) + PADDING
+    frame = Box(MARGIN, top - PADDING, width + 2 * PADDING, bottom - top + PADDING, "")
+    whole = frame.width + 2 * MARGIN
+    return Layout(
+        whole, bottom + 24, [frame], gpus, [], [], [], [], [], fabric, fabric_count, bottom + 24, above, rows=True
+    )
 
 
 def _nic_numa(nic: Nic, node: NodeTopology) -> int | None:

@@ -54,11 +54,11 @@ def group_hue(group: int) -> float:
 
 
 def render_svg(node: NodeTopology, *, groups: Sequence[GroupRow] = ()) -> str:
-    """Return the picture of a machine as an SVG document; legible for 1 to 16 GPUs, wider for more.
+    """Return the picture of a machine as an SVG document; more than 16 GPUs under one fabric stand in rows.
 
     Above each GPU stand the `groups` that it belongs to, in a colour for each.
     """
-    layout = lay_out(node, top=TITLE_HEIGHT + _GROUP_HEIGHT * len(groups))
+    layout = lay_out(node, top=TITLE_HEIGHT, above=_GROUP_HEIGHT * len(groups))
     legend, legend_height = _legend(node, layout)
     height = layout.height + legend_height
     body = [
@@ -86,10 +86,10 @@ def render_svg(node: NodeTopology, *, groups: Sequence[GroupRow] = ()) -> str:
 
 def _group_row(layout: Layout, row: GroupRow, number: int) -> list[str]:
     """Return a coloured field above each GPU that has a rank."""
-    y = TITLE_HEIGHT - 6 + number * _GROUP_HEIGHT
     cells = []
     for gpu, group in row.group_of.items():
         box = layout.gpus[gpu]
+        y = (box.y - layout.above if layout.rows else TITLE_HEIGHT - 6) + number * _GROUP_HEIGHT
         place = f'x="{box.x:g}" y="{y:g}" width="{box.width:g}" height="{_GROUP_HEIGHT - 4}"'
         fill = f"hsl({group_hue(group):g} 70% 50%)"
         words = _text(f"{row.name} group {group}")
@@ -186,10 +186,10 @@ def _fabric(layout: Layout, node: NodeTopology) -> list[str]:
     box, count = layout.fabric, layout.fabric_count or None
     rate = next((link.bandwidth_bytes_per_s for link in node.links if link.link_type.is_fast), None)
     words = [box.label, _link_word(next(link for link in node.links if link.link_type.is_fast))]
-    words += [f"{format_bandwidth(rate)} each way and pair"] if rate else []
+    words += [f"{format_bandwidth(rate)} per direction, each pair"] if rate else []
     lines = [
         f'<path class="link" stroke-width="{_stroke(count):.1f}" d="M{gpu.middle:g} {box.bottom:g}V{gpu.y:g}"/>'
-        for gpu in layout.gpus.values()
+        for gpu in ([] if layout.rows else layout.gpus.values())
     ]
     return [*lines, _labelled(box._replace(label=" · ".join(words)), "fabric", "")]
 
@@ -198,7 +198,9 @@ def _arc(arc: Arc) -> str:
     peak = arc.y - arc.height * 4 / 3
     path = f"M{arc.x_from:g} {arc.y:g}C{arc.x_from:g} {peak:g} {arc.x_to:g} {peak:g} {arc.x_to:g} {arc.y:g}"
     link = arc.link
-    rate = "" if link.bandwidth_bytes_per_s is None else f" · {format_bandwidth(link.bandwidth_bytes_per_s)} each way"
+    rate = (
+        "" if link.bandwidth_bytes_per_s is None else f" · {format_bandwidth(link.bandwidth_bytes_per_s)} per direction"
+    )
     tip = f"GPU {link.gpu_a} - GPU {link.gpu_b} · {_link_word(link)}{rate}"
     stroke = f'stroke-width="{_stroke(link.nvlink_count):.1f}"'
     return f'<path class="link" {stroke} d="{path}"><title>{_text(tip)}</title></path>'
@@ -228,7 +230,9 @@ def _legend(node: NodeTopology, layout: Layout) -> tuple[list[str], float]:
     widths = {_link_word(arc.link): arc.link for arc in layout.arcs}
     for word, link in sorted(widths.items()):
         rate = (
-            "" if link.bandwidth_bytes_per_s is None else f", {format_bandwidth(link.bandwidth_bytes_per_s)} each way"
+            ""
+            if link.bandwidth_bytes_per_s is None
+            else f", {format_bandwidth(link.bandwidth_bytes_per_s)} per direction"
         )
         label = f"{word}{rate}"
         if x + 40 + len(label) * _CHARACTER > layout.width - 20 and x > 20:

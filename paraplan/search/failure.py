@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
@@ -9,7 +11,7 @@ from paraplan.plan.executor import Executor
 from paraplan.search.constraints import Constraints
 from paraplan.search.evaluation import TooLarge
 from paraplan.search.space import PlanSpace
-from paraplan.search.what_fits import fewest_nodes, larger_machines, longest_sequence, some_plan_fits
+from paraplan.search.what_fits import larger_machines, longest_sequence, more_gpus, some_plan_fits
 from paraplan.units import format_bytes, format_bytes_apart, gpus
 
 
@@ -63,20 +65,33 @@ def nothing_fits(
 def _ways_out(workload: Workload, *, executor: Executor, fixed: Constraints) -> list[str]:
     """Return what would make the workload fit: more machines, another optimizer, a shorter sequence."""
     found = []
-    nodes = fewest_nodes(workload, executor=executor, fixed=fixed)
-    if nodes:
-        found.append(f"it fits {nodes * workload.cluster.gpus_per_node} GPUs (--nodes {nodes})")
+    more = more_gpus(workload, executor=executor, fixed=fixed)
+    if more:
+        found.append(f"it fits {more[1].num_gpus} GPUs ({more[0]})")
     larger = larger_machines(workload, executor=executor, fixed=fixed)
     if larger:
         found.append(f"other GPUs (--profile {larger})")
     length = longest_sequence(workload, executor=executor, fixed=fixed)
     if length is not None and length < workload.training.seq_length:
         found.append(f"sequences of {length} tokens (--seq-len {length})")
-    if fixed.words and some_plan_fits(workload, executor=executor):
+    if (
+        len(fixed.words) > 1
+        and not _one_suffices(workload, executor, fixed)
+        and some_plan_fits(workload, executor=executor)
+    ):
         found.append(f"leave out {' and '.join(fixed.words)}")
     if not found:
         found.append("use GPUs with more memory")
     return found
+
+
+def _one_suffices(workload: Workload, executor: Executor, fixed: Constraints) -> bool:
+    """Whether something fits without one of the choices that are fixed."""
+    return any(
+        some_plan_fits(workload, executor=executor, fixed=replace(fixed, **{each.name: None}))
+        for each in fields(fixed)
+        if getattr(fixed, each.name) is not None
+    )
 
 
 def _suitable_batches(workload: Workload, fixed: Constraints) -> str:

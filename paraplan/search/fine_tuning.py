@@ -1,17 +1,16 @@
-"""Other ways to train a model where full training does not fit: pure bf16 with 8-bit states, LoRA, QLoRA, priced."""
+"""What fits where full training does not: without a fixed choice, pure bf16 with 8-bit states, LoRA, QLoRA, priced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError, ParaplanError
+from paraplan.errors import ParaplanError
 from paraplan.plan.executor import Executor
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
 from paraplan.search.constraints import Constraints
-from paraplan.search.results import SearchResult
 from paraplan.search.search import search
 from paraplan.search.what_fits import smaller_clusters, some_plan_fits
 from paraplan.units import format_bytes, format_count, gpus
@@ -22,7 +21,7 @@ _LORA = "lora:r=16"
 
 
 class FineTuningWay(Record):
-    """A way to train the same model that fits where full training does not, with its best plan."""
+    """A way to train the same model that fits where what was asked for does not, with its best plan."""
 
     name: str
     """What people call it."""
@@ -74,27 +73,47 @@ def fine_tuning_ways(workload: Workload, *, executor: Executor, fixed: Constrain
     for name, options, training in trainings(workload.training):
         try:
             other = workload.trained_as(training)
-            best = _best(other, executor=executor, fixed=without)
-        except ParaplanError:  # it does not fit either, or the model has no layers for it
+        except ParaplanError:  # the model has no layers for it
             continue
-        fewest = _fewest(other, executor=executor, fixed=without)
-        found.append(
-            FineTuningWay(
-                name=name,
-                options=options,
-                plan=best.best.plan.describe(),
-                peak_memory_bytes=best.best.peak_memory_bytes,
-                usable_memory_bytes=best.best.usable_memory_bytes,
-                tokens_per_s_per_gpu=best.best.step.tokens_per_s_per_gpu,
-                num_gpus=other.cluster.num_gpus,
-                fewest_gpus=fewest,
-            )
-        )
-    return tuple(sorted(found, key=lambda way: -way.tokens_per_s_per_gpu))
+        found.append(_way(name, options, other, executor=executor, fixed=without))
+    return _fastest_first(found)
 
 
-def _best(workload: Workload, *, executor: Executor, fixed: Constraints) -> SearchResult:
-    return search(workload, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
+def relaxed_ways(workload: Workload, *, executor: Executor, fixed: Constraints) -> tuple[FineTuningWay, ...]:
+    """Return what fits without one of the choices that are `fixed`, fastest first."""
+    found = []
+    for each in fields(fixed):
+        value = getattr(fixed, each.name)
+        if value is not None:
+            option = Constraints(**{each.name: value}).words[0]
+            free = replace(fixed, **{each.name: None})
+            found.append(_way(f"Without {option}", f"without {option}", workload, executor=executor, fixed=free))
+    return _fastest_first(found)
+
+
+def _fastest_first(ways: list[FineTuningWay | None]) -> tuple[FineTuningWay, ...]:
+    return tuple(sorted((way for way in ways if way is not None), key=lambda way: -way.tokens_per_s_per_gpu))
+
+
+def _way(
+    name: str, options: str, workload: Workload, *, executor: Executor, fixed: Constraints
+) -> FineTuningWay | None:
+    """Return a way with its best plan, None where nothing fits with it either."""
+    try:
+        result = search(workload, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
+    except ParaplanError:
+        return None
+    best = result.best
+    return FineTuningWay(
+        name=name,
+        options=options,
+        plan=best.plan.describe(),
+        peak_memory_bytes=best.peak_memory_bytes,
+        usable_memory_bytes=best.usable_memory_bytes,
+        tokens_per_s_per_gpu=best.step.tokens_per_s_per_gpu,
+        num_gpus=workload.cluster.num_gpus,
+        fewest_gpus=_fewest(workload, executor=executor, fixed=fixed),
+    )
 
 
 def _fewest(workload: Workload, *, executor: Executor, fixed: Constraints) -> int:
@@ -104,4 +123,4 @@ def _fewest(workload: Workload, *, executor: Executor, fixed: Constraints) -> in
     for smaller in smaller_clusters(cluster):
         if some_plan_fits(replace(workload, cluster=smaller), executor=executor, fixed=fixed):
             return smaller.num_gpus
-    raise NoPlanFitsError("a plan that was found fits")
+    return cluster.num_gpus

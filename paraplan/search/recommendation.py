@@ -108,7 +108,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
     try:
         result, workload, offers = _searched(workload, question, executor=executor)
     except NoPlanFitsError as error:
-        ways = [way.in_words for way in _ways(workload, question)]
+        ways = [way.in_words for way in (*_relaxed(workload, question), *_ways(workload, question))]
         if ways:
             error.hint = "\n  ".join(["one of these fits:", *ways, *([error.hint] if error.hint else [])])
         raise
@@ -134,6 +134,12 @@ def _ways(workload: Workload, question: SearchRequest) -> tuple[FineTuningWay, .
     from paraplan.search.fine_tuning import fine_tuning_ways
 
     return fine_tuning_ways(workload, executor=question.executor, fixed=question.fixed)
+
+
+def _relaxed(workload: Workload, question: SearchRequest) -> tuple[FineTuningWay, ...]:
+    from paraplan.search.fine_tuning import relaxed_ways
+
+    return relaxed_ways(workload, executor=question.executor, fixed=question.fixed)
 
 
 def _helps(workload: Workload, question: SearchRequest, result: SearchResult) -> tuple[Help, ...]:

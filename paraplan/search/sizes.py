@@ -15,7 +15,7 @@ from paraplan.records import Record
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
-from paraplan.search.what_fits import fewest_gpus, fewest_nodes, smaller_clusters, some_plan_fits
+from paraplan.search.what_fits import fewest_gpus, more_gpus, smaller_clusters, some_plan_fits
 from paraplan.units import format_seconds
 
 FACTOR = 4
@@ -163,11 +163,13 @@ def offload_remark(
     if asked != workload.cluster:
         machines = fewest_gpus(whole, executor=executor, fixed=without)
     if machines is None:
-        nodes = fewest_nodes(whole, executor=executor, fixed=without)
-        machines = asked.replace(num_nodes=nodes) if nodes else None
+        more = more_gpus(whole, executor=executor, fixed=without)
+        ways = [f"{more[1].num_gpus} GPUs ({more[0]})"] if more else []
+        machines = more[1] if more else None
+    else:
+        ways = [_gpus(machines, asked)]
     if machines is not None and machines.num_gpus <= workload.cluster.num_gpus:
         return None
-    ways = [_gpus(machines, asked)] if machines else []
     smaller = replace(workload, training=workload.training.replace(optimizer="adamw_8bit"))
     if workload.training.optimizer == "adamw" and some_plan_fits(smaller, executor=executor, fixed=without):
         ways.append("--optimizer adamw_8bit")

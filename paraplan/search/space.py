@@ -369,7 +369,7 @@ class PlanSpace:
         if table.schedule[row] == _INTERLEAVED and count % round_size(count, pp):
             return "interleaved stages need micro-batches in equal rounds, such as a multiple of pp"
         if table.offload[row] == OffloadCode.PARAMETERS and table.zero_stage[row] < 3:
-            return "parameters are offloaded under ZeRO-3 only"
+            return "parameter offload requires ZeRO-3"
         return None
 
 

@@ -19,6 +19,8 @@ from paraplan.search.evaluation import memory_of
 from paraplan.search.space import PlanSpace, divisors
 
 MOST_NODES = 16_384
+MOST_GPUS_OF_NODE = 8
+"""What a usual server holds: more GPUs are more nodes."""
 LONGEST_SEQUENCE = 2**24
 STEP_TOKENS = 256
 """Sequences are tried in multiples of this."""
@@ -39,15 +41,14 @@ def some_plan_fits(
     """
     workload = CostModel.of_workload(workload)
     try:
-        space = PlanSpace(workload, executor, fixed)
+        for chunk in PlanSpace(workload, executor, fixed).chunks():
+            table = _one_micro_batch(chunk.table) if without_accumulation else chunk.table
+            if len(table):
+                _, fitting, beyond_host = memory_of(workload, table)
+                if bool((fitting & ~beyond_host).any()):
+                    return True
     except PlanError:  # what is fixed cannot be had on these machines
         return False
-    for chunk in space.chunks():
-        table = _one_micro_batch(chunk.table) if without_accumulation else chunk.table
-        if len(table):
-            _, fitting, beyond_host = memory_of(workload, table)
-            if bool((fitting & ~beyond_host).any()):
-                return True
     return False
 
 
@@ -71,6 +72,18 @@ def larger_clusters(cluster: Cluster) -> Iterator[Cluster]:
     while cluster.network is not None and nodes <= MOST_NODES:
         yield cluster.replace(num_nodes=nodes)
         nodes *= 2
+
+
+def wider_nodes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Yield one node of twice as many of a single node's GPUs and more, up to eight, by the name of its profile."""
+    count = 2 * cluster.gpus_per_node
+    while cluster.num_nodes == 1 and count <= MOST_GPUS_OF_NODE:
+        name = f"{count}x{cluster.gpu.name}"
+        try:
+            yield name, cluster_from_profile(name)
+        except ParaplanError:  # there are no machines of so many
+            return
+        count *= 2
 
 
 def other_machines(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -120,6 +133,20 @@ def fewest_nodes(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed:
             return nodes
         nodes *= 2
     return None
+
+
+def more_gpus(
+    workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE
+) -> tuple[str, Cluster] | None:
+    """Return the least of more of the same GPUs on which some plan fits, and the options that ask for them.
+
+    A node of fewer than eight GPUs is filled before there are more of it. None where none up to 16,384 nodes does.
+    """
+    for name, cluster in wider_nodes(workload.cluster):
+        if some_plan_fits(replace(workload, cluster=cluster), executor=executor, fixed=fixed):
+            return f"--profile {name}", cluster
+    nodes = fewest_nodes(workload, executor=executor, fixed=fixed)
+    return None if nodes is None else (f"--nodes {nodes}", workload.cluster.replace(num_nodes=nodes))
 
 
 def largest_batch(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> int | None:

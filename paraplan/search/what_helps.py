@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
@@ -23,6 +23,10 @@ MOST_SEARCHED_GPUS = 16
 """On more GPUs a change of options is priced with the plan as it is: a search for each would take too long."""
 WORTH_SAYING = 0.03
 """Of the step or of the memory: a smaller gain is not listed."""
+TIGHT = 0.9
+"""Of usable memory: above it, memory is worth time."""
+MOST_TIME_FOR_MEMORY = 0.5
+"""Of the step: what saves memory where it is tight may cost up to so much."""
 MOST_MACHINES = 2
 
 
@@ -73,6 +77,8 @@ class _Change:
     workload: Workload
     keeps_training: bool = False
     keeps_machine: bool = True
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the plan that it sets."""
 
 
 def what_helps(
@@ -85,22 +91,30 @@ def what_helps(
 ) -> tuple[Help, ...]:
     """Return the changes that gain at least 3 % of the recommended plan's time or memory, most time saved first.
 
+    Where the plan takes over 90 % of the memory, what saves some may cost up to half as much time again.
+
     Without `searches` options alone are changed, with the plan as it is, which takes milliseconds. With it, up to 16
     GPUs, each change gets its own best plan, and other machines are looked at too.
     """
     with_plans = searches and workload.cluster.num_gpus <= MOST_SEARCHED_GPUS
     found = [_priced(each, best, executor, fixed, with_plans) for each in _options(workload)]
+    for each in _plan_options(workload, best.plan):
+        is_fixed = any(getattr(fixed, name, None) is not None for name in each.plan)
+        found.append(_priced(each, best, executor, fixed, with_plans and is_fixed))
     if searches:
         found += [_priced(each, best, executor, fixed, True) for each in _more_nodes(workload)]
         found += _machines(workload, best, executor, fixed)
-    worth = [each for each in found if each is not None and _is_worth(each)]
+    worth = [each for each in found if each is not None and _is_worth(each, best)]
     return tuple(sorted(worth, key=lambda each: (-each.saved_s, -each.saved_bytes)))
 
 
-def _is_worth(one: Help) -> bool:
-    """Whether a change saves time without taking more memory than there is, or memory without taking longer."""
-    memory = one.saved_bytes / max(1, one.peak_memory_bytes + one.saved_bytes)
-    return one.share >= WORTH_SAYING or (memory >= WORTH_SAYING and one.share > -WORTH_SAYING)
+def _is_worth(one: Help, best: PlanEstimate) -> bool:
+    """Whether a change saves time without taking more memory than there is, or memory for no more time than it may."""
+    memory = one.saved_bytes / max(1, best.peak_memory_bytes)
+    is_tight = best.peak_memory_bytes > TIGHT * best.usable_memory_bytes
+    return one.share >= WORTH_SAYING or (
+        memory >= WORTH_SAYING and one.share > -(MOST_TIME_FOR_MEMORY if is_tight else WORTH_SAYING)
+    )
 
 
 def _options(workload: Workload) -> Iterator[_Change]:
@@ -125,6 +139,23 @@ def _options(workload: Workload) -> Iterator[_Change]:
                 yield _Change(name, options, workload.trained_as(other))
             except ParaplanError:  # the model has no layers for it
                 continue
+
+
+def _plan_options(workload: Workload, plan: ParallelPlan) -> Iterator[_Change]:
+    """Yield the changes of the plan alone: recompute, offload, a smaller micro-batch.
+
+    The search has weighed them where they are free, so they gain time only in place of what was fixed, and memory.
+    """
+    changes: list[dict[str, Any]] = [{"recompute": one} for one in ("none", "selective_ops", "full")]
+    if workload.cluster.gpu.vendor != "cpu":
+        changes += [{"offload": one} for one in ("none", "optimizer", "parameters")]
+    if plan.micro_batch_size % 2 == 0:
+        changes.append({"micro_batch_size": plan.micro_batch_size // 2})
+    for change in changes:
+        if all(getattr(plan, name) == value for name, value in change.items()):
+            continue
+        options = " ".join(Constraints(**change).words)
+        yield _Change(options, options, workload, keeps_training=True, plan=change)
 
 
 def _more_nodes(workload: Workload) -> Iterator[_Change]:
@@ -154,13 +185,17 @@ def _priced(change: _Change, best: PlanEstimate, executor: Executor, fixed: Cons
     if is_stopped():
         return None
     try:
-        if searches or not change.keeps_machine:
+        if searches or not change.keeps_machine or _needs_search(change, best, executor):
             say(f"pricing {change.name}")
+            fixed = replace(fixed, **change.plan)
             other = search(change.workload, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
             estimate = other.best
         else:
-            estimate = estimate_plan(change.workload, best.plan)
-    except ParaplanError:
+            plan = _changed(best.plan, change)
+            if _is_refused(change, plan, executor):
+                return None
+            estimate = estimate_plan(change.workload, plan)
+    except (ParaplanError, ValueError):  # nothing fits, or the fields of a plan contradict each other
         return None
     if not estimate.fits:
         return None
@@ -175,6 +210,24 @@ def _priced(change: _Change, best: PlanEstimate, executor: Executor, fixed: Cons
         saved_bytes=best.peak_memory_bytes - estimate.peak_memory_bytes,
         keeps_training=change.keeps_training,
     )
+
+
+def _is_refused(change: _Change, plan: ParallelPlan, executor: Executor) -> bool:
+    """Whether a plan under a change is one that the executor cannot execute."""
+    training, num_blocks = change.workload.training, change.workload.model.num_blocks
+    return executor.reason_of(plan, training, num_blocks) is not None
+
+
+def _needs_search(change: _Change, best: PlanEstimate, executor: Executor) -> bool:
+    """Whether an option goes with another plan only, on GPUs few enough to search for it: --compile without `tp`."""
+    is_few = change.workload.cluster.num_gpus <= MOST_SEARCHED_GPUS
+    return is_few and not change.plan and _is_refused(change, best.plan, executor)
+
+
+def _changed(plan: ParallelPlan, change: _Change) -> ParallelPlan:
+    """Return the plan with a change; a smaller micro-batch keeps the global batch."""
+    size = change.plan.get("micro_batch_size", plan.micro_batch_size)
+    return plan.replace(**change.plan, num_microbatches=plan.num_microbatches * plan.micro_batch_size // size)
 
 
 def in_short(helps: tuple[Help, ...]) -> str | None:

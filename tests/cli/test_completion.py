@@ -3,10 +3,57 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+SCRIPTS = {shell: f"_PARAPLAN_COMPLETE=source_{shell} paraplan" for shell in ("bash", "zsh", "fish")}
+ASKED = ("paraplan recommend gpt2 --profile dgx-h1", "dgx-h100")
+
+
+def run_shell(*command: str, folder: Path) -> str:
+    """Return what a shell prints that finds `paraplan` in a folder of its own."""
+    program = folder / "paraplan"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m paraplan "$@"\n')
+    program.chmod(0o755)
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder)}
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def needs(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+
+
+def test_bash_completes_a_machine(tmp_path: Path) -> None:
+    needs("bash")
+    line, offered = ASKED
+    script = f'eval "$({SCRIPTS["bash"]})"; COMP_WORDS=({line}); COMP_CWORD=4; _paraplan_completion paraplan; '
+    assert run_shell("bash", "--norc", "-c", f'{script}echo "${{COMPREPLY[@]}}"', folder=tmp_path).split() == [offered]
+
+
+def test_fish_completes_a_machine(tmp_path: Path) -> None:
+    needs("fish")
+    line, offered = ASKED
+    script = f"{SCRIPTS['fish']} | source; complete -C '{line}'"
+    assert run_shell("fish", "--no-config", "-c", script, folder=tmp_path).split() == [offered]
+
+
+def test_zsh_completes_a_machine_on_a_terminal(tmp_path: Path) -> None:
+    needs("zsh")
+    line, offered = ASKED
+    # zpty is zsh's own pseudo-terminal: the inner shell completes a line after a tab, as it does for a person.
+    (tmp_path / "inner").write_text(
+        f'autoload -U compinit; compinit -D -u; eval "$({SCRIPTS["zsh"]})"; PS1=; print RE""ADY\n'
+    )
+    outer = (
+        "zmodload zsh/zpty; zpty inner zsh -f -i; zpty -w inner 'source ./inner'; zpty -r -m inner out '*READY*'; "
+        f"zpty -w -n inner '{line}'$'\\t'; zpty -r -m inner out '*{offered} *'; print -r -- $out; zpty -d inner"
+    )
+    assert offered in run_shell("zsh", "-f", "-c", outer, folder=tmp_path)
 
 
 def completed(line: str) -> list[str]:
@@ -34,6 +81,10 @@ def completed(line: str) -> list[str]:
         ("paraplan explain mem", "memory"),
         ("paraplan launch --nproc", "--nproc-per-node"),
         ("paraplan rec", "recommend"),
+        ("paraplan estimate gpt2 --optimizer adamw_8", "adamw_8bit"),
+        ("paraplan estimate gpt2 --base-weights nf", "nf4:double"),
+        ("paraplan estimate gpt2 --train lo", "lora:r=16"),
+        ("paraplan launch --preflight m", "measure"),
     ],
 )
 def test_names_are_completed(line: str, offered: str) -> None:

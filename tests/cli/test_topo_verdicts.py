@@ -47,7 +47,7 @@ def test_thresholds_turn_both_verdicts() -> None:
 
 def test_gpus_that_share_a_nic_are_said_with_what_is_left_to_each() -> None:
     assert shared_nic_lines(load_machine("aws-p4d-24xlarge").node)[1] == (
-        "Shared NIC: GPU 2-3 use rdmap1, 6.25 GB/s each way for each"
+        "Shared NIC: GPU 2-3 use rdmap1, 6.25 GB/s per direction for each"
     )
     assert shared_nic_lines(load_machine("dgx-h100").node) == []
 

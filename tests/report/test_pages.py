@@ -128,7 +128,7 @@ def test_the_report_says_what_the_terminal_says(reports: dict[str, Path]) -> Non
     assert f"{plan[1].strip()}." in text
     reached = re.search(r"a step \((.+?)\)", printed)
     assert reached is not None
-    assert f"Step between {reached[1]}" in text
+    assert f"Step {reached[1]}" in text
     for line in printed.split("Decision tree\n")[1].split("\n\n")[0].splitlines():
         assert line.strip() in text
     for word in ("1.00 B tokens", "Scaling", "cost per 1e9 tokens", "Ruled out"):

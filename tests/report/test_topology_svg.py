@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from paraplan.hardware.catalogue.profile_files import list_machines, load_machine
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
 from paraplan.report.topology_layout import Box, homes_of, lay_out
-from paraplan.report.topology_svg import TITLE_HEIGHT, render_svg
+from paraplan.report.topology_svg import TITLE_HEIGHT, GroupRow, render_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -42,6 +42,22 @@ def test_boxes_lie_inside_the_picture_and_apart() -> None:
         assert not [
             (one, other) for place, one in enumerate(boxes) for other in boxes[place + 1 :] if overlap(one, other)
         ]
+
+
+def test_a_rack_under_one_fabric_stands_in_rows_with_its_groups() -> None:
+    node = load_machine("gb200-nvl72").node
+    layout = lay_out(node, top=TITLE_HEIGHT, above=44)
+    boxes = list(layout.gpus.values())
+    assert layout.width < 1280
+    assert layout.height < 900
+    assert len(boxes) == 72
+    assert all(box.x >= 0 and box.x + box.width <= layout.width and box.bottom <= layout.height for box in boxes)
+    taller = [box._replace(y=box.y - 44, height=box.height + 44) for box in boxes]  # with the groups above
+    assert not [
+        (one, other) for place, one in enumerate(taller) for other in taller[place + 1 :] if overlap(one, other)
+    ]
+    drawn = render_svg(node, groups=(GroupRow("dp", {gpu.index: gpu.index // 8 for gpu in node.gpus}),))
+    assert drawn.count("dp group 8<") == 8
 
 
 def overlap(one: Box, other: Box) -> bool:

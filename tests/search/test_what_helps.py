@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
+from paraplan.plan.executor import ANYTHING, OWN_RUNTIME
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.search.constraints import Constraints
+from paraplan.search.fine_tuning import relaxed_ways
+from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
+from paraplan.search.what_fits import more_gpus
 from paraplan.search.what_helps import WORTH_SAYING, in_short, what_helps
 
 MakeWorkload = Callable[..., Workload]
@@ -55,3 +62,62 @@ def test_where_nothing_fits_larger_gpus_that_do_are_named(workload: MakeWorkload
     with pytest.raises(NoPlanFitsError, match="no plan fits") as caught:
         search(made, num_candidates=1)
     assert "--profile 1xh200-sxm-141gb" in (caught.value.hint or "")
+
+
+def test_recompute_and_offload_that_were_fixed_are_priced_free_of_it(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="dgx-h100", seq_length=4096, global_batch_size=64)
+    plain = Constraints(tp=1, pp=1, cp=1, recompute="full", offload="optimizer")
+    best = search(made, num_candidates=1, executor=ANYTHING, fixed=plain).best
+    helps = {one.options: one for one in what_helps(made, best, executor=ANYTHING, fixed=plain, searches=True)}
+    chosen = search(made, num_candidates=1, executor=ANYTHING, fixed=replace(plain, recompute="selective_ops")).best
+    assert helps["--recompute selective_ops"].plan == chosen.plan
+    assert helps["--offload none"].saved_s > 0
+    assert helps["--offload none"].keeps_training
+    own = {one.options for one in what_helps(made, best, fixed=plain)}
+    assert "--recompute selective_ops" not in own  # which paraplan's runtime has not
+
+
+def test_where_memory_is_tight_what_saves_some_may_cost_time(workload: MakeWorkload) -> None:
+    made = workload("llama-3.2-1b", profile="dgx-h100", gpus=1, seq_length=4096, global_batch_size=64)
+    size = next(
+        size
+        for size in (64, 32, 16, 8, 4, 2)
+        if estimate_plan(made, ParallelPlan(micro_batch_size=size, num_microbatches=64 // size)).fits
+    )
+    best = estimate_plan(made, ParallelPlan(micro_batch_size=size, num_microbatches=64 // size))
+    tight = best.replace(usable_memory_bytes=int(best.peak_memory_bytes / 0.97))
+    roomy = best.replace(usable_memory_bytes=2 * best.peak_memory_bytes)
+    full = estimate_plan(made, best.plan.replace(recompute="full"))
+    assert 1.03 < full.step.step_time_s / best.step.step_time_s < 1.5
+    of_tight = {one.options: one for one in what_helps(made, tight)}
+    assert of_tight["--recompute full"].saved_bytes == best.peak_memory_bytes - full.peak_memory_bytes > 0
+    assert "--recompute full" not in {one.options for one in what_helps(made, roomy)}
+    assert of_tight[f"--micro-batch {size // 2}"].plan.global_batch_size == 64
+
+
+def test_an_option_that_the_plan_does_not_go_with_gets_its_own_plan(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="dgx-h100", seq_length=8192, global_batch_size=64)
+    best = search(made, num_candidates=1, fixed=Constraints(tp=2, pp=1)).best
+    compiled = next(one for one in what_helps(made, best) if one.options == "--compile")
+    assert not compiled.is_same_plan
+    assert OWN_RUNTIME.reason_of(compiled.plan, made.training.replace(compiled=True), 32) is None
+
+
+def test_where_one_fixed_choice_is_the_reason_the_plan_without_it_is_named(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="dgx-h100", seq_length=8192, global_batch_size=64)
+    fixed = Constraints(tp=1, pp=1, cp=1, zero_stage=2, recompute="none")
+    ways = {way.options: way for way in relaxed_ways(made, executor=OWN_RUNTIME, fixed=fixed)}
+    free = search(made, num_candidates=1, fixed=replace(fixed, recompute=None)).best
+    assert ways["without --recompute none"].plan == free.plan.describe()
+    assert "without --pp 1" not in ways  # beside a pipeline there is no ZeRO-2
+    with pytest.raises(NoPlanFitsError) as caught:
+        recommendation(made, SearchRequest(fixed=fixed))
+    assert "without --recompute none: fits 8 GPUs" in (caught.value.hint or "")
+    assert "leave out" not in (caught.value.hint or "")
+
+
+def test_a_node_is_filled_before_there_are_more(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="1xh100", seq_length=4096, global_batch_size=16)
+    found = more_gpus(made)
+    assert found is not None
+    assert (found[0], found[1].num_gpus) == ("--profile 2xh100-sxm-80gb", 2)

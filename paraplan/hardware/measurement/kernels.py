@@ -87,8 +87,9 @@ def kernel_cases(precisions: Sequence[Precision], *, on_gpus: bool, num_ranks: i
     rows, widths = ((2048, 8192), _GPU_WIDTHS) if on_gpus else ((256, 2048), _CPU_WIDTHS)
     tokens = (1024, 4096) if on_gpus else (128, 512)
     elements = [size * MIB // 4 for size in ((4, 32, 128) if on_gpus else (1, 4, 16))]
+    activations = elements if on_gpus else [MIB // 16, MIB // 4, MIB]
     first = precisions[0]
-    cases = [KernelCase(kind="moved", precision=first, sizes=(size,)) for size in elements]
+    cases = [KernelCase(kind="moved", precision=first, sizes=(size,)) for size in activations]
     cases += [
         KernelCase(kind="copy", precision=first, sizes=(size,), is_required=size == elements[0]) for size in elements
     ]
@@ -123,16 +124,26 @@ def fit_kernels(cases: Sequence[KernelCase], events: Sequence[KernelEvent], *, s
     precisions = dict.fromkeys(case.precision for case, _ in timed if case.kind == "matmul")
     if not precisions:
         raise ProfileError("no matmul was timed", hint="allow more time with --seconds")
-    moved = [event.num_bytes / event.times_s[0] for case, event in timed if case.kind == "moved" and event.num_bytes]
+    moved = [(event.num_bytes, event.times_s[0]) for case, event in timed if case.kind == "moved" and event.num_bytes]
     steps = [event.times_s[0] / case.sizes[0] for case, event in timed if case.kind == "optimizer"]
     both = [_slowdown(event.times_s) for case, event in timed if case.kind == "overlap"]
     return KernelCalibration(
         kernels=tuple(_fit(precision, timed) for precision in precisions),
-        moved_bytes_per_s=median(moved) if moved else None,
+        moved_bytes_per_s=_bandwidth(moved) if moved else None,
         optimizer_s_per_parameter=steps[0] if steps else None,
         overlap_slowdown=both[0] if both else None,
         source=source,
     )
+
+
+def _bandwidth(moved: Sequence[tuple[int, float]]) -> float:
+    """Return the bytes a second of `seconds = calls + bytes / bandwidth`, by least squares of the relative errors.
+
+    What a call costs at any size is no bandwidth: of tensors of 256 KiB it is half of the time on a CPU.
+    """
+    rows = [[num_bytes / time_s, 1.0 / time_s] for num_bytes, time_s in moved]
+    per_byte = non_negative_least_squares(rows, [1.0] * len(rows))[0]
+    return 1.0 / per_byte if per_byte else median(num_bytes / time_s for num_bytes, time_s in moved)
 
 
 def copy_bytes_per_s(cases: Sequence[KernelCase], events: Sequence[KernelEvent]) -> float | None:

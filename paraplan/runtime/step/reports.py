@@ -25,6 +25,7 @@ from paraplan.units import format_bytes, format_count, format_seconds
 _SECONDS_BETWEEN_LINES = 0.25
 _BAR_WIDTH = 24
 _WARM_STEPS = 1  # the first step allocates, compiles and meets its peers
+_WORTH_SAYING = 0.05  # of the steps: less without a CPU goes unsaid
 
 
 class StepReport(Record):
@@ -187,9 +188,10 @@ class RunWatch:
         measured_s = statistics.median(times)
         parts = []
         if estimate.step_time_s is not None:
+            waits = _waits_in_words(self.clock, predicted_s=estimate.step_time_s)
             parts.append(
                 f"step time {format_seconds(measured_s)} (median of {len(times)}), predicted "
-                f"{format_seconds(estimate.step_time_s)} ({estimate.step_time_s / measured_s - 1:+.0%})"
+                f"{format_seconds(estimate.step_time_s)} ({estimate.step_time_s / measured_s - 1:+.0%}){waits}"
             )
         if estimate.peak_memory_bytes is not None and self.device.type == "cuda":
             measured_bytes = peak_memory_bytes(self.device)
@@ -269,20 +271,53 @@ class HostClock:
     """The clock of the process, where a step is done when its call returns."""
 
     def __init__(self) -> None:
-        self._started_s = time.perf_counter()
+        self._started_s, self._waited_before_s = time.perf_counter(), waited_for_cpu_s()
         self._times_s: list[float] = []
+        self._waits_s: list[float] = []
 
     def begin(self) -> None:
         """Take note of the start of a step."""
-        self._started_s = time.perf_counter()
+        self._started_s, self._waited_before_s = time.perf_counter(), waited_for_cpu_s()
 
     def end(self) -> None:
         """Take note of the end of a step."""
         self._times_s.append(time.perf_counter() - self._started_s)
+        waited_s = waited_for_cpu_s()
+        if waited_s is not None and self._waited_before_s is not None:
+            self._waits_s.append(waited_s - self._waited_before_s)
 
     def times_s(self) -> list[float]:
         """Return the times of all steps so far, in seconds."""
         return list(self._times_s)
+
+    def waits_s(self) -> list[float]:
+        """Return how long this thread waited for a CPU in each step; nothing where the system does not say."""
+        return list(self._waits_s)
+
+
+def waited_for_cpu_s() -> float | None:
+    """Return how long this thread waited for a CPU so far, that others had; None where Linux does not say.
+
+    The second figure of schedstat (Documentation/scheduler/sched-stats.rst of Linux), in nanoseconds.
+    """
+    try:
+        words = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+    except OSError:
+        return None
+    return int(words[1]) / 1e9 if len(words) > 1 else None
+
+
+def _waits_in_words(clock: StepClock | None, *, predicted_s: float) -> str:
+    """Return how much of the steps went by without a CPU, and what they took without that, where it is worth a word."""
+    times, waits = (clock.times_s(), clock.waits_s()) if isinstance(clock, HostClock) else ([], [])
+    if not times or len(waits) != len(times) or sum(waits) < _WORTH_SAYING * sum(times):
+        return ""
+    pairs = list(zip(times, waits, strict=True))
+    running_s = statistics.median(each - waited for each, waited in pairs[_WARM_STEPS:] or pairs)
+    return (
+        f"; other processes had the CPU for {sum(waits) / sum(times):.0%} of it, without that "
+        f"{format_seconds(running_s)} ({predicted_s / running_s - 1:+.0%})"
+    )
 
 
 class DeviceClock:
