@@ -9,6 +9,7 @@ import os
 import runpy
 import shutil
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -29,6 +30,8 @@ from paraplan.launch.elastic.agent import RoundPreparation
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
+from paraplan.launch.live.answers import LiveJob
+from paraplan.launch.live.server import LiveServer
 from paraplan.launch.nodes.doors import open_doors
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
 from paraplan.launch.parser import parse_arguments
@@ -106,6 +109,7 @@ def run_job(
     doors = open_doors(spec, request.nodes, os.environ)
     before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
+    server = LiveServer(_live_job(request, job, folder))
     try:
         if request.gpus is not None:
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, before[_DEVICES_VARIABLE])
@@ -138,11 +142,29 @@ def run_job(
             _forget_error_files(error)
         raise
     finally:
+        server.close()
         job.end_sharing()
         for name, value in before.items():
             _restore(name, value)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _live_job(request: LaunchRequest, job: JobRecord, folder: RunFolder) -> LiveJob:
+    """Return what commands from outside may know of this job while it runs."""
+    script = request.spec.training_script
+    return LiveJob(
+        run=f"{Path(script).stem}-{os.getpid()}" if folder.is_temporary else folder.path.absolute().name,
+        script=script,
+        folder=None if folder.is_temporary else folder.path.absolute(),
+        max_nodes=request.nodes.max,
+        ranks=job.live,
+        started_s=time.time(),
+        plan=lambda: None if job.plan is None else job.plan.plan.describe(),
+        store=lambda: job.store,
+        page=lambda: job.page,
+        attempts=lambda: job.attempts,
+    )
 
 
 def _forget_error_files(error: ChildFailedError) -> None:
