@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ import typer
 
 from paraplan.api.live_runs import RUNS_FOLDER, Run, ended_runs, live_runs
 from paraplan.cli.live_options import JsonOption
-from paraplan.units import format_seconds
+from paraplan.units import format_seconds, one_line
 
 app = typer.Typer(add_completion=False)
 
@@ -37,6 +37,10 @@ def ps(
         typer.echo("nothing runs here" if show_all else "nothing runs here; --all lists runs that have ended", err=True)
 
 
+_LONG_STEP_S = 5.0
+"""From here on it is said how long ago the last step ended."""
+
+
 def _report(run: Run) -> dict[str, Any]:
     values = asdict(run) | {"folder": str(run.folder) if run.folder is not None else None, "step": run.step}
     del values["name"]
@@ -44,26 +48,21 @@ def _report(run: Run) -> dict[str, Any]:
 
 
 def _print_table(runs: Sequence[Run]) -> None:
-    from rich.table import Table
-
-    from paraplan.cli.terminal import make_console
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("run", "process", "state", "script", "plan", "nodes", "ranks", "step", "elapsed"):
-        table.add_column(title, overflow="fold", justify="right" if title in ("nodes", "ranks", "step") else "left")
-    for run in runs:
-        table.add_row(
-            run.id,
-            str(run.pid) if run.name else "",
-            _state(run),
-            Path(run.script).name,
-            run.plan or "",
-            "" if run.num_nodes is None else str(run.num_nodes),
-            "" if run.world_size is None else str(run.world_size),
-            _step(run),
-            "" if run.elapsed_s is None else format_seconds(run.elapsed_s),
-        )
-    make_console().print(table)
+    columns: dict[str, Callable[[Run], str]] = {
+        "run": lambda run: run.id,
+        "state": _state,
+        "script": lambda run: Path(run.script).name,
+        "plan": lambda run: run.plan or "",
+        "nodes": lambda run: "" if run.num_nodes is None else str(run.num_nodes),
+        "ranks": lambda run: "" if run.world_size is None else str(run.world_size),
+        "step": _step,
+        "elapsed": lambda run: "" if run.elapsed_s is None else format_seconds(run.elapsed_s),
+    }
+    rows = {title: [one_line(text_of(run)) for run in runs] for title, text_of in columns.items()}
+    shown = {title: [title, *texts] for title, texts in rows.items() if any(texts)}
+    widths = [max(map(len, texts)) for texts in shown.values()]
+    for line in zip(*shown.values(), strict=True):  # a line a run, also where that is wider than the terminal
+        typer.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _state(run: Run) -> str:
@@ -75,4 +74,4 @@ def _state(run: Run) -> str:
 def _step(run: Run) -> str:
     if run.step is None:
         return ""
-    return f"{run.step:,}" + (f", {format_seconds(run.since_step_s)} ago" if run.since_step_s is not None else "")
+    return f"{run.step:,}" + (f", {run.since_step_s:.0f} s ago" if (run.since_step_s or 0.0) >= _LONG_STEP_S else "")

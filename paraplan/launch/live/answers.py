@@ -67,7 +67,7 @@ def _status(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
     ranks = {str(rank): _rank_status(one, page) for rank, one in sorted(job.ranks.by_rank.items())}
     state = "running" if ranks else "starting"
     if ranks and page is not None and page.stop_by:
-        state = "saving"
+        state = "saving" if page.stop_by > 0 else "ending"
     return {
         "run": job.run,
         "script": job.script,

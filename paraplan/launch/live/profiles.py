@@ -1,4 +1,4 @@
-"""torch.profiler in the ranks of a live run, for so many seconds; py-spy for those that cannot, where it is installed."""
+"""torch.profiler in ranks of a live run for so many seconds; py-spy for those that cannot, where it is installed."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def profile_run(
     if not 0 < seconds <= LONGEST_S:
         raise RunError(f"--seconds {seconds:g} is outside 0 to {LONGEST_S:g}")
     wanted = sorted(ranks) if ranks is not None else None
+    _refuse_ranks(run, [rank for rank in wanted or () if run.world_size and rank >= run.world_size])
     number = time.time_ns() // 1_000_000  # in names of files: milliseconds tell two profiles apart
     asked = ask_run(run, question("profile", number=number, seconds=seconds, wait_s=wait_s, ranks=wanted))
     made, pids = Profiles(silent=asked.silent), {}
@@ -83,10 +84,15 @@ def _check_ranks(run: Run, wanted: list[int] | None, made: Profiles) -> None:
     if not made.hosts and not made.silent and wanted is None:
         raise RunError(f"the run {run.id} has no ranks now: they are being started", hint="ask again in a moment")
     missing = [rank for rank in wanted or () if rank not in made.hosts]
-    if missing and not made.silent:
+    if not made.silent:
+        _refuse_ranks(run, missing)
+    made.failed |= dict.fromkeys(missing, "its node has not answered")
+
+
+def _refuse_ranks(run: Run, missing: list[int]) -> None:
+    if missing:
         last = f"it has ranks 0 to {run.world_size - 1}" if run.world_size else "its ranks are being started"
         raise RunError(f"the run {run.id} has no {ranks_in_words(missing)}", hint=last)
-    made.failed |= dict.fromkeys(missing, f"no answer of {', '.join(made.silent)}")
 
 
 def _await_traces(

@@ -13,6 +13,7 @@ from paraplan.errors import UsageError, near_names
 from paraplan.launch.live.channel import VERSION, ask, is_available, launchers
 from paraplan.launch.spec import RUNS_FOLDER
 
+_SILENT = "does not answer"
 _LOCAL_S = 3.0
 """How long a launcher gets to answer of itself: it does so at once, unless it is stopped."""
 
@@ -196,7 +197,7 @@ def find_run(wanted: str | None) -> Run:
     runs = live_runs()
     if wanted is None:
         if len(runs) == 1:
-            return runs[0]
+            return _answering(runs[0])
         if not runs:
             raise RunError(f"nothing runs: there is no launcher of yours on {socket.gethostname()}", hint=_HINT)
         names = ", ".join(run.id for run in runs[:5])
@@ -207,8 +208,17 @@ def find_run(wanted: str | None) -> Run:
         pids = ", ".join(str(run.pid) for run in found)
         raise RunError(f"{len(found)} runs are called {wanted}", hint=f"name one by its process: {pids}")
     if found:
-        return found[0]
+        return _answering(found[0])
     raise _unknown_run(wanted, runs)
+
+
+def _answering(run: Run) -> Run:
+    if run.state == _SILENT:
+        raise RunError(
+            f"the launcher of process {run.pid} does not answer",
+            hint="a signal or a debugger has stopped it, or it is of another version: kill -CONT wakes it",
+        )
+    return run
 
 
 _HINT = "ask on a machine of the run, in its network namespace; paraplan ps --all lists those that have ended"

@@ -1,4 +1,4 @@
-"""Answers commands about a job while it runs: of this node at once, of other nodes through the store that they share."""
+"""Answers commands about a job while it runs: of this node at once, of others through the store that they share."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class LiveServer:
         store.answer(number, answer(self._job, question))
 
     def _answer_of_all(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answers of this node and, unless the question is for it alone, of the others; and who is silent."""
+        """Return the answers of this node and, unless it alone is asked, of the others, and who is silent."""
         store = None if question.get("is_local") else self._store_of_nodes()
         if store is None:
             return {"nodes": [answer(self._job, question)], "silent": []}
