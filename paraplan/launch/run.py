@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,18 +117,10 @@ def run_job(
         config, program, program_arguments = _configure(request, folder, before[_THREADS_VARIABLE])
         extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
-        settings = AttemptSettings(
-            grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
-            fork=fork,
-            num_threads=_threads_to_set(imported_threads) if fork else None,
-            extra_environment=extra_environment,
-            wrap_command=(lambda command: command) if spec.no_python else with_bootstrap,
-            hang_timeout_s=spec.hang_timeout,
+        settings = replace(
+            _settings(request, extra_environment, fork=fork, imported_threads=imported_threads),
             keeps_logs=keeps_logs,
             cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
-            has_gpus=torch.cuda.is_available(),
-            follows_steps=not spec.no_straggler_watch,
-            health_s=_HEALTH_S if spec.preflight == "measure" else None,
         )
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)
@@ -148,6 +141,24 @@ def run_job(
             _restore(name, value)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _settings(
+    request: LaunchRequest, environment: dict[str, str], *, fork: bool, imported_threads: str | None
+) -> AttemptSettings:
+    """Return how ranks start and stop, as far as the request says so."""
+    spec = request.spec
+    return AttemptSettings(
+        grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
+        fork=fork,
+        num_threads=_threads_to_set(imported_threads) if fork else None,
+        extra_environment=environment,
+        wrap_command=(lambda command: command) if spec.no_python else with_bootstrap,
+        hang_timeout_s=spec.hang_timeout,
+        has_gpus=torch.cuda.is_available(),
+        follows_steps=not spec.no_straggler_watch,
+        health_s=_HEALTH_S if spec.preflight == "measure" else None,
+    )
 
 
 def _live_job(request: LaunchRequest, job: JobRecord, folder: RunFolder) -> LiveJob:

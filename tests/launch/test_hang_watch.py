@@ -26,6 +26,7 @@ class FakeRanks:
         self.stacks = {rank: STACK.format(line=41 + rank) for rank in range(num_ranks)}
         self.waits = dict.fromkeys(self.stacks, 7)
         self.requests = 0
+        self.questions = 0
         self.now = 100.0
         self.files = {rank: folder / f"{rank}.txt" for rank in self.stacks}
         for file in self.files.values():
@@ -43,6 +44,7 @@ class FakeRanks:
             stack_files=self.files,
             request_stacks=self.answer,
             count_waits=lambda rank: self.waits[rank],
+            count_questions=lambda: self.questions,
             clock=lambda: self.now,
         )
 

@@ -36,78 +36,80 @@ class Profile:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        if _script_profiles():
+        if script_profiles():
             raise RuntimeError("the script profiles itself")
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             activities.append(ProfilerActivity.CUDA)
-        self._path = path
-        self._num_steps = 0
-        self._mark: Any = None
-        self._is_over = False
-        self._profiler = profile(activities=activities)
-        self._profiler.start()
-        self._ends_s = time.monotonic() + seconds
-        atexit.register(self._end)
-        self._end_before_another()
-        self._begin_step()
+        self.path = path
+        self.num_steps = 0
+        self.mark: Any = None
+        self.is_over = False
+        self.profiler = profile(activities=activities)
+        self.profiler.start()
+        self.ends_s = time.monotonic() + seconds
+        atexit.register(self.end_early)
+        self.end_before_another()
+        self.begin_step()
 
-    def _end_before_another(self) -> None:
+    def end_before_another(self) -> None:
         """Have this profile end where the script starts one."""
         from torch.autograd import profiler
 
         traces: Any = profiler.profile
-        self._plain = plain = traces._prepare_trace
+        self.plain = plain = traces._prepare_trace
 
         def prepare_trace(other: Any) -> Any:
-            self._end()
+            self.end_early()
             return plain(other)
 
         traces._prepare_trace = prepare_trace
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Begin the mark of the next step."""
         from torch.profiler import record_function
 
-        self._mark = record_function(f"ProfilerStep#{self._num_steps}")
-        self._mark.__enter__()
-        self._num_steps += 1
+        self.mark = record_function(f"ProfilerStep#{self.num_steps}")
+        self.mark.__enter__()
+        self.num_steps += 1
 
     def end_step(self) -> bool:
         """Say whether the profile is over: its trace is written then. Raises what torch and the disk say."""
-        if not self._is_over:
-            self._mark.__exit__(None, None, None)
-            if time.monotonic() < self._ends_s:
-                self._begin_step()
+        if not self.is_over:
+            self.mark.__exit__(None, None, None)
+            if time.monotonic() < self.ends_s:
+                self.begin_step()
                 return False
-            self._stop()
+            self.stop()
         return True
 
-    def _end(self) -> None:
+    def end_early(self) -> None:
         """End the profile in the middle of a step, whatever comes of it."""
-        if not self._is_over:
+        if not self.is_over:
             with suppress(Exception):
-                self._mark.__exit__(None, None, None)
-                self._stop()
+                self.mark.__exit__(None, None, None)
+                self.stop()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Stop the profiler, and write the trace. Raises what torch and the disk say."""
         from torch.autograd import profiler
 
-        self._is_over = True
-        atexit.unregister(self._end)
+        self.is_over = True
+        atexit.unregister(self.end_early)
         traces: Any = profiler.profile
-        traces._prepare_trace = self._plain
-        self._profiler.stop()
-        partial = f"{self._path}.new"
+        traces._prepare_trace = self.plain
+        self.profiler.stop()
+        partial = f"{self.path}.new"
         try:
-            self._profiler.export_chrome_trace(partial)
-            os.replace(partial, self._path)  # noqa: PTH105 (a rank's interpreter need not import pathlib)
+            self.profiler.export_chrome_trace(partial)
+            os.replace(partial, self.path)  # noqa: PTH105 (a rank's interpreter need not import pathlib)
         except BaseException:
             with suppress(OSError):
                 os.unlink(partial)  # noqa: PTH108
             raise
 
 
-def _script_profiles() -> bool:
+def script_profiles() -> bool:
     """Whether a profiler of the script runs, or has begun to warm up, which is seen from its object alone."""
     import torch
     from torch.profiler import ProfilerAction, profile
