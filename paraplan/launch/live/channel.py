@@ -21,6 +21,7 @@ VERSION = 1
 """Of questions and answers: those of another version are refused with a sentence."""
 
 _NAME = re.compile(r"@(paraplan-launch-(?P<pid>\d+)-[0-9a-f]{16})$")
+_LISTENS = "00010000"  # flag of unix(7) sockets in /proc/net/unix: linux/net.h, __SO_ACCEPTCON
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred of socket(7): process, user, group
 _MAX_REQUEST_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 64 << 20
@@ -53,7 +54,8 @@ def launchers(*, proc: Path = Path("/proc")) -> list[str]:
         text = (proc / "net" / "unix").read_text(errors="replace")
     except OSError:
         return []
-    names = {found[1] for line in text.splitlines() if (found := _NAME.search(line)) is not None}
+    listening = (line for line in text.splitlines() if line.split()[3:4] == [_LISTENS])
+    names = {found[1] for line in listening if (found := _NAME.search(line)) is not None}
     return sorted(names, key=lambda name: int(name.split("-")[2]))
 
 

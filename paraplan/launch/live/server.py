@@ -19,7 +19,7 @@ from paraplan.launch.nodes.store import NodeStore
 _NODES_S = 0.5
 """How often a node looks whether another one asks: as often as it looks whether another one has failed."""
 
-ELSEWHERE_S = 2 * STACKS_S + 4.0
+_ELSEWHERE_S = 2 * STACKS_S + 4.0
 """How long other nodes get to answer: two waits for their ranks, and some looks."""
 
 _MAX_TALKS = 16
@@ -29,9 +29,9 @@ _MAX_TALKS = 16
 class LiveServer:
     """Threads of the launcher, from the start of the job to its end. They never end the job, whatever they meet."""
 
-    def __init__(self, job: LiveJob) -> None:
-        """Listen, where this system has such sockets."""
-        self._job = job
+    def __init__(self, job: LiveJob, *, elsewhere_s: float = _ELSEWHERE_S) -> None:
+        """Listen, where this system has such sockets. Other nodes get `elsewhere_s` to answer."""
+        self._job, self._elsewhere_s = job, elsewhere_s
         self._listener: socket.socket | None = None
         self._talks = threading.BoundedSemaphore(_MAX_TALKS)
         self._woken, self._wake = os.pipe()
@@ -42,7 +42,9 @@ class LiveServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more; answers that are being made are not waited for."""
+        """Listen no more; answers that are being made are not waited for. A second call does nothing."""
+        if self._is_over.is_set():
+            return
         self._is_over.set()
         os.close(self._wake)
         self._thread.join(timeout=_NODES_S)
@@ -109,7 +111,7 @@ class LiveServer:
         try:
             number = store.ask(question)
             own = answer(self._job, question)
-            others = store.answers(number, timeout_s=ELSEWHERE_S)
+            others = store.answers(number, timeout_s=self._elsewhere_s)
         except (RuntimeError, TimeoutError, ParaplanError):
             own = answer(self._job, question)
         found = others | {store.node: own}
