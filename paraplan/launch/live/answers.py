@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -58,7 +59,7 @@ def answer(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
         return {"host": socket.gethostname(), "error": "its launcher is of another version of paraplan"}
     try:
         return {"host": socket.gethostname(), "pid": os.getpid()} | found(job, question)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:  # from another program of this user
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
         return {"host": socket.gethostname(), "error": f"the question is not understood: {error}"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -202,8 +203,9 @@ def find_run(wanted: str | None) -> Run:
             raise RunError(f"nothing runs: there is no launcher of yours on {socket.gethostname()}", hint=_HINT)
         names = ", ".join(run.id for run in runs[:5])
         raise RunError(f"{len(runs)} runs are here: {names}", hint="name one of them")
+    path = os.path.realpath(wanted)
     found = [run for run in runs if run.id == wanted or str(run.pid) == wanted]
-    found = found or [run for run in runs if run.folder is not None and run.folder == Path(wanted).absolute()]
+    found = found or [run for run in runs if run.folder is not None and os.path.realpath(run.folder) == path]
     if len(found) > 1:
         pids = ", ".join(str(run.pid) for run in found)
         raise RunError(f"{len(found)} runs are called {wanted}", hint=f"name one by its process: {pids}")
