@@ -64,9 +64,8 @@ class LiveServer:
                 self._accept(self._listener)
             store = self._store_of_nodes()
             if store is not None:
-                with contextlib.suppress(
-                    RuntimeError, TimeoutError, ParaplanError
-                ):  # its host is gone, or another's text
+                with contextlib.suppress(RuntimeError, TimeoutError, ParaplanError, KeyError, TypeError):
+                    # the store's host may be gone, and another version of paraplan may write otherwise
                     for number, question in store.new_questions():
                         self._begin(self._answer_node, store, number, question)
 

@@ -79,7 +79,10 @@ class StepReader:
 
 def last_step(folder: Path) -> tuple[int, float]:
     """Return the number of the last step of the rank with its error file in `folder`, and when it ended (0: none)."""
-    steps = StepReader(folder).read()
+    try:
+        steps = StepReader(folder).read()
+    except (ValueError, OverflowError):  # the rank may write anything
+        return 0, 0.0
     return (steps[-1].step, steps[-1].ended_s) if steps else (0, 0.0)
 
 
