@@ -11,6 +11,9 @@ from paraplan.api.live_runs import WaitingRanks, ask_where_ranks_wait, find_run
 from paraplan.cli.live_options import JsonOption, RunArgument
 from paraplan.units import ranks_in_words
 
+_IMPORTS = "<frozen importlib"
+"""Python's own frames of an import: five for each module that imports another."""
+
 app = typer.Typer(add_completion=False)
 
 
@@ -38,5 +41,5 @@ def stacks(
 def _print_stacks(waiting: WaitingRanks) -> None:
     for place in waiting.places:
         typer.echo(f"\nstack of {ranks_in_words(place.ranks[:1])}, innermost call first")
-        for frame in place.stack:
+        for frame in (frame for frame in place.stack if not frame.path.startswith(_IMPORTS)):
             typer.echo(f"  {frame.path}:{frame.line} in {frame.name}")
