@@ -184,6 +184,17 @@ def test_a_log_is_read_from_its_end_and_on(tmp_path: Path) -> None:
     assert read_log(str(log), 99) == (11, "")  # it was cut
 
 
+def test_lines_of_progress_bars_and_colors_are_plain_lines(serve: Callable[..., LiveServer], tmp_path: Path) -> None:
+    serve(job(tmp_path))
+    log = tmp_path / "stdout-0.log"
+    follower = LogFollower(find_run("train-1"), num_lines=10).follow()
+    log.write_bytes(b"\x1b[31mred\x1b[0m\r\n10%\r20%\r")
+    assert [next(follower).text for _ in range(2)] == ["red", "10%"]
+    with log.open("ab") as file:
+        file.write(b"\nend\n")
+    assert [next(follower).text for _ in range(2)] == ["20%", "end"]
+
+
 def test_signals_that_a_process_does_not_catch_are_known() -> None:
     assert catches(os.getpid(), 2)  # SIGINT, by Python
     assert not catches(os.getpid(), 10)

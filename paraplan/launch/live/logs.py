@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,17 @@ _POLL_S = 0.3
 _POLL_OF_NODES_S = 1.0
 _END_S = 5.0
 """How long after the end of the ranks the launcher takes to note how the run ended, at most."""
+
+
+_ENDS = re.compile(rb"\r?\n|\r(?!$)")
+"""Ends of lines; progress bars begin anew with \\r. One at the end of what is known may be half of an end."""
+
+_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""What colors a text and moves the cursor of a terminal (ECMA-48, control sequences)."""
+
+
+def _text(line: bytes) -> str:
+    return _COLORS.sub("", line.decode(errors="replace"))
 
 
 class LogLine(NamedTuple):
@@ -39,11 +51,11 @@ class _File:
         """Return the lines of new data; at first no more than `most_lines`, without one that began before."""
         began_inside = most_lines is not None and offset > len(data)
         self.offset = offset
-        *lines, self.rest = (self.rest + data).split(b"\n")
+        *lines, self.rest = _ENDS.split(self.rest + data)
         if most_lines is not None:
             lines = lines[1:] if began_inside else lines
             lines = lines[max(0, len(lines) - most_lines) :]
-        return [line.decode(errors="replace").rstrip("\r") for line in lines]
+        return [_text(line) for line in lines]
 
 
 @dataclass
@@ -126,7 +138,7 @@ class LogFollower:
                     if not text:
                         break
                 if file.rest and self._is_wanted(rank):
-                    yield LogLine(rank, file.rest.decode(errors="replace"))
+                    yield LogLine(rank, _text(file.rest))
 
     def _await_status(self) -> int | None:
         deadline = time.monotonic() + _END_S
