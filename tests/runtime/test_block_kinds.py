@@ -16,7 +16,8 @@ from training_cases import TOKENS, AttentionLayer, Transformer
 from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.split.tensor_parallel import _kind, _numbering, find_tensor_split
+from paraplan.runtime.split.kinds import kind_of, numbering_of
+from paraplan.runtime.split.tensor_parallel import find_tensor_split
 from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.model_structure import ModelStructure
 
@@ -34,8 +35,9 @@ def kinds(change: Callable[[nn.Module, int], None], num_layers: int = 6) -> int:
         change(layer, index)
     structure = ModelStructure(model, find_blocks(model), torch.zeros(2, TOKENS, dtype=torch.long))
     blocks = structure.stack.modules(structure.meta_model)
-    numbering = _numbering(blocks)
-    return len({_kind(block, call, {}, numbering) for block, call in zip(blocks, structure.calls, strict=True) if call})
+    numbering = numbering_of(blocks)
+    called = [one for one in zip(structure.stack.names, blocks, structure.calls, strict=True) if one[2]]
+    return len({kind_of(name, block, call, {}, numbering) for name, block, call in called})
 
 
 def scaled_by(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -46,6 +48,17 @@ def scaled_by(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("offset", [0, 1, 7])
 def test_a_number_of_the_block_makes_no_other_kind(name: str, offset: int) -> None:
     assert kinds(lambda layer, index: setattr(layer.qkv, name, index + offset)) == 1
+
+
+@pytest.mark.parametrize("start", ["layers.", ""])
+def test_a_layer_that_keeps_its_own_name_makes_no_other_kind(start: str) -> None:
+    """As layers of peft do, which know those of the model that they wrap by the names of before."""
+
+    def named(layer: nn.Module, index: int, *, of: int = 0) -> None:
+        layer.qkv.kwargs = {"target_name": f"{start}{index + of}.qkv"}
+
+    assert kinds(named) == 1
+    assert kinds(partial(named, of=1)) == 6
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ from paraplan.runtime.split.adapters import Adapters, find_adapters
 from paraplan.runtime.split.check import (
     check_split,
     comparable_runs,
-    described,
     setting_of,
     shares_with_blocks,
     summed_gradients,
 )
 from paraplan.runtime.split.experts import expert_weights, split_experts
+from paraplan.runtime.split.kinds import kind_of, numbering_of
 from paraplan.runtime.split.layers import (
     SequenceEnds,
     has_own_weight,
@@ -49,7 +49,6 @@ from paraplan.runtime.structure.model_structure import (
 )
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 CheckSplit = Callable[[nn.Module, str, BlockCall, BlockSplit, Mesh, SequenceEnds | None], BlockSplit]
@@ -106,14 +105,14 @@ def find_tensor_split(
     where = _hidden_argument(structure) if sequence_parallel else 0
     calls, meta_model = structure.calls, structure.meta_model
     plan = own_plan(model)
-    numbering = _numbering(stack.modules(meta_model))
+    numbering = numbering_of(stack.modules(meta_model))
     found: dict[Any, BlockSplit] = {}
     blocks: dict[str, BlockSplit] = {}
     for name, block, call in zip(stack.names, stack.modules(meta_model), calls, strict=True):
         if call is None:
             raise UnsupportedPlanError(f"block {name} is not called in a forward pass", hint="use tp=1 for this model")
         kept = _kept_whole(meta_model, block, name, plan)
-        kind = _kind(block, call, kept, numbering)
+        kind = kind_of(name, block, call, kept, numbering)
         if kind not in found:
             ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
             wanted = _Wanted(mesh, ends, kept, check or checked_in_numbers)
@@ -317,44 +316,6 @@ def _kept_whole(meta_model: nn.Module, block: nn.Module, name: str, plan: dict[s
             if not splits(style) and not layer.startswith(beside)
         }
     return kept
-
-
-def _kind(block: nn.Module, call: BlockCall, kept: Mapping[str, str], numbering: frozenset[tuple[str, str]]) -> Any:
-    """Return what two blocks that split alike have in common."""
-    shapes = tuple(
-        (name, tuple(tensor.shape), tensor.dtype)
-        for name, tensor in (*block.named_parameters(), *block.named_buffers())
-    )
-    settings = tuple(
-        (name, type(module).__qualname__, module.extra_repr(), _settings(name, module, numbering))
-        for name, module in block.named_modules()
-    )
-    return (type(block), shapes, settings, tuple(kept), tuple(call.kwargs), len(call.args), call.read)
-
-
-def _settings(path: str, module: nn.Module, numbering: frozenset[tuple[str, str]]) -> tuple[tuple[str, Any], ...]:
-    """Return the plain attributes of a module: another window or number of heads is another kind of block."""
-    return tuple(
-        (name, described(value))
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and (path, name) not in numbering
-    )
-
-
-def _numbering(blocks: Sequence[nn.Module]) -> frozenset[tuple[str, str]]:
-    """Return the attributes that number the blocks, by the names of their modules in a block and their own."""
-    offsets: dict[tuple[str, str], list[int | None]] = {}
-    for index, block in enumerate(blocks):
-        for path, module in block.named_modules():
-            for name, value in vars(module).items():
-                if isinstance(value, int) and not isinstance(value, bool):
-                    offsets.setdefault((path, name), []).append(value - index)
-    # Of two blocks alone, sizes of 4 and 5 may be numbers of another kind.
-    return frozenset(
-        key
-        for key, found in offsets.items()
-        if len(found) > 1 and len(set(found)) == 1 and (len(found) > 2 or found[0] in (0, 1))
-    )
 
 
 def checked_in_numbers(

@@ -1,0 +1,65 @@
+"""Which blocks of a model split alike, so that one of each kind is tried for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from paraplan.runtime.split.check import described
+from paraplan.runtime.structure.model_structure import BlockCall
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def kind_of(
+    block_name: str, block: nn.Module, call: BlockCall, kept: Mapping[str, str], numbering: frozenset[tuple[str, str]]
+) -> Any:
+    """Return what two blocks that split alike have in common."""
+    shapes = tuple(
+        (name, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in (*block.named_parameters(), *block.named_buffers())
+    )
+    settings = tuple(
+        (name, type(module).__qualname__, module.extra_repr(), _settings(block_name, name, module, numbering))
+        for name, module in block.named_modules()
+    )
+    return (type(block), shapes, settings, tuple(kept), tuple(call.kwargs), len(call.args), call.read)
+
+
+def _settings(
+    block_name: str, path: str, module: nn.Module, numbering: frozenset[tuple[str, str]]
+) -> tuple[tuple[str, Any], ...]:
+    """Return the plain attributes of a module: another window or number of heads is another kind of block."""
+    own_name = f"{block_name}.{path}".rstrip(".")
+    return tuple(
+        (name, _without_name(described(value), own_name))
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and (path, name) not in numbering
+    )
+
+
+def _without_name(setting: Any, own_name: str) -> Any:
+    """Return a setting without the name of the module that has it, or the end of it: layers of peft keep theirs."""
+    if not isinstance(setting, tuple):
+        return setting
+    if len(setting) == 2 and setting[0] == "str" and "." in setting[1] and f".{own_name}".endswith(f".{setting[1]}"):
+        return ("own name",)
+    return tuple(_without_name(one, own_name) for one in setting)
+
+
+def numbering_of(blocks: Sequence[nn.Module]) -> frozenset[tuple[str, str]]:
+    """Return the attributes that number the blocks, by the names of their modules in a block and their own."""
+    offsets: dict[tuple[str, str], list[int | None]] = {}
+    for index, block in enumerate(blocks):
+        for path, module in block.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, int) and not isinstance(value, bool):
+                    offsets.setdefault((path, name), []).append(value - index)
+    # Of two blocks alone, sizes of 4 and 5 may be numbers of another kind.
+    return frozenset(
+        key
+        for key, found in offsets.items()
+        if len(found) > 1 and len(set(found)) == 1 and (len(found) > 2 or found[0] in (0, 1))
+    )
