@@ -72,7 +72,7 @@ class NoGpuError(ParaplanError):
 def near_names(name: str, known: Iterable[str], *, count: int = 3) -> str:
     """Return a hint that lists the names of `known` that look like `name`, or all of them if none does."""
     names = sorted(known)
-    near = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5) or [
+    near = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.6) or [
         candidate for candidate in names if name.lower() in candidate
     ]
     if near:

@@ -46,6 +46,10 @@ _DISPATCH = "torch.utils._python_dispatch:TorchDispatchMode"
 
 CONTRACTS = (
     Contract("torch.autograd:Variable._execution_engine.queue_callback", "when a backward pass has done its graph"),
+    Contract("torch._C._dynamo.eval_frame:_FrameAction.SKIP", "marks of steps that torch.compile leaves as they are"),
+    Contract("torch._C._dynamo.eval_frame:_FrameExecStrategy", "as above"),
+    Contract("torch.autograd:_profiler_enabled", "whether a script profiles itself", ()),
+    Contract("torch.autograd.profiler:profile._prepare_trace", "that a script begins to profile itself", ("self",)),
     Contract("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", "time in data loaders", ("self",)),
     Contract("torch.distributed:_broadcast_coalesced", "waits of DDP for buffers"),
     Contract("torch.distributed:Work.wait", "waits in collectives"),

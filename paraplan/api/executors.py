@@ -6,7 +6,6 @@ from functools import partial
 
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
-from paraplan.interop.export import why_inexpressible
 from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
 
@@ -29,6 +28,8 @@ def executor_of_target(target: str, workload: Workload) -> Executor:
 
     Raises `PlanError` where it cannot do the training at all, as with an optimizer that it lacks.
     """
+    from paraplan.interop.export import why_inexpressible  # all targets, of which our own runtime needs none
+
     alone = ParallelPlan(num_microbatches=workload.training.global_batch_size)
     reason = why_inexpressible(target, alone, workload.training, workload.model.num_blocks)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""What a shell completes: names of models, machines, frameworks, targets and pages. Each looks up names alone."""
+"""What a shell completes: names of models, machines, frameworks, targets, pages and runs. Each looks up names alone."""
 
 from __future__ import annotations
 
@@ -69,6 +69,13 @@ def topics(incomplete: str) -> list[str]:
     folder = importlib.resources.files("paraplan").joinpath("docs")
     pages = (path.name for path in folder.iterdir() if path.name.endswith(".md"))
     return _beginning(incomplete, (page.removesuffix(".md") for page in pages))
+
+
+def runs(incomplete: str) -> list[str]:
+    """Return the ids of the live runs of this user that begin so."""
+    from paraplan.api.live_runs import live_runs
+
+    return sorted(run.id for run in live_runs() if run.id.startswith(incomplete))
 
 
 def _profiles(kind: str) -> set[str]:

@@ -9,8 +9,10 @@ import os
 import runpy
 import shutil
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,8 @@ from paraplan.launch.elastic.agent import RoundPreparation
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
+from paraplan.launch.live.answers import LiveJob
+from paraplan.launch.live.server import LiveServer
 from paraplan.launch.nodes.doors import open_doors
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
 from paraplan.launch.parser import parse_arguments
@@ -106,24 +110,17 @@ def run_job(
     doors = open_doors(spec, request.nodes, os.environ)
     before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
+    server = LiveServer(_live_job(request, job, folder))
     try:
         if request.gpus is not None:
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, before[_DEVICES_VARIABLE])
         config, program, program_arguments = _configure(request, folder, before[_THREADS_VARIABLE])
         extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
-        settings = AttemptSettings(
-            grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
-            fork=fork,
-            num_threads=_threads_to_set(imported_threads) if fork else None,
-            extra_environment=extra_environment,
-            wrap_command=(lambda command: command) if spec.no_python else with_bootstrap,
-            hang_timeout_s=spec.hang_timeout,
+        settings = replace(
+            _settings(request, extra_environment, fork=fork, imported_threads=imported_threads),
             keeps_logs=keeps_logs,
             cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
-            has_gpus=torch.cuda.is_available(),
-            follows_steps=not spec.no_straggler_watch,
-            health_s=_HEALTH_S if spec.preflight == "measure" else None,
         )
         if keeps_logs:
             _note_start(folder, request, node, environment=extra_environment)
@@ -138,11 +135,47 @@ def run_job(
             _forget_error_files(error)
         raise
     finally:
+        server.close()
         job.end_sharing()
         for name, value in before.items():
             _restore(name, value)
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _settings(
+    request: LaunchRequest, environment: dict[str, str], *, fork: bool, imported_threads: str | None
+) -> AttemptSettings:
+    """Return how ranks start and stop, as far as the request says so."""
+    spec = request.spec
+    return AttemptSettings(
+        grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
+        fork=fork,
+        num_threads=_threads_to_set(imported_threads) if fork else None,
+        extra_environment=environment,
+        wrap_command=(lambda command: command) if spec.no_python else with_bootstrap,
+        hang_timeout_s=spec.hang_timeout,
+        has_gpus=torch.cuda.is_available(),
+        follows_steps=not spec.no_straggler_watch,
+        health_s=_HEALTH_S if spec.preflight == "measure" else None,
+    )
+
+
+def _live_job(request: LaunchRequest, job: JobRecord, folder: RunFolder) -> LiveJob:
+    """Return what commands from outside may know of this job while it runs."""
+    script = request.spec.training_script
+    return LiveJob(
+        run=f"{Path(script).stem}-{os.getpid()}" if folder.is_temporary else folder.path.absolute().name,
+        script=script,
+        folder=None if folder.is_temporary else folder.path.absolute(),
+        max_nodes=request.nodes.max,
+        ranks=job.live,
+        started_s=time.time(),
+        plan=lambda: None if job.plan is None else job.plan.plan.describe(),
+        store=lambda: job.store,
+        page=lambda: job.page,
+        attempts=lambda: job.attempts,
+    )
 
 
 def _forget_error_files(error: ChildFailedError) -> None:

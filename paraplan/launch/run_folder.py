@@ -18,10 +18,7 @@ from pathlib import Path
 import torch
 
 import paraplan
-from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
-
-RUNS_FOLDER = "paraplan-runs"
-"""Where runs are kept, in the current folder, without --log-dir."""
+from paraplan.launch.spec import RUNS_FOLDER, ArgumentError, LaunchSpec, NodeRange
 
 _MODE = 0o700
 """Rights of the folders that are made: what ranks write, and their command line, is for their user alone."""

@@ -12,6 +12,9 @@ from paraplan.errors import UsageError
 DEFAULT_MASTER_PORT = 29500
 """The port of a static rendezvous that names none, as torchrun has it."""
 
+RUNS_FOLDER = "paraplan-runs"
+"""Where runs are kept, in the current folder, without --log-dir."""
+
 
 class ArgumentError(UsageError, ValueError):
     """An argument that cannot be used. A ValueError too: callers of torchrun's API expect one."""

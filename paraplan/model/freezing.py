@@ -62,13 +62,15 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
     adapter, targets = trainable.adapter, _targets(model, trainable.adapter)
     first = 0 if trainable.embeddings or adapter is not None or trainable.norms else model.num_blocks - (last or 0)
     blocks = []
+    known: dict[tuple[int, bool], BlockSpec] = {}
     for place, block in enumerate(model.blocks):
         if last is not None and place >= model.num_blocks - last:
             blocks.append(block)
             continue
-        here = {name for name in targets if any(one.name == name for one in block.matmuls)}
-        blocks.append(
-            _frozen_block(
+        kind = (id(block), place >= first)
+        if kind not in known:
+            here = {name for name in targets if any(one.name == name for one in block.matmuls)}
+            known[kind] = _frozen_block(
                 block,
                 storage,
                 adapter=adapter if here else None,
@@ -76,7 +78,7 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
                 trains_norms=trainable.norms,
                 has_backward=place >= first,
             )
-        )
+        blocks.append(known[kind])
     embedding_trains = trainable.embeddings or (trainable.head and model.tied_embeddings)
     return model.replace(
         embedding=model.embedding if embedding_trains else _frozen_end(model.embedding, storage),

@@ -27,6 +27,7 @@ from paraplan.runtime.data.batches import (
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.step.execution import Execution, evaluation_mode
 from paraplan.runtime.step.loss import LossRule
@@ -169,7 +170,7 @@ def generate(
         given |= {"use_cache": False, "synced_gpus": mesh.size("dp") > 1}
     stand_in = _StandIn.of(model, _filled_up(forward, tokens_multiple))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(_common_seed(mesh) + mesh.coordinate("dp"))
+        seed_generators(_common_seed(mesh) + mesh.coordinate("dp"))
         if isinstance(inputs, dict):
             return method(stand_in, *arguments, **inputs, **given)
         return method(stand_in, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)), *arguments, **given)

@@ -74,7 +74,7 @@ class Plans:
         splits = np.zeros((1, 1), dtype=np.int64)
         for chunk in space.chunks():
             say(f"counting plans, {sum(len(each) for each in least):,} so far (Ctrl-C: the best of these)")
-            columns.append(np.stack([getattr(chunk.table, name) for name in COLUMNS]).astype(np.int32))
+            columns.append(np.stack([getattr(chunk.table, name) for name in COLUMNS], dtype=np.int32))
             least.append(least_step_s(workload, chunk.table))
             degrees.append(chunk.degrees.astype(np.int32))
             splits = chunk.table.splits  # later chunks have those of the earlier ones too

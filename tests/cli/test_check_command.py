@@ -80,7 +80,7 @@ def test_a_difference_ends_with_1_and_names_parameter_and_axis(model: str, tmp_p
     path = write_plan(tmp_path, ParallelPlan(dp=2, num_microbatches=2))
     result = CliRunner().invoke(app, ["check", f"{model}:wrong", "--plan", path, "--steps", "1"])
     assert result.exit_code == 1, result.output
-    assert "NOT EQUAL to one process: in step 1" in result.stdout
+    assert "NOT EQUAL to one process: in step 1" in result.stdout, result.output
     assert "the gradient of embedding.weight differs by" in result.stdout
     assert "to blame  dp (equal with dp=1)" in result.stdout
     assert "micro-batch (" not in result.stdout

@@ -26,6 +26,7 @@ class FakeRanks:
         self.stacks = {rank: STACK.format(line=41 + rank) for rank in range(num_ranks)}
         self.waits = dict.fromkeys(self.stacks, 7)
         self.requests = 0
+        self.questions = 0
         self.now = 100.0
         self.files = {rank: folder / f"{rank}.txt" for rank in self.stacks}
         for file in self.files.values():
@@ -43,6 +44,7 @@ class FakeRanks:
             stack_files=self.files,
             request_stacks=self.answer,
             count_waits=lambda rank: self.waits[rank],
+            count_questions=lambda: self.questions,
             clock=lambda: self.now,
         )
 
@@ -94,6 +96,19 @@ def test_a_rank_that_wakes_up_while_it_is_looked_at_does_not_hang(tmp_path: Path
         assert ranks.run(watch, 0.1, [0, 1]) is None
     ranks.waits[0] += 50
     assert ranks.run(watch, 2.0, [0, 1]) is None
+
+
+def test_to_be_asked_from_outside_neither_ends_a_job_nor_keeps_one_that_hangs(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    watch = ranks.watch(timeout_s=2.0)
+    for _ in range(30):
+        ranks.questions += 2
+        ranks.answer([0, 1])
+        ranks.waits[0] += 50
+        assert ranks.run(watch, 0.3, [0, 1]) is None
+    verdict = ranks.run(watch, 10.0, [0, 1])
+    assert verdict is not None
+    assert verdict.still_s > 9.0  # what was asked meanwhile counts for no movement
 
 
 def test_a_rank_that_has_not_begun_is_not_asked_and_does_not_hang(tmp_path: Path) -> None:

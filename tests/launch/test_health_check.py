@@ -73,6 +73,7 @@ def test_a_host_whose_network_is_slow_is_named_left_out_and_the_others_train(
     assert "rank 1 of 2" in said
 
 
+@pytest.mark.with_all  # how findings are told apart is tested in tests/hardware, how they reach all hosts above
 def test_a_host_whose_matmuls_are_slow_is_named_and_kept_where_the_job_needs_it(
     script: WriteScript, run_on_all: StartAll
 ) -> None:

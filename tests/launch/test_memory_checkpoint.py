@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ForkedLaunch, Launch, Start, WriteScript, wait_until_dead
+from launching import ForkedLaunch, Start, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError
@@ -17,7 +17,7 @@ from paraplan.shared_memory import CopySlots
 
 
 def train(
-    launch: Launch, path: Path, folder: Path, *words: str, ranks: int, every: int | None = None
+    launch: ForkedLaunch, path: Path, folder: Path, *words: str, ranks: int, every: int | None = None
 ) -> tuple[str, str]:
     memory = [] if every is None else ["--memory-checkpoint", every, "--max-restarts", 2]
     ended = launch(*memory, "--nproc-per-node", ranks, path, f"folder={folder}", "steps=30", *words)
@@ -27,28 +27,28 @@ def train(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("plan", "ranks"), [("dp", 2), ("zero3", 4)])
+@pytest.mark.parametrize(("plan", "size"), [("dp", 2), ("zero3", 4)])
 def test_lost_ranks_cost_few_steps_and_losses_go_on_digit_by_digit(
-    plan: str, ranks: int, launch: Launch, script: WriteScript, tmp_path: Path
+    plan: str, size: int, launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
     path = script(SCRIPT)
-    words = (f"plans={plan}", f"faults={ranks - 1}@13,0@22")
-    stdout, stderr = train(launch, path, tmp_path / "none", *words, ranks=ranks, every=5)
+    words = (f"plans={plan}", f"faults={size - 1}@13,0@22")
+    stdout, stderr = train(launch_forked, path, tmp_path / "none", *words, ranks=size, every=5)
     # step 20 is copied during step 21, 10 during 11: a copy is never older than the last two that were due
     assert re.findall(r"begins after (\d+) steps", stdout) == ["0", "10", "20"]
     assert stderr.count("from the copy in memory") == 2
     assert "5 steps done again" in stderr  # 3 and 2
-    whole, _ = train(launch, path, tmp_path / "none", f"plans={plan}", ranks=ranks)
+    whole, _ = train(launch_forked, path, tmp_path / "none", f"plans={plan}", ranks=size)
     assert losses(stdout) == losses(whole)
 
 
 @pytest.mark.ranks
-def test_another_plan_goes_on_from_memory(launch: Launch, script: WriteScript, tmp_path: Path) -> None:
+def test_another_plan_goes_on_from_memory(launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path) -> None:
     path = script(SCRIPT)
     words = ("plans=zero3,pp2,dp", "faults=3@13,0@22", "dropout=0")
-    stdout, stderr = train(launch, path, tmp_path / "none", *words, ranks=4, every=1)
+    stdout, stderr = train(launch_forked, path, tmp_path / "none", *words, ranks=4, every=1)
     assert re.findall(r"begins after (\d+) steps", stdout) == ["0", "12", "21"], stderr
-    whole, _ = train(launch, path, tmp_path / "none", "dropout=0", ranks=1)
+    whole, _ = train(launch_forked, path, tmp_path / "none", "dropout=0", ranks=1)
     expected = losses(whole)
     assert losses(stdout) == pytest.approx(expected, abs=1e-6)
 
@@ -94,11 +94,11 @@ def test_nothing_of_the_memory_is_left_when_the_launcher_is_killed(
     assert wait_until_dead(*family) == []  # a file without a name goes with the last process that holds it
 
 
-def test_a_launch_says_how_much_memory_it_may_take(launch: Launch, script: WriteScript) -> None:
-    ended = launch("--memory-checkpoint", 10, script("pass"))
+def test_a_launch_says_how_much_memory_it_may_take(launch_forked: ForkedLaunch, script: WriteScript) -> None:
+    ended = launch_forked("--memory-checkpoint", 10, script("pass"))
     assert ended.returncode == 0
     assert re.search(r"kept in memory every 10 steps: at most [\d.]+ \wiB on this node", ended.stderr)
-    ended = launch("--memory-checkpoint", 0, script("pass"))
+    ended = launch_forked("--memory-checkpoint", 0, script("pass"))
     assert (ended.returncode, "no number of steps" in ended.stderr) == (2, True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import ForkedLaunch, Launch, Start, WriteScript, wait_until_dead
+from launching import ForkedLaunch, Start, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.launch.preemption import notice_reader
@@ -34,7 +34,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "file"])
 def test_a_job_that_is_to_end_saves_and_goes_on_as_if_nothing_had_been(
-    how: str, start: Start, launch: Launch, script: WriteScript, tmp_path: Path
+    how: str, start: Start, launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
     path, folder, notice = script(SCRIPT), tmp_path / "checkpoint", tmp_path / "notice"
     options = ["--nproc-per-node", 2, *(["--preempt-notice", notice] if how == "file" else [])]
@@ -51,11 +51,11 @@ def test_a_job_that_is_to_end_saves_and_goes_on_as_if_nothing_had_been(
     assert "all ranks have saved after" in stderr
     assert "goodput" in stderr
     done = losses("".join(lines) + stdout)
-    again = launch(*options[:2], *words)
+    again = launch_forked("--no-logs", *options[:2], *words)
     assert again.returncode == 0, again.stderr
     # the last step of the first launch ended in the call that saved, and did not return to be printed
     assert f"begins after {max(done) + 1} steps" in again.stdout
-    whole = launch("--nproc-per-node", 2, path, f"folder={tmp_path / 'none'}", "steps=60")
+    whole = launch_forked("--no-logs", "--nproc-per-node", 2, path, f"folder={tmp_path / 'none'}", "steps=60")
     assert losses(whole.stdout) == {max(done) + 1: losses(whole.stdout)[max(done) + 1]} | done | losses(again.stdout)
 
 
@@ -152,7 +152,7 @@ def test_scripts_without_the_engine_get_the_signal_itself(start: Start, script: 
             print("saved by", signal.Signals(number).name, flush=True)
             sys.exit(0)
         signal.signal(signal.SIGUSR1, save)
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # in one piece beside what the other rank writes
         time.sleep(60)
         """
     )
@@ -213,12 +213,12 @@ def test_a_notice_from_nowhere_is_refused(source: str) -> None:
         notice_reader(source)
 
 
-def test_requeue_belongs_to_slurm(launch: Launch, script: WriteScript) -> None:
+def test_requeue_belongs_to_slurm(launch_forked: ForkedLaunch, script: WriteScript) -> None:
     assert "SLURM_JOB_ID" not in os.environ
-    ended = launch("--requeue", script("pass"))
+    ended = launch_forked("--requeue", script("pass"))
     assert ended.returncode == 2
     assert "no job of Slurm" in ended.stderr
-    ended = launch("--preempt-window", "-1", script("pass"))
+    ended = launch_forked("--preempt-window", "-1", script("pass"))
     assert (ended.returncode, "no time to save in" in ended.stderr) == (2, True)
 
 

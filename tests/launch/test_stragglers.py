@@ -196,7 +196,7 @@ def test_a_ring_of_nonsense_ends_no_job(launch_forked: ForkedLaunch, script: Wri
         from pathlib import Path
         from paraplan.launch.ranks import step_marks
         ring = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent / step_marks.MARKS_FILE
-        head = step_marks.HEADER.pack(step_marks.MAGIC, os.getpid(), 5)
+        head = step_marks.HEADER.pack(step_marks.MAGIC, os.getpid(), 5).ljust(step_marks.RECORDS_AT, b"\\0")
         numbers = len(step_marks.FIELDS) * step_marks.CAPACITY
         ring.write_bytes(head + struct.pack(f"={numbers}d", *[float("nan")] * numbers))
         time.sleep(1)

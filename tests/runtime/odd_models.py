@@ -14,7 +14,7 @@ from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 
-WIDTH, WORDS, LENGTH, BATCH, NUM_STEPS, NUM_BLOCKS = 12, 17, 6, 8, 3, 4
+WIDTH, WORDS, LENGTH, BATCH, NUM_STEPS, NUM_BLOCKS = 12, 17, 6, 8, 2, 4
 
 
 class Block(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ ZERO = {stage: plan_of(dp=2, zero_stage=stage, num_microbatches=1 if stage == 1 
 TP = plan_of(tp=2)
 PP = plan_of(pp=2, pipeline_schedule="1f1b", num_microbatches=2)
 TWO = [DDP, ZERO[3], TP, PP]
+VERIFIED = [TP, PP]
+"""The check before the first step goes over adapters and frozen parameters under these."""
 MORE = [ZERO[1], ZERO[2], plan_of(pp=2, pipeline_schedule="zero_bubble", num_microbatches=2), plan_of(cp=2)]
 FOUR = [
     plan_of(dp=2, tp=2, zero_stage=3),
@@ -88,7 +90,13 @@ class Training:
         self.batch = whole[self.job.dp_rank * share : (self.job.dp_rank + 1) * share]
         self.engine: Engine = self.job.prepare(
             model,
-            **{"loss_fn": loss_fn, "optimizer": adamw, "example_inputs": {"input_ids": whole[:2, :-1]}} | options,
+            **{
+                "loss_fn": loss_fn,
+                "optimizer": adamw,
+                "example_inputs": {"input_ids": whole[:2, :-1]},
+                "verify": "off",  # a comparison with one process or with peft is the test
+            }
+            | options,
         )
 
     def step(self) -> float:
@@ -116,14 +124,17 @@ def assert_close(found: Gradients, expected: Gradients, what: Any, *, tolerance:
         assert float((value - expected[key]).abs().max()) < tolerance * size, (what, key)
 
 
-def union(answers: list[Any], number: int) -> Gradients:
+def union(answers: Sequence[Any], number: int) -> Gradients:
     return {key: value for answer in answers for key, value in answer[number].items()}
 
 
-def trained(plan: ParallelPlan, dtype: torch.dtype) -> tuple[list[float], Gradients, dict[str, Any]]:
+Trained = tuple[list[float], Gradients, dict[str, Any]]
+
+
+def trained(plan: ParallelPlan, dtype: torch.dtype) -> Trained:
     """Two steps: losses, gradients of the last, and how the frozen parameters are held."""
     with quiet():
-        training = Training(plan, adapted(dtype))
+        training = Training(plan, adapted(dtype), verify="auto" if plan in VERIFIED else "off")
     losses = [training.step(), training.step()]
     frozen = {name: one for name, one in training.engine.parameters.items() if not one.requires_grad}
     held = {
@@ -134,14 +145,28 @@ def trained(plan: ParallelPlan, dtype: torch.dtype) -> tuple[list[float], Gradie
     return losses, training.gradients(), held
 
 
+def trained_under(plans: list[ParallelPlan], dtype: torch.dtype) -> list[Trained]:
+    return [trained(plan, dtype) for plan in plans]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankHarness) -> dict[torch.dtype, Trained]:
+    """Return the trainings in one process by the type of the frozen parameters."""
+    return {dtype: ranks.run_alone(trained, ALONE, dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_peft_model_trains_as_in_one_process_under_every_plan(ranks: RankHarness, size: int) -> None:
-    losses, gradients, _ = ranks.run_alone(trained, ALONE, torch.float32)
+def test_a_peft_model_trains_as_in_one_process_under_every_plan(
+    ranks: RankHarness, alone: dict[torch.dtype, Trained], size: int
+) -> None:
+    losses, gradients, _ = alone[torch.float32]
     assert gradients
     assert all("lora_" in name for name in gradients)
-    for plan in TWO + MORE if size == 2 else FOUR:
-        answers = ranks.run(trained, plan, torch.float32, size=size)
+    plans = TWO + MORE if size == 2 else FOUR
+    for plan, answers in zip(
+        plans, zip(*ranks.run(trained_under, plans, torch.float32, size=size), strict=True), strict=True
+    ):
         for found, _, _ in answers:
             assert found == pytest.approx(losses, abs=1e-5), plan.describe()
         assert_close(union(answers, 1), gradients, plan.describe())
@@ -150,9 +175,9 @@ def test_a_peft_model_trains_as_in_one_process_under_every_plan(ranks: RankHarne
 @pytest.mark.ranks
 @pytest.mark.parametrize("plan", [DDP, ZERO[3], PP], ids=ParallelPlan.describe)
 def test_frozen_parameters_keep_their_own_type_and_are_sharded_under_zero_3(
-    ranks: RankHarness, plan: ParallelPlan
+    ranks: RankHarness, alone: dict[torch.dtype, Trained], plan: ParallelPlan
 ) -> None:
-    losses, gradients, _ = ranks.run_alone(trained, ALONE, torch.bfloat16)
+    losses, gradients, _ = alone[torch.bfloat16]
     answers = ranks.run(trained, plan, torch.bfloat16, size=2)
     for found, _, held in answers:
         assert found == pytest.approx(losses, abs=1e-5)
@@ -164,7 +189,7 @@ def test_frozen_parameters_keep_their_own_type_and_are_sharded_under_zero_3(
 def reduced(plan: ParallelPlan) -> tuple[dict[str, int], int, int]:
     """Return the bytes of the collectives of a step by operation, and of what trains and of all on this rank."""
     with quiet():
-        training = Training(plan, adapted(), verify="off")
+        training = Training(plan, adapted())
     training.step()
     with CollectiveCount(training.job.mesh) as count:
         training.step()

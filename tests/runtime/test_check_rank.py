@@ -44,7 +44,7 @@ def check_all(requests: list[CheckRequest]) -> list[RankFinding]:
 
 
 def request(model: str, plan: ParallelPlan, **more: object) -> CheckRequest:
-    layers = plan.num_stages + 1
+    layers = max(2, plan.num_stages)
     return CheckRequest(model=model, plan=plan, folder="", max_layers=layers, seq_length=8, num_steps=2, **more)
 
 

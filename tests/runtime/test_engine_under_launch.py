@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_launch import launch_forked
+from rank_harness import RankHarness
 
 SCRIPT = """
 import math
@@ -55,20 +54,15 @@ EXPECTED = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_a_fault_of_one_rank_is_one_error_and_the_end_of_the_job(fault: str, tmp_path: Path) -> None:
+def test_a_fault_of_one_rank_is_one_error_and_the_end_of_the_job(
+    fault: str, ranks: RankHarness, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, "-m", "paraplan", "launch", "--nproc-per-node", "2", "--no-logs", str(script), fault],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    status, words = EXPECTED[fault]
+    words = ("--nproc-per-node", "2", "--no-logs", str(script), fault)
+    ended = launch_forked(ranks, tmp_path, *words, environment={"OMP_NUM_THREADS": "1"})
+    status, said = EXPECTED[fault]
     assert ended.returncode == status, ended.stderr
-    assert re.search(words, ended.stderr), ended.stderr
+    assert re.search(said, ended.stderr), ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count("hint:") == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -454,11 +454,12 @@ def test_means_over_other_numbers_of_targets_are_refused_where_these_are_in_no_p
 DIVIDED = ("ignored", "masked_sum", "read_count", "picked", "with_z_loss", "without_nan", "summed", "sum_and_count")
 
 
-def losses_on_ranks() -> tuple[dict[str, Any], list[Any], dict[str, str]]:
+def losses_on_ranks(sharded: Sequence[str]) -> tuple[dict[str, Any], list[Any], dict[str, str]]:
     losses = {}
     for name in DIVIDED:
         for count, masked in ((1, 2), (2, 0)):
             losses[f"{name} {count} {masked}"] = divided(name, cut_into(count, dp=2), masked)
+    for name in sharded:
         losses[f"{name} 1 1"] = divided(name, cut_into(1, dp=2, zero_stage=2), 1)
     metrics = [found_metrics(cut_into(2, dp=2)), found_metrics(TWO_STAGES)]
     plan = cut_into(1, dp=2)
@@ -511,7 +512,9 @@ def test_a_loss_over_the_global_batch_is_that_of_one_process_where_its_outputs_a
 
 @pytest.mark.ranks
 def test_ranks_have_losses_gradients_metrics_and_refusals_of_one_process(ranks: RankHarness) -> None:
-    for losses, metrics, refused in ranks.run(losses_on_ranks, size=2):
+    # Gradients are summed the same way whatever weighs them: a mean, a mask, a sum, and a sum with its count.
+    sharded = with_all(DIVIDED) or ("ignored", "masked_sum", "summed", "sum_and_count")
+    for losses, metrics, refused in ranks.run(losses_on_ranks, sharded, size=2):
         for case, found in losses.items():
             name, _, masked = case.split()
             assert_same(found, plain(name, int(masked)), case)

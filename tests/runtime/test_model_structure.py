@@ -284,6 +284,18 @@ def test_large_layers_around_the_blocks_are_found_where_only_they_read_their_wei
         lambda x, w, b: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4, device=x.device).bool()),
         lambda x, w, b: F.layer_norm(x, (8,), w[0], bias=b),
         lambda x, w, b: F.rms_norm(x, (8,), weight=b),
+        lambda x, w, b: F.layer_norm(x.transpose(0, 1), (8,)),
+        lambda x, w, b: F.gelu(x, approximate="tanh"),
+        lambda x, w, b: x + x,
+        lambda x, w, b: x.detach() * b,
+        lambda x, w, b: b - x,
+        lambda x, w, b: 2 * x[:1].expand(3, 4, 8) / 3,
+        lambda x, w, b: x.transpose(0, 1) * w[:4, None],
+        lambda x, w, b: x.half() * b,
+        lambda x, w, b: x * (1 + b.half()),
+        lambda x, w, b: x.long() / 2,
+        lambda x, w, b: x[0, 0] + x,
+        lambda x, w, b: x.add(b, alpha=2),
     ],
 )
 def test_quick_shapes_are_those_of_torch(call: Callable[..., torch.Tensor]) -> None:

@@ -13,17 +13,28 @@ from odd_models import (
     SPLIT,
     Base,
     BlockTiedToHead,
+    ByData,
+    ByteCache,
     Chosen,
+    DetachedPrior,
+    Fields,
     FrozenAverage,
     FrozenTower,
     InPlaceBlocks,
+    LateBuffer,
+    MeanOfWords,
     NoiseAtBothEnds,
     Normed,
+    NormedEnds,
     PooledStates,
+    Reassigned,
     Run,
     SharedPart,
     SharedWeight,
+    StepCount,
+    TowerByMethod,
     TrainedTower,
+    Unused,
     ValuesOfHeads,
     WarmUp,
     difference,
@@ -129,14 +140,20 @@ def test_models_of_odd_build_are_sharded_as_in_one_process(ranks: RankHarness, a
     """Buffers follow the data of each rank under data parallelism."""
     kinds = [SharedPart, SharedWeight, BlockTiedToHead, FrozenTower, TrainedTower, Chosen, ValuesOfHeads]
     references = alone(kinds)
-    plans = [ALONE.replace(dp=2, micro_batch_size=BATCH // 4, zero_stage=stage) for stage in (1, 2, 3)]
-    for found in ranks.run(train_all, kinds, plans, size=2, timeout_s=240.0):
-        for kind, reference, *runs in zip(kinds, references, *found, strict=True):
-            for plan, run in zip(plans, runs, strict=True):
+    # Parameters are whole in the passes of the first two stages: each model has one of these.
+    for stage, chosen in ((1, kinds[::2]), (2, kinds[1::2]), (3, kinds)):
+        plan = ALONE.replace(dp=2, micro_batch_size=BATCH // 4, zero_stage=stage)
+        tried = with_all(kinds) or chosen
+        for found in ranks.run(train_all, tried, [plan], size=2, timeout_s=240.0):
+            for kind, run in zip(tried, found[0], strict=True):
                 assert not isinstance(run, str), (kind, run)
-                assert not difference(run, reference), (kind, plan.zero_stage)
+                assert not difference(run, references[kinds.index(kind)]), (kind, stage)
 
 
+# What sets these apart lies outside of what tp splits, or another model has it too: TrainedTower a tower, WarmUp a
+# buffer that is written, Normed statistics. Pipelines, which cut there, have them all.
+AS_OTHERS_UNDER_TP = {FrozenTower, TowerByMethod, DetachedPrior, ByData, Unused, StepCount, MeanOfWords, NormedEnds}
+AS_OTHERS_UNDER_TP |= {Fields, ByteCache, PooledStates, LateBuffer, Reassigned}
 # Three outputs over two ranks; nothing that can be split.
 NOT_SPLIT = {
     "Chosen": "does not divide the outputs 3",
@@ -148,6 +165,7 @@ NOT_SPLIT = {
 
 def test_models_of_odd_build_train_with_split_layers_as_in_one_process(ranks: RankHarness, alone: Alone) -> None:
     kinds = [*SPLIT, *SOUND, *(kind for kind in REFUSED if kind is not NoiseAtBothEnds)]
+    kinds = [kind for kind in kinds if kind not in AS_OTHERS_UNDER_TP or with_all([kind])]
     references = alone(kinds)
     refused = {}
     for found in ranks.run(train_all, kinds, [ALONE.replace(tp=2)], size=2, timeout_s=240.0):

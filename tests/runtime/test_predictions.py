@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -106,15 +108,23 @@ def predict_and_evaluate(name: str, plan: ParallelPlan | None) -> Answer:
         return Answer(inputs, outputs, metrics, any(leaf.requires_grad for leaf in leaves))
 
 
+@pytest.fixture(scope="module")
+def one_process(ranks: RankHarness) -> Callable[[str], Answer]:
+    """Return the answer of a model in one process, run once for each."""
+    return cache(lambda name: ranks.run_alone(predict_and_evaluate, name, None))
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=[pytest.mark.with_all] * (plan.world_size > 4)) for name, (_, plan) in PLANS.items()],
 )
-def test_predictions_and_metrics_are_those_of_one_process(case: str, ranks: RankHarness) -> None:
+def test_predictions_and_metrics_are_those_of_one_process(
+    case: str, ranks: RankHarness, one_process: Callable[[str], Answer]
+) -> None:
     name, plan = PLANS[case]
     model = model_of(name).eval()
-    alone = ranks.run_alone(predict_and_evaluate, name, None)
+    alone = one_process(name)
     for answer in ranks.run(predict_and_evaluate, name, plan, size=plan.world_size):
         with torch.no_grad():
             expected = model(**answer.inputs) if isinstance(answer.inputs, dict) else model(answer.inputs)

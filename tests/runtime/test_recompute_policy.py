@@ -130,8 +130,10 @@ def one_process(ranks: RankHarness) -> Any:
 def test_policies_train_as_one_process_under_every_axis(ranks: RankHarness, one_process: Any) -> None:
     mixed = [TWO_RANKS[3], TWO_RANKS[5], TWO_RANKS[8]]
     cases = [(plan, "mixed") for plan in mixed]
-    cases += [(plan, "products") for plan in TWO_RANKS if plan not in mixed]
-    cases += with_all([(plan, "products") for plan in mixed])
+    # A policy acts in the passes, in which parameters are whole until ZeRO-3, and schedules of whole passes are alike.
+    seldom = [TWO_RANKS[1], TWO_RANKS[7]]
+    cases += [(plan, "products") for plan in TWO_RANKS if plan not in mixed + seldom]
+    cases += with_all([(plan, "products") for plan in mixed + seldom])
     cases += [(plan.replace(recompute="selective"), "selective") for plan in (TWO_RANKS[0], TWO_RANKS[8])]
     found = ranks.run(trained_all, cases, AttentionLayer, size=2)
     for number in range(len(cases)):
@@ -141,6 +143,7 @@ def test_policies_train_as_one_process_under_every_axis(ranks: RankHarness, one_
 @pytest.mark.ranks
 def test_policies_train_as_one_process_where_axes_meet(ranks: RankHarness, one_process: Any) -> None:
     cases = list(zip(FOUR_RANKS, ("products", "mixed", "products"), strict=True))
+    cases = [*cases[:2], *with_all(cases[2:])]  # no rank cuts what another one computes again
     found = ranks.run(trained_all, cases, AttentionLayer, size=4)
     for number in range(len(cases)):
         assert_same([answers[number] for answers in found], one_process)

@@ -83,8 +83,13 @@ def assert_equal(families: list[str], plan: ParallelPlan, ranks: RankHarness) ->
 
 
 def test_unmodified_models_compute_the_same_with_split_layers(ranks: RankHarness) -> None:
-    families = [family for family in SPLIT if family not in REFUSED]
-    families += with_all([family for family in FAMILIES if family not in (*SPLIT, *REFUSED)])
+    seldom = {
+        "falcon",
+        "gpt_oss",
+        "opt",
+    }  # the first two are split with their tokens, below; the last is as gpt2 and phi
+    families = [family for family in SPLIT if family not in REFUSED | seldom]
+    families += with_all([family for family in FAMILIES if family not in (*families, *REFUSED)])
     plan = ParallelPlan(tp=2, num_microbatches=2, micro_batch_size=4)
     for found in assert_equal(families, plan, ranks):
         for family, (_, _, share) in found.items():
@@ -94,8 +99,9 @@ def test_unmodified_models_compute_the_same_with_split_layers(ranks: RankHarness
 
 def test_unmodified_models_compute_the_same_with_split_tokens(ranks: RankHarness) -> None:
     plan = ParallelPlan(tp=2, sequence_parallel=True, num_microbatches=2, micro_batch_size=4, recompute="full")
-    families = ["qwen3", "olmo2", "gpt2", "falcon", "gpt_oss", "deepseek_v3"]
-    assert_equal([*families, *with_all(["llama", "gemma2", "gpt_neox", "qwen2_moe"])], plan, ranks)
+    families = ["qwen3", "falcon", "gpt_oss"]  # norms of heads, parallel branches, experts and sinks
+    families += with_all(["olmo2", "gpt2", "deepseek_v3", "llama", "gemma2", "gpt_neox", "qwen2_moe"])
+    assert_equal(families, plan, ranks)
 
 
 @pytest.mark.with_all  # the plan with split tokens in place of replicas, below, and of other models in three dimensions
@@ -109,15 +115,15 @@ def test_unmodified_models_compute_the_same_in_three_dimensions(ranks: RankHarne
 def test_unmodified_models_compute_the_same_with_some_tokens_on_each_rank(ranks: RankHarness) -> None:
     """Rotary and learned positions, two heads of keys to four of queries, and experts that see tokens one by one.
 
-    Four ranks for keys that ranks repeat and for masks of both directions; the kinds of positions with two.
+    Four ranks for keys that ranks repeat; the kinds of positions, and masks of both directions, with two.
     """
     options = {"num_microbatches": 2, "micro_batch_size": 4}
     families = ["llama", "gemma3_text", "olmo2", "phi3", "stablelm", "gpt_neox", "gpt2", "falcon", "olmoe", "bert"]
-    four, two = ["gemma3_text", "bert"], ["olmo2", "gpt2", "olmoe"]
+    four, two = ["gemma3_text"], ["bert", "gpt2", "olmoe", *with_all(["olmo2"])]
     assert_equal([*four, *with_all([one for one in families if one not in four])], ParallelPlan(cp=4, **options), ranks)
     assert_equal(two, ParallelPlan(cp=2, **options), ranks)
     plan = ParallelPlan(cp=2, tp=2, sequence_parallel=True, recompute="full", **options)
-    beside = ["phi3", "qwen2_moe"]
+    beside = ["phi3"]  # experts stand there in test_plan_equality
     assert_equal([*beside, *with_all([one for one in families if one not in beside])], plan, ranks)
     plan = ParallelPlan(cp=2, pp=2, pipeline_schedule="1f1b", **options)
     assert_equal(["gpt2", *with_all(["mixtral", "llama", "qwen2"])], plan, ranks)

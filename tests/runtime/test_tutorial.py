@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_launch import launch_forked
+from rank_harness import RankHarness
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
@@ -41,14 +41,14 @@ def small_model(folder: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")  # of peft and transformers
-def test_its_commands_lead_to_weights_that_know_the_text(tmp_path: Path) -> None:
+def test_its_commands_lead_to_weights_that_know_the_text(ranks: RankHarness, tmp_path: Path) -> None:
     small_model(tmp_path / "model")
     (tmp_path / "notes.txt").write_text(SENTENCE * 1500)
     for name, content in re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(content.replace("lr=2e-4", "lr=2e-2"))  # for a model that knows nothing yet
     commands = re.findall(rf"^ {{4}}(.*{HUB_ID}.*)$", PAGE, flags=re.MULTILINE)
     assert len(commands) == 3
-    printed = [run(command.replace(HUB_ID, "model"), tmp_path) for command in commands]
+    printed = [run(command.replace(HUB_ID, "model"), tmp_path, ranks) for command in commands]
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([0-9.]+)", printed[1])]
     assert losses[-1] < 0.8 * losses[0]
     before, after = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / one) for one in ("model", "tuned"))
@@ -57,7 +57,7 @@ def test_its_commands_lead_to_weights_that_know_the_text(tmp_path: Path) -> None
         assert after(tokens, labels=tokens).loss < 0.8 * before(tokens, labels=tokens).loss
 
 
-def run(command: str, folder: Path) -> str:
+def run(command: str, folder: Path, ranks: RankHarness) -> str:
     program, *words = shlex.split(command)
     if program == "python":
         with pytest.MonkeyPatch.context() as patch:
@@ -70,8 +70,7 @@ def run(command: str, folder: Path) -> str:
             result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         return result.output
-    environment = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    started = [sys.executable, "-m", "paraplan", *words]
-    done = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    environment = {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = launch_forked(ranks, folder, *words[1:], environment=environment)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout

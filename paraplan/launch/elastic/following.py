@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
+from paraplan.launch.live.ranks import LiveRank
 from paraplan.launch.ranks.step_marks import MARKS_VARIABLE
 from paraplan.launch.stragglers.watch import StragglerWatch
 
@@ -21,6 +22,20 @@ def marks_variables(settings: AttemptSettings, environment: Mapping[str, str]) -
     """Return the variable that has a rank note its steps; none for a rank that is alone."""
     is_followed = settings.follows_steps and int(environment.get("WORLD_SIZE", "1")) > 1
     return {MARKS_VARIABLE: "1"} if is_followed else {}
+
+
+def live_ranks(
+    pids: Mapping[int, int],
+    *,
+    envs: Mapping[int, Mapping[str, str]],
+    folders: Mapping[int, Path],
+    logs: Mapping[int, tuple[str, ...]],
+) -> list[LiveRank]:
+    """Return the ranks of this node as commands from outside may see them. All maps are by local rank."""
+    return [
+        LiveRank(int(envs[local].get("RANK", local)), local, pid, folders.get(local), logs[local])
+        for local, pid in pids.items()
+    ]
 
 
 def watch_steps(

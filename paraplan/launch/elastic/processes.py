@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paraplan.launch.elastic.following import marks_variables, watch_steps
+from paraplan.launch.elastic.following import live_ranks, marks_variables, watch_steps
 from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.held_signals import HeldSignals, raise_signal
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
@@ -87,6 +87,7 @@ class RankProcesses(ProcessContext):
             stack_files={rank: folder / STACK_FILE for rank, folder in self._folders().items()},
             request_stacks=self._request_stacks,
             count_waits=lambda rank: count_waits(self._pids[rank]),
+            count_questions=lambda: self._job.live.num_questions,
         )
 
     def _request_stacks(self, ranks: list[int]) -> None:
@@ -136,6 +137,9 @@ class RankProcesses(ProcessContext):
                 fork=self._settings.fork,
                 num_threads=self._settings.num_threads,
             )
+        logs = {one.local_rank: (one.copy_stdout or one.stdout, one.copy_stderr or one.stderr) for one in commands}
+        ranks = live_ranks(self._pids, envs=self.envs, folders=self._folders(), logs=logs)
+        self._job.live.begin(ranks, int(self.envs[0].get("WORLD_SIZE", self.nprocs)))
 
     def _check_health(self) -> None:
         if self._settings.health_s is None or self._job.folder is None:
@@ -289,6 +293,7 @@ class RankProcesses(ProcessContext):
                 self._exits[end.local_rank] = end
 
     def _result(self) -> RunProcsResult:
+        self._job.live.end()
         self._job.clock.end_attempt(self._job.page)
         failures = self._read_failures()
         self._job.failures = failures

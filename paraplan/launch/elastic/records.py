@@ -11,6 +11,7 @@ from paraplan.launch.faults.failures import RankFailure
 from paraplan.launch.faults.hang import HangVerdict
 from paraplan.launch.faults.memory_kills import MemoryKills
 from paraplan.launch.goodput import JobClock
+from paraplan.launch.live.ranks import LiveRanks
 from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.preemption import StopRequest
 from paraplan.launch.ranks.stacks import Stack
@@ -59,7 +60,7 @@ class JobRecord:
     timed out, those of them that were `stopped`, those that had `ended` well before, and the `calls` that ranks made
     last, where they are known. `late` are the slow ranks, links and hosts that were told. `clock` is where the time of
     the job went, `page` what its ranks tell of themselves, `stop` whether they are to save and end, `copies` the memory
-    for copies of the state.
+    for copies of the state. `live` are the ranks as they run, for commands from outside.
     """
 
     started_ns: int | None = None
@@ -79,6 +80,7 @@ class JobRecord:
     page: StatusPage | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     copies: CopySlots | None = None
+    live: LiveRanks = field(default_factory=LiveRanks)
 
     def end_sharing(self) -> None:
         """Give back what ranks and launcher shared, at the end of the job. What ranks have told stays."""

@@ -130,14 +130,19 @@ class HangWatch:
         stack_files: Mapping[int, Path],
         request_stacks: Callable[[list[int]], None],
         count_waits: Callable[[int], int | None],
+        count_questions: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch ranks by the keys of `stack_files`; `count_waits` and `request_stacks` take the same keys."""
+        """Watch ranks by the keys of `stack_files`; `count_waits` and `request_stacks` take the same keys.
+
+        `count_questions` counts when others began and ended to ask for stacks: the answers are no movement.
+        """
         self._timeout_s = timeout_s
         self._interval_s = min(5.0, timeout_s / 5)
         self._files = dict(stack_files)
         self._request = request_stacks
         self._count = count_waits
+        self._count_questions, self._num_questions = count_questions, count_questions()
         self._clock = clock
         self._looked_at = -self._interval_s
         self._quiet_since = clock()
@@ -151,6 +156,10 @@ class HangWatch:
         if now - self._looked_at < self._interval_s:
             return None
         self._looked_at = now
+        if self._num_questions != self._count_questions():  # answers move ranks: the samples are taken anew
+            self._num_questions, self._samples, self._is_asked = self._count_questions(), [], False
+            self._waits = {rank: self._count(rank) for rank in running}
+            return None
         if self._has_moved(running):
             self._quiet_since, self._samples, self._is_asked = now, [], False
             return None

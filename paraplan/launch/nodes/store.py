@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
@@ -74,6 +75,7 @@ class NodeStore:
         self._left = {} if left is None else left
         self._hosts: list[str] = []
         self.stops: dict[int, str] = {}
+        self._num_questions = 0
         self._clock = clock
         self._pause = pause
         self.is_lost = False
@@ -165,6 +167,54 @@ class NodeStore:
                 return found
         return None
 
+    def host_of(self, node: int) -> str:
+        """Return the name of a node's host, or its number."""
+        return self._hosts[node] if node < len(self._hosts) else f"of node {node}"
+
+    def ask(self, question: Mapping[str, Any]) -> int:
+        """Ask all other nodes; return the number of the question. Raises RuntimeError where the store is gone."""
+        number = int(run_interruptibly(lambda: self._store.add(f"{_PREFIX}/questions", 1)))
+        self._set(f"question/{number}", {"node": self.node, "question": question})
+        return number
+
+    def new_questions(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """Return what other nodes have asked since the last call, by the numbers of the questions.
+
+        One thread calls it. Raises RuntimeError where the store is gone.
+        """
+        last = int(run_interruptibly(lambda: self._store.add(f"{_PREFIX}/questions", 0)))
+        found = []
+        while self._num_questions < last:
+            number = self._num_questions + 1
+            is_there = self._has(f"question/{number}")
+            if not is_there and number == last:  # it is being written
+                break
+            self._num_questions = number
+            asked: Mapping[str, Any] = self._get(f"question/{number}") if is_there else {}
+            if asked.get("node", self.node) != self.node:
+                found.append((number, asked["question"]))
+        return found
+
+    def answer(self, number: int, answer: Mapping[str, Any]) -> None:
+        """Answer a question of another node."""
+        self._set(f"answer/{number}/{self.node}", answer)
+
+    def answers(self, number: int, *, timeout_s: float) -> dict[int, Mapping[str, Any]]:
+        """Return what the other nodes have answered within `timeout_s`, by node, and delete it from the store."""
+        found: dict[int, Mapping[str, Any]] = {}
+
+        def read() -> bool:
+            for node in range(self.num_nodes):
+                if node != self.node and node not in found and self._has(f"answer/{number}/{node}"):
+                    found[node] = self._get(f"answer/{number}/{node}")
+                    with contextlib.suppress(RuntimeError, NotImplementedError):  # etcd's store deletes nothing
+                        run_interruptibly(partial(self._store.delete_key, f"{_PREFIX}/answer/{number}/{node}"))
+            return len(found) == self.num_nodes - 1
+
+        with contextlib.suppress(RuntimeError):
+            self._wait(read, timeout_s)
+        return found
+
     def note_stop(self, signal_name: str) -> None:
         """Say that a signal ends this node's launcher, and with it its ranks."""
         if self.num_nodes > 1:
@@ -182,7 +232,7 @@ class NodeStore:
             for node in range(self.num_nodes):
                 if node == self.node or node in self.stops:
                     continue
-                host = self._hosts[node] if node < len(self._hosts) else f"of node {node}"
+                host = self.host_of(node)
                 is_gone = host in self._left and self._hosts.count(host) == 1 and not self._has(f"failure/{node}")
                 if self._has(f"stop/{node}"):
                     self.stops[node] = f"host {host}: {self._get(f'stop/{node}')}"

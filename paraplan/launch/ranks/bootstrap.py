@@ -172,10 +172,12 @@ def watch_process(recorder: FailureRecorder) -> None:
             threading.Thread(target=_answer_requests, args=(folder,), daemon=True, name="paraplan").start()
         if _STEP_MARKS_VARIABLE in os.environ:
             with suppress(Exception):  # a disk that is full, another system: the script runs all the same
-                marks = _module_beside("step_marks.py")
-                _module_beside("../torch_private/step_hooks.py").mark_steps(
-                    marks.StepMarks(os.path.join(folder, marks.MARKS_FILE))  # noqa: PTH118
+                steps = _module_beside("step_marks.py")
+                marks = steps.StepMarks(
+                    os.path.join(folder, steps.MARKS_FILE),  # noqa: PTH118
+                    load_profiling=lambda: _module_beside("../torch_private/profiling.py"),
                 )
+                _module_beside("../torch_private/step_hooks.py").mark_steps(marks)
 
 
 def _module_beside(name: str) -> Any:

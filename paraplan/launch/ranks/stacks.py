@@ -75,7 +75,7 @@ def stack_by_py_spy(pid: int, *, program: str | None = None) -> Stack:
 
     A rank that does not answer a signal is read too: one that is stopped, or that ignores all signals.
     """
-    py_spy = program or shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    py_spy = program or find_py_spy()
     if py_spy is None:
         return ()
     command = [py_spy, "dump", "--json", "--nonblocking", "--pid", str(pid)]
@@ -88,6 +88,11 @@ def stack_by_py_spy(pid: int, *, program: str | None = None) -> Stack:
         return ()
     below = next((index for index, frame in enumerate(stack) if frame.path == bootstrap.__file__), len(stack))
     return tuple(frame for frame in stack[:below] if frame.path != step_hooks.__file__)
+
+
+def find_py_spy() -> str | None:
+    """Return the path of py-spy, also where it is installed beside this Python alone; None where it is not."""
+    return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
 
 
 def is_stopped(pid: int, *, proc: Path = Path("/proc")) -> bool:

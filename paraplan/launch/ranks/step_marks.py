@@ -16,6 +16,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -54,8 +55,26 @@ _SHARE_OF_READINGS = 0.004
 
 HEADER = struct.Struct("=8sqq")
 RECORD = struct.Struct(f"={len(FIELDS)}d")
-MAGIC = b"ppsteps1"
-SIZE = HEADER.size + CAPACITY * RECORD.size
+MAGIC = b"ppsteps2"
+
+REQUEST = struct.Struct("=qdd")
+"""A profile that the launcher asks for: its number (0: none), seconds, and until when it may begin (of the epoch)."""
+
+ANSWER = struct.Struct("=qq240s")
+"""The number of the request that the rank has seen last, its state, and why it failed."""
+
+STATES = ("", "began", "done", "failed", "late")
+"""States of an answer. late: the step came after the time by which the profile was to begin."""
+
+REQUEST_AT = HEADER.size
+ANSWER_AT = REQUEST_AT + REQUEST.size
+RECORDS_AT = ANSWER_AT + ANSWER.size
+SIZE = RECORDS_AT + CAPACITY * RECORD.size
+
+
+def trace_name(rank: int, number: int) -> str:
+    """Return the name of the file beside the error file that a profile is written to."""
+    return f"trace-rank{rank}-{number}.json"
 
 
 class StepMarks:
@@ -64,12 +83,18 @@ class StepMarks:
     Children that the process forks write nothing.
     """
 
-    def __init__(self, path: str) -> None:
-        """Make the file `path`. Raises OSError where it cannot be made."""
+    def __init__(self, path: str, *, load_profiling: Callable[[], Any] | None = None) -> None:
+        """Make the file `path`. Raises OSError where it cannot be made.
+
+        `load_profiling` returns the module that profiles, once that is asked for; None never does.
+        """
         with open(path, "w+b") as file:  # noqa: PTH123 (pathlib costs every rank an import)
             os.posix_fallocate(file.fileno(), 0, SIZE)  # to write where a full disk has no block is a SIGBUS
             self._ring = mmap.mmap(file.fileno(), SIZE)
         HEADER.pack_into(self._ring, 0, MAGIC, os.getpid(), 0)
+        self._folder, self._load_profiling = os.path.dirname(path), load_profiling  # noqa: PTH120
+        self._profile: Any = None
+        self._request = 0
         self._num_steps = 0
         self._thread = threading.get_ident()
         self._queue_file = self._open_queue_file()
@@ -166,13 +191,15 @@ class StepMarks:
     def _end_step(self) -> None:
         if not self.is_on or threading.get_ident() != self._thread:
             return
+        if self._profile is not None or REQUEST.unpack_from(self._ring, REQUEST_AT)[0] != self._request:
+            self._go_on_profiling()
         now_s, kernel = time.perf_counter(), self._read_kernel()
         if self._began_s is not None:
             before = self._kernel
             self._num_steps += 1
             RECORD.pack_into(
                 self._ring,
-                HEADER.size + (self._num_steps - 1) % CAPACITY * RECORD.size,
+                RECORDS_AT + (self._num_steps - 1) % CAPACITY * RECORD.size,
                 self._num_steps,
                 time.time(),
                 now_s - self._began_s,
@@ -210,3 +237,30 @@ class StepMarks:
             with suppress(OSError, ValueError, IndexError):
                 return int(os.pread(self._queue_file, 64, 0).split()[1]) / 1e9
         return 0.0
+
+    def _go_on_profiling(self) -> None:
+        """Begin a profile that is asked for, or go on with it: a step of the script ends here. It never raises."""
+        try:
+            if self._profile is None:
+                self._begin_profile(*REQUEST.unpack_from(self._ring, REQUEST_AT))
+            elif self._profile.end_step():
+                self._profile = None
+                self._say_of_profile(STATES.index("done"))
+        except Exception as error:  # whatever torch says, or a full disk
+            self._profile = None
+            self._say_of_profile(STATES.index("failed"), f"{type(error).__name__}: {error}")
+
+    def _begin_profile(self, number: int, seconds: float, begin_by_s: float) -> None:
+        self._request = number
+        if not number or self._load_profiling is None:
+            return
+        if time.time() > begin_by_s:
+            self._say_of_profile(STATES.index("late"))
+            return
+        path = os.path.join(self._folder, trace_name(int(os.environ.get("RANK", "0")), number))  # noqa: PTH118
+        self._profile = self._load_profiling().start_profile(path, seconds=seconds)
+        self._say_of_profile(STATES.index("began"))
+
+    def _say_of_profile(self, state: int, text: str = "") -> None:
+        line = " ".join(text.split()).encode(errors="replace")[:240]
+        ANSWER.pack_into(self._ring, ANSWER_AT, self._request, state, line)

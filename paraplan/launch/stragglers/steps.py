@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paraplan.launch.ranks.step_marks import CAPACITY, FIELDS, HEADER, MAGIC, MARKS_FILE, RECORD, SIZE
+from paraplan.launch.ranks.step_marks import CAPACITY, FIELDS, HEADER, MAGIC, MARKS_FILE, RECORD, RECORDS_AT, SIZE
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,18 @@ class StepReader:
             return []
         first = max(self._num_read, count - CAPACITY + 1)  # the oldest may be overwritten as it is read
         self._num_read = max(self._num_read, count)
-        found = (
-            RECORD.unpack_from(data, HEADER.size + index % CAPACITY * RECORD.size) for index in range(first, count)
-        )
+        found = (RECORD.unpack_from(data, RECORDS_AT + index % CAPACITY * RECORD.size) for index in range(first, count))
         steps = (_step(values) for values in found)
         return [step for index, step in zip(range(first, count), steps, strict=True) if step.step == index + 1]
+
+
+def last_step(folder: Path) -> tuple[int, float]:
+    """Return the number of the last step of the rank with its error file in `folder`, and when it ended (0: none)."""
+    try:
+        steps = StepReader(folder).read()
+    except (ValueError, OverflowError):  # the rank may write anything
+        return 0, 0.0
+    return (steps[-1].step, steps[-1].ended_s) if steps else (0, 0.0)
 
 
 def _step(values: Sequence[float]) -> Step:

@@ -31,17 +31,17 @@ class _AfterImport:
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name, self.then = name, then
-        self._is_asking = False
+        self.is_asking = False
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         """Return the spec of the module that is waited for, None for others."""
-        if fullname != self.name or self._is_asking:
+        if fullname != self.name or self.is_asking:
             return None
-        self._is_asking = True
+        self.is_asking = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._is_asking = False
+            self.is_asking = False
         loader: Any = spec.loader if spec is not None else None
         if loader is None:
             return spec

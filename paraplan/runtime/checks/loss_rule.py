@@ -29,6 +29,7 @@ from paraplan.runtime.checks.trials import (
 )
 from paraplan.runtime.data.batches import MicroBatch, TargetCount, counted_targets
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.step.execution import Execution
 from paraplan.runtime.step.loss import (
     HINT,
@@ -168,7 +169,7 @@ class LossProbe:
         loss = self._execution.loss
         with nothing_changed(self._module), loss.under(LossRule(kind="probe", in_model=in_model)), not_compiled():
             if seed is not None:
-                torch.manual_seed(seed)
+                seed_generators(seed)
             self._execution.evaluate([micro_batch] * count)
             returned, failure = loss.tally.returned, loss.tally.failure
             if seen is not None:

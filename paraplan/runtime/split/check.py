@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import SplitError
@@ -72,7 +73,7 @@ def _repeats_in_training(whole: nn.Module, call: BlockCall, dtype: torch.dtype) 
     except UnsupportedPlanError:
         return False
     left = _random_states(device)
-    torch.manual_seed(_SEED)
+    seed_generators(_SEED)
     return all(torch.equal(one, other) for one, other in zip(left, _random_states(device), strict=True))
 
 
@@ -239,7 +240,7 @@ def _gradients(block: nn.Module, call: BlockCall, *, mask: bool, dtype: torch.dt
     The buffers are left as they were.
     """
     block.zero_grad()
-    torch.manual_seed(_SEED)  # for code that draws: the caller puts random numbers back
+    seed_generators(_SEED)  # for code that draws: the caller puts random numbers back
     generator = torch.Generator().manual_seed(0)
     inputs: list[torch.Tensor] = []
     device = next(block.parameters()).device

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.torch_private import TorchDispatchMode, pytree
 
@@ -25,7 +26,7 @@ def own_random_numbers(group: TensorGroup, device: torch.device, *, is_active: b
         return
     seed = int(torch.randint(2**48, ()))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed * group.size + group.index)
+        seed_generators(seed * group.size + group.index)
         yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import (
     CONTEXT,
@@ -50,7 +51,7 @@ def check_by_token(name: str, func: Callable[..., Any], args: tuple[Any, ...], k
                 for leaf, number in zip(leaves, numbers, strict=True)
             ]
             own_args, own_kwargs = pytree.tree_unflatten([_copied(value) for value in given], structure)
-            torch.manual_seed(0)
+            seed_generators(0)
             found = pytree.tree_leaves(func(*own_args, **own_kwargs))
             return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 

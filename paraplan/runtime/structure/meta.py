@@ -88,9 +88,10 @@ class _YesToQuestions(TorchFunctionMode):
 
 
 class QuickShapes(TorchFunctionMode):
-    """Computes norms, layers and attention of tensors without values by products, of the same shape and operands.
+    """Computes what a block is made of, for tensors without values, by other operations of the same shape and operands.
 
-    torch has the shapes of these from Python, which takes longer than all else that a block does on meta.
+    torch has the shapes of norms, layers, attention and arithmetic from Python, which takes longer than all else that
+    a block does on meta.
     """
 
     def __torch_function__(
@@ -108,10 +109,25 @@ def _quick_norm(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor
     operands = [one for one in (*args[1:3], *kwargs.values()) if isinstance(one, torch.Tensor)]
     if any(one.dtype != tensor.dtype for one in operands):
         return None
-    result = tensor * 1
+    result = tensor.clone(memory_format=torch.contiguous_format)
     for one in operands:
-        result = result * one
-    return result.contiguous()
+        result = result.add_(one)
+    return result
+
+
+def _quick_arithmetic(tensor: torch.Tensor, *others: Any, **kwargs: Any) -> torch.Tensor | None:
+    if len(others) != 1 or kwargs or not tensor.is_floating_point():
+        return None
+    other = others[0]
+    if isinstance(other, int | float):
+        return tensor.clone()
+    fits = _is_plain(other) and other.dtype == tensor.dtype and tensor.shape[tensor.ndim - other.ndim :] == other.shape
+    # In place: torch has that from C++, and every type and shape is the first operand's.
+    return tensor.clone().add_(other) if fits and tensor.ndim >= other.ndim else None
+
+
+def _quick_activation(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return F.silu(tensor)
 
 
 def _quick_linear(tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -147,6 +163,8 @@ _QUICK: dict[Callable[..., Any], Callable[..., torch.Tensor | None]] = {
     F.rms_norm: _quick_norm,
     F.linear: _quick_linear,
     F.scaled_dot_product_attention: _quick_attention,
+    F.gelu: _quick_activation,
+    **dict.fromkeys((torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.div), _quick_arithmetic),
 }
 
 

@@ -30,7 +30,7 @@ from paraplan.runtime.structure.chain import (
 from paraplan.runtime.structure.chain import HiddenShape as HiddenShape
 from paraplan.runtime.structure.dataflow import Dataflow, Mark, tensors_within
 from paraplan.runtime.structure.meta import WAYS_TO_RUN, Context, QuickShapes, reentrant_refused
-from paraplan.runtime.structure.outputs import map_outputs
+from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
 from paraplan.runtime.torch_private import pytree
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
@@ -210,6 +210,7 @@ class ModelStructure:
     def _note_calls(self, tried: Any, context: Context) -> list[BlockCall | None]:
         calls: list[BlockCall | None] = [None] * len(self.stack)
         graded: list[tuple[bool, ...]] = [()] * len(self.stack)
+        returned: set[int] = set()
 
         def note(index: int) -> Callable[..., None]:
             def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,13 +223,21 @@ class ModelStructure:
 
             return enter
 
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            returned.update(numbered_outputs(output))
+
         with ExitStack() as undo:
             for index, block in enumerate(self.stack.modules(self.meta_model)):
                 undo.callback(block.register_forward_pre_hook(note(index), with_kwargs=True).remove)
+                undo.callback(block.register_forward_hook(leave).remove)
             with torch.no_grad():
                 call_model(self.meta_model, tried)
             with torch.enable_grad():
-                read = _outputs_read(self.meta_model, self.stack, tried)
+                if returned <= {0}:
+                    call_model(self.meta_model, tried)
+                    read = [frozenset[int]()] * len(self.stack)
+                else:
+                    read = _outputs_read(self.meta_model, self.stack, tried)
         return [
             call and replace(call, graded=flags, read=numbers)
             for call, flags, numbers in zip(calls, graded, read, strict=True)

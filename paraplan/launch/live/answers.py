@@ -1,0 +1,195 @@
+"""What a launcher answers about the ranks of its node: how they are, where they wait, their logs, and profiles."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paraplan.launch.faults.calls import ask_for_calls
+from paraplan.launch.live.channel import VERSION
+from paraplan.launch.live.log_files import read_log
+from paraplan.launch.live.ranks import LiveRank, LiveRanks, catches, send_signal
+from paraplan.launch.nodes.store import NodeStore
+from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
+from paraplan.launch.ranks.profile_requests import ask_for_profile, read_profile, trace_path
+from paraplan.launch.ranks.stacks import ask_for_stacks, stack_by_py_spy
+from paraplan.launch.stragglers.steps import last_step
+from paraplan.shared_memory import StatusPage
+
+STACKS_S = 3.0
+"""How long ranks get to write their stacks, and then the collectives that they wait in."""
+
+
+@dataclass(frozen=True)
+class LiveJob:
+    """What a launcher knows of its job. What changes while it runs is asked for by calls.
+
+    `folder` is None for a run that keeps none.
+    """
+
+    run: str
+    script: str
+    folder: Path | None
+    max_nodes: int
+    ranks: LiveRanks
+    started_s: float
+    plan: Callable[[], str | None]
+    store: Callable[[], NodeStore | None]
+    page: Callable[[], StatusPage | None]
+    attempts: Callable[[], int]
+
+
+def answer(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this node's answer to a question; {"error": ...} for one that it does not understand."""
+    answers: dict[str, Callable[[LiveJob, Mapping[str, Any]], dict[str, Any]]] = {
+        "status": _status,
+        "stacks": _stacks,
+        "logs": _logs,
+        "profile": _profile,
+        "profiled": _profiled,
+    }
+    found = answers.get(str(question.get("ask")))
+    if found is None or question.get("version") != VERSION:
+        return {"host": socket.gethostname(), "error": "its launcher is of another version of paraplan"}
+    try:
+        return {"host": socket.gethostname(), "pid": os.getpid()} | found(job, question)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
+        return {"host": socket.gethostname(), "error": f"the question is not understood: {error}"}
+
+
+def _status(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+    store, page = job.store(), job.page()
+    ranks = {str(rank): _rank_status(one, page) for rank, one in sorted(job.ranks.by_rank.items())}
+    state = "running" if ranks else "starting"
+    if ranks and page is not None and page.stop_by:
+        state = "saving" if page.stop_by > 0 else "ending"
+    return {
+        "run": job.run,
+        "script": job.script,
+        "plan": job.plan(),
+        "folder": str(job.folder) if job.folder is not None else None,
+        "state": state,
+        "elapsed_s": time.time() - job.started_s,
+        "attempt": job.attempts(),
+        "node": store.node if store is not None else 0,
+        "num_nodes": store.num_nodes if store is not None else job.max_nodes,
+        "world_size": job.ranks.world_size,
+        "ranks": ranks,
+    }
+
+
+def _rank_status(rank: LiveRank, page: StatusPage | None) -> dict[str, Any]:
+    """Return how a rank is; its step as the runtime counts, which goes on after a restart, else as was seen."""
+    step, ended_s = last_step(rank.folder) if rank.folder is not None else (0, 0.0)
+    if page is not None and page.get(rank.local_rank, "last_step"):
+        step, ended_s = int(page.get(rank.local_rank, "last_step")), page.get(rank.local_rank, "last_ended")
+    return {
+        "pid": rank.pid,
+        "state": rank.state(),
+        "step": step or None,
+        "since_step_s": time.time() - ended_s if step and ended_s else None,
+        "logs": list(rank.logs),
+    }
+
+
+def _chosen(job: LiveJob, question: Mapping[str, Any]) -> dict[int, LiveRank]:
+    wanted = question.get("ranks")
+    return {rank: one for rank, one in job.ranks.by_rank.items() if wanted is None or rank in wanted}
+
+
+def _stacks(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where ranks stand, those that do not answer too, and the collectives that they made last."""
+    ranks = _chosen(job, question)
+    states = {rank: one.state() for rank, one in ranks.items()}
+    asked = [rank for rank, one in ranks.items() if states[rank] == "running" and catches(one.pid, STACK_SIGNAL)]
+    folders = {rank: ranks[rank].folder for rank in asked}
+    files = {rank: folder / STACK_FILE for rank, folder in folders.items() if folder is not None}
+
+    def request(numbers: list[int]) -> None:
+        for number in numbers:
+            try:
+                send_signal(ranks[number], STACK_SIGNAL)
+            except OSError:  # it has ended
+                continue
+
+    job.ranks.num_questions += 1
+    try:
+        stacks = ask_for_stacks(asked, stack_files=files, request_stacks=request, timeout_s=STACKS_S)
+    finally:
+        job.ranks.num_questions += 1
+    for rank, one in ranks.items():
+        if rank not in stacks and states[rank] != "ended":
+            stacks[rank] = stack_by_py_spy(one.pid)
+    answering = {rank: folder for rank, folder in folders.items() if folder is not None}
+    calls = ask_for_calls(answering, timeout_s=STACKS_S)
+    return {
+        "states": {str(rank): state for rank, state in states.items()},
+        "stacks": {
+            str(rank): [[frame.path, frame.line, frame.name] for frame in stack] for rank, stack in stacks.items()
+        },
+        "calls": {str(rank): asdict(found) for rank, found in calls.items()},
+    }
+
+
+def _logs(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the logs of this attempt hold behind `offsets` (by rank, one a file), or behind `default`.
+
+    A negative offset counts from the end; offsets of another attempt than this one count for nothing.
+    """
+    attempt, ranks = job.attempts(), job.ranks.by_rank
+    offsets = question["offsets"] if question["attempt"] == attempt else {}
+    chunks = {}
+    for rank, one in ranks.items():
+        wanted = offsets.get(str(rank)) or [question["default"]] * len(one.logs)
+        chunks[str(rank)] = [read_log(path, int(at)) for path, at in zip(one.logs, wanted, strict=False) if path]
+    return {
+        "attempt": attempt,
+        "chunks": chunks,
+        "logs": {str(rank): [path for path in one.logs if path] for rank, one in ranks.items()},
+        "keeps_logs": any(any(one.logs) for one in ranks.values()),
+    }
+
+
+def _profile(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask ranks for a profile; return the traces that they will write, and why others will write none."""
+    traces, refused = {}, {}
+    for rank, one in _chosen(job, question).items():
+        if job.folder is None:
+            refused[str(rank)] = "the run keeps no folder (--no-logs)"
+        elif one.state() != "running":
+            refused[str(rank)] = f"its process is {one.state()}"
+        elif one.folder is None or not ask_for_profile(
+            one.folder,
+            number=int(question["number"]),
+            seconds=float(question["seconds"]),
+            begin_by_s=time.time() + float(question["wait_s"]),
+        ):
+            refused[str(rank)] = "it notes no steps: it is alone, its launch had --no-straggler-watch, or is no Python"
+        else:
+            traces[str(rank)] = str(trace_path(one.folder, rank=rank, number=int(question["number"])))
+    return {
+        "traces": traces,
+        "refused": refused,
+        "pids": {str(rank): one.pid for rank, one in _chosen(job, question).items()},
+    }
+
+
+def _profiled(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how far the profiles are, by rank: what the rank says of it, or that it has ended."""
+    found = {}
+    for rank, one in _chosen(job, question).items():
+        number = int(question["number"])
+        state, text = read_profile(one.folder, number=number) if one.folder is not None else ("", "")
+        process = one.state() if state in ("", "began") else "running"
+        if one.folder is not None and trace_path(one.folder, rank=rank, number=number).exists():
+            state = "done"  # that of a process that ends is written at its end
+        elif process != "running":
+            state, text = process, f"its process is {process}"
+        found[str(rank)] = [state, text]
+    return {"profiles": found}

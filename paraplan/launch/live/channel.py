@@ -1,0 +1,120 @@
+"""How a command reaches a launcher of this machine: a Unix socket without a file, for processes of the same user alone.
+
+The socket has a name in the kernel and none in a file system: it is gone with its launcher, however that ends. Both
+sides ask the kernel whose process the other one is (SO_PEERCRED), before either reads a byte. A request and its answer
+are one line of JSON each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+"""Of questions and answers: those of another version are refused with a sentence."""
+
+_NAME = re.compile(r"@(paraplan-launch-(?P<pid>\d+)-[0-9a-f]{16})$")
+_LISTENS = "00010000"  # flag of unix(7) sockets in /proc/net/unix: linux/net.h, __SO_ACCEPTCON
+_CREDENTIALS = struct.Struct("=iII")  # struct ucred of socket(7): process, user, group
+_MAX_REQUEST_BYTES = 1 << 16
+_MAX_ANSWER_BYTES = 64 << 20
+"""Of thousands of ranks the stacks are a few MiB: what is larger does not come from a launcher."""
+
+_REQUEST_S = 5.0
+"""For a request to come whole, and for its answer to be taken: both are at hand."""
+
+
+def is_available() -> bool:
+    """Whether this system has sockets without files and tells whose they are (Linux)."""
+    return hasattr(socket, "SO_PEERCRED")
+
+
+def listen() -> socket.socket:
+    """Return a socket that listens for this process. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(f"\0paraplan-launch-{os.getpid()}-{secrets.token_hex(8)}")
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def launchers(*, proc: Path = Path("/proc")) -> list[str]:
+    """Return the names of the sockets at which launchers of this machine listen, of other users too."""
+    try:
+        text = (proc / "net" / "unix").read_text(errors="replace")
+    except OSError:
+        return []
+    listening = (line for line in text.splitlines() if line.split()[3:4] == [_LISTENS])
+    names = {found[1] for line in listening if (found := _NAME.search(line)) is not None}
+    return sorted(names, key=lambda name: int(name.split("-")[2]))
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of this user."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1]) == os.geteuid()
+
+
+def ask(name: str, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any] | None:
+    """Return the answer of the launcher that listens at `name`; None for another user's, or one that has ended.
+
+    Raises TimeoutError where nothing comes within `timeout_s`.
+    """
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(f"\0{name}")
+            if not is_own(connection):
+                return None
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            answer = _receive_line(connection, _MAX_ANSWER_BYTES)
+        except TimeoutError:
+            raise
+        except OSError:
+            return None
+    return _as_object(answer)
+
+
+def receive(connection: socket.socket) -> dict[str, Any] | None:
+    """Return the request of a command that has connected; None for what is none, and for another user's process."""
+    try:
+        if not is_own(connection):
+            return None
+        connection.settimeout(_REQUEST_S)
+        return _as_object(_receive_line(connection, _MAX_REQUEST_BYTES))
+    except OSError:
+        return None
+
+
+def answer(connection: socket.socket, value: dict[str, Any]) -> None:
+    """Send an answer; a command that is gone gets none."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _receive_line(connection: socket.socket, most_bytes: int) -> bytes:
+    data = bytearray()
+    while not data.endswith(b"\n") and len(data) < most_bytes:
+        piece = connection.recv(1 << 16)
+        if not piece:
+            break
+        data += piece
+    return bytes(data)
+
+
+def _as_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

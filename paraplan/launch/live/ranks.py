@@ -1,0 +1,83 @@
+"""The ranks of this node as they run: what the launcher knows of them, for answers to commands from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paraplan.launch.ranks.stacks import is_stopped
+
+
+@dataclass(frozen=True)
+class LiveRank:
+    """One rank. `folder` is where its error file is, None for none; `logs` are the files of its streams."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    folder: Path | None
+    logs: tuple[str, ...]
+
+    def state(self) -> str:
+        """Return `running`, `stopped` (by a signal or a debugger) or `ended`."""
+        if is_stopped(self.pid):
+            return "stopped"
+        return "running" if _stat(self.pid)[:1] not in ([], ["Z"], ["X"]) else "ended"
+
+
+@dataclass
+class LiveRanks:
+    """The ranks of one attempt; `num_questions` counts when their stacks were begun and ended to be asked for."""
+
+    by_rank: Mapping[int, LiveRank] = field(default_factory=dict)
+    world_size: int = 0
+    num_questions: int = 0
+
+    def begin(self, ranks: list[LiveRank], world_size: int) -> None:
+        """Note the ranks that have started."""
+        self.by_rank, self.world_size = {rank.rank: rank for rank in ranks}, world_size
+
+    def end(self) -> None:
+        """Forget the ranks, which have ended."""
+        self.by_rank = {}
+
+
+def send_signal(rank: LiveRank, number: int) -> None:
+    """Send a signal that the process catches: one that it does not catch, as after an exec, would end it.
+
+    Nothing is sent to a process that is no child of a child of ours: that process has ended, and its number is used
+    again. Raises OSError where the process is gone.
+    """
+    handle = os.pidfd_open(rank.pid)
+    try:
+        if _is_ours(rank.pid) and catches(rank.pid, number):
+            signal.pidfd_send_signal(handle, number)
+    finally:
+        os.close(handle)
+
+
+def catches(pid: int, number: int, *, proc: Path = Path("/proc")) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (number - 1) & 1)
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether the parent of a process, the spawner, is a child of this one."""
+    parent = _stat(pid)[1:2]
+    return bool(parent) and _stat(int(parent[0]))[1:2] == [str(os.getpid())]
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the state and what follows it of a process (proc(5)); nothing for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
