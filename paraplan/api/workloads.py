@@ -10,6 +10,7 @@ from paraplan.errors import UsageError
 from paraplan.hardware.cluster import Cluster as Cluster
 from paraplan.model.spec import ModelSpec
 from paraplan.model.trainable import parse_trainable
+from paraplan.model.weight_formats import WEIGHT_FORMATS as WEIGHT_FORMATS
 from paraplan.model.weight_formats import weight_format as weight_format
 from paraplan.plan.training import OptimizerName
 from paraplan.plan.training import TrainingSpec as TrainingSpec

@@ -47,7 +47,7 @@ def optimizers(incomplete: str) -> list[str]:
 
 def weight_formats(incomplete: str) -> list[str]:
     """Return the formats of frozen weights that begin so."""
-    from paraplan.model.weight_formats import WEIGHT_FORMATS
+    from paraplan.api.workloads import WEIGHT_FORMATS
 
     return _beginning(incomplete, WEIGHT_FORMATS)
 

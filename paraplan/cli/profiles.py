@@ -59,7 +59,7 @@ def list_profiles(
     networks = _matching(list_networks(), search) if kind in (None, Kind.network) else []
     models = _models(search) if kind in (None, Kind.model) else []
     if not (machines or gpus or networks or models):
-        raise ProfileError(f"no profile holds {search!r}", hint="paraplan profiles list shows them all")
+        raise ProfileError(f"no profile matches {search!r}", hint="paraplan profiles list shows them all")
     if as_json:
         rows: dict[str, Any] = {
             "machines": [_summary(machine) for machine in machines],

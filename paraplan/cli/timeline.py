@@ -1,4 +1,4 @@
-"""The timeline of a pipeline as lines of text: what each rank does when, readable without colour."""
+"""The timeline of a pipeline as lines of text: what each rank does when, readable without color."""
 
 from __future__ import annotations
 

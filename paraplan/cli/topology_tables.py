@@ -110,7 +110,7 @@ def describe_links(node: NodeTopology) -> list[str]:
     for island, links in inside.items():
         fast_links = [link for link in links if link.link_type.is_fast]
         whole = len(fast_links) == len(island) * (len(island) - 1) // 2
-        manner = "each pair linked" if whole else "linked through one another, not each pair"
+        manner = "each pair linked" if whole else "partial mesh: not each pair linked"
         lines.append(f"Island: GPU {list_ranges(island)}, {manner}{_rates(fast_links)}")
     alone = sorted({gpu.index for gpu in node.gpus} - {gpu for island in islands for gpu in island})
     if alone:

@@ -1,1 +1,1 @@
-"""Starting, watching and stopping ranks: `paraplan launch`, torchrun's equal on top of torch's elastic agent."""
+"""Starting, watching and stopping ranks: `paraplan launch`, in place of torchrun, on torch's elastic agent."""

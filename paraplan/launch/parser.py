@@ -73,9 +73,9 @@ def build_parser() -> LaunchParser:
         prog="paraplan launch",
         usage="paraplan launch [options] train.py [arguments of train.py]",
         description=(
-            "Start one process (rank) per GPU, or --nproc-per-node on a CPU, that train together; torchrun's equal, "
-            "with the same options and the same environment in each rank. A plan made by `paraplan recommend -o "
-            "plan.json` sets the number of ranks and reaches the script through paraplan.runtime."
+            "Start one process (rank) per GPU, or --nproc-per-node on a CPU, that train together; a replacement for "
+            "torchrun, with the same options and the same environment in each rank. A plan made by `paraplan recommend "
+            "-o plan.json` sets the number of ranks and reaches the script through paraplan.runtime."
         ),
         epilog="The job ends with the exit status of the rank that failed first; 128+n where signal n ended it.",
         add_help=False,

@@ -306,7 +306,7 @@ def _configure(
         os.environ[_THREADS_VARIABLE] = str(threads)
         say(
             f"{_THREADS_VARIABLE}={threads} in each rank ({num_cores} cores, {config.nproc_per_node} ranks on this "
-            "node); set it to choose another"
+            "node); set OMP_NUM_THREADS to override"
         )
     elif threads_given is None:
         del os.environ[_THREADS_VARIABLE]

@@ -138,6 +138,7 @@ def _download_config(repository: str) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"there is no file or folder {repository!r}, and its config.json cannot be had from the hub: {first_line}",
+            f"there is no file or folder {repository!r}, and its config.json could not be downloaded from "
+            f"the hub: {first_line}",
             hint="check the name and the network, or give the path of a config.json",
         ) from error

@@ -1,4 +1,4 @@
-"""From a Vega-Lite specification to SVG that stands in a page: no script, colours by CSS, a name for every mark.
+"""From a Vega-Lite specification to SVG that stands in a page: no script, colors by CSS, a name for every mark.
 
 Vega-Lite is rendered by vl-convert when the report is written. The page then needs neither Vega nor any other script,
 so it also opens where scripts are blocked, as artifacts of continuous integration are.

@@ -19,7 +19,7 @@ MEMORY_PARTS = (
     ("activation_bytes", "activations", "var(--c4)"),
     ("workspace_bytes", "workspace", "var(--c5)"),
 )
-"""Parts of a memory estimate: field, name, colour."""
+"""Parts of a memory estimate: field, name, color."""
 
 _PLAN_KINDS = (
     ("", "recommended", "var(--best)"),

@@ -1,4 +1,4 @@
-"""The ranks of a plan as a map: which ranks form a group of each axis, as tables that a page colours."""
+"""The ranks of a plan as a map: which ranks form a group of each axis, as tables that a page colors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def axis_groups(plan: ParallelPlan) -> list[AxisGroups]:
 
 
 def map_table(groups: AxisGroups, *, ranks_per_node: int) -> str:
-    """Return a table with a row for each machine and a cell for each of its ranks, coloured by group.
+    """Return a table with a row for each machine and a cell for each of its ranks, colored by group.
 
     Of more than 16 machines the first and the last eight are shown.
     """

@@ -17,7 +17,7 @@ KINDS = (
     ("optimizer", "var(--c5)"),
     ("idle", "var(--idle)"),
 )
-"""What fills the rows, with its colour."""
+"""What fills the rows, with its color."""
 
 COLLECTIVE_WORDS = {
     "all_reduce": "all-reduce",
@@ -108,14 +108,14 @@ def _panel(timeline: StepTimeline, rows: list[int], window: _Window, width: floa
         "x2": {"field": "end"},
     }
     kinds = [kind for kind in KINDS if any(bar["kind"] == kind[0] for bar in bars)]
-    colour = {"domain": [kind[0] for kind in kinds], "range": [kind[1] for kind in kinds]}
+    color = {"domain": [kind[0] for kind in kinds], "range": [kind[1] for kind in kinds]}
     middle = {"x": {**place["x"], "field": "middle"}, "y": place["y"]}
     layers = [
         {
             "mark": {"type": "bar", "height": {"band": 1}, "stroke": "var(--paper)"},
             "encoding": place
             | {
-                "color": {"field": "kind", "type": "nominal", "sort": None, "scale": colour},
+                "color": {"field": "kind", "type": "nominal", "sort": None, "scale": color},
                 "description": {"field": "words"},
                 "opacity": {"condition": {"test": "datum.chunk % 2", "value": 0.62}, "value": 1},
                 # Communication is often narrower than a gap would be.

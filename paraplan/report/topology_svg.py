@@ -56,7 +56,7 @@ def group_hue(group: int) -> float:
 def render_svg(node: NodeTopology, *, groups: Sequence[GroupRow] = ()) -> str:
     """Return the picture of a machine as an SVG document; more than 16 GPUs under one fabric stand in rows.
 
-    Above each GPU stand the `groups` that it belongs to, in a colour for each.
+    Above each GPU stand the `groups` that it belongs to, in a color for each.
     """
     layout = lay_out(node, top=TITLE_HEIGHT, above=_GROUP_HEIGHT * len(groups))
     legend, legend_height = _legend(node, layout)
@@ -85,7 +85,7 @@ def render_svg(node: NodeTopology, *, groups: Sequence[GroupRow] = ()) -> str:
 
 
 def _group_row(layout: Layout, row: GroupRow, number: int) -> list[str]:
-    """Return a coloured field above each GPU that has a rank."""
+    """Return a colored field above each GPU that has a rank."""
     cells = []
     for gpu, group in row.group_of.items():
         box = layout.gpus[gpu]

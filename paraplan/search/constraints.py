@@ -105,7 +105,7 @@ def nothing_has_all(fixed: Constraints) -> PlanError:
     """Return the error for choices that exclude each other."""
     return PlanError(
         f"no plan has all of {', '.join(fixed.words)}",
-        hint="beside a pipeline there are ZeRO 0 and 1 alone, ZeRO needs several replicas, --schedule a pipeline, and "
+        hint="a pipeline goes with ZeRO 0 and 1 only, ZeRO needs several replicas, --schedule a pipeline, and "
         "--sequence-parallel tensor parallelism; leave one out",
     )
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,15 +48,37 @@ def test_fish_completes_a_machine(tmp_path: Path) -> None:
 def test_zsh_completes_a_machine_on_a_terminal(tmp_path: Path) -> None:
     needs("zsh")
     line, offered = ASKED
-    # zpty is zsh's own pseudo-terminal: the inner shell completes a line after a tab, as it does for a person.
-    (tmp_path / "inner").write_text(
-        f'autoload -U compinit; compinit -D -u; eval "$({SCRIPTS["zsh"]})"; PS1=; print RE""ADY\n'
+    run_shell("true", folder=tmp_path)  # puts paraplan there
+    setup = f'autoload -U compinit; compinit -D -u; eval "$({SCRIPTS["zsh"]})"; print RE""ADY\n'
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "TERM": "dumb"}
+    main, side = pty.openpty()
+    shell = subprocess.Popen(
+        [shutil.which("zsh") or "zsh", "-f", "-i"],
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env=env,
+        start_new_session=True,
     )
-    outer = (
-        "zmodload zsh/zpty; zpty inner zsh -f -i; zpty -w inner 'source ./inner'; zpty -r -m inner out '*READY*'; "
-        f"zpty -w -n inner '{line}'$'\\t'; zpty -r -m inner out '*{offered} *'; print -r -- $out; zpty -d inner"
-    )
-    assert offered in run_shell("zsh", "-f", "-c", outer, folder=tmp_path)
+    try:
+        os.write(main, setup.encode())
+        read_until(main, "READY")
+        os.write(main, f"{line}\t".encode())
+        assert offered in read_until(main, offered)
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(main)
+        os.close(side)
+
+
+def read_until(terminal: int, wanted: str, *, seconds: float = 20) -> str:
+    """Return what a terminal shows up to a text, or in so many seconds."""
+    shown, deadline = "", time.monotonic() + seconds
+    while wanted not in shown and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.1)[0]:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown
 
 
 def completed(line: str) -> list[str]:

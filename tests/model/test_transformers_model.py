@@ -122,7 +122,7 @@ def test_a_hub_id_without_huggingface_hub_says_what_to_install() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="huggingface_hub is not installed")
 def test_a_hub_that_cannot_be_reached_is_told() -> None:
     told = _read_in_new_process("nobody/no-such-model", HF_HUB_OFFLINE="1")
-    assert "its config.json cannot be had from the hub" in told
+    assert "its config.json could not be downloaded from the hub" in told
     assert "check the name and the network" in told
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from paraplan.runtime.step.reports import (
     StepReport,
     bar_text,
     count_tokens,
+    waited_for_cpu_s,
 )
 
 CPU = torch.device("cpu")
@@ -69,6 +75,31 @@ def test_the_last_step_is_drawn_and_the_line_is_ended(capsys: pytest.CaptureFixt
     assert terminal.getvalue().rstrip().endswith(" resident")
     watch.finish()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(waited_for_cpu_s() is None, reason="the system does not say who waits for a CPU")
+def test_a_run_says_how_long_other_processes_had_its_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate = PlannedEstimate(step_time_s=0.05, peak_memory_bytes=2**20)
+    watch = RunWatch(device=CPU, baseline=SpeedBaseline(num_ranks=1, estimate=estimate), total_steps=3)
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    other = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])  # on the same CPU
+    try:
+        for step in (1, 2, 3):
+            watch.begin()
+            started_s = time.thread_time()
+            while time.thread_time() < started_s + 0.05:
+                pass
+            watch.end(step=step, loss=torch.tensor(1.0), grad_norm=None, learning_rate=0.1, tokens=8)
+    finally:
+        other.kill()
+        other.wait()
+        os.sched_setaffinity(0, allowed)
+    watch.finish()
+    said = re.search(r"other processes had the CPU for (\d+)% of it, without that ([\d.]+) ms", capsys.readouterr().err)
+    assert said is not None
+    assert int(said[1]) > 10
+    assert float(said[2]) == pytest.approx(50, rel=0.2)
 
 
 def test_metrics_that_cannot_be_written_are_a_users_error(tmp_path: Path) -> None:

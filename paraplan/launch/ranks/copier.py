@@ -1,7 +1,7 @@
 """What ranks write, to the console and to a log file of each: pipes or terminals, and the process that copies them.
 
 Ranks write to a pipe, or to a terminal of their own where the launcher's console is one, so that progress bars and
-colours stay as they are. The copying process ends when the last writer has closed its end.
+colors stay as they are. The copying process ends when the last writer has closed its end.
 """
 
 from __future__ import annotations
