@@ -136,6 +136,14 @@ def test_deepspeed_offloads_parameters_with_zero_3() -> None:
     assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "cpu"
 
 
+@pytest.mark.parametrize(("offload", "stage"), [("optimizer", 2), ("parameters", 3)])
+def test_what_one_gpu_offloads_decides_deepspeeds_stage(offload: str, stage: int) -> None:
+    exported = export_plan(subject({"offload": offload}), "deepspeed")
+    zero = json.loads(exported.text)["zero_optimization"]
+    assert (zero["stage"], exported.gaps) == (stage, ())
+    assert ("offload_param" in zero) == (offload == "parameters")
+
+
 def test_deepspeed_is_told_of_optimizers_that_it_would_refuse() -> None:
     assert read("deepspeed", "zero-3", optimizer="sgd")["zero_allow_untested_optimizer"] is True
     assert "zero_allow_untested_optimizer" not in read("deepspeed", "zero-3")

@@ -16,6 +16,7 @@ from paraplan.interop.exported import (
     shared_notes,
     training_gap,
 )
+from paraplan.plan.parallel import ParallelPlan
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys whose values multiply: the first is the product of the others and of the data-parallel ranks."""
@@ -33,7 +34,7 @@ def to_deepspeed(subject: Subject) -> Exported:
     notes = ["the optimizer and its learning rate: pass it to deepspeed.initialize, or add an optimizer section"]
     if plan.recompute == "full":
         notes.append("recompute=full: the script checkpoints the blocks (deepspeed.checkpointing or torch.utils)")
-    if plan.offload != "none" and plan.zero_stage >= 1:
+    if plan.offload != "none" and stage_of(plan) >= 1:
         notes.append("with offload DeepSpeed takes its own DeepSpeedCPUAdam, and refuses torch's AdamW")
     if plan.dp < plan.world_size:
         notes.append("train_batch_size: left out, since DeepSpeed multiplies it by all ranks, those of tp too")
@@ -43,20 +44,28 @@ def to_deepspeed(subject: Subject) -> Exported:
     if training is not None:
         config["bf16"] = {"enabled": training.precision == "bf16"}
         config["fp16"] = {"enabled": training.precision == "fp16"}
-        if plan.zero_stage >= 1 and training.optimizer != "adamw":
+        if stage_of(plan) >= 1 and training.optimizer != "adamw":
             config["zero_allow_untested_optimizer"] = True  # refused without, all but Adam's kin
     if plan.tp > 1:
         config["tensor_parallel"] = {"autotp_size": plan.tp}
     return Exported(target="deepspeed", text=json.dumps(config, indent=2) + "\n", gaps=tuple(gaps), notes=tuple(notes))
 
 
+def stage_of(plan: ParallelPlan) -> int:
+    """Return DeepSpeed's stage of a plan: with one data-parallel rank, of which none is sharded, what is offloaded."""
+    if plan.dp * plan.cp > 1:
+        return plan.zero_stage
+    return {"none": 0, "optimizer": 2, "parameters": 3}[plan.offload]
+
+
 def batch_and_zero(subject: Subject) -> dict[str, object]:
     """Return the keys that the Trainer of transformers and DeepSpeed itself have in common: batch sizes and ZeRO."""
     plan = subject.plan
-    zero: dict[str, object] = {"stage": plan.zero_stage}
-    if plan.offload != "none" and plan.zero_stage >= 1:
+    stage = stage_of(plan)
+    zero: dict[str, object] = {"stage": stage}
+    if plan.offload != "none" and stage >= 1:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if plan.offload == "parameters" and plan.zero_stage == 3:
+    if plan.offload == "parameters" and stage == 3:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     sizes = (plan.global_batch_size, plan.micro_batch_size, plan.num_microbatches)
     batch = dict(zip(BATCH_KEYS, sizes, strict=True))
@@ -74,9 +83,9 @@ def deepspeed_gaps(subject: Subject) -> list[Gap]:
     gaps += field_gap(plan, "cp", (1,), "DeepSpeed splits sequences over heads (Ulysses), not in a ring")
     gaps += field_gap(plan, "sequence_parallel", (False,), "AutoTP does not split norms and dropout")
     gaps += field_gap(plan, "recompute", ("none", "full"), "DeepSpeed checkpoints what the script names, whole blocks")
-    if plan.offload != "none" and plan.zero_stage == 0:
+    if plan.offload != "none" and stage_of(plan) == 0:
         gaps += field_gap(plan, "offload", ("none",), "DeepSpeed offloads what ZeRO shards; the plan has stage 0")
-    elif plan.offload == "parameters" and plan.zero_stage < 3:
+    elif plan.offload == "parameters" and stage_of(plan) < 3:
         gaps += field_gap(plan, "offload", ("none",), "DeepSpeed offloads parameters in ZeRO-3 alone")
     gaps += training_gap(subject.training, "precision", ("fp32", "bf16", "fp16"), "unknown")
     return gaps + order_gap(plan, "DeepSpeed", ("dp", "tp"))
