@@ -253,6 +253,7 @@ def test_nothing_is_left_of_a_launcher_that_was_killed(
     assert (found["state"], found["live"]) == ("gone", False)
 
 
+@pytest.mark.with_all  # test_live_answers has two nodes too, without hosts of their own
 def test_a_command_on_one_host_asks_the_ranks_of_all(
     three_hosts: Hosts, start_node: StartNode, script: WriteScript, tmp_path: Path
 ) -> None:
