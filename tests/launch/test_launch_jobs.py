@@ -388,7 +388,7 @@ def test_a_forked_rank_ends_as_one_with_an_interpreter_of_its_own(
     assert seen["exec"]["0/unclosed"] == "written at the end"
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "exec"])
+@pytest.mark.parametrize("start_method", ["spawn", pytest.param("exec", marks=pytest.mark.with_all)])
 def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
     scratch: Path, script: WriteScript, launch: Launch, start_method: str
 ) -> None:

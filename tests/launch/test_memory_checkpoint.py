@@ -27,7 +27,7 @@ def train(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("plan", "size"), [("dp", 2), ("zero3", 4)])
+@pytest.mark.parametrize(("plan", "size"), [pytest.param("dp", 2, marks=pytest.mark.with_all), ("zero3", 4)])
 def test_lost_ranks_cost_few_steps_and_losses_go_on_digit_by_digit(
     plan: str, size: int, launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:

@@ -49,6 +49,8 @@ def test_a_plan_that_accelerate_takes_was_read(
     tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
-    done = launch_forked("--plan", "plan.json", script("from accelerate import Accelerator\nAccelerator(cpu=True)"))
+    done = launch_forked(
+        "--plan", "plan.json", script("from accelerate import Accelerator\nAccelerator(cpu=True).wait_for_everyone()")
+    )
     assert done.returncode == 0, done.stderr
     assert NOT_READ not in done.stderr

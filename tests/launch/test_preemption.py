@@ -32,7 +32,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "file"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.with_all), "file"])
 def test_a_job_that_is_to_end_saves_and_goes_on_as_if_nothing_had_been(
     how: str, start: Start, launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:

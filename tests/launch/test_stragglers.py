@@ -43,7 +43,7 @@ TRAIN = """
     """
 
 
-@pytest.mark.parametrize("options", [(), ("--start-method", "exec")])
+@pytest.mark.parametrize("options", [(), pytest.param(("--start-method", "exec"), marks=pytest.mark.with_all)])
 def test_a_rank_with_a_slow_data_loader_is_named_while_it_runs_and_at_the_end(
     launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
