@@ -43,6 +43,7 @@ from paraplan.cli.options import (
     length,
     one_of,
 )
+from paraplan.cli.terminal import show_note
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class TrainingChoices:
         """Say which length is assumed, where the model takes longer sequences and none was given."""
         if self.seq_len is None and length < (model.max_seq_length or 0):
             assumed = f"sequences of {length} tokens are assumed, of {model.max_seq_length} that the model takes"
-            typer.echo(f"note: {assumed}: --seq-len says otherwise", err=True)
+            show_note(f"{assumed}: --seq-len says otherwise")
 
     def or_of(self, file: PlanFile, model: ModelSpec, path: Path, given: frozenset[str]) -> TrainingSpec:
         """Return the training of the plan file at `path`, with the options that are `given` in place of its fields.

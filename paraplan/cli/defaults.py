@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from paraplan.cli.terminal import show_note
 from paraplan.errors import UsageError
 
 OPTIONS = ("profile", "nodes", "precision", "optimizer", "framework", "price")
@@ -66,7 +65,7 @@ def defaults_of(args: Sequence[str]) -> dict[str, Any]:
     kept = _without(kept, [name for name in kept if f"--{name}" in given])
     if kept:
         words = " ".join(f"--{name} {value}" for name, value in kept.items())
-        typer.echo(f"note: {words}, as paraplan config keeps it", err=True)
+        show_note(f"{words}, as paraplan config keeps it")
     return {args[0]: kept}
 
 

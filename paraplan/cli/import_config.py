@@ -16,6 +16,7 @@ from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given, require_folder, write_beside_and_rename
 from paraplan.cli.options import PLAN_PANEL, JsonOption, RecomputeName, one_of
 from paraplan.cli.outputs import write_estimate_files
+from paraplan.cli.terminal import show_note
 from paraplan.errors import PlanError, UsageError
 from paraplan.units import format_bytes, format_count, format_seconds
 
@@ -116,7 +117,7 @@ def estimate_as_before(
         words = " and ".join("--" + name.removesuffix("_path").replace("_", "-") for name in beside)
         raise UsageError(f"{words} beside {options[0]}, which says it already", hint="leave out one of them")
     ((tool, source),) = found
-    typer.echo(f"note: estimate {options[0]} is now: paraplan import FILE --model {model}", err=True)
+    show_note(f"estimate {options[0]} is now: paraplan import FILE --model {model}")
     imported = _read(str(source), tool, hardware, training, micro_batch=plan.micro_batch, recompute=plan.recompute)
     compared = _compare(imported, model, hardware, training, given)
     if as_json:
@@ -174,7 +175,7 @@ def _compare(
 
 def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
     for note in imported.notes:
-        typer.echo(f"note: {note}", err=True)
+        show_note(note)
     if compared is None:
         trained = f", {imported.setup.train}" if imported.setup.train else ""
         typer.echo(f"{imported.setup.tool}: {imported.plan.describe()}{trained}")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from paraplan.cli.terminal import show_note
 from paraplan.errors import UsageError
 
 
@@ -29,7 +30,7 @@ class OldCheckOptions:
         if self.check is not None:
             if any(file is not None for file in files):
                 raise UsageError("a check writes no plan, report or trace", hint="leave out -o, --html and --trace")
-            typer.echo(f"note: recommend --check is now: paraplan verify {self.check}", err=True)
+            show_note(f"recommend --check is now: paraplan verify {self.check}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from paraplan.cli.options import (
     count,
 )
 from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
+from paraplan.cli.terminal import show_note
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class SearchOptions:
             memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
             **training.fields,
         )
-        typer.echo(f"note: the largest bundled model that trains without offload is {found.name}", err=True)
+        show_note(f"the largest bundled model that trains without offload is {found.name}")
         return found
 
     @property
@@ -277,7 +278,7 @@ def recommend(
     batch = training.global_batch or SEQUENCES_PER_GPU * cluster.num_gpus
     if training.global_batch is None:
         assumed = f"a global batch of {batch} is assumed, {SEQUENCES_PER_GPU} sequences a GPU"
-        typer.echo(f"note: {assumed}: --global-batch says otherwise", err=True)
+        show_note(f"{assumed}: --global-batch says otherwise")
     asked = training_of(spec, seq_length=training.seq_len, global_batch_size=batch, **training.fields)
     training.say_length(spec, asked.seq_length)
     request = search.request(plan, for_report=html is not None)

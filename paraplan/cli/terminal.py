@@ -78,6 +78,11 @@ def in_lines(text: str, stream: IO[str], *, indent: int = 0, later_indent: int =
     return "\n".join(lines)
 
 
+def show_note(text: str) -> None:
+    """Write a remark on stderr."""
+    sys.stderr.write(in_lines(f"note: {text}", sys.stderr, later_indent=2) + "\n")
+
+
 class _WithoutEnds:
     """A stream that leaves out spaces at the ends of lines: tables fill their last column with them."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paraplan.api.inspection import inspect_machine, save_inspected, thresholds_of
+from paraplan.cli.terminal import show_note
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:  # imported where they are needed, so that the command answers at once
@@ -187,4 +188,4 @@ def _save(survey: MachineSurvey, path: Path) -> None:
     machine = save_inspected(survey, path)
     typer.echo(f"saved: {path}; use it with --profile {path}", err=True)
     for note in machine.notes:
-        typer.echo(f"note: {note}", err=True)
+        show_note(note)
