@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 import traceback
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from paraplan.errors import PREEMPTED_EXIT_STATUS, CheckFailedError, ParaplanErr
 from paraplan.launch.elastic.health import LeftOutError
 from paraplan.launch.elastic.launch import make_config
 from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.faults.failures import RankFailure, first_failure, first_node_failure, read_failure
+from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, first_node_failure, read_failure
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
 from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
 from paraplan.launch.faults.report import (
@@ -35,6 +36,7 @@ from paraplan.launch.faults.report import (
     say,
     write_report,
 )
+from paraplan.launch.nodes.doors import Doors, open_doors
 from paraplan.launch.nodes.native_calls import silence_torch_log
 from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
 from paraplan.launch.planning import PlannerRequest, make_plan
@@ -109,6 +111,19 @@ def _say_summary(job: JobRecord, elapsed_s: float) -> None:
 def _run(
     request: LaunchRequest, job: JobRecord, *, spawner: SpawnerHandle, fork: bool, imported_threads: str | None
 ) -> int:
+    with closing(open_doors(request.spec, request.nodes, os.environ)) as doors:  # until the nodes have told each other
+        return _run_behind(doors, request, job, spawner=spawner, fork=fork, imported_threads=imported_threads)
+
+
+def _run_behind(
+    doors: Doors,
+    request: LaunchRequest,
+    job: JobRecord,
+    *,
+    spawner: SpawnerHandle,
+    fork: bool,
+    imported_threads: str | None,
+) -> int:
     keeps_logs = not request.spec.no_logs
     try:
         node = None
@@ -119,6 +134,7 @@ def _run(
             request,
             spawner=spawner,
             job=job,
+            doors=doors,
             fork=fork,
             imported_threads=imported_threads,
             keeps_logs=keeps_logs,
@@ -256,13 +272,15 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         of_all = job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
         context = replace(context, is_host_gone=job.store.is_lost, stops=tuple(job.store.stops.values()))
     first_of_all = first_node_failure(of_all)
+    places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)
+    context = replace(context, places_elsewhere=places)
     if first_of_all is mine:
-        places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)
-        context = replace(context, num_nodes=1 if len(of_all) > 1 else context.num_nodes, places_elsewhere=places)
+        context = replace(context, num_nodes=1 if len(of_all) > 1 else context.num_nodes)
         write_report(render_failures(job.failures, context))
     else:
         write_report(render_failure_elsewhere(first_of_all, job.failures, context))
-    return first_of_all.exit_status
+    is_end_of_another = first_of_all.cause is Cause.STOPPED and bool(context.stops)
+    return 1 if is_end_of_another else first_of_all.exit_status
 
 
 def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:

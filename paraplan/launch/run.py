@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
 from paraplan.launch.live.answers import LiveJob
 from paraplan.launch.live.server import LiveServer
-from paraplan.launch.nodes.doors import open_doors
+from paraplan.launch.nodes.doors import Doors, open_doors
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preemption import notice_reader, watch_for_notice
@@ -75,11 +76,8 @@ def run(args: Namespace) -> None:
 
 def _run_spec(spec: LaunchSpec) -> None:
     request = check_request(spec, num_gpus=count_gpus(), current_folder=Path.cwd())
-    spawner = open_spawner()
-    try:
-        run_job(request, spawner=spawner, job=JobRecord(), fork=False)
-    finally:
-        spawner.close()
+    with closing(open_spawner()) as spawner, closing(open_doors(spec, request.nodes, os.environ)) as doors:
+        run_job(request, spawner=spawner, job=JobRecord(), doors=doors, fork=False)
 
 
 def count_gpus() -> int:
@@ -92,6 +90,7 @@ def run_job(
     *,
     spawner: SpawnerHandle,
     job: JobRecord,
+    doors: Doors,
     fork: bool,
     imported_threads: str | None = None,
     keeps_logs: bool = False,
@@ -100,14 +99,14 @@ def run_job(
     """Run the ranks of this node until all have ended; return torch's results by rank.
 
     `imported_threads` is the OMP_NUM_THREADS that torch was imported with, for ranks that are forked. `job` is written
-    while the job runs. `keeps_logs` copies what ranks write to files, in a folder that stays; else a folder that nobody
-    asked for is removed at the end. `node` are this machine's GPUs where they are known.
+    while the job runs; its nodes meet through `doors`. `keeps_logs` copies what ranks write to files, in a folder that
+    stays; else a folder that nobody asked for is removed at the end. `node` are this machine's GPUs where they are
+    known.
     Raises torch's ChildFailedError, SignalException and rendezvous errors.
     """
     spec = request.spec
     job.plan = request.file
     job.folder = folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
-    doors = open_doors(spec, request.nodes, os.environ)
     before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
     server = LiveServer(_live_job(request, job, folder))

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
 from paraplan.launch.faults.calls import Call, RankCalls
-from paraplan.launch.faults.failures import Cause, ErrorRecord, RankFailure
+from paraplan.launch.faults.failures import Cause, ErrorRecord, NodeFailure, RankFailure
 from paraplan.launch.faults.memory_kills import MemoryKillScope
 from paraplan.launch.faults.report import (
     MAX_REPORT_LINES,
@@ -13,6 +14,7 @@ from paraplan.launch.faults.report import (
     as_node_failure,
     describe_exit,
     fit_to_width,
+    render_failure_elsewhere,
     render_failures,
 )
 from paraplan.launch.ranks import bootstrap
@@ -181,6 +183,37 @@ def test_the_rank_that_never_came_is_told_with_where_it_was_on_this_node_and_on_
     told = as_node_failure(failures, context)
     assert told.what.startswith("a collective timed out: ranks 0-1 waited 3 s")
     assert told.places == ("rank 2 was in get (queue.py:171), called from load (train.py:42)",)
+
+
+def test_ranks_that_were_stopped_since_another_node_is_gone_are_at_no_fault() -> None:
+    gone = "host node8: its launcher is gone, without a word"
+    failures = [failed(rank, cause=Cause.STOPPED, code=-15) for rank in (0, 1)]
+    context = ReportContext(hostname="node7", num_nodes=2, stops=(gone,), log_folder="runs/1")
+    assert render_failures(failures, context).splitlines() == [
+        f"paraplan: the job ends: {gone}",
+        "  on host node7 then ended: ranks 0-1 because the launcher stopped them",
+        "  logs: runs/1",
+    ]
+    own = failed(1)
+    assert render_failures([failures[0], own], context).startswith("paraplan: rank 1 failed first")
+
+
+def test_of_a_timeout_on_another_node_the_rank_that_never_came_is_told_where_it_is() -> None:
+    what = "a collective timed out: ranks 0-1 waited 6 s in all_reduce number 12 of ranks 0-3"
+    first = NodeFailure("node8", rank=0, cause=Cause.COMMUNICATION, time_ns=1, exit_status=1, what=what)
+    context = ReportContext(
+        hostname="node7", stopped=(3,), places_elsewhere=("host node9: rank 5 was in save (a.py:5)",)
+    )
+    said = render_failure_elsewhere(first, [failed(3, cause=Cause.STOPPED, code=-15)], context)
+    assert said.splitlines() == [
+        f"paraplan: on host node8 {what}",
+        "  rank 3 was stopped, by SIGSTOP or a debugger",
+        "  host node9: rank 5 was in save (a.py:5)",
+        "  on host node7 then ended: rank 3 because the launcher stopped it",
+    ]
+    other = replace(first, cause=Cause.OWN_ERROR, what="ValueError: the real bug")
+    headline = "paraplan: rank 0 failed first, on host node8: ValueError: the real bug"
+    assert render_failure_elsewhere(other, [failed(3)], context).splitlines()[0] == headline
 
 
 @pytest.mark.parametrize(

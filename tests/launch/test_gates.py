@@ -158,6 +158,33 @@ def test_a_launcher_that_proves_itself_learns_how_far_the_clocks_are_apart(host:
     assert set(host.doors.left) == {socket.gethostname()}
 
 
+def test_a_launcher_that_is_lost_is_out_of_the_round_at_once_unless_it_comes_back(host: Host) -> None:
+    name, other = socket.gethostname(), Doors(TOKEN)
+    other.enter(host.endpoint)
+    assert not host.doors.is_gone(name, os.getpid())
+    other.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while not host.doors.is_gone(name, os.getpid()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert host.doors.is_gone(name, os.getpid())
+    assert host.doors.is_gone(f"{name}.cluster.example", os.getpid())
+    assert not host.doors.is_gone(name, os.getpid() + 1), "another launcher of the host, in its place"
+    assert not host.doors.is_gone("elsewhere", os.getpid())
+    mine, lost = (name, os.getpid() + 1, 0), (name, os.getpid(), 0)
+    now = datetime.now(UTC)
+    seen = RoundState(participants={mine: 0, lost: 1}, last_seen=dict.fromkeys((mine, lost), now))
+    read = StateTranslator(host.doors.is_gone).to_state(StateTranslator().to_values(seen))
+    assert now - read.last_seen[lost] > timedelta(hours=1)
+    assert now - read.last_seen[mine] < timedelta(minutes=1)
+    again = Doors(TOKEN)
+    again.enter(host.endpoint)
+    while (host.doors.left or host.doors.gone) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not host.doors.is_gone(name, os.getpid())
+    assert host.doors.left == {}
+    again.close()
+
+
 def test_an_answer_that_is_played_back_opens_nothing(host: Host) -> None:
     nonce = b"1" * 32
     first = sent(host.port, b"%s %d %s\n" % (GREETING, PROTOCOL, nonce))

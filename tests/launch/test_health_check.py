@@ -60,6 +60,7 @@ def run_on_all(three_hosts: Hosts, tmp_path: Path, scratch: Path) -> Iterator[St
         node.stop()
 
 
+@pytest.mark.with_all  # beside other tests on two cores, a host that waits for a core is as slow as the link
 def test_a_host_whose_network_is_slow_is_named_left_out_and_the_others_train(
     three_hosts: Hosts, script: WriteScript, run_on_all: StartAll
 ) -> None:

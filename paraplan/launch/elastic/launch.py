@@ -7,7 +7,6 @@ import re
 import socket
 import uuid
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -105,7 +104,7 @@ def run_agent(
     """Run the job on this node under torch's elastic agent, until all ranks have ended.
 
     `before_start` is called after each rendezvous, before the ranks start. Raises torch's ChildFailedError for
-    a failed rank, its SignalException for a signal, and its rendezvous errors. `doors` are closed at the end.
+    a failed rank, its SignalException for a signal, and its rendezvous errors.
     """
     start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job, doors=doors)
     nodes = NodeRange(config.min_nodes, config.max_nodes)
@@ -113,16 +112,15 @@ def run_agent(
         NodeAgent, before_start=before_start, job=job, doors=doors, nodes=nodes, endpoint=config.rdzv_endpoint
     )
     node_rank = int(config.rdzv_configs.get("rank", 0))
-    with (
-        closing(doors),
-        made_of(
-            open_store=functools.partial(open_store, doors=doors),
-            open_static_store=functools.partial(open_static_store, node_rank=node_rank, doors=doors),
-            backend=functools.partial(SealedBackend, seal=doors.seal, nodes=nodes, endpoint=config.rdzv_endpoint),
-            start_processes=start,
-            open_store_of_ranks=functools.partial(_StoreOfRanks, doors=doors),
-            agent=None if has_own_agent() else agent,
+    with made_of(
+        open_store=functools.partial(open_store, doors=doors),
+        open_static_store=functools.partial(open_static_store, node_rank=node_rank, doors=doors),
+        backend=functools.partial(
+            SealedBackend, seal=doors.seal, nodes=nodes, endpoint=config.rdzv_endpoint, is_gone=doors.is_gone
         ),
+        start_processes=start,
+        open_store_of_ranks=functools.partial(_StoreOfRanks, doors=doors),
+        agent=None if has_own_agent() else agent,
     ):
         return launch_agent(config, program, program_arguments)
 

@@ -181,7 +181,8 @@ def _checked_plan(path: Path, spec: LaunchSpec, num_ranks: int) -> PlanFile:
             f"and --fake says {num_ranks}",
             hint=f"use --fake {file.plan.world_size}, or make a plan for {num_ranks}",
         )
-    check_supported(file.plan, precision=file.training.precision if file.training is not None else "fp32")
+    precision = file.training.precision if file.training is not None else "fp32"
+    check_supported(file.plan, precision=precision, linear_precision=file.linear_precision)
     return file
 
 

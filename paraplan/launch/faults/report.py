@@ -23,6 +23,7 @@ from paraplan.units import broken_between_words, format_bytes, printable, ranks_
 MAX_REPORT_LINES = 10
 _MAX_LINE = 200
 _MAX_PLACES = 3
+_TIMED_OUT = "a collective timed out"
 _ERROR_WORDS = ("error: ", "hint: ")
 
 
@@ -94,6 +95,8 @@ def render_error(error: ParaplanError) -> str:
 def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> str:
     """Return the report of a failed job: the first failure, what became of the other ranks, and the error itself."""
     first = first_failure(failures)
+    if first.cause is Cause.STOPPED and context.stops:  # before a rank noticed that those of another node are gone
+        return _render([f"the job ends: {'; '.join(context.stops)}", *_ends_here(failures, context)])
     is_elsewhere = _is_elsewhere(first, num_nodes=context.num_nodes)
     timeouts = _describe_timeouts(first, failures, context)
     head = [_headline(first, failures, context)]
@@ -119,8 +122,17 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
         head.append(_consequence(others))
     if context.log_folder:
         head.append(f"logs: {context.log_folder}")
-    lines = [*head, *_evidence(first, MAX_REPORT_LINES - len(head))]  # so that the error itself is the last line
+    return _render([*head, *_evidence(first, MAX_REPORT_LINES - len(head))])  # so that the error is the last line
+
+
+def _render(lines: Sequence[str]) -> str:
     return "".join(f"paraplan: {line}\n" if index == 0 else f"  {line}\n" for index, line in enumerate(lines))
+
+
+def _ends_here(failures: Sequence[RankFailure], context: ReportContext) -> list[str]:
+    """Return what became of this node's ranks where the cause is elsewhere, and where their logs are."""
+    logs = [f"logs: {context.log_folder}"] if context.log_folder else []
+    return [f"on host {context.hostname} {_consequence(failures)}", *logs]
 
 
 def describe_failures(failures: Sequence[RankFailure], *, num_nodes: int) -> str:
@@ -151,7 +163,7 @@ def _is_elsewhere(first: RankFailure, *, num_nodes: int) -> bool:
 
 def _describe_timeouts(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str | None:
     timeouts = describe_timeouts(failures, context.calls) if first.cause is not Cause.OWN_ERROR else None
-    return None if timeouts is None else f"a collective timed out: {timeouts}"
+    return None if timeouts is None else f"{_TIMED_OUT}: {timeouts}"
 
 
 def as_node_failure(failures: Sequence[RankFailure], context: ReportContext) -> NodeFailure:
@@ -172,11 +184,11 @@ def as_node_failure(failures: Sequence[RankFailure], context: ReportContext) -> 
 def render_failure_elsewhere(first: NodeFailure, failures: Sequence[RankFailure], context: ReportContext) -> str:
     """Return the report of a job whose first failure was on another node, with what became of this node's ranks."""
     head = [f"rank {first.rank} failed first, on host {first.host}: {first.what}"]
-    head.append(f"on host {context.hostname} {_consequence(failures)}")
-    if context.log_folder:
-        head.append(f"logs: {context.log_folder}")
-    lines = [*head, *first.evidence[-(MAX_REPORT_LINES - len(head)) :]]
-    return "".join(f"paraplan: {line}\n" if index == 0 else f"  {line}\n" for index, line in enumerate(lines))
+    if first.what.startswith(_TIMED_OUT):  # who waited is at no fault
+        places = [*describe_places(context.stacks, context.stopped), *context.places_elsewhere]
+        head = [f"on host {first.host} {first.what}", *places[:_MAX_PLACES]]
+    head += _ends_here(failures, context)
+    return _render([*head, *first.evidence[-(MAX_REPORT_LINES - len(head)) :]])
 
 
 def describe_exit(code: int) -> str:

@@ -19,7 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 import paraplan
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.endpoint import Endpoint, is_own_address
-from paraplan.launch.nodes.gate import Admission, Gate
+from paraplan.launch.nodes.gate import Admission, Gate, Launcher
 from paraplan.launch.nodes.handshake import RefusedError
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.job_token import Seal, job_token, random_token
@@ -30,18 +30,27 @@ from paraplan.launch.torch_private.texts import PORT_TAKEN
 _BACKLOG = 4096
 _TRIES = 5
 _HANDSHAKE_S = 10.0
+_COMES_BACK_S = 1.5
+"""A launcher that has lost its connection tries again twice a second."""
 _LOOPBACK = "127.0.0.1"
+
+
+def _short(name: str) -> str:
+    """Return the first part of a host's name: some say it with their domain."""
+    return name.partition(".")[0]
 
 
 def own_facts() -> dict[str, str]:
     """Return what a launcher says of itself to others."""
-    return {"host": socket.gethostname(), "paraplan": paraplan.__version__, "torch": str(torch.__version__)}
+    versions = {"paraplan": paraplan.__version__, "torch": str(torch.__version__)}
+    return {"host": socket.gethostname(), "pid": str(os.getpid()), **versions}
 
 
 @dataclass
 class Doors:
-    """The gates of one job on this node. `say` gets what is refused, in words; `left` the hosts whose launcher is gone.
+    """The gates of one job on this node. `say` gets what is refused, in words.
 
+    `left` are hosts without a launcher any more, and `gone` launchers, with when they were lost, by time.monotonic().
     `clock_offset_s` is how far the clock of the node that hosts the rendezvous is ahead of this one's; 0 on itself.
     """
 
@@ -49,6 +58,7 @@ class Doors:
     say: Callable[[str], None] = lambda text: None
     facts: Mapping[str, str] = field(default_factory=own_facts)
     left: dict[str, float] = field(default_factory=dict)
+    gone: dict[Launcher, float] = field(default_factory=dict)
     clock_offset_s: float | None = None
     _gates: list[Gate] = field(default_factory=list)
     _admissions: dict[tuple[str, int], Admission] = field(default_factory=dict)
@@ -92,13 +102,35 @@ class Doors:
         return store, self._open_gate(_listen(host, 0), sealed)
 
     def _open_gate(self, listener: socket.socket, store: socket.socket) -> int:
-        gate = Gate(listener, store, token=self.token, facts=self.facts, say=self.say, on_left=self._note_left)
+        gate = Gate(
+            listener,
+            store,
+            token=self.token,
+            facts=self.facts,
+            say=self.say,
+            on_came=self._note_came,
+            on_left=self._note_left,
+        )
         self._gates.append(gate)
         self._hosted.add(gate.port)
         return gate.port
 
-    def _note_left(self, host: str) -> None:
-        self.left[host] = time.monotonic()
+    def _note_came(self, launcher: Launcher) -> None:
+        self.left.pop(launcher.host, None)
+        self.gone.pop(launcher, None)
+
+    def _note_left(self, launcher: Launcher) -> None:
+        self.gone[launcher] = time.monotonic()
+        if not any(gate.has(launcher.host) for gate in self._gates):  # another one may have come in its place
+            self.left[launcher.host] = self.gone[launcher]
+
+    def is_gone(self, address: str, pid: int) -> bool:
+        """Whether a launcher, by its name in the rendezvous, was lost a while ago and has not come back."""
+        patience = time.monotonic() - _COMES_BACK_S
+        return any(
+            pid == one.pid and moment < patience and (address == one.source or _short(address) == _short(one.host))
+            for one, moment in list(self.gone.items())
+        )
 
     def enter(self, endpoint: Endpoint, *, timeout_s: float = _HANDSHAKE_S) -> None:
         """Be let in at an endpoint of another launcher, once. Raises `RefusedError` and OSError."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from paraplan.launch.nodes.endpoint import is_own_address
 from paraplan.launch.nodes.handshake import (
@@ -45,12 +45,21 @@ _MAX_OWN_WAITING = 2048
 _GREETING_S = 30.0  # for a launcher to prove itself
 
 
-class _Node:
-    """A launcher that has proved itself; `asks_ports` where its node's ports are those that the gate sees."""
+class Launcher(NamedTuple):
+    """A launcher that has proved itself; `pid` is 0 where it does not say."""
 
-    def __init__(self, channel: NodeChannel, *, host: str, asks_ports: bool) -> None:
+    host: str
+    source: str
+    """The address that it comes from."""
+    pid: int = 0
+
+
+class _Node:
+    """A launcher's connection; `asks_ports` where its node's ports are those that the gate sees."""
+
+    def __init__(self, channel: NodeChannel, *, launcher: Launcher, asks_ports: bool) -> None:
         self.channel = channel
-        self.host = host
+        self.launcher = launcher
         self.asks_ports = asks_ports
         self._lock = threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[bool]] = {}
@@ -96,11 +105,13 @@ class Gate:
         token: bytes,
         facts: Mapping[str, str],
         say: Callable[[str], None],
-        on_left: Callable[[str], None] = lambda host: None,
+        on_came: Callable[[Launcher], None] = lambda launcher: None,
+        on_left: Callable[[Launcher], None] = lambda launcher: None,
     ) -> None:
-        """Take the listening sockets of both; `on_left` gets the host of a launcher that is gone."""
+        """Take the listening sockets of both; `on_came` and `on_left` get launchers that come and are gone."""
         self._listener, self._store = listener, store
-        self._token, self._facts, self._say, self._on_left = token, dict(facts), say, on_left
+        self._token, self._facts, self._say = token, dict(facts), say
+        self._on_came, self._on_left = on_came, on_left
         self._relay = Relay()
         self._lock = threading.Lock()
         self._nodes: dict[str, list[_Node]] = {}
@@ -114,6 +125,11 @@ class Gate:
     def port(self) -> int:
         """The port that it listens on."""
         return int(self._listener.getsockname()[1])
+
+    def has(self, host: str) -> bool:
+        """Whether a launcher of a host is connected."""
+        with self._lock:
+            return any(node.launcher.host == host for known in self._nodes.values() for node in known)
 
     def close(self) -> None:
         """End all connections."""
@@ -201,7 +217,6 @@ class Gate:
         return connection
 
     def _serve_node(self, connection: socket.socket, source: str) -> None:
-        host = source
         node: _Node | None = None
         try:
             deadline = threading.Timer(_GREETING_S, close_connection, (connection,))
@@ -212,12 +227,13 @@ class Gate:
                 hello = channel.receive()
             finally:
                 deadline.cancel()
-            host = str(hello.get("host", source))
+            launcher = Launcher(str(hello.get("host", source)), source, int(hello.get("pid", 0)))
             mine = list(connection.getpeername()[:2])
             mine[0] = source
-            node = _Node(channel, host=host, asks_ports=hello.get("address") == mine)
+            node = _Node(channel, launcher=launcher, asks_ports=hello.get("address") == mine)
             with self._lock:
                 self._nodes.setdefault(source, []).append(node)
+            self._on_came(launcher)
             channel.send(time_s=time.time(), **self._facts)
             connection.settimeout(None)
             node.listen()
@@ -235,7 +251,7 @@ class Gate:
                     if not left:
                         del self._nodes[source]
                 if not self._is_closed:
-                    self._on_left(host)
+                    self._on_left(node.launcher)
 
     def _tell(self, source: str, reason: str) -> None:
         """Say once for each address that it was refused."""

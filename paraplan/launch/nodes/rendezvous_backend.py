@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from paraplan.launch.faults.report import say
@@ -22,12 +23,24 @@ class SealedBackend(StoreBackend):
 
     _is_cut_off = False
 
-    def __init__(self, store: Any, run_id: str, *, seal: Seal, nodes: NodeRange, endpoint: str) -> None:
-        """Take torch's arguments, and what signs the state. Raises `NoRendezvousError` for contradictory `nodes`."""
+    def __init__(
+        self,
+        store: Any,
+        run_id: str,
+        *,
+        seal: Seal,
+        nodes: NodeRange,
+        endpoint: str,
+        is_gone: Callable[[str, int], bool] = lambda address, pid: False,
+    ) -> None:
+        """Take torch's arguments, what signs the state, and what tells launchers that are lost.
+
+        Raises `NoRendezvousError` for contradictory `nodes`.
+        """
         super().__init__(store, run_id)
         require_same_nnodes(store, nodes, endpoint=endpoint, seal=seal)
         self._seal = seal
-        self._translator = StateTranslator()
+        self._translator = StateTranslator(is_gone)
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """Return the state as torch's holder takes it, and what is compared when it is set."""
