@@ -73,7 +73,8 @@ def init(
             hint=f"start {chosen.world_size} ranks, or make a plan for {world.size}",
         )
     precision = _agreed_precision(precision, file)
-    check_supported(chosen, precision=precision)
+    linear = "16bit" if file is None else file.linear_precision
+    check_supported(chosen, precision=precision, linear_precision=linear)
     if is_compiled(file):
         _check_compilable(chosen)
     check_devices(chosen, torch.cuda.device_count())

@@ -123,6 +123,7 @@ def recompute_and_shard(
         in_halves=plan.pipeline_schedule == "zero_bubble",
         are_all=plan.pp == 1,
         keeps=again.keeps,
+        every_second=again.every_second,
     )
     return apply_data_parallelism(
         module,

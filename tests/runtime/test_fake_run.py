@@ -167,3 +167,23 @@ def test_selective_recompute_frees_the_statistics_of_the_attention_core() -> Non
     # One fp32 number for each of four heads and token, of each block but the last, which may be run again at the peak.
     statistics = 4 * 4 * 256 * TOKENS
     assert kept("selective") <= kept("none") - (NUM_BLOCKS - 1) * statistics
+
+
+class DropoutBlock(Block):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        change: torch.Tensor = self.down(F.dropout(torch.relu(self.up(hidden)), 0.1))
+        return hidden + change
+
+
+class DropoutModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DropoutBlock() for _ in range(NUM_BLOCKS))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective_ops", "full"])
+def test_ranks_that_draw_on_their_parts_are_traced_in_repeated_blocks_too(recompute: str) -> None:
+    plan = ParallelPlan.model_validate({"tp": 2, "recompute": recompute})
+    training = TrainingSpec(global_batch_size=1, seq_length=TOKENS, precision="fp32")
+    traced = trace_memory(DropoutModel, plan=plan, training=training)
+    assert traced.parameter_bytes < 4 * PARAMETERS

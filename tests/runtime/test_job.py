@@ -48,6 +48,9 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers() -> None:
 def test_a_plan_that_cannot_be_executed_is_refused_at_the_start() -> None:
     with pytest.raises(UnsupportedPlanError, match="offload=parameters, zero_stage=0"):
         runtime.init(ParallelPlan(offload="parameters"))
+    narrow = TrainingSpec(global_batch_size=1, seq_length=8, precision="bf16", linear_precision="fp8")
+    with pytest.raises(UnsupportedPlanError, match="linear_precision=fp8: the runtime multiplies"):
+        runtime.init(PlanFile(plan=ParallelPlan(), training=narrow))
 
 
 def test_the_precision_is_that_of_the_plan_file() -> None:

@@ -20,7 +20,7 @@ from training_cases import HIDDEN, TOKENS, VOCABULARY, AttentionLayer, Transform
 
 from paraplan import runtime
 from paraplan.errors import ParaplanError
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.runtime import RecomputePolicy
 from paraplan.runtime.recompute.blocks import recompute_blocks
 from paraplan.runtime.recompute.policy import recomputed_blocks
@@ -141,6 +141,19 @@ def test_policies_train_as_one_process_under_every_axis(ranks: RankHarness, one_
 
 
 @pytest.mark.ranks
+def test_recompute_of_chosen_operations_trains_as_one_process_under_every_axis(
+    ranks: RankHarness, one_process: Any
+) -> None:
+    first = [TWO_RANKS[0], TWO_RANKS[3], TWO_RANKS[5], TWO_RANKS[6], TWO_RANKS[7], TWO_RANKS[8]]
+    plans = [*first, *with_all([plan for plan in TWO_RANKS if plan not in first])]
+    cases = [(plan.replace(recompute="selective_ops"), "none") for plan in plans]
+    cases.append((TWO_RANKS[0].replace(recompute="selective_ops"), "mixed"))
+    found = ranks.run(trained_all, cases, AttentionLayer, size=2)
+    for number in range(len(cases)):
+        assert_same([answers[number] for answers in found], one_process)
+
+
+@pytest.mark.ranks
 def test_policies_train_as_one_process_where_axes_meet(ranks: RankHarness, one_process: Any) -> None:
     cases = list(zip(FOUR_RANKS, ("products", "mixed", "products"), strict=True))
     cases = [*cases[:2], *with_all(cases[2:])]  # no rank cuts what another one computes again
@@ -180,13 +193,13 @@ class Calls(TorchDispatchMode):
         return sum(size for storage, size in self.made.values() if not storage.expired())
 
 
-def counted(policy: RecomputePolicy | None) -> tuple[Counter[str], int]:
+def counted(policy: RecomputePolicy | None, recompute: Recompute = "none") -> tuple[Counter[str], int]:
     """Return the operators of a backward pass of four blocks, and the bytes that the forward pass left for it."""
     torch.manual_seed(0)
     blocks = [AttentionLayer() for _ in range(4)]
-    again = recomputed_blocks(policy, ParallelPlan(), NAMES[:4])
+    again = recomputed_blocks(policy, ParallelPlan(recompute=recompute), NAMES[:4])
     chosen = [block for number, block in enumerate(blocks) if number in again.numbers]
-    recompute_blocks(chosen, again.recompute, keeps=again.keeps)
+    recompute_blocks(chosen, again.recompute, keeps=again.keeps, every_second=again.every_second)
     hidden = torch.randn(2, TOKENS, HIDDEN, requires_grad=True)
     with Calls() as forward:
         for block in blocks:
@@ -229,6 +242,17 @@ def gradients_of(
     assert given.grad is not None
     assert weight.grad is not None
     return [given.grad, weight.grad, torch.rand(3)]
+
+
+def test_chosen_operations_are_attention_and_every_second_linear_layer() -> None:
+    (full, full_bytes), (chosen, chosen_bytes) = counted(None, "full"), counted(None, "selective_ops")
+    hidden_bytes = 2 * TOKENS * HIDDEN * 4
+    statistics = chosen_bytes - full_bytes - 4 * (3 + 1 + 4) * hidden_bytes  # of qkv, attention and up, in four blocks
+    assert 0 <= statistics < 4 * hidden_bytes
+    # Of qkv, out, up and down the second runs again; the last one would, and nothing reads it.
+    assert (full["aten.addmm.default"], chosen["aten.addmm.default"]) == (4 * 3, 4)
+    assert chosen["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 0
+    assert chosen["aten.gelu.default"] == 4
 
 
 def test_a_kept_result_that_is_written_later_is_computed_again() -> None:

@@ -29,15 +29,16 @@ def recompute_blocks(
     in_halves: bool = False,
     are_all: bool = True,
     keeps: Callable[[Operator], bool] | None = None,
+    every_second: frozenset[str] = frozenset(),
 ) -> None:
     """Make `blocks` of a model, in their order, keep for the backward pass what `recompute` leaves them.
 
     `in_halves`: the schedule takes backward passes in two halves, both of which read what was computed again.
     `are_all`: these are all such blocks of the model, of which one at least must have attention to run again, or call
-    an operator of which `keeps` says that its results are kept, beside "full".
+    an operator of which `keeps` says that its results are kept, beside "full"; of `every_second` every second one is.
     """
     if recompute == "full":
-        choice = None if keeps is None else OperatorChoice(keeps)
+        choice = None if keeps is None else OperatorChoice(keeps, every_second)
         for block in blocks:
             recompute_in_backward(block, in_halves=in_halves, choice=choice)
         if choice is not None and are_all and blocks:

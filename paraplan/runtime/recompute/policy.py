@@ -30,6 +30,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_sca
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _ATTENTION = tuple(f"_scaled_dot_product_{name}" for name in (*_KERNELS, "fused_attention_overrideable"))
 # What torch takes apart before it calls an operator, by the operators that it may then call.
+_LINEAR = frozenset({"aten::mm", "aten::addmm"})
 _TAKEN_APART = {"linear": _PRODUCTS, "matmul": _PRODUCTS, "scaled_dot_product_attention": _ATTENTION}
 
 
@@ -37,8 +38,9 @@ _TAKEN_APART = {"linear": _PRODUCTS, "matmul": _PRODUCTS, "scaled_dot_product_at
 class RecomputePolicy:
     """Which blocks are run again in the backward pass in place of keeping what they computed, and what they keep.
 
-    It refines the plan's `recompute`: with "none" or "full" the chosen blocks are run again but for what `keep` names;
-    with "selective" it chooses the blocks whose attention core is run again, and `keep` is refused.
+    It refines the plan's `recompute`: with "none" or "full" the chosen blocks are run again but for what `keep` names,
+    and so with "selective_ops", where without `keep` it is what the plan keeps by itself; with "selective" it chooses
+    the blocks whose attention core is run again, and `keep` is refused.
     """
 
     blocks: BlockChoice | None = None
@@ -59,21 +61,31 @@ class RecomputedBlocks:
     recompute: Recompute
     numbers: frozenset[int]
     keeps: Callable[[Operator], bool] | None = None
+    every_second: frozenset[str] = frozenset()
+    """Operators ("aten::mm"), counted together in the order in which a block calls them; the second, the fourth and so
+    on are not kept."""
 
 
 def recompute_kind(policy: RecomputePolicy | None, plan: ParallelPlan) -> Recompute:
     """Return what of blocks is run again under `plan` refined by `policy`."""
+    if plan.recompute == "selective_ops":
+        return "full"
     return plan.recompute if policy is None or plan.recompute == "selective" else "full"
 
 
 def recomputed_blocks(policy: RecomputePolicy | None, plan: ParallelPlan, names: Sequence[str]) -> RecomputedBlocks:
     """Return which of the blocks `names` are run again.
 
+    Under recompute=selective_ops they keep attention kernels and every second product of linear layers, as torchtitan's
+    policy has it (torchtitan/distributed/activation_checkpoint.py); there products with a bias are not counted.
     Raises `UsageError` for blocks or operators that there are not, and `PlanError` for a model without blocks or a plan
     that `policy` contradicts.
     """
+    chooses_itself = plan.recompute == "selective_ops"
     if policy is None:
-        return RecomputedBlocks(plan.recompute, frozenset(range(len(names))))
+        if not chooses_itself:
+            return RecomputedBlocks(plan.recompute, frozenset(range(len(names))))
+        policy = RecomputePolicy()
     if not names:
         raise PlanError(
             "a recompute policy, but the model has no repeated blocks to recompute",
@@ -86,7 +98,11 @@ def recomputed_blocks(policy: RecomputePolicy | None, plan: ParallelPlan, names:
             "operators to keep",
             hint="use a plan with recompute=full, or leave out keep",
         )
-    return RecomputedBlocks(recompute_kind(policy, plan), _numbers(policy.blocks, plan, names), keeps)
+    numbers = _numbers(policy.blocks, plan, names)
+    if chooses_itself and keeps is None:
+        keeps = _keeps((*(name.removeprefix("aten::") for name in _LINEAR), "scaled_dot_product_attention"))
+        return RecomputedBlocks("full", numbers, keeps, every_second=_LINEAR)
+    return RecomputedBlocks(recompute_kind(policy, plan), numbers, keeps)
 
 
 def check_operators(policy: RecomputePolicy | None, *, compiled: bool) -> None:
@@ -209,6 +225,8 @@ class OperatorChoice:
     """Which operators' results blocks keep; `num_kept` counts them, and `others` are those called until the first."""
 
     keeps: Callable[[Operator], bool]
+    every_second: frozenset[str] = frozenset()
+    """See `RecomputedBlocks`."""
     num_kept: int = 0
     others: set[str] = field(default_factory=set)
     _known: dict[Any, bool] = field(default_factory=dict)
@@ -219,6 +237,10 @@ class OperatorChoice:
         if known is None:
             known = self._known[operator] = is_keepable(operator) and self.keeps(operator)
         return known
+
+    def takes_turns(self, operator: Any) -> bool:
+        """Whether of `operator` and others only every second result is kept."""
+        return bool(self.every_second) and isinstance(operator, OpOverload) and _name_of(operator) in self.every_second
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a run that keeps results, and of the one in the backward pass that takes them."""
@@ -266,6 +288,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def __init__(self, choice: OperatorChoice, kept: dict[Any, _Result]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._choice, self._kept, self._calls = choice, kept, _Calls()
+        self._turns = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -278,10 +301,15 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         tensors = _tensors(result)
         if not tensors or tensors[0].is_meta:  # code that finds out shapes
             return result
+        key = self._calls.key(func, args, kwargs)
+        if self._choice.takes_turns(func):
+            self._turns += 1
+            if self._turns % 2 == 0:
+                return result
         self._choice.num_kept += 1
         value = pytree.tree_map(_same_values, result)
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        self._kept[self._calls.key(func, args, kwargs)] = _Result(
+        self._kept[key] = _Result(
             value=value,
             versions=tuple(version_of(leaf) for leaf in _tensors(value)),
             random_states=_random_states(tensors[0].device) if draws else (),

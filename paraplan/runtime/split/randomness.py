@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.group import TensorGroup
-from paraplan.runtime.torch_private import TorchDispatchMode, pytree
+from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, pytree
 
 
 @contextmanager
@@ -24,7 +24,11 @@ def own_random_numbers(group: TensorGroup, device: torch.device, *, is_active: b
     if not is_active or group.handle is None:
         yield
         return
-    seed = int(torch.randint(2**48, ()))
+    drawn = torch.randint(2**48, ())
+    if isinstance(drawn, FakeTensor):  # a run without values
+        yield
+        return
+    seed = int(drawn)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         seed_generators(seed * group.size + group.index)
         yield
