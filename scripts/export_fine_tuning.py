@@ -14,7 +14,6 @@ from typing import Any
 from export_tools import MissingError, Says, module, shellcheck, words_for
 
 _SHORT = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "output_proj": "o", "o_proj": "o"}
-_TRL_LOSSES = {"chunked_nll": "chunked"}
 _MLP = ["down_proj", "gate_proj", "up_proj"]
 
 
@@ -36,6 +35,7 @@ def read_trl(path: Path) -> Says:
     named = [word for word in named if word != "accelerate.yaml"]
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig))
     _, training, model = parser.parse_args_and_config([*named, "--use_cpu", "true"])
+    assert training.loss_type in ("nll", "chunked_nll")  # TRL 1.16 has chunks for both, and the second as an alias
     bases = {"float32": "fp32", "bfloat16": "bf16"}
     peft = trl.get_peft_config(model)
     is_pure = model.dtype == "bfloat16" and peft is None
@@ -45,7 +45,7 @@ def read_trl(path: Path) -> Says:
         "seq_length": training.max_length,
         "compiled": bool(training.torch_compile),
         "precision": "bf16-pure" if is_pure else "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32",
-        "loss": "liger" if training.use_liger_kernel else _TRL_LOSSES.get(training.loss_type, "plain"),
+        "loss": "liger" if training.use_liger_kernel else "chunked" if "chunked_nll" in named else "plain",
     }
     if training.gradient_checkpointing:
         says["recompute"] = "full"

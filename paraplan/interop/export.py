@@ -50,7 +50,7 @@ TARGETS: dict[str, Target] = {
     "torchtitan-python": Target(
         to_torchtitan_python, "a function for later torchtitan's Python configuration", torchtitan_python_gaps
     ),
-    "trl": Target(to_trl, "TRL: a script with accelerate's configuration and trl sft", trl_gaps),
+    "trl": Target(to_trl, "TRL: a script with accelerate's configuration and trl sft, dpo, reward or grpo", trl_gaps),
     "axolotl": Target(to_axolotl, "axolotl's YAML", axolotl_gaps),
     "torchtune": Target(to_torchtune, "the YAML of torchtune's recipes", torchtune_gaps),
     "slurm": Target(to_slurm, "an sbatch script that starts paraplan launch"),
@@ -59,6 +59,11 @@ TARGETS: dict[str, Target] = {
     "jobset": Target(to_jobset, "Kubernetes: a JobSet"),
     "skypilot": Target(to_skypilot, "SkyPilot's YAML"),
 }
+
+_LEARNS_FROM_MORE = "trl"
+"""The target that knows tasks beside training on given sequences."""
+_BENEATH_TRL = (_LEARNS_FROM_MORE, "accelerate", "hf-trainer")
+"""Targets whose plans TRL runs: its trainers are those of transformers, under accelerate."""
 
 _KNOWN_AS = {
     **dict.fromkeys(("kubernetes", "k8s", "kubeflow"), "pytorchjob, trainjob or jobset, and --image"),
@@ -90,6 +95,12 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
             "target",
             hint="export DDP over as many ranks",
         )
+    task = subject.training.task if subject.training is not None else "sft"
+    if task != "sft" and target != _LEARNS_FROM_MORE:
+        raise UnsupportedPlanError(
+            f"{target} has no words for --task {task}: its file trains on given sequences",
+            hint=f"use --to {_LEARNS_FROM_MORE}, or plan without --task",
+        )
     exported = TARGETS[target].write(subject)
     if exported.gaps and not partial:
         listed = "".join(f"\n  {gap}" for gap in exported.gaps)
@@ -102,6 +113,8 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
 
 def why_inexpressible(target: str, plan: ParallelPlan, training: TrainingSpec, num_blocks: int) -> str | None:
     """Return what the configuration of a target cannot say of a plan, None where it says all."""
+    if training.task != "sft" and target not in _BENEATH_TRL:
+        return f"task={training.task}: {target}'s file trains on given sequences"
     gaps_of = TARGETS[target].gaps
     assert gaps_of is not None, f"{target} runs no plans itself"
     file = PlanFile(plan=plan, training=training, model=ModelReference(name="model", num_blocks=num_blocks))

@@ -10,7 +10,7 @@ from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.plan.files import ClusterReference, PlanFile
 from paraplan.plan.parallel import Axis, ParallelPlan
-from paraplan.plan.support import unsupported_reason
+from paraplan.plan.support import narrow_reason, unsupported_reason
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
 from paraplan.units import one_line
@@ -174,7 +174,8 @@ def runtime_gap(subject: Subject) -> list[Gap]:
     model, training, framework = subject.file.model, subject.training, subject.file.framework
     if framework is not None:
         return [Gap(part=f"framework={framework}", reason="the plan was made for it, and paraplan does not launch it")]
-    reason = unsupported_reason(
+    reason = None if training is None else narrow_reason(training.linear_precision)
+    reason = reason or unsupported_reason(
         subject.plan,
         num_blocks=model.num_blocks if model is not None else None,
         precision=training.precision if training is not None else None,
@@ -192,16 +193,18 @@ def launch_words(subject: Subject, *, plan_path: str) -> str:
     return shlex.join([*order, "--plan", plan_path, subject.script])
 
 
-def shared_notes(subject: Subject, *, compiles: bool = False) -> list[str]:
+def shared_notes(subject: Subject, *, compiles: bool = False, narrows: bool = False) -> list[str]:
     """Return what a trainer's format has no place for: missing precision and the like, the order of GPUs, compiling.
 
-    `compiles` says that the format has a place for torch.compile.
+    `compiles` says that the format has a place for torch.compile, `narrows` one for products in 8 bits.
     """
     notes = []
     if subject.training is None:
         notes.append("precision, optimizer and sequence length: not in the plan file")
     elif subject.training.compiled and not compiles:
         notes.append("torch.compile: the plan was made for compiled blocks")
+    if subject.training is not None and subject.training.linear_precision != "16bit" and not narrows:
+        notes.append(f"linear layers in {subject.training.linear_precision}: the plan was made for them")
     if subject.gpu_order is not None:
         notes.append(f"CUDA_VISIBLE_DEVICES={subject.gpu_order}: in this order groups use the fastest links")
     return notes

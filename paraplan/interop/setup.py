@@ -9,7 +9,14 @@ from pydantic import ValidationError
 from paraplan.errors import PlanError
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import AttentionKind, LossKernel, OptimizerName, TrainingPrecision, optimizer_name
+from paraplan.plan.training import (
+    AttentionKind,
+    LinearPrecision,
+    LossKernel,
+    OptimizerName,
+    TrainingPrecision,
+    optimizer_name,
+)
 from paraplan.records import Record
 
 
@@ -33,6 +40,7 @@ class Setup(Record):
     base_weights: WeightFormat | None = None
     loss: LossKernel | None = None
     compiled: bool | None = None
+    linear_precision: LinearPrecision | None = None
     model_name: str | None = None
     says_gpus: bool = True
     notes: tuple[str, ...] = ()
@@ -40,7 +48,7 @@ class Setup(Record):
     @property
     def training(self) -> dict[str, object]:
         """The fields of a `TrainingSpec` that the configuration says, but for batch and length."""
-        names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled")
+        names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled", "linear_precision")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

@@ -82,6 +82,8 @@ def test_what_the_runtime_does_not_execute_is_a_gap_where_paraplan_launches(targ
     (gap,) = export_plan(made, target, partial=True).gaps
     assert "paraplan.runtime does not execute it" in gap.reason
     assert export_plan(subject("zero-3"), target).gaps == ()
+    (gap,) = export_plan(subject("zero-3", linear_precision="fp8"), target, partial=True).gaps
+    assert gap.part == "linear_precision=fp8"
 
 
 def test_ddp_in_accelerate() -> None:
@@ -149,6 +151,13 @@ def test_deepspeed_is_told_of_optimizers_that_it_would_refuse() -> None:
     assert "zero_allow_untested_optimizer" not in read("deepspeed", "zero-3")
     notes = export_plan(subject("zero-3 offloaded"), "deepspeed", partial=True).notes
     assert any("DeepSpeedCPUAdam" in note for note in notes)
+
+
+def test_the_modules_that_galore_projects_are_named_where_the_trainer_asks_for_them() -> None:
+    made = subject({"dp": 8}, optimizer="galore_adamw", precision="bf16-pure")
+    assert json.loads(export_plan(made, "hf-trainer").text)["optim_target_modules"] == "all-linear"
+    assert yaml.safe_load(export_plan(made, "axolotl").text)["optim_target_modules"] == "all-linear"
+    assert "--optim_target_modules all-linear" in export_plan(made, "trl").text
 
 
 def test_deepspeeds_precision_and_tensor_parallelism() -> None:
@@ -362,6 +371,16 @@ def test_megatron_bridge_says_what_megatron_lm_says() -> None:
     assert config["ddp"]["data_parallel_sharding_strategy"] == "optim_grads_params"
     assert config["mixed_precision"] == "bf16_mixed"
     assert read("megatron-bridge", "pipeline")["dist"]["use_tp_pp_dp_mapping"] is True
+
+
+def test_products_below_16_bits_are_megatrons_and_a_note_of_others() -> None:
+    plan = {"dp": 8, "zero_stage": 1}
+    made = {linear: subject(plan, linear_precision=linear) for linear in ("fp8", "mxfp8", "nvfp4")}
+    recipes = ["bf16_with_fp8_current_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"]
+    texts = [export_plan(one, "megatron-bridge").text for one in made.values()]
+    assert [yaml.safe_load(text)["mixed_precision"] for text in texts] == recipes
+    assert "--fp8-format e4m3" in export_plan(made["mxfp8"], "megatron-lm").text
+    assert any("linear layers in fp8" in note for note in export_plan(made["fp8"], "deepspeed").notes)
 
 
 def test_the_plan_travels_with_a_pod_unchanged() -> None:

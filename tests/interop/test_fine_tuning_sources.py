@@ -10,7 +10,7 @@ import pytest
 from exported_plans import subject
 
 from paraplan.api.imported import Tool, import_plan
-from paraplan.errors import PlanError
+from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.interop.export import export_plan
 from paraplan.interop.setup import Setup
 
@@ -113,6 +113,34 @@ def test_a_plan_with_momentum_is_exported_with_it(target: str) -> None:
     assert "momentum=0.9" in text
 
 
+@pytest.mark.parametrize(
+    ("task", "first", "words"),
+    [
+        ("dpo", "trl dpo", "--per_device_train_batch_size 1"),
+        ("dpo:precomputed", "trl dpo", "--precompute_ref_log_probs true"),
+        ("reward", "trl reward", "--per_device_train_batch_size 1"),
+        (
+            "grpo:completion=256,gpus=2",
+            "trl grpo",
+            "--max_completion_length 256 --beta 0 --use_vllm true --vllm_mode server",
+        ),
+        ("grpo:beta=0.1", "trl grpo", "--beta 0.1 --use_vllm true --vllm_mode colocate"),
+    ],
+)
+def test_tasks_beside_given_sequences_are_trls(task: str, first: str, words: str) -> None:
+    made = subject("zero-3")
+    assert made.training is not None
+    trained = made.file.replace(training=made.training.replace(task=task))
+    asked = made.model_copy(update={"file": trained})
+    command = export_plan(asked, "trl").text.splitlines()[-1]
+    assert command.startswith(first)
+    assert words in command
+    for target in ("axolotl", "deepspeed", "slurm", "torchtune"):
+        with pytest.raises(UnsupportedPlanError, match=f"{target} has no words for --task") as caught:
+            export_plan(asked, target, partial=True)
+        assert "--to trl" in str(caught.value.hint)
+
+
 def test_machines_that_nobody_names_are_said_to_be_assumed(read: Any) -> None:
     notes = read(FACTORY + "fsdp: full_shard\n").notes
     assert "no GPUs are named: 1 assumed, --profile and --nodes say otherwise" in notes
@@ -141,3 +169,8 @@ NESTED = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" fo
 def test_odd_configurations_are_read_or_refused_in_a_sentence(read: Any, text: str, words: str) -> None:
     with contextlib.suppress(PlanError):
         assert read(text + words).plan.world_size >= 1
+
+
+def test_llama_factorys_galore_is_an_optimizer(read: Any) -> None:
+    assert read(FACTORY + "finetuning_type: full\nuse_galore: true\n").optimizer == "galore_adamw"
+    assert read(FACTORY + "finetuning_type: full\n").optimizer == "adamw"

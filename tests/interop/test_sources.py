@@ -166,10 +166,8 @@ def test_one_process_of_accelerate_is_one_rank() -> None:
 
 
 def test_what_is_priced_otherwise_is_noted() -> None:
-    notes = megatron(
-        "--micro-batch-size 1 --recompute-granularity full --recompute-method block --fp8-format hybrid"
-    ).notes
-    assert [note.split()[0].rstrip(":") for note in notes] == ["--recompute-method", "--fp8-format"]
+    notes = megatron("--micro-batch-size 1 --recompute-granularity full --recompute-method block").notes
+    assert [note.split()[0].rstrip(":") for note in notes] == ["--recompute-method"]
     zero = {"stage": 3, "zero_hpz_partition_size": 8}
     notes = deepspeed(train_micro_batch_size_per_gpu=1, zero_optimization=zero).notes
     assert any("zero_hpz_partition_size=8" in note for note in notes)
@@ -386,3 +384,14 @@ def test_whatever_is_read_is_a_setup_or_a_users_error(
     ):
         with contextlib.suppress(ParaplanError):
             assert read().plan.world_size >= 1
+
+
+def test_megatrons_narrow_products_and_recomputed_modules_are_read() -> None:
+    plain = "--tensor-model-parallel-size 1 --micro-batch-size 1 --global-batch-size 64 --bf16 "
+    assert megatron(plain).training.get("linear_precision") is None
+    assert megatron(plain + "--fp8-format hybrid").training["linear_precision"] == "fp8"
+    assert megatron(plain + "--fp8-format e4m3 --fp8-recipe mxfp8").training["linear_precision"] == "mxfp8"
+    assert megatron(plain + "--fp4-format e2m1").training["linear_precision"] == "nvfp4"
+    selective = plain + "--recompute-granularity selective"
+    assert megatron(selective).plan.recompute == "selective"
+    assert megatron(selective + " --recompute-modules layernorm moe_act").plan.recompute == "selective_ops"

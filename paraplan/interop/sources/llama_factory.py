@@ -40,7 +40,8 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: ReadF
     is_galore = fields.flag("use_galore")
     optimizer, found = trainer_optimizer(fields, "optim")
     if is_galore:
-        notes.append("use_galore: priced as plain AdamW, whose states are larger")
+        optimizer = "galore_adamw"
+        notes.append("use_galore: priced at rank 128")
     return setup.replace(
         precision=_precision(fields),
         optimizer=optimizer,

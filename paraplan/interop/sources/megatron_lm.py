@@ -11,7 +11,7 @@ from paraplan.errors import PlanError
 from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan, optimizer_of
 from paraplan.interop.targets.megatron_lm import PIPELINE_INSIDE_DATA
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
-from paraplan.plan.training import AttentionKind, TrainingPrecision
+from paraplan.plan.training import AttentionKind, LinearPrecision, TrainingPrecision
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _READ = frozenset(
@@ -86,6 +86,7 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
         framework="megatron-core" + local,
         seq_length=fields.count("--seq-length"),
         precision=_precision(fields),
+        linear_precision=_linear_precision(fields),
         optimizer=optimizer,
         attention=_attention(fields),
         notes=tuple(notes),
@@ -111,8 +112,6 @@ def _unpriced(fields: Fields) -> list[str]:
     notes = []
     if fields.text("--recompute-method") == "block":
         notes.append("--recompute-method block: recomputes some layers of a stage; priced as all of them")
-    if fields.text("--fp8-format") is not None:
-        notes.append("--fp8-format: priced as bf16")
     return notes
 
 
@@ -195,6 +194,8 @@ def _recompute(fields: Fields) -> str:
     granularity = fields.text("--recompute-granularity")
     if granularity not in (None, "full", "selective"):
         raise fields.error("--recompute-granularity", "full or selective")
+    if granularity == "selective" and fields.text("--recompute-modules") not in (None, "core_attn"):
+        return "selective_ops"  # of several modules the first is read
     if granularity is not None:
         return granularity
     if "--checkpoint-activations" in fields:
@@ -251,6 +252,16 @@ def _virtual(fields: Fields, pp: int, num_stages: int | None) -> int:
 
 def _precision(fields: Fields) -> TrainingPrecision:
     return "bf16" if "--bf16" in fields else "fp16" if "--fp16" in fields else "fp32"
+
+
+def _linear_precision(fields: Fields) -> LinearPrecision | None:
+    if _precision(fields) == "fp32":  # Megatron-LM multiplies in fewer bits beside 16-bit parameters alone
+        return None
+    if fields.text("--fp4-format") is not None:
+        return "nvfp4"
+    if fields.text("--fp8-format") is None:
+        return None
+    return "mxfp8" if fields.text("--fp8-recipe") == "mxfp8" else "fp8"
 
 
 def _attention(fields: Fields) -> AttentionKind | None:

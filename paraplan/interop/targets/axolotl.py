@@ -26,7 +26,7 @@ from paraplan.interop.targets.adapters import (
     whole_modules,
 )
 from paraplan.interop.targets.deepspeed import batch_and_zero, deepspeed_gaps
-from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZERS
+from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZERS, PROJECTED
 from paraplan.model.trainable import ALL_LINEAR, Trainable
 from paraplan.plan.training import TrainingSpec
 
@@ -89,6 +89,8 @@ def _training(subject: Subject, training: TrainingSpec, notes: list[str]) -> dic
         found["float32"] = True
     if training.optimizer in _OPTIMIZERS:
         found["optimizer"] = _OPTIMIZERS[training.optimizer]
+    if training.optimizer == "galore_adamw":
+        found["optim_target_modules"] = PROJECTED
     if training.optimizer == "sgd_momentum":
         found["optim_args"] = MOMENTUM
         notes.append(MOMENTUM_NOTE)

@@ -32,8 +32,13 @@ OPTIMIZERS = {
     "adafactor": "adafactor",
     "sgd": "sgd",
     "sgd_momentum": "sgd",
+    "schedule_free_adamw": "schedule_free_adamw",
+    "schedule_free_sgd": "schedule_free_sgd",
+    "galore_adamw": "galore_adamw",
 }
 """Names of `--optim` (`OptimizerNames` in training_args.py)."""
+PROJECTED = "all-linear"
+"""`--optim_target_modules` of GaLore, which the Trainer does not start without (trainer_optimizer.py)."""
 MOMENTUM = "momentum=0.9"
 """`--optim_args` of SGD with momentum."""
 MOMENTUM_NOTE = "momentum 0.9 is written; the plan file says no value"
@@ -59,6 +64,8 @@ def to_hf_trainer(subject: Subject) -> Exported:
         if training.optimizer == "sgd_momentum":
             arguments["optim_args"] = MOMENTUM
             notes.append(MOMENTUM_NOTE)
+        if training.optimizer == "galore_adamw":
+            arguments["optim_target_modules"] = PROJECTED
     if uses_deepspeed(plan):
         # The Trainer fills in "auto" from the arguments beside it.
         config = batch_and_zero(subject)

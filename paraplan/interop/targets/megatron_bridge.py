@@ -18,16 +18,29 @@ from paraplan.interop.targets.megatron_lm import (
 )
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.stages import even_split
+from paraplan.plan.training import LinearPrecision
 
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 _OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "sgd_momentum": "sgd", "muon": "muon"}
+
+
+_NARROW: dict[LinearPrecision, str] = {
+    "16bit": "",
+    "fp8": "_with_fp8_current_scaling",
+    "mxfp8": "_with_mxfp8",
+    "nvfp4": "_with_nvfp4",
+}
+"""Names of its recipes of precision (src/megatron/bridge/training/mixed_precision.py)."""
 
 
 def to_megatron_bridge(subject: Subject) -> Exported:
     """Return the overrides; the recipe of the model supplies the rest."""
     plan, training = subject.plan, subject.training
     gaps = megatron_gaps(subject)
-    notes = ["the model: start from its recipe, and give this file as the overrides", *shared_notes(subject)]
+    notes = [
+        "the model: start from its recipe, and give this file as the overrides",
+        *shared_notes(subject, narrows=True),
+    ]
     if plan.recompute == "selective_ops":
         notes.append(MODULES_NOTE)
     config: dict[str, object] = {
@@ -37,7 +50,8 @@ def to_megatron_bridge(subject: Subject) -> Exported:
     if training is not None:
         config["dataset"] = {"seq_length": training.seq_length}
         # null stands for fp32: left out, the recipe's own 16 bits would stay.
-        config["mixed_precision"] = f"{training.precision}_mixed" if training.precision != "fp32" else None
+        narrow = _NARROW[training.linear_precision]
+        config["mixed_precision"] = f"{training.precision}{narrow}_mixed" if training.precision != "fp32" else None
     optimizer = _optimizer(subject)
     if optimizer:
         config["optimizer"] = optimizer

@@ -20,6 +20,7 @@ from paraplan.interop.exported import (
 from paraplan.interop.quoting import comment
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, ParallelPlan
 from paraplan.plan.stages import even_split
+from paraplan.plan.training import LinearPrecision
 
 PIPELINE_INSIDE_DATA: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 """The order of --use-tp-pp-dp-mapping ('tp-cp-ep-pp-dp', innermost first), from outermost to innermost."""
@@ -36,6 +37,13 @@ _OPTIMIZERS = {
     "muon": ["--optimizer muon"],
 }
 _ATTENTION = {"flash": ["--attention-backend flash"], "eager": ["--attention-backend unfused"], "sdpa": []}
+_NARROW: dict[LinearPrecision, list[str]] = {
+    "16bit": [],
+    "fp8": ["--fp8-format hybrid", "--fp8-recipe tensorwise"],
+    "mxfp8": ["--fp8-format e4m3", "--fp8-recipe mxfp8"],
+    "nvfp4": ["--fp4-format e2m1", "--fp4-recipe nvfp4"],
+}
+"""Linear layers below 16 bits (megatron/training/arguments.py)."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -45,7 +53,7 @@ def to_megatron_lm(subject: Subject) -> Exported:
     notes = ["the model (--num-layers, --hidden-size ...), data and learning rate: arguments of this script"]
     if subject.layout.num_nodes > 1:
         notes.append("run it on every node, with FIRST_NODE replaced by the address of one of them")
-    notes += shared_notes(subject)
+    notes += shared_notes(subject, narrows=True)
     if subject.plan.recompute == "selective_ops":
         notes.append(MODULES_NOTE)
     arguments = "".join(f"  {argument}\n" for argument in megatron_arguments(subject))
@@ -85,6 +93,7 @@ def megatron_arguments(subject: Subject) -> list[str]:
     if training is not None:
         arguments.append(f"--seq-length {training.seq_length}")
         arguments += [f"--{training.precision}"] * (training.precision != "fp32")
+        arguments += _NARROW[training.linear_precision]
         arguments += _OPTIMIZERS.get(training.optimizer, []) + _ATTENTION[training.attention]
     return arguments
 

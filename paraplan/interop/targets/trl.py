@@ -1,6 +1,6 @@
-"""TRL: a script that writes accelerate's configuration and starts `trl sft` with it.
+"""TRL: a script that writes accelerate's configuration and starts `trl sft`, `dpo`, `reward` or `grpo` with it.
 
-Arguments as in TRL 1.16 (`ModelConfig`, `SFTConfig`); the launcher reads `--accelerate_config`.
+Arguments as in TRL 1.16 (`ModelConfig`, `SFTConfig` and its like); the launcher reads `--accelerate_config`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from paraplan.interop.targets.adapters import (
     trainable_of,
     whole_modules,
 )
-from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZERS
+from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZERS, PROJECTED
+from paraplan.plan.task import Task
 from paraplan.plan.training import TrainingSpec
 
 _ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
@@ -32,7 +33,8 @@ def to_trl(subject: Subject) -> Exported:
     """Return the script. TRL trains LoRA, DoRA and whole models, on plans that accelerate can express."""
     plan, gaps = subject.plan, trl_gaps(subject)
     notes = ["--dataset_name DATASET and the learning rate: the plan says neither"]
-    words = ["trl", "sft"]
+    task = subject.training.learns_from if subject.training is not None else Task()
+    words = ["trl", task.kind]
     text = ""
     if plan.world_size > 1:
         configured = to_accelerate(subject.model_copy(update={"script": "train.py"}))
@@ -44,7 +46,7 @@ def to_trl(subject: Subject) -> Exported:
     words += ["--model_name_or_path", (model.source or model.name) if model is not None else "MODEL"]
     notes.append("--model_name_or_path: the hub id or the folder of the model")
     words += ["--dataset_name", "DATASET", "--output_dir", "output"]
-    words += ["--per_device_train_batch_size", str(plan.micro_batch_size)]
+    words += ["--per_device_train_batch_size", str(plan.micro_batch_size // task.group)]
     words += ["--gradient_accumulation_steps", str(plan.num_microbatches)]
     # FSDP's own checkpointing stands in accelerate's file, and the Trainer refuses both.
     by_trainer = plan.recompute == "full" and "fsdp_config" not in text
@@ -58,12 +60,13 @@ def to_trl(subject: Subject) -> Exported:
 
 def _training_words(subject: Subject, training: TrainingSpec, notes: list[str]) -> list[str]:
     trainable = trainable_of(subject)
-    words = ["--max_length", str(training.seq_length), "--attn_implementation", _ATTENTION[training.attention]]
+    words = [*_task_words(training, notes), "--attn_implementation", _ATTENTION[training.attention]]
     if training.optimizer in OPTIMIZERS:
         words += ["--optim", OPTIMIZERS[training.optimizer]]
     if training.optimizer == "sgd_momentum":
         words += ["--optim_args", MOMENTUM]
         notes.append(MOMENTUM_NOTE)
+    words += ["--optim_target_modules", PROJECTED] if training.optimizer == "galore_adamw" else []
     loads = "float32" if training.precision == "fp32" or training.frozen_weights == "fp32" else "bfloat16"
     if trainable.is_full:
         loads = "bfloat16" if training.precision == "bf16-pure" else "float32"
@@ -97,6 +100,21 @@ def _training_words(subject: Subject, training: TrainingSpec, notes: list[str]) 
     return words
 
 
+def _task_words(training: TrainingSpec, notes: list[str]) -> list[str]:
+    """Return the length of sequences, and what the task has beyond it."""
+    task, length = training.learns_from, training.seq_length
+    if task.kind != "grpo":
+        return ["--max_length", str(length), *(["--precompute_ref_log_probs", "true"] if task.is_precomputed else [])]
+    completion = task.completion_tokens(length)
+    notes.append(f"prompts of at most {length - completion} tokens, --reward_funcs, --num_generations")
+    notes.append("--vllm_tensor_parallel_size where one GPU does not hold the model to generate: see paraplan estimate")
+    words = ["--max_completion_length", str(completion), "--beta", f"{task.beta:g}", "--use_vllm", "true"]
+    if task.generator_gpus:
+        notes.append(f"trl vllm-serve --model MODEL on {task.generator_gpus} further GPUs, started before")
+        return [*words, "--vllm_mode", "server"]
+    return [*words, "--vllm_mode", "colocate"]
+
+
 def trl_gaps(subject: Subject) -> list[Gap]:
     """Return what TRL's command and accelerate's configuration have no words for."""
     trainable, training = trainable_of(subject), subject.training
@@ -110,4 +128,7 @@ def trl_gaps(subject: Subject) -> list[Gap]:
         if gap.part not in named
     ]
     gaps += training_gap(training, "optimizer", tuple(OPTIMIZERS), "the Trainer has no such optimizer")
-    return gaps + training_gap(training, "loss", _LOSSES, "TRL has plain, chunked and Liger's losses")
+    losses = (
+        _LOSSES if training is None or training.task == "sft" else tuple(one for one in _LOSSES if one != "chunked")
+    )
+    return gaps + training_gap(training, "loss", losses, f"{' and '.join(losses)} are TRL's losses for this task")

@@ -1,0 +1,88 @@
+"""What a step learns from: single sequences, pairs of answers, or answers that the model itself has generated."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+from pydantic import Field
+
+from paraplan.errors import PlanError
+from paraplan.records import Record
+
+TaskKind = Literal["sft", "dpo", "reward", "grpo"]
+FORMS = "sft, dpo, dpo:precomputed, reward or grpo:completion=512,gpus=2,beta=0.04"
+
+
+class Task(Record):
+    """What a step learns from, with the passes and the memory that this takes beside the training itself."""
+
+    kind: TaskKind = "sft"
+    """sft: sequences (also pretraining). dpo: pairs of a chosen and a rejected answer, compared with a reference model
+    (Rafailov et al. 2023). reward: pairs, by a model whose head has one output. grpo: answers that the model generates
+    (Shao et al. 2024)."""
+    is_precomputed: bool = False
+    """The reference model's log-probabilities were computed before the training (TRL, precompute_ref_log_probs)."""
+    completion: int | None = Field(default=None, ge=1)
+    """Tokens of a sequence that are generated; None: half of it."""
+    generator_gpus: int = Field(default=0, ge=0, le=1_000_000)
+    """Further GPUs that generate; 0: those that train do."""
+    beta: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Weight of the distance to a reference model in GRPO; 0 has none, as in TRL."""
+
+    @property
+    def text(self) -> str:
+        """The words of `--task` that say this."""
+        fields = ["precomputed"] if self.is_precomputed else []
+        fields += [f"completion={self.completion}"] if self.completion else []
+        fields += [f"gpus={self.generator_gpus}"] if self.generator_gpus else []
+        fields += [f"beta={self.beta:g}"] if self.beta else []
+        return ":".join([self.kind, ",".join(fields)] if fields else [self.kind])
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a step runs a reference model: a copy as it was before, or the base model without its adapters."""
+        return (self.kind == "dpo" and not self.is_precomputed) or self.beta > 0
+
+    @property
+    def extra_forwards(self) -> int:
+        """Forward passes without gradients of each sequence, beside the one of the training.
+
+        GRPO's trainer computes the log-probabilities of what another engine has generated once more: its kernels round
+        otherwise (TRL, vllm_importance_sampling_correction).
+        """
+        return int(self.has_reference) + int(self.kind == "grpo")
+
+    def completion_tokens(self, seq_length: int) -> int:
+        """Return how many tokens of a sequence are generated."""
+        return min(seq_length, self.completion or max(1, seq_length // 2))
+
+    @property
+    def group(self) -> int:
+        """Sequences that belong together, and so to one micro-batch: the two of a pair."""
+        return 2 if self.kind in ("dpo", "reward") else 1
+
+
+@lru_cache(maxsize=64)
+def parse_task(text: str) -> Task:
+    """Return what the words of `--task` say. Raises `PlanError` for others, with what would do."""
+    kind, _, rest = text.strip().lower().partition(":")
+    values: dict[str, object] = {"kind": kind}
+    known = {"dpo": {"precomputed"}, "grpo": {"completion", "gpus", "beta"}}.get(kind, set())
+    for word in filter(None, rest.split(",")):
+        name, _, value = word.partition("=")
+        if name not in known:
+            raise PlanError(f"--task {kind} does not know {word!r}", hint=f"use {FORMS}")
+        if name == "precomputed" and not value:
+            values["is_precomputed"] = True
+            continue
+        field = {"gpus": "generator_gpus"}.get(name, name)
+        try:
+            in_thousands = name == "completion" and value.endswith("k")
+            values[field] = float(value) if name == "beta" else int(value[:-1]) * 1024 if in_thousands else int(value)
+        except ValueError:
+            raise PlanError(f"--task {text}: {value!r} is not a number", hint=f"use {FORMS}") from None
+    try:
+        return Task.model_validate(values)
+    except ValueError:
+        raise PlanError(f"--task does not know {text!r}", hint=f"use {FORMS}") from None
