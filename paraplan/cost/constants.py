@@ -10,7 +10,7 @@ class CostConstants(Record):
     """Named constants of the memory and time formulas. Defaults are published measurements, not fits to anyone's runs.
 
     Matmuls: over 183 bf16 shapes measured on A100 by the SimuMax project (configs/system),
-    `peak * 0.77 / ((1 + half_n/n + half_k/k) * last_wave)` with 8 us a kernel has 3.8 % error on shapes left out of the
+    `peak * 0.77 / ((1 + half_n/n + 130/k) * last_wave)` with 8 us a kernel has 3.8 % error on shapes left out of the
     fit (4.6 % without `last_wave`). Collectives: `profiles/links.json`; FlashAttention: `profiles/architectures`.
     """
 
@@ -23,8 +23,10 @@ class CostConstants(Record):
     """Share of the peak without tensor cores: 14 of 15.7 TFLOP/s on V100 (transformers-benchmarks, micro_bench)."""
     matmul_half_n: float = 39.0
     """Columns at which a matmul reaches half of its rate (SimuMax, see above)."""
-    matmul_half_k: float = 130.0
-    """Inner size at which a matmul reaches half of its rate (SimuMax, see above)."""
+    matmul_written_share: float = 0.81
+    """Share of the time of writing a product's result that no arithmetic hides: 2 m n bytes over the bandwidth are as
+    long as 161 steps of the inner size on the A100 PCIe of SimuMax's shapes, of which the fit finds 130. GPUs whose
+    arithmetic grew faster than their memory lose more."""
     matmul_launch_s: float = 8e-6
     """Seconds of a matmul of no size (SimuMax, see above)."""
     wave_share: float = 0.5

@@ -31,11 +31,14 @@ class MemoryEstimate(MemoryParts, _OfStage):
 
     The total is what `torch.cuda.max_memory_allocated` shows, `device_bytes` what `nvidia-smi` shows beside it. Parts
     are those of the peak's own moment: where activations are freed before all gradients are there, it has few of them.
-    `host_bytes` is what offload keeps in the host's memory for this rank.
+    `host_bytes` is what offload keeps in the host's memory for this rank. `cached_device_bytes` is what `nvidia-smi`
+    would show if the GPU were never full: where that is more than it has, torch's allocator has to give back what it
+    keeps for later. It gives back whole segments alone.
     """
 
     device_bytes: int
     host_bytes: int = 0
+    cached_device_bytes: int = 0
 
 
 class StepEstimate(Record):
@@ -228,7 +231,12 @@ def _memory_record(
     # A GPU that is full has the allocator give back what it keeps for later.
     on_device = min(at_most, max(at_least, workload.cluster.gpu_memory_bytes))
     return MemoryEstimate(
-        pipeline_stage=stage, **parts, total_bytes=total, device_bytes=on_device, host_bytes=round(on_host)
+        pipeline_stage=stage,
+        **parts,
+        total_bytes=total,
+        device_bytes=on_device,
+        host_bytes=round(on_host),
+        cached_device_bytes=at_most,
     )
 
 

@@ -41,6 +41,9 @@ _STEPS = {
     "paged_adamw_8bit": "fused",
     "lion": "fused",
     "lion_8bit": "fused",
+    "schedule_free_adamw": "foreach",
+    "schedule_free_sgd": "foreach",
+    "galore_adamw": "for_loop",
 }
 """How optimizers go over parameters: bitsandbytes has one kernel for each tensor."""
 
@@ -112,6 +115,8 @@ class KernelProfile(_Group):
     """Seconds of the host to start one collective of tensor parallelism, where `host_s_per_block` holds none."""
     default_attention: AttentionKind = "flash"
     """The attention kernel of runs that do not name one."""
+    attention_speedup: float = 1.0
+    """How many times as fast as in 16 bits attention's kernels run: above 1 where they multiply in 8 bits."""
     flash_generation: int = 2
     """Generation of the FlashAttention kernels."""
     ring_attention: bool = False
@@ -187,16 +192,28 @@ class ExpertsProfile(Record):
     """Mixtures of experts: how tokens reach their experts and return."""
 
     sends_tokens_once: bool = False
-    """A token goes to a node once, however many of its experts are there, and is copied to their ranks inside (DeepEP,
+    """A token goes to a node once, and inside it once to each rank, however many of its experts are there (DeepEP,
     HybridEP); else to each of its experts."""
+    link_efficiency: dict[str, float] = Field(default_factory=dict)
+    """What its own exchange reaches of the payload of a kind of link (`profiles/links.json`), where that is not what
+    NCCL's all-to-all does."""
+    dispatched_bytes: float | None = Field(default=None, gt=0)
+    """Bytes of an element on its way to experts in a forward pass; None: as activations have."""
     over_tensor_ranks: bool = False
     """Experts are whole, and spread over the ranks of tensor parallelism too, each of which sends its own tokens
     (expert_tensor_parallel_size=1): no rows are gathered and summed among these."""
     hidden_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of exchanges that compute of another micro-batch hides."""
+    """Share of exchanges that runs beside compute of another micro-batch, which hides it as far as it lasts, and which
+    it slows down."""
+    hidden_share_of_overlap: float = Field(default=1.0, ge=0, le=1)
+    """That share of a run that overlaps them, where no CUDA graph holds the whole iteration."""
     row_moves: float = 0.0
     """How often either pass reads or writes the rows of tokens for their experts, beside what saved tensors tell:
     permutations before and after the exchanges, counted as plain copies."""
+    bias_bytes: tuple[float, float] = (0.0, 0.0)
+    """Bytes that a forward and a backward pass move for each element of experts' outputs where these have a bias."""
+    clamp_bytes: tuple[float, float] = (0.0, 0.0)
+    """The same for each element of the gates and inner inputs of experts that are clamped, as those with a bias are."""
     exchange_wait_s: float = 0.0
     """Seconds that a pass over a layer waits for the numbers of tokens by expert before an exchange."""
     host_s_per_layer: float = 0.0
@@ -217,6 +234,9 @@ class PipelineProfile(_Group):
     once, as in Megatron-LM, 4 where they follow each other."""
     allocates_every_receive: bool = False
     """A rank allocates the receive buffers of all micro-batches at the start."""
+    cuts_by_running_cost: bool = False
+    """A stage ends with the block that takes the running sum of the matmuls' parameters past its share, the head's
+    counted too (`plan.stages.running_split`); else stages have as many blocks as each other."""
     keeps_both_boundaries: bool = False
     """A stage keeps what it received and what it sent until the backward pass."""
 

@@ -52,6 +52,12 @@ class ScheduleCode(IntEnum):
 RANK_ORDERS: tuple[tuple[Axis, ...], ...] = tuple(
     sorted(permutations(MEGATRON_RANK_ORDER), key=lambda order: order != MEGATRON_RANK_ORDER)
 )
+_EXCHANGED: dict[Axis, Axis] = {"dp": "cp", "cp": "dp"}
+_DATA_AT_CONTEXT = np.array(
+    [RANK_ORDERS.index(tuple(_EXCHANGED.get(axis, axis) for axis in order)) for order in RANK_ORDERS]
+)
+"""The index of each order of ranks with dp and cp exchanged."""
+_IS_CONTEXT_OUTSIDE = np.array([order.index("cp") < order.index("dp") for order in RANK_ORDERS])
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +161,13 @@ class PlanTable:
         return replace(self, order=order)
 
     def joined_data_axes(self) -> Self:
-        """Return the same plans with context-parallel ranks counted as data-parallel ones: both average gradients."""
-        return replace(self, dp=self.dp * self.cp, cp=np.ones_like(self.cp))
+        """Return the same plans with context-parallel ranks counted as data-parallel ones: both average gradients.
+
+        They stand where those of the two stood that are further apart.
+        """
+        is_outside = (self.dp == 1) | ((self.cp > 1) & _IS_CONTEXT_OUTSIDE[self.order])
+        order = np.where(is_outside, _DATA_AT_CONTEXT[self.order], self.order)
+        return replace(self, dp=self.dp * self.cp, cp=np.ones_like(self.cp), order=order)
 
     def with_splits(self, splits: Ints) -> Self:
         """Return the same plans with more rows of `splits`."""

@@ -21,7 +21,7 @@ from paraplan.cost.communication.exchanges import (
     Exchanges,
     context_parallel_s,
     expert_exchange_s,
-    rows_per_token,
+    routed_matmul,
     run_again,
 )
 from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
@@ -124,7 +124,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     experts = exchanged_experts(table, costs, stages)
     divided = torch_data_parallel_s(workload, table, parameters)
     sharded = sharded_parameters(table, parameters, experts)
-    return StepTime(
+    found = StepTime(
         compute_s=microbatches * of_slowest("compute_s"),
         recompute_s=microbatches * of_slowest("recompute_s"),
         tensor_parallel_s=microbatches * of_slowest("tensor_parallel_s"),
@@ -136,6 +136,10 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         optimizer_s=optimizer_s(workload, table, sharded),
         data_parallel_wire_s=wire + divided,
     )
+    if workload.correction is None:
+        return found
+    factors = workload.time_factors(table)
+    return StepTime(*(getattr(found, each.name) * factors for each in fields(found)))
 
 
 def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats:
@@ -153,7 +157,11 @@ def micro_batch_times(
     workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]
 ) -> list[MicroBatchTime]:
     """Return the seconds of one micro-batch on each of `stages`, as `step_time` counts them."""
-    return _slots(_StepContext.of(workload, table, costs), stages)
+    slots = _slots(_StepContext.of(workload, table, costs), stages)
+    if workload.correction is None:
+        return slots
+    factors = workload.time_factors(table)
+    return [MicroBatchTime(*(getattr(slot, each.name) * factors for each in fields(slot))) for slot in slots]
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,12 +232,7 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
         workload, table, stage.num_blocks * tp.all_reduce_s(activation), backward
     )
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time.
-    # One process starts the kernels of all its GPUs, by threads that share Python's lock.
-    model = workload.model
-    adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
-    routed = sum(run.count for run in model.runs if rows_per_token(run.block)) / max(1, model.num_blocks)
-    starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
-    host_s = (framework.kernels.host_s_per_block + starts) * table.devices
+    host_s = _block_host_s(workload, table)
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
     again = np.maximum(again, (host_s + forward_starts) * stage.num_blocks - forward_sends)
     forward_host_s = host_s + forward_starts + work.forward_host_s
@@ -237,8 +240,8 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     forward = np.maximum(forward, forward_host_s * stage.num_blocks - forward_sends)
     backward = np.maximum(backward, backward_host_s * stage.num_blocks - backward_sends)
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
-    ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first
-    ends = ends + np.maximum(costs.head_s[key], host_s) * stage.is_last
+    head_s = np.maximum(costs.head_s[key], host_s) * stage.is_last
+    ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first + head_s
     recompute = np.where(is_full, again, stage.sum(costs, costs.recompute_s))
     # Modules go through all of a block again, whichever of its operations they find kept.
     recompute = np.where(repeats & ~is_full, np.maximum(recompute, host_s * stage.num_blocks), recompute)
@@ -248,22 +251,50 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
     gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
     sends = transfers * (framework.pipeline.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
-    context_s, expert_s = of_block.context_s * stage.num_blocks, of_block.expert_s * stage.num_blocks
+    context_s = of_block.context_s * stage.num_blocks
+    experts = _expert_parallel(workload, of_block, stage, (forward, backward))
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
+    forwards = 1.0 + workload.training.learns_from.extra_forwards
     return MicroBatchTime(
-        forward_s=forward + forward_sends + context_s + expert_s + sends / 2 + ends / 3,
-        weight_s=backward / 2 * weight_share(model) + ends / 3,
-        end_s=ends,
-        compute_s=forward + backward + ends,
+        forward_s=forwards * (forward + forward_sends + context_s + experts[0] + sends / 2 + ends / 3),
+        weight_s=backward / 2 * weight_share(workload.model) + ends / 3,
+        end_s=ends * (2 + forwards) / 3,
+        compute_s=forward * forwards + backward + ends * (2 + forwards) / 3,
         recompute_s=recompute,
-        tensor_parallel_s=forward_sends * (1 + tensor_again) + backward_sends,
-        context_parallel_s=context_s + of_block.context_backward_s * stage.num_blocks,
-        expert_parallel_s=expert_s + of_block.expert_backward_s * stage.num_blocks,
-        send_s=sends,
-        forward_tensor_parallel_s=forward_sends,
-        forward_context_parallel_s=context_s,
-        forward_expert_parallel_s=expert_s,
+        tensor_parallel_s=forward_sends * (forwards + tensor_again) + backward_sends,
+        context_parallel_s=context_s * forwards + of_block.context_backward_s * stage.num_blocks,
+        expert_parallel_s=experts[0] * forwards + experts[1],
+        send_s=sends * (1 + forwards) / 2,
+        forward_tensor_parallel_s=forward_sends * forwards,
+        forward_context_parallel_s=context_s * forwards,
+        forward_expert_parallel_s=experts[0] * forwards,
     )
+
+
+def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
+    """Return the seconds of the host to start a block's kernels, averaged over the blocks.
+
+    One process starts the kernels of all its GPUs, by threads that share Python's lock.
+    """
+    framework, model = workload.framework, workload.model
+    adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
+    routed = sum(run.count for run in model.runs if routed_matmul(run.block)) / max(1, model.num_blocks)
+    starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
+    return np.asarray((framework.kernels.host_s_per_block + starts) * table.devices)
+
+
+def _expert_parallel(
+    workload: Workload, of_block: Exchanges, stage: StageBlocks, computed_s: tuple[Floats, Floats]
+) -> tuple[Floats, Floats]:
+    """Return the seconds that exchanges of experts add to the two passes of a rank's blocks."""
+    shown = (of_block.expert_s, of_block.expert_backward_s)
+    hidden = (of_block.hidden_s, of_block.hidden_backward_s)
+    forward, backward = (
+        alone * stage.num_blocks
+        + overlap_s(beside * stage.num_blocks, compute, slowdown=workload.constants.overlap_slowdown)
+        for alone, beside, compute in zip(shown, hidden, computed_s, strict=True)
+    )
+    return forward, backward
 
 
 def weight_share(model: ModelSpec) -> float:

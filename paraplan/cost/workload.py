@@ -6,14 +6,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
+import numpy as np
+
 from paraplan.cost.constants import CostConstants
+from paraplan.cost.correction import TimeCorrection, kinds_of, sizes_of
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.plan_table import RECOMPUTES
+from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
+from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
-from paraplan.model.freezing import FrozenStorage, freeze
+from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
@@ -33,6 +37,8 @@ class Workload:
     """The model as it was before a part of it was frozen, None where that is `model`."""
     plain_framework: FrameworkProfile | None = None
     """The framework as its file describes it, None where that is `framework`."""
+    correction: TimeCorrection | None = None
+    """What a calibration to runs multiplies step times by, plan by plan."""
 
     @classmethod
     def of(
@@ -64,16 +70,25 @@ class Workload:
         """
         model, framework = self.whole_model or self.model, self.plain_framework or self.framework
         profile = framework.for_training(training, on_gpu=self.cluster.gpu.vendor != "cpu")
+        constants = self.constants
+        if training.linear_precision != "16bit":
+            constants = constants.replace(block_matmul_speedup=narrow_speedup(self.cluster.gpu, training))
+        elif self.training.linear_precision != "16bit":
+            constants = constants.replace(block_matmul_speedup=1.0)
         storage = FrozenStorage(
             weights=training.frozen_weights,
             others_in_fp32=training.upcasts_frozen,
             input_copies=profile.input_copies,
         )
+        scored, trainable = model, training.trainable
+        if training.learns_from.kind == "reward":
+            scored, trainable = with_one_output(model), trainable if trainable.is_full else trainable.replace(head=True)
         return replace(
             self,
-            model=freeze(model, training.trainable, storage),
+            model=freeze(scored, trainable, storage),
             training=training,
             framework=profile,
+            constants=constants,
             whole_model=model,
             plain_framework=framework,
         )
@@ -117,10 +132,38 @@ class Workload:
         """What kernels that do nothing but move bytes reach of the GPU's memory."""
         return self.cluster.gpu.memory_bandwidth_bytes_per_s * self.constants.memory_bandwidth_efficiency
 
+    def kinds_and_sizes(self, table: PlanTable) -> tuple[list[str], Floats]:
+        """Return by what plans for this workload are alike or not to plans for it and others (`TimeCorrection`)."""
+        gpu, framework, training = self.cluster.gpu.name, self.framework.name, self.training
+        common = f"{gpu}, {framework}, {training.precision} x {self.constants.block_matmul_speedup:g}"
+        sizes = sizes_of(table, hidden_size=self.model.hidden_size, seq_length=training.seq_length)
+        return kinds_of(table, common), sizes
+
+    def time_factors(self, table: PlanTable) -> Floats:
+        """Return what the step time of each plan is multiplied by: 1 without a calibration to runs."""
+        if self.correction is None:
+            return np.ones(len(table))
+        kinds, sizes = self.kinds_and_sizes(table)
+        return self.correction.factors(sizes, kinds)
+
     @property
     def is_mixed_precision(self) -> bool:
         """True for training in 16 bits with fp32 master weights."""
         return self.training.precision != "fp32"
+
+
+def narrow_speedup(gpu: GpuProfile, training: TrainingSpec) -> float:
+    """Return how many times as fast as in 16 bits linear layers multiply; 4 bits are taken for 8.
+
+    Raises `PlanError` for a GPU without such products.
+    """
+    known = gpu.shared.narrow_precisions
+    if training.linear_precision not in known:
+        raise PlanError(
+            f"{gpu.title} has no matrix products in {training.linear_precision}",
+            hint=f"use --linear-precision {' or '.join(known)}" if known else "leave out --linear-precision",
+        )
+    return gpu.fp8_speedup
 
 
 def calibrated_constants(constants: CostConstants, gpu: GpuProfile) -> CostConstants:

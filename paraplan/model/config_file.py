@@ -61,11 +61,13 @@ class ModelConfig:
         """Return a whole number above 0, None where the field is absent or null."""
         return self.count(*names) if any(self.has(name) for name in names) else None
 
-    def size(self, *names: str, default: int | None = None) -> int:
-        """Return a whole number, 0 allowed. Raises ModelError for anything else."""
+    def size(self, *names: str, default: int | None = None, most: int | None = None) -> int:
+        """Return a whole number of at most `most`, 0 allowed. Raises ModelError for anything else."""
         name, value = self._find(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self._wrong(name, value, "a whole number of at least 0")
+        if most is not None and value > most:
+            raise self._wrong(name, value, f"at most {most}")
         return value
 
     def fraction(self, *names: str, default: float = 0.0) -> float:

@@ -148,6 +148,8 @@ def _deepseek_layers(config: ModelConfig, hidden: int, *, is_v3: bool) -> tuple[
     dense = mlp(hidden, config.count("intermediate_size"), MlpStyle(GATED, activation, is_gated=True, bias=bias))
     inner = config.count("moe_intermediate_size")
     shared = config.size("n_shared_experts", default=1 if is_v3 else 2)
+    groups = config.size("n_group", default=8 if is_v3 else 1)
+    chosen = config.size("topk_group", default=4 if is_v3 else 1)
     routed = ExpertsStyle(
         num_experts=config.count("n_routed_experts", "num_local_experts", default=256 if is_v3 else 64),
         experts_per_token=config.count("num_experts_per_tok", default=8 if is_v3 else None),
@@ -155,6 +157,7 @@ def _deepseek_layers(config: ModelConfig, hidden: int, *, is_v3: bool) -> tuple[
         activation=activation,
         router="fp32",
         num_readers=2 if shared else 0,
+        group_share=chosen / groups if 0 < chosen < groups else 1.0,
     )
     names = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
     sparse = experts(hidden, routed)

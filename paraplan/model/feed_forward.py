@@ -80,7 +80,8 @@ class ExpertsStyle:
 
     `router` says what is made of the router's logits: a softmax of all of them in fp32, one of the chosen only, or
     logits computed in fp32 from the cast input. `num_readers` counts the matmuls that read the block's normalised
-    input: a router that does not cast it, and shared experts.
+    input: a router that does not cast it, and shared experts. Experts that are not gated have two matrices.
+    `group_share` is the share of groups of experts to which a token may go.
     """
 
     num_experts: int
@@ -92,6 +93,8 @@ class ExpertsStyle:
     router_name: str = "mlp.gate"
     router: Literal["softmax", "softmax_of_chosen", "fp32"] = "softmax"
     num_readers: int = 1
+    group_share: float = 1.0
+    is_gated: bool = True
 
 
 def experts(hidden: int, style: ExpertsStyle) -> Part:
@@ -106,7 +109,8 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
         )
     rows = float(style.experts_per_token)
     count, inner = style.num_experts, style.inner
-    up_shape = (count, hidden, 2 * inner) if style.input_first else (count, 2 * inner, hidden)
+    width = 2 * inner if style.is_gated else inner
+    up_shape = (count, hidden, width) if style.input_first else (count, width, hidden)
     down_shape = (count, inner, hidden) if style.input_first else (count, hidden, inner)
     part = kept("router input", hidden, split="sequence", num_readers=style.num_readers)
     part += linear(style.router_name, hidden, count, bias=style.bias)
@@ -115,12 +119,18 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
         _expert_parameter("mlp.experts.down_proj", down_shape, 1 if style.input_first else 2),
     ]
     if style.bias:
-        parameters.append(_expert_parameter("mlp.experts.gate_up_proj_bias", (count, 2 * inner), 1))
+        parameters.append(_expert_parameter("mlp.experts.gate_up_proj_bias", (count, width), 1))
         parameters.append(_expert_parameter("mlp.experts.down_proj_bias", (count, hidden), None))
-    products = (
-        Matmul(name="gate_up_proj", k=hidden, n=2 * inner, split="column", rows_per_token=rows, num_experts=count),
-        Matmul(name="down_proj", k=inner, n=hidden, split="row", rows_per_token=rows, num_experts=count),
+    up = Matmul(
+        name="gate_up_proj",
+        k=hidden,
+        n=width,
+        split="column",
+        rows_per_token=rows,
+        num_experts=count,
+        group_share=style.group_share,
     )
+    products = (up, up.replace(name="down_proj", k=inner, n=hidden, split="row"))
     part += Part(parameters=tuple(parameters), matmuls=products)
     if style.router == "fp32":
         part += kept("router input in fp32", hidden, element_type="cast", split="sequence")
@@ -131,7 +141,7 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     part += kept("routing indices", 2 * indices * rows, element_type="fp32", by="modules")
     part += kept("routing weights", 2 * rows, element_type="fp32")
     part += kept("tokens by expert", rows * hidden, element_type="weights")
-    part += activation_saved(style.activation, rows * inner, is_gated=True, element_type="weights")
+    part += activation_saved(style.activation, rows * inner, is_gated=style.is_gated, element_type="weights")
     # Fused kernels scale rows by their router's weights before the last product, whose output nobody reads again
     # (Yan et al. 2026, arXiv 2603.07685, memory-efficient permutation); a bias after it forbids that.
     return part + kept("expert outputs", rows * hidden, element_type="weights", by="both" if style.bias else "modules")

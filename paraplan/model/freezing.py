@@ -87,6 +87,24 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
     )
 
 
+def with_one_output(model: ModelSpec) -> ModelSpec:
+    """Return the model with a head of one output for each token: a score in place of logits (a reward model).
+
+    Raises `PlanError` for a traced model, whose head is what the factory made.
+    """
+    if model.head.is_traced or not model.head.matmuls:
+        raise PlanError(
+            "a reward model is planned for a model that is read from a config",
+            hint="give the factory a model with a head of one output, and leave out --task reward",
+        )
+    outputs = model.vocabulary
+    (head,) = (one for one in model.head.matmuls if one.n == outputs)
+    others = tuple(one for one in model.head.parameters if outputs not in one.shape)
+    score = Parameter(name="score.weight", shape=(1, head.k))
+    matmuls = tuple(one.replace(name="score", n=1, split="none") if one is head else one for one in model.head.matmuls)
+    return model.replace(head=model.head.replace(parameters=(*others, score), matmuls=matmuls), tied_embeddings=False)
+
+
 def _targets(model: ModelSpec, adapter: AdapterSpec | None) -> frozenset[str]:
     if adapter is None:
         return frozenset()

@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 from paraplan.errors import ModelError, near_names
-from paraplan.model.config_file import OWN_CODE_HINT, ModelConfig, load_config
+from paraplan.model.config_file import MAX_LAYERS, OWN_CODE_HINT, ModelConfig, load_config
 from paraplan.model.family_table import READERS
+from paraplan.model.hybrid import is_hybrid, read_hybrid
+from paraplan.model.multi_token import with_prediction_layers
 from paraplan.model.spec import ModelSpec
 from paraplan.model.transformers_model import can_build, trace_config
 from paraplan.resources import profiles_folder
@@ -35,7 +37,8 @@ def read_model(reference: str, *, seq_length: int | None = None, micro_batch_siz
         return trace_factory(reference, seq_length=seq_length, micro_batch_size=micro_batch_size)
     path = find_config(reference)
     config = load_config(path, seq_length=seq_length)
-    if config.model_type not in READERS and can_build(config.model_type):
+    is_known = config.model_type in READERS or is_hybrid(config)
+    if not is_known and can_build(config.model_type):
         return trace_config(config, micro_batch_size=micro_batch_size).replace(source=reference)
     return read_fields(config).replace(source=reference)
 
@@ -92,11 +95,14 @@ def read_config(path: Path, *, source: str | None = None, seq_length: int | None
 
 
 def read_fields(config: ModelConfig) -> ModelSpec:
-    """Return the model of a configuration that is already loaded."""
+    """Return the model of a configuration that is already loaded.
+
+    `mtp_num_layers`, Megatron-Core's name, adds layers for multi-token prediction: transformers' classes have none.
+    """
     model_type = config.model_type
-    reader = READERS.get(model_type)
+    reader = read_hybrid if is_hybrid(config) else READERS.get(model_type)
     if reader is not None:
-        return reader(config)
+        return with_prediction_layers(reader(config), config.size("mtp_num_layers", default=0, most=MAX_LAYERS))
     ways = [] if config.has("auto_map") else [near_names(model_type, READERS).removesuffix("?")]
     if config.has("auto_map"):
         ways.append("the code that auto_map names is never executed")

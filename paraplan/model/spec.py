@@ -54,7 +54,8 @@ class Matmul(Record):
     `rows_per_token` is above 1 where a router sends each token to several experts (top-k: k rows over all of them).
     `trains` is False where the weight is frozen, and no gradient of it is computed. `is_narrow` says that the weight is
     no fp32 one, which autocast would copy. `quantized_bytes` is what an element of a weight takes of which every use
-    makes a copy in the type of the product, 0 for others.
+    makes a copy in the type of the product, 0 for others. `group_share` is below 1 where a router sends a token to
+    experts of so large a share of their groups alone (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
     """
 
     name: str
@@ -66,6 +67,7 @@ class Matmul(Record):
     trains: bool = True
     is_narrow: bool = False
     quantized_bytes: float = 0.0
+    group_share: float = 1.0
 
     @property
     def flops_per_token(self) -> float:

@@ -83,13 +83,13 @@ _OF_BITSANDBYTES = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion", "li
 
 
 def why_not_sharded(training: TrainingSpec, *, zero_stage: int) -> Incompatibility | None:
-    """Return why ZeRO-3 cannot shard frozen weights as they are stored, None where it can.
+    """Return why ZeRO cannot shard frozen weights as they are stored, or what an optimizer needs whole; None if it can.
 
     FSDP flattens parameters of one type: bitsandbytes stores 4-bit weights as 16-bit numbers for it
     (`bnb_4bit_quant_storage`), 8-bit ones it does not (huggingface.co/docs/bitsandbytes/fsdp_qlora).
     """
     if zero_stage < 3 or training.base_weights != "int8":
-        return None
+        return _parts_of_gradients(training, zero_stage=zero_stage)
     return Incompatibility(
         rule="base_weights",
         value="int8",
@@ -98,6 +98,24 @@ def why_not_sharded(training: TrainingSpec, *, zero_stage: int) -> Incompatibili
         reason="int8 weights cannot be sharded by ZeRO-3",
         allowed=("nf4", "bf16"),
         hint="use --base-weights nf4 or bf16, or --zero 0",
+    )
+
+
+def _parts_of_gradients(training: TrainingSpec, *, tp: int = 1, zero_stage: int = 0) -> Incompatibility | None:
+    """Return why an optimizer cannot step on parts of matrices, None where it can or has whole ones.
+
+    GaLore projects a whole gradient (Zhao et al. 2024; transformers' documentation: no FSDP, no DeepSpeed).
+    """
+    if training.optimizer != "galore_adamw" or (tp == 1 and zero_stage == 0):
+        return None
+    return Incompatibility(
+        rule="optimizer",
+        value=training.optimizer,
+        limit="DDP",
+        message="galore_adamw projects whole gradients, which ZeRO and tensor parallelism divide",
+        reason="galore_adamw needs whole gradients",
+        allowed=("adamw_8bit", "muon"),
+        hint="use --zero 0 --tp 1, or --optimizer adamw_8bit",
     )
 
 
@@ -180,6 +198,7 @@ def why_degrees_incompatible(
     rules = (
         why_tp(model, tp),
         _quantized_tp(training, tp),
+        _parts_of_gradients(training, tp=tp),
         None if rings_context else _context_heads(model, tp=tp, cp=cp),
         why_pp(model, pp),
         _share("global_batch", dp, training.global_batch_size),
@@ -270,6 +289,17 @@ def _ranks(plan: ParallelPlan, cluster: Cluster) -> Incompatibility | None:
 
 def _batch(plan: ParallelPlan, training: TrainingSpec) -> Incompatibility | None:
     wanted, own = training.global_batch_size, plan.global_batch_size
+    group = training.learns_from.group
+    if plan.micro_batch_size % group:
+        return Incompatibility(
+            rule="global_batch",
+            value=plan.micro_batch_size,
+            limit=group,
+            message=f"a micro-batch of {plan.micro_batch_size} holds no pairs, which {training.task} learns from",
+            reason=f"{training.task} learns from pairs, and micro-batches are odd",
+            allowed=(plan.micro_batch_size + 1,),
+            hint=f"use --micro-batch {plan.micro_batch_size + 1}: chosen and rejected sequences count apart",
+        )
     if own == wanted:
         return None
     count, rest = divmod(wanted, plan.dp * plan.micro_batch_size)

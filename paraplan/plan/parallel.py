@@ -83,7 +83,8 @@ class ParallelPlan(Record):
     virtual_pipeline_size: int = Field(default=1, gt=0)
     """Stages that each pipeline rank holds (interleaved schedules)."""
     stage_blocks: tuple[int, ...] | None = None
-    """Blocks of each pipeline stage; None for an even split."""
+    """Blocks of each pipeline stage; None for an even split. Stages without a block were run by others' frameworks, and
+    are not planned for (`stages_reason`)."""
     recompute: Recompute = "none"
     """Activation checkpointing: nothing, the attention of each block (selective), operations that the framework chooses
     (selective_ops), or whole blocks."""
@@ -107,8 +108,8 @@ class ParallelPlan(Record):
         num_stages = self.pp * self.virtual_pipeline_size
         if self.stage_blocks is not None and len(self.stage_blocks) != num_stages:
             raise ValueError(f"stage_blocks names {len(self.stage_blocks)} stages, but the plan has {num_stages}")
-        if self.stage_blocks is not None and min(self.stage_blocks) < 1:
-            raise ValueError(f"stage_blocks={self.stage_blocks} leaves a stage without a block")
+        if self.stage_blocks is not None and min(self.stage_blocks) < 0:
+            raise ValueError(f"stage_blocks={self.stage_blocks}: no stage has fewer than 0 blocks")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel=True needs tp > 1")
         if self.zero_stage >= 1 and self.dp * self.cp == 1:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stages_reason
-from paraplan.plan.training import TrainingPrecision
+from paraplan.plan.training import LinearPrecision, TrainingPrecision
 
 RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
-RUNNABLE_RECOMPUTE = ("none", "selective", "full")
+RUNNABLE_RECOMPUTE = ("none", "selective", "selective_ops", "full")
 RUNNABLE_PRECISIONS = ("fp32", "bf16", "fp16", "bf16-pure")
 """bf16-pure is a model in bf16 as it comes, without autocast."""
 
@@ -27,7 +27,7 @@ def unsupported_reason(
     1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and
     without sequence parallelism, and context parallelism, alone, together or beside any of these; each with
     the numbers of micro-batches that the schedule takes, and with recompute of none of the blocks, of their attention
-    core or of all. Experts go over `tp` like other layers, not over `ep`.
+    core, of chosen operations or of all. Experts go over `tp` like other layers, not over `ep`.
     The optimizer may be offloaded under each of these, parameters under ZeRO-3.
     `num_blocks` is the number of repeated blocks of the model and `precision` that of the training; what is None is not
     looked at. Blocks that torch.compile compiles (`compiled`) are not copied, nor split in any model. Splits alone
@@ -50,9 +50,11 @@ def check_supported(
     num_blocks: int | None = None,
     precision: TrainingPrecision | None = None,
     compiled: bool = False,
+    linear_precision: LinearPrecision = "16bit",
 ) -> None:
     """Raise `UnsupportedPlanError` with the reason and a way out if the runtime cannot execute `plan`."""
-    reason = unsupported_reason(plan, num_blocks=num_blocks, precision=precision, compiled=compiled)
+    reason = narrow_reason(linear_precision)
+    reason = reason or unsupported_reason(plan, num_blocks=num_blocks, precision=precision, compiled=compiled)
     if reason is not None:
         raise UnsupportedPlanError(
             f"this runtime cannot execute the plan '{plan.describe()}': {reason}",
@@ -72,6 +74,13 @@ def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int, ep: int = 1) -> str 
     return None
 
 
+def narrow_reason(linear_precision: LinearPrecision) -> str | None:
+    """Return why the runtime does not multiply so, None where it does."""
+    if linear_precision == "16bit":
+        return None
+    return f"linear_precision={linear_precision}: the runtime multiplies in the training's own precision"
+
+
 def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | None:
     """Return why torch.compile cannot compile the blocks of a model under `plan`, None where it can.
 
@@ -81,6 +90,8 @@ def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | N
         return f"tp={plan.tp} with sequence parallelism: torch.compile does not follow code that sees split tokens"
     if plan.tp > 1 and of_any_model:
         return f"tp={plan.tp}: whether torch.compile follows split layers depends on the model's code"
+    if plan.recompute == "selective_ops":
+        return "recompute=selective_ops: a compiled block's operations are the compiler's choice"
     if plan.devices_per_process > 1:
         return f"devices_per_process={plan.devices_per_process}: DataParallel copies blocks anew in every step"
     if plan.virtual_pipeline_size > 1:

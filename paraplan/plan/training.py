@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from paraplan.errors import PlanError
 from paraplan.model.spec import ModelSpec
 from paraplan.model.trainable import Trainable, parse_trainable
-from paraplan.model.weight_formats import WeightFormat
+from paraplan.model.weight_formats import WeightFormat, is_stored_below_16_bits
+from paraplan.plan.task import Task, parse_task
 from paraplan.records import Record
 
 ComputePrecision = Literal["fp32", "bf16", "fp16"]
@@ -27,9 +28,15 @@ OptimizerName = Literal[
     "muon",
     "sgd_momentum",
     "sgd",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+    "galore_adamw",
 ]
 AttentionKind = Literal["flash", "sdpa", "eager"]
+LinearPrecision = Literal["16bit", "fp8", "mxfp8", "nvfp4"]
 LossKernel = Literal["plain", "chunked", "liger", "cut"]
+MOST_LOAD = 1_000_000
+"""No rank of experts has more than the rows of as many ranks as there may be."""
 _OPTIMIZER_ALIASES: dict[str, OptimizerName] = {
     "adam": "adamw",
     "adamw_torch": "adamw_foreach",
@@ -70,6 +77,9 @@ class TrainingSpec(Record):
     precision: TrainingPrecision = "bf16"
     """bf16 and fp16 are mixed: matmuls and activations in 16 bits, optimizer state and master weights in fp32.
     bf16-pure: weights, gradients and optimizer state in bf16 too."""
+    linear_precision: LinearPrecision = "16bit"
+    """What the linear layers of blocks multiply in, and keep their inputs in: as `precision` says, in 8 bits scaled by
+    tensor or block (fp8) or by 32 elements (mxfp8), or in 4 bits scaled by 16 (nvfp4). All else stays as it is."""
     optimizer: OptimizerName = "adamw"
     """Decides the bytes of state for each parameter."""
     attention: AttentionKind = "sdpa"
@@ -80,6 +90,10 @@ class TrainingSpec(Record):
     """What trains, in the words of `--train`: full, lora:r=16,targets=q|v, head, layers:last4, ..."""
     base_weights: WeightFormat | None = None
     """How frozen linear layers are stored. None: in the type that matmuls compute in."""
+    expert_load: float = Field(default=1.0, ge=1, le=MOST_LOAD)
+    """Rows of the busiest rank of experts over the mean of all ranks, in time alone: memory takes the mean. Where a
+    capacity factor drops what is over it, at most that; where rows are padded to it, that. Ranks
+    that have all experts (`ep` 1) have the rows of their own tokens."""
     upcasts_frozen: bool = False
     """Frozen weights that are not quantized are in fp32, and with them the residual stream: what peft's
     prepare_model_for_kbit_training does."""
@@ -87,10 +101,31 @@ class TrainingSpec(Record):
     """plain: cross-entropy on all logits. chunked: on an eighth of the tokens after the other (torchtune). liger: head
     and loss in chunks, gradients with them (Hsu et al. 2024). cut: no logits at all (Wijmans et al. 2024)."""
 
+    task: str = "sft"
+    """What a step learns from, in the words of `--task`: sft, dpo, dpo:precomputed, reward, grpo. The sequences of a
+    batch are counted one by one, those of pairs and generated ones too."""
+
+    sample_length: int | None = Field(default=None, gt=0)
+    """Mean tokens of a sample, None where samples fill their sequences. What is computed does not depend on it."""
+
+    @field_validator("task")
+    @classmethod
+    def _is_known_task(cls, text: str) -> str:
+        return parse_task(text).text
+
     @field_validator("train")
     @classmethod
     def _is_known(cls, text: str) -> str:
         return parse_trainable(text).text
+
+    @model_validator(mode="after")
+    def _has_mixed_precision(self) -> Self:
+        if self.linear_precision != "16bit" and self.precision == "fp32":
+            raise PlanError(
+                f"linear layers in {self.linear_precision} stand beside 16-bit activations, and the precision is fp32",
+                hint="use --precision bf16, or leave out --linear-precision",
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_frozen_weights(self) -> Self:
@@ -101,10 +136,40 @@ class TrainingSpec(Record):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_weights_to_multiply(self) -> Self:
+        stored = self.base_weights
+        if self.linear_precision == "16bit" or stored is None or stored == "fp8" or not is_stored_below_16_bits(stored):
+            return self
+        raise PlanError(
+            f"weights in {stored} are multiplied in 16 bits once they are dequantized, not in {self.linear_precision}",
+            hint="leave out --linear-precision, or --base-weights",
+        )
+
+    @model_validator(mode="after")
+    def _has_whole_pairs(self) -> Self:
+        group = parse_task(self.task).group
+        if self.global_batch_size % group:
+            raise PlanError(
+                f"{self.global_batch_size} sequences are no pairs, which {self.task} learns from",
+                hint=f"use --global-batch {self.global_batch_size + 1}: chosen and rejected sequences count apart",
+            )
+        return self
+
     @property
     def trainable(self) -> Trainable:
         """What trains."""
         return parse_trainable(self.train)
+
+    @property
+    def learns_from(self) -> Task:
+        """What a step learns from."""
+        return parse_task(self.task)
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether a second copy of the model is held as the reference: under adapters the base model is one."""
+        return self.learns_from.has_reference and self.trainable.adapter is None
 
     @property
     def compute_precision(self) -> ComputePrecision:
@@ -123,7 +188,9 @@ class TrainingSpec(Record):
         base = f" on {self.base_weights} weights" if self.base_weights else ""
         trained = "" if self.train == "full" else f", {self.train}{base}"
         loss = "" if self.loss == "plain" else f", {self.loss} loss"
-        return f"{self.precision}, {self.optimizer}, {self.attention} attention{compiled}{trained}{loss}"
+        narrow = "" if self.linear_precision == "16bit" else f", linear layers in {self.linear_precision}"
+        loss += "" if self.task == "sft" else f", {self.task}"
+        return f"{self.precision}{narrow}, {self.optimizer}, {self.attention} attention{compiled}{trained}{loss}"
 
     @property
     def tokens_per_step(self) -> int:

@@ -122,3 +122,22 @@ def test_measured_collectives_decide_what_ddp_waits_for() -> None:
         return estimate_plan(workload, ParallelPlan(dp=2, micro_batch_size=4)).step.data_parallel_wire_s
 
     assert wire_s(0.5e9) == pytest.approx(2 * wire_s(1e9))
+
+
+@pytest.mark.parametrize("profile", ["dgx-a100", "dgx-h100"])
+def test_writing_the_results_of_matmuls_is_exposed_at_the_rate_of_the_memory(profile: str) -> None:
+    cluster = cluster_from_profile(profile, gpus_per_node=1)
+    training = TrainingSpec(global_batch_size=8, seq_length=1024)
+    made = Workload.of(read_model("gpt2"), training, cluster, load_link_speeds())
+    hidden = made.constants.replace(matmul_written_share=0.0)
+    exposed, none = (
+        estimate_plan(replace(made, constants=constants), ParallelPlan(micro_batch_size=8)).step.compute_s
+        for constants in (made.constants, hidden)
+    )
+    blocks = [run.block for run in made.model.runs for _ in range(run.count)]
+    sizes = [(one.n, one.k) for block in (*blocks, made.model.head) for one in block.matmuls]
+    # The result, the gradient of the input and that of the weight, 2 bytes each; waves and the share of the peak that
+    # matmuls reach make writes longer too.
+    tokens = 8 * 1024
+    written_s = sum(2 * (tokens * n + tokens * k + n * k) for n, k in sizes) / cluster.gpu.memory_bandwidth_bytes_per_s
+    assert 0.81 * written_s < exposed - none < 2 * written_s

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from paraplan.cost.communication.collectives import GroupLinks, group_links
+from paraplan.cost.communication.collectives import GroupLinks, data_links, expert_links, group_links
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth
-from paraplan.plan.parallel import Axis, ParallelPlan
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, ParallelPlan
 
 MakeWorkload = Callable[..., Workload]
 GIGABYTE = np.array([1e9])
@@ -50,3 +50,26 @@ def test_a_pipeline_neighbour_in_the_node_is_nearer_than_one_behind_the_network(
     inside = links(made, "pp", pp=2, dp=8, pipeline_schedule="1f1b", rank_order=("dp", "pp", "cp", "tp"))
     across = links(made, "pp", pp=2, dp=8, pipeline_schedule="1f1b")
     assert inside.send_s(GIGABYTE) < across.send_s(GIGABYTE)
+
+
+@pytest.mark.parametrize("apart", [("cp", "pp", "dp", "tp"), ("pp", "cp", "dp", "tp")])
+def test_orders_that_place_ranks_alike_have_the_same_links(workload: MakeWorkload, apart: tuple[Axis, ...]) -> None:
+    made = workload(num_nodes=2)
+    plan = {"pp": 4, "cp": 4, "pipeline_schedule": "1f1b"}
+    alike = tuple(axis for axis in apart if axis != "dp")
+    first, second = (PlanTable.of_plans([ParallelPlan(**plan, rank_order=order)]) for order in (apart, ("dp", *alike)))  # type: ignore[arg-type]
+    for table in (first, second):
+        table.ep[:] = 4
+    seconds = [expert_links(made, table)[0].all_to_all_s(GIGABYTE) for table in (first, second)]
+    assert seconds[0] == seconds[1]
+    assert group_links(made, first, "dp").all_reduce_s(GIGABYTE) == group_links(made, second, "dp").all_reduce_s(
+        GIGABYTE
+    )
+
+
+def test_data_and_context_parallel_ranks_apart_average_over_the_slower_links(workload: MakeWorkload) -> None:
+    made = workload(num_nodes=2)
+    plan = ParallelPlan(pp=4, cp=2, dp=2, pipeline_schedule="1f1b", rank_order=("cp", "pp", "dp", "tp"))
+    apart, beside = (PlanTable.of_plans([each]) for each in (plan, plan.replace(rank_order=MEGATRON_RANK_ORDER)))
+    seconds = [data_links(made, table)[0].all_reduce_s(GIGABYTE) for table in (apart, beside)]
+    assert seconds[0] > 2 * seconds[1]

@@ -61,7 +61,7 @@ def test_the_fewest_gpus_hold_it_and_one_replica_less_does_not(plan: ParallelPla
 def test_a_pipeline_goes_with_zero_0_and_1_alone() -> None:
     rows = what_fits(make(), PLANS[2])
     assert [(row.zero_stage, row.recompute) for row in rows] == [
-        (stage, kind) for stage in (0, 1) for kind in ("none", "selective", "full")
+        (stage, kind) for stage in (0, 1) for kind in ("none", "selective", "selective_ops", "full")
     ]
 
 
@@ -71,7 +71,8 @@ def test_more_sharding_and_more_recompute_never_hold_less(seq_length: int, dp: i
     size = {(row.zero_stage, row.recompute): row.largest_micro_batch or 0 for row in rows}
     for stage in range(4):
         assert size[stage, "none"] <= size[stage, "selective"] <= size[stage, "full"]
-    for kind in ("none", "selective", "full"):
+        assert size[stage, "none"] <= size[stage, "selective_ops"] <= size[stage, "full"]
+    for kind in ("none", "selective", "selective_ops", "full"):
         assert size[1, kind] <= size[2, kind] <= size[3, kind]
 
 

@@ -27,6 +27,14 @@ NAMES = FrameworkCatalog().names()
         ("FlagScale (Megatron-LM)", "flagscale"),
         ("paraplan", "paraplan"),
         ("nanotron v0.5", "nanotron"),
+        ("llm.c (CUDA)", "llm-c"),
+        ("Hugging Face Trainer", "huggingface-trainer"),
+        ("LLaMA-Factory", "huggingface-trainer"),
+        ("LLaMA-Factory (DeepSpeed ZeRO-3)", "deepspeed-zero"),
+        ("ms-swift, FSDP2", "fsdp"),
+        ("HF Trainer (DDP)", "huggingface-trainer"),
+        ("PyTorch DDP, NVIDIA DLE run_squad.py", "nvidia-examples"),
+        ("GPT-NeoX", "megatron-deepspeed"),
     ],
 )
 def test_the_longest_alias_whose_words_a_text_has_names_the_framework(text: str, name: str) -> None:

@@ -11,6 +11,7 @@ from paraplan.cost.estimate import PlanEstimate, evaluate_plan, peak_memory, sta
 from paraplan.cost.pipeline.stages import even_stage, in_flight
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
+from paraplan.plan.memory_record import MEMORY_PARTS
 from paraplan.plan.parallel import ParallelPlan
 
 GPT2_PARAMETERS = 124_439_808  # transformers' GPT2LMHeadModel from the published config
@@ -102,14 +103,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 
 
 def parts(estimate: PlanEstimate) -> list[list[int]]:
-    return [
-        [
-            value
-            for name, value in row.model_dump().items()
-            if name not in ("pipeline_stage", "total_bytes", "device_bytes")
-        ]
-        for row in estimate.memory
-    ]
+    return [[getattr(row, name) for name in MEMORY_PARTS] for row in estimate.memory]
 
 
 @given(plan=plans())

@@ -102,6 +102,9 @@ def test_without_dropout_no_masks_are_kept(workload: MakeWorkload) -> None:
         ("muon", 4 * H * H, 8 * H, 8 * V * H),
         ("sgd_momentum", 4 * H * H, 4 * H, 4 * V * H),
         ("sgd", 0, 0, 0),
+        ("schedule_free_adamw", 8 * H * H, 8 * H, 8 * V * H),
+        ("schedule_free_sgd", 4 * H * H, 4 * H, 4 * V * H),
+        ("galore_adamw", 4 * 3 * min(128, H) * H, 8 * H, 8 * V * H),  # two states and a projection at rank 128
     ],
 )
 def test_optimizers_keep_their_states(optimizer: OptimizerName, matrix: float, vector: float, embedding: float) -> None:

@@ -26,7 +26,7 @@ SIZES = dict(zip(PARTS, (1, 2, 3, 4, 5, 15), strict=True))
         (StageEstimate(**SIZES), [*PARTS, "host_bytes"]),
         (
             MemoryEstimate(pipeline_stage=0, device_bytes=20, **SIZES),
-            ["pipeline_stage", *PARTS, "device_bytes", "host_bytes"],
+            ["pipeline_stage", *PARTS, "device_bytes", "host_bytes", "cached_device_bytes"],
         ),
         (
             TracedMemory(rank=0, pipeline_stage=0, phase="backward", **SIZES),

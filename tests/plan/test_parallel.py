@@ -22,7 +22,7 @@ from paraplan.plan.parallel import ParallelPlan, micro_batches
         ({"dp": 2, "devices_per_process": 2}, "DataParallel is one process"),
         ({"pp": 2, "dp": 2, "pipeline_schedule": "1f1b", "zero_stage": 3}, "only stages 0 and 1"),
         ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (1, 2, 3)}, "names 3 stages, but the plan has 2"),
-        ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (0, 3)}, "without a block"),
+        ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (-1, 3)}, "no stage has fewer than 0"),
         ({"rank_order": ("pp", "dp", "tp", "tp")}, "each of pp, dp, cp and tp once"),
         ({"dp": 4, "ep": 3}, "ep=3 does not divide dp=4 x cp=1"),
         ({"dp": 2, "tp": 2, "ep": 2}, "under sequence parallelism alone"),

@@ -62,7 +62,7 @@ class KernelTimes:
         traffic = traffic * self.framework.kernels.traffic_per_saved_byte
         traffic = traffic + self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = traffic * (2.0 if backward else 1.0)
-        traffic = traffic + self._permuting_bytes(block)
+        traffic = traffic + self._routed_bytes(block, backward=backward)
         if self.constants.has_8bit_matmuls and block.attention is not None:
             traffic = traffic + self._quantizing_bytes(block, backward=backward)
         attention = self.attention_s(block, backward=backward)
@@ -78,14 +78,16 @@ class KernelTimes:
             total += one.k * one.n * one.num_experts * each / ranks
         return total
 
-    def _permuting_bytes(self, block: BlockSpec) -> Floats | float:
-        """Return what ordering tokens by expert, and back, moves in either pass."""
-        moves = self.framework.experts.row_moves
-        routed = next((one for one in block.matmuls if one.num_experts > 1), None)
-        if not moves or routed is None:
+    def _routed_bytes(self, block: BlockSpec, *, backward: bool) -> Floats | float:
+        """Return what a pass moves to order tokens by expert, and back, and to add experts' biases."""
+        profile, routed = self.framework.experts, [one for one in block.matmuls if one.num_experts > 1]
+        if not routed:
             return 0.0
-        tokens = self.shardings.tokens / self.shardings.sequence_tp
-        return np.asarray(moves * tokens * routed.rows_per_token * routed.k * self.training.activation_bytes)
+        rows = self.shardings.tokens / self.shardings.sequence_tp * routed[0].rows_per_token * self._expert_load
+        total = profile.row_moves * routed[0].k * self.training.activation_bytes
+        if any(one.is_expert and one.name.endswith("bias") for one in block.parameters):
+            total += profile.clamp_bytes[backward] * routed[0].n + profile.bias_bytes[backward] * routed[-1].n
+        return np.asarray(rows * total)
 
     def _quantizing_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return what making 8-bit operands moves: inputs in a forward pass, gradients of outputs in a backward pass.
@@ -184,12 +186,19 @@ class KernelTimes:
         """Return rows, columns and inner size of a matmul on one rank, under each sharding."""
         tp = self.shardings.tp
         rows = self.shardings.tokens * matmul.rows_per_token / matmul.num_experts * self._expert_ranks(matmul)
+        if matmul.num_experts > 1:
+            rows = rows * self._expert_load
         n = matmul.n / tp if matmul.split == "column" else np.full_like(tp, matmul.n)
         k = matmul.k / tp if matmul.split == "row" else np.full_like(tp, matmul.k)
         return rows, n, k
 
+    @property
+    def _expert_load(self) -> Floats:
+        """Rows of the busiest rank over the mean: a rank that has all experts has the rows of its own tokens."""
+        return np.where(self.shardings.ep > 1, self.training.expert_load, 1.0)
+
     def _expert_ranks(self, matmul: Matmul) -> Floats:
-        """Return over how many ranks the experts of a matmul go; a router is taken to load all alike."""
+        """Return over how many ranks the experts of a matmul go."""
         return self.shardings.ep if matmul.num_experts > 1 else np.ones_like(self.shardings.ep)
 
     @property
@@ -205,13 +214,18 @@ class KernelTimes:
         constants = self.constants
         if self._fit is not None:
             return _fitted_product_s(self._fit, m, n, k)
-        penalty = 1.0 + constants.matmul_half_n / n + constants.matmul_half_k / k
+        penalty = 1.0 + constants.matmul_half_n / n + self._half_k() / k
         reached = self._reached_share() * constants.matmul_efficiency * self.gpu.shared.sustained_matmul_share
         peak = self._peak() * (reached if self._uses_tensor_cores() else constants.plain_matmul_efficiency)
         tiled_s = 2.0 * m * n * k * penalty * self._last_wave(m, n) / peak
         is_thin = np.minimum(np.minimum(m, n), k) <= _THIN
         product_s = np.where(is_thin, np.minimum(tiled_s, self._vector_product_s(m, n, k)), tiled_s)
         return np.asarray(product_s + constants.matmul_launch_s)
+
+    def _half_k(self) -> float:
+        """Return the inner size whose arithmetic takes as long as writing the result, which nothing hides."""
+        per_byte = self._peak() / self.gpu.memory_bandwidth_bytes_per_s
+        return self.constants.matmul_written_share * per_byte * self.training.activation_bytes / 2
 
     def _vector_product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """Return the seconds of a product without tiles or tensor cores, which libraries take for thin operands."""
@@ -250,8 +264,8 @@ class KernelTimes:
     def _peak(self) -> float:
         tf32 = self.gpu.peak("tf32")
         if self.training.precision == "fp32" and self.framework.kernels.uses_tf32 and tf32 is not None:
-            return tf32
-        return effective_peak(self.gpu, self.training)
+            return tf32 * self.gpu.clock_share
+        return effective_peak(self.gpu, self.training) * self.gpu.clock_share
 
     def _uses_tensor_cores(self) -> bool:
         return self.training.precision != "fp32" or (
@@ -274,6 +288,7 @@ class KernelTimes:
             if measured is not None:
                 return np.asarray((0.5 if attention.is_causal else 1.0) * flops / measured)
             efficiency = (speed.backward if backward else speed.forward) * constants.flash_attention_factor
+            efficiency *= self.framework.kernels.attention_speedup
             computed = 0.5 if attention.is_causal else 1.0
         return np.asarray(computed * flops / (self._peak() * efficiency))
 

@@ -126,7 +126,7 @@ def data_parallel_s(
     # (DeepSpeed, stage3_max_reuse_distance).
     is_full = table.recompute == RecomputeCode.FULL
     lost = np.maximum(0.0, 1 - profile.max_live_elements / (2 * block)) if profile.max_live_elements else 0.0
-    gathers = 2.0 + is_full * lost
+    gathers = 2.0 + is_full * lost + workload.training.learns_from.extra_forwards
     wire = np.select(
         [is_zero_3, is_zero_2, is_zero_1],
         [microbatches * (gathers * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],

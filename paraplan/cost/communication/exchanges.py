@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from paraplan.cost.communication.collectives import GroupLinks, expert_links, group_links, inside_links
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
-from paraplan.model.spec import Attention, BlockSpec
+from paraplan.model.spec import Attention, BlockSpec, Matmul
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,13 +19,15 @@ class Exchanges:
     context_s: Floats
     context_backward_s: Floats
     expert_s: Floats
+    """Expert parallelism's that nothing hides."""
     expert_backward_s: Floats
+    hidden_s: Floats
+    """Expert parallelism's that run beside compute of another micro-batch."""
+    hidden_backward_s: Floats
 
     def select(self, rows: Ints) -> Exchanges:
         """Return those of some of the plans."""
-        return Exchanges(
-            self.context_s[rows], self.context_backward_s[rows], self.expert_s[rows], self.expert_backward_s[rows]
-        )
+        return Exchanges(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
 def run_again(workload: Workload, table: PlanTable) -> Mask:
@@ -78,55 +80,87 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
     return once, once * (1 + run_again(workload, table))
 
 
-def rows_per_token(block: BlockSpec) -> float:
-    """Return to how many experts a router of `block` sends each token, 0 for a block without experts."""
-    return max((matmul.rows_per_token for matmul in block.matmuls if matmul.num_experts > 1), default=0.0)
+def routed_matmul(block: BlockSpec) -> Matmul | None:
+    """Return a matmul of the experts to which a router of `block` sends tokens, None for a block without experts."""
+    return next((matmul for matmul in block.matmuls if matmul.num_experts > 1), None)
 
 
-def _exchange_s(workload: Workload, table: PlanTable, links: GroupLinks, rows: float, token: Floats) -> Floats:
-    """Return the seconds of one exchange where `rows` experts want each token of `token` bytes in all.
+def touched(parts: Floats | float, rows: float) -> Floats:
+    """Return how many of `parts` equal parts hold one of `rows` experts drawn at random: `N (1 - (1 - 1/N)^rows)`."""
+    return np.asarray(parts * (1.0 - (1.0 - 1.0 / np.maximum(parts, 1.0)) ** rows))
 
-    Sent once to a node, a token goes to as many as `rows` experts drawn at random touch, `N (1 - (1 - 1/N)^rows)` of N,
-    and then to its experts over the links inside: the slower of the two decides (DeepSeek-AI 2024, DeepSeek-V3,
-    section 3.2.2).
+
+def _at_own_rate(workload: Workload, links: GroupLinks) -> GroupLinks:
+    """Return `links` with the bandwidth that the framework's own exchange reaches of them."""
+    own = workload.framework.experts.link_efficiency
+    speeds = tuple(
+        speed.replace(
+            bus_bandwidth_bytes_per_s=speed.bus_bandwidth_bytes_per_s
+            * own[speed.kind]
+            / workload.links.speed(speed.kind).bus_efficiency["all_to_all"]
+        )
+        if speed.kind in own
+        else speed
+        for speed in links.speeds["all_to_all"]
+    )
+    return replace(links, speeds=dict(links.speeds) | {"all_to_all": speeds})
+
+
+def _exchange_s(workload: Workload, table: PlanTable, links: GroupLinks, matmul: Matmul, token: Floats) -> Floats:
+    """Return the seconds of one exchange where a token of `token` bytes in all goes to the experts of `matmul`.
+
+    Sent once to a node, a token goes to as many as its experts touch, of those nodes that its router may choose
+    (DeepSeek-AI 2024, DeepSeek-V3, sections 2.1.2 and 3.2.2), and then to their ranks over the links inside: the
+    slower of the two decides. A rank gets it once too (DeepEP, `is_token_in_rank`). Experts are drawn at random.
     """
+    rows, cluster = matmul.rows_per_token, workload.cluster
     all_s = links.all_to_all_s(rows * token)
     if not workload.framework.experts.sends_tokens_once:
         return all_s
-    cluster = workload.cluster
-    nodes = np.maximum(1.0, table.ep * np.maximum(table.tp, 1) / cluster.gpus_per_node)
-    copies = nodes * (1.0 - (1.0 - 1.0 / nodes) ** rows)
-    inside = inside_links(workload, np.minimum(table.ep, cluster.gpus_per_node))
-    once_s = np.maximum(links.all_to_all_s(copies * token), inside.all_to_all_s(rows * token))
-    return np.where(nodes > 1, np.minimum(all_s, once_s), all_s)
+    ranks = table.ep.astype(float)
+    nodes = np.maximum(1.0, ranks * np.maximum(table.tp, 1) / cluster.gpus_per_node)
+    links = _at_own_rate(workload, links)
+    within = touched(ranks, rows) * token
+    copies = touched(np.maximum(1.0, nodes * matmul.group_share), rows)
+    inside = _at_own_rate(workload, inside_links(workload, np.minimum(table.ep, cluster.gpus_per_node)))
+    once_s = np.maximum(links.all_to_all_s(copies * token), inside.all_to_all_s(within))
+    return np.where(nodes > 1, np.minimum(links.all_to_all_s(within), once_s), links.all_to_all_s(within))
 
 
 def expert_exchange_s(
     workload: Workload, table: PlanTable, tensor: GroupLinks, links: GroupLinks | None = None
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats, Floats, Floats, Floats]:
     """Return the seconds of the exchanges of one block, averaged over the blocks, in a forward and a backward pass.
 
+    The first two are what nothing hides, the last two what runs beside compute of another micro-batch.
     A rank sends `k` rows of each of its tokens to the ranks of their experts, all-to-all, and has as many back, in
     either pass (Lepikhin et al. 2020, GShard, section 3.2; Megatron-Core, moe/token_dispatcher.py, alltoall);
-    recomputation repeats the forward pass's. Routing is taken to be balanced, and nothing hides the exchanges. Beside
-    tensor parallelism each of its ranks sends its share of the tokens and then gathers and scatters `k` rows of a token
-    where a plain layer has one, which is counted apart. `tensor` are the links of tensor parallelism; `links` replaces
-    those of the plans' orders.
+    recomputation repeats the forward pass's. The busiest rank decides (`TrainingSpec.expert_load`). Beside tensor
+    parallelism each of its ranks sends its share of the tokens and then gathers and scatters `k` rows of a token where
+    a plain layer has one, which is counted apart. `tensor` are the links of tensor parallelism; `links` replaces those
+    of the plans' orders.
     """
     zeros = np.zeros(len(table))
     if not (table.ep > 1).any():
-        return zeros, zeros
+        return zeros, zeros, zeros, zeros
     model, training = workload.model, workload.training
     links, profile = links or expert_links(workload, table)[0], workload.framework.experts
-    token = table.micro_batch_size * training.seq_length / table.cp * model.hidden_size * training.activation_bytes
-    once = zeros
+    tokens = table.micro_batch_size * training.seq_length / table.cp
+    narrow = (profile.dispatched_bytes or training.activation_bytes) / training.activation_bytes
+    shown, hidden, hidden_backward = zeros, zeros, zeros
     for run in model.runs:
-        rows = rows_per_token(run.block)
-        if rows:
+        matmul = routed_matmul(run.block)
+        if matmul is not None:
+            # The busiest rank has the most to receive, and all wait for it.
+            rows, token = matmul.rows_per_token, tokens * matmul.k * training.activation_bytes * training.expert_load
             splits = (table.tp > 1) & (not profile.over_tensor_ranks)
             gathered = np.where(splits, tensor.all_reduce_s(rows * token) - tensor.all_reduce_s(token), 0.0)
-            sent = 2.0 * _exchange_s(workload, table, links, rows, token / table.tp) * (1.0 - profile.hidden_share)
-            sent = sent + profile.exchange_wait_s
-            once = once + np.where(table.ep > 1, sent + np.maximum(gathered, 0.0), 0.0) * run.count
-    once = once / model.num_blocks
-    return once, once * (1 + run_again(workload, table))
+            there = _exchange_s(workload, table, links, matmul, token / table.tp * narrow)
+            back = _exchange_s(workload, table, links, matmul, token / table.tp)
+            shown = shown + (profile.exchange_wait_s + np.maximum(gathered, 0.0)) * run.count
+            hidden, hidden_backward = hidden + (there + back) * run.count, hidden_backward + 2.0 * back * run.count
+    apart = np.where(table.ep > 1, 1.0 / model.num_blocks, 0.0)
+    share, again = profile.hidden_share, run_again(workload, table)
+    forward, backward = (shown + (1.0 - share) * hidden) * apart, (shown + (1.0 - share) * hidden_backward) * apart
+    repeated = forward + share * hidden * apart
+    return forward, backward + repeated * again, share * hidden * apart, share * hidden_backward * apart

@@ -8,7 +8,9 @@ from functools import cached_property
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.communication.exchanges import run_again
 from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.generation import generation_of
 from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
 from paraplan.cost.memory.overheads import (
     gathered_frozen_bytes,
@@ -19,7 +21,7 @@ from paraplan.cost.memory.overheads import (
 )
 from paraplan.cost.memory.parts import FP32, HALF, StageMemory
 from paraplan.cost.pipeline.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
-from paraplan.cost.plan_table import Floats, Mask, OffloadCode, PlanTable, RecomputeCode, ScheduleCode
+from paraplan.cost.plan_table import Floats, Mask, OffloadCode, PlanTable, ScheduleCode
 from paraplan.cost.workload import Workload
 
 
@@ -134,7 +136,16 @@ class RankMemory:
         each = self.framework.storage.weight_bytes if self.is_mixed else FP32
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
         shard = np.where(self.offloads_parameters, 0.0, self.padding / self.shards)
-        return np.asarray((self.parameters * each + self.frozen_bytes) * np.where(is_sharded, shard, 1.0))
+        own = (self.parameters * each + self.frozen_bytes) * np.where(is_sharded, shard, 1.0)
+        return np.asarray(own + self.reference_bytes)
+
+    @cached_property
+    def reference_bytes(self) -> Floats:
+        """A reference model beside the one that trains, in the type that matmuls compute in; ZeRO-3 shards it too."""
+        if not self.workload.training.copies_reference:
+            return np.zeros(len(self.table))
+        whole = self.parameters * self.compute_bytes + self.frozen_bytes
+        return np.where(self.table.zero_stage == 3, whole / self.shards, whole)
 
     @cached_property
     def offloads_parameters(self) -> Mask:
@@ -191,7 +202,7 @@ class RankMemory:
     def copied_bytes(self, *, in_forward: bool) -> Floats:
         """Return the 16-bit copies of fp32 weights that autocast makes for each pass and its backward pass.
 
-        With full recompute a forward pass drops those of the blocks at its end, and a backward pass has one block's.
+        Where blocks run again a forward pass drops those of the blocks at its end, and a backward pass has one block's.
         """
         if not (self.framework.storage.autocast_copy_bytes and self.is_mixed):
             return np.zeros(len(self.table))
@@ -200,7 +211,7 @@ class RankMemory:
         head = self.costs.head_copied_parameters[self.costs.key] * self.stage.is_last
         one_block = blocks if in_forward else np.minimum(blocks, self.block_parameters)
         of_all = self.stage.sum_in_flight(self.costs, copied, self.chunks_in_flight)
-        kept = np.where(self.table.recompute == RecomputeCode.FULL, one_block, of_all) + head * self.head_in_flight
+        kept = np.where(run_again(self.workload, self.table), one_block, of_all) + head * self.head_in_flight
         return np.where(self.table.zero_stage == 0, kept * self.framework.storage.autocast_copy_bytes, 0.0)
 
     @cached_property
@@ -315,9 +326,7 @@ class RankMemory:
             copied = (
                 self.stage.sum(self.costs, self.costs.copied_parameters) * self.framework.storage.autocast_copy_bytes
             )
-            again = again + np.where(
-                (self.table.recompute == RecomputeCode.FULL) & (self.table.zero_stage == 0), copied, 0.0
-            )
+            again = again + np.where(run_again(self.workload, self.table) & (self.table.zero_stage == 0), copied, 0.0)
         return np.where(self.splits_backward, blocks + head + sent + again, 0.0)
 
     @cached_property
@@ -349,13 +358,15 @@ class RankMemory:
         """What a framework keeps through the whole step.
 
         Workspaces of matrix libraries, Transformer Engine's dummies, the scores' buffer of Megatron-LM's own attention,
-        and from ZeRO-2 on the bucket in which DeepSpeed gathers gradients to reduce.
+        from ZeRO-2 on the bucket in which DeepSpeed gathers gradients to reduce, and what generates answers here.
         """
         framework, key = self.framework, self.costs.key
         dummies = self.costs.distinct_weight_parameters[key] * (HALF if framework.storage.keeps_dummy_gradients else 0)
         scores = self.costs.score_bytes[key] if framework.kernels.keeps_score_buffer else 0.0
         bucket = np.where(self.table.zero_stage >= 2, self.bucket_bytes, 0.0)
-        return np.asarray(matmul_workspace_bytes(self.workload) + dummies + scores + bucket)
+        generation = generation_of(self.workload)
+        generates = generation.reserved_bytes if generation is not None and generation.is_shared else 0.0
+        return np.asarray(matmul_workspace_bytes(self.workload) + dummies + scores + bucket + generates)
 
     @cached_property
     def bucket_bytes(self) -> Floats:

@@ -1,0 +1,100 @@
+"""Linear layers below 16 bits, and power limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from paraplan.cost.estimate import evaluate_plan
+from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError, PlanError, UnsupportedPlanError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
+from paraplan.model.reader import read_model
+from paraplan.model.weight_formats import WeightFormat
+from paraplan.plan.executor import OWN_RUNTIME
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import check_supported
+from paraplan.plan.training import LinearPrecision, TrainingSpec
+from paraplan.search.search import search
+from paraplan.search.verification import check_plan
+
+MODEL = read_model("llama-3-8b")
+PLAN = ParallelPlan(dp=8, zero_stage=1, num_microbatches=8)
+
+
+def made(machine: str, linear: LinearPrecision = "16bit") -> Workload:
+    training = TrainingSpec(global_batch_size=64, seq_length=4096, attention="flash", linear_precision=linear)
+    return Workload.of(MODEL, training, cluster_from_profile(machine), framework="megatron-core")
+
+
+def compute_s(workload: Workload) -> float:
+    return evaluate_plan(workload, PLAN).step.compute_s
+
+
+def test_products_in_8_bits_are_as_much_faster_as_the_best_of_them_that_was_measured() -> None:
+    narrow = made("dgx-h100", "fp8")
+    assert narrow.constants.block_matmul_speedup == pytest.approx(1402.6 / 795, rel=1e-3)
+    assert 0.5 < compute_s(narrow) / compute_s(made("dgx-h100")) < 0.85
+    back = narrow.trained_as(narrow.training.replace(linear_precision="16bit"))
+    assert compute_s(back) == compute_s(made("dgx-h100"))
+
+
+def test_inputs_are_kept_in_8_bits() -> None:
+    wide, narrow = (evaluate_plan(made("dgx-b200", linear), PLAN) for linear in ("16bit", "mxfp8"))
+    assert narrow.memory[0].activation_bytes < wide.memory[0].activation_bytes
+
+
+def test_a_gpu_without_such_products_refuses_them_with_what_it_has() -> None:
+    with pytest.raises(PlanError, match="has no matrix products in mxfp8") as refused:
+        made("dgx-h100", "mxfp8")
+    assert refused.value.hint == "use --linear-precision fp8"
+    with pytest.raises(PlanError, match="has no matrix products in fp8"):
+        made("dgx-a100", "fp8")
+    with pytest.raises(PlanError, match="precision is fp32"):
+        TrainingSpec(global_batch_size=8, seq_length=128, precision="fp32", linear_precision="fp8")
+
+
+@pytest.mark.parametrize("stored", ["nf4", "nf4:double", "int8", "mxfp4"])
+def test_quantized_weights_are_multiplied_in_16_bits_alone(stored: WeightFormat) -> None:
+    with pytest.raises(PlanError, match=f"weights in {stored} are multiplied in 16 bits"):
+        TrainingSpec(
+            global_batch_size=8, seq_length=128, train="lora:r=16", base_weights=stored, linear_precision="fp8"
+        )
+    TrainingSpec(global_batch_size=8, seq_length=128, train="lora:r=16", base_weights="fp8", linear_precision="fp8")
+
+
+@pytest.mark.parametrize("load", [0.0, float("nan"), float("inf"), 1e308])
+def test_a_load_of_experts_that_no_ranks_have_is_refused(load: float) -> None:
+    with pytest.raises(ValidationError, match="expert_load"):
+        TrainingSpec(global_batch_size=8, seq_length=128, expert_load=load)
+
+
+def test_a_plan_in_8_bits_is_refused_by_all_that_starts_the_runtime() -> None:
+    workload = Workload.of(MODEL, made("dgx-h100", "fp8").training, cluster_from_profile("dgx-h100"))
+    with pytest.raises(UnsupportedPlanError, match="linear_precision=fp8"):
+        check_supported(PLAN, linear_precision="fp8")
+    checked = check_plan(workload, PLAN, tolerance=0.05)
+    (found,) = (one for one in checked.findings if one.name == "supported")
+    assert not found.passed
+    assert "linear_precision=fp8" in found.message
+    with pytest.raises(NoPlanFitsError, match="the runtime multiplies in the training's own precision") as refused:
+        search(workload)
+    assert refused.value.hint is not None
+    assert "--linear-precision fp8" in refused.value.hint
+
+
+def test_paraplans_runtime_says_that_it_multiplies_in_16_bits() -> None:
+    training = made("dgx-h100", "fp8").training
+    reason = OWN_RUNTIME.reason_of(PLAN, training, 32)
+    assert reason == "linear_precision=fp8: the runtime multiplies in the training's own precision"
+
+
+def test_a_power_limit_slows_products_by_the_cube_root_of_the_power() -> None:
+    whole = made("dgx-h100")
+    limited = replace(whole, cluster=whole.cluster.replace(gpu=whole.cluster.gpu.replace(power_limit_w=500)))
+    assert limited.cluster.gpu.clock_share == pytest.approx((500 / 700) ** (1 / 3))
+    assert 1.0 < compute_s(limited) / compute_s(whole) < (700 / 500) ** (1 / 3)
+    above = whole.cluster.gpu.replace(power_limit_w=800)
+    assert above.clock_share == 1.0
