@@ -3,62 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from pydantic import Field, ValidationError
 
+from paraplan.accuracy.factors import KNOBS, CalibrationRun, FactorName, RunPrices, scaled
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import estimate_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
-from paraplan.cost.cost_model import CostModel
-from paraplan.cost.estimate import step_times
-from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.correction import CorrectedRun, TimeCorrection, likeness_of
 from paraplan.cost.plan_table import Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
-from paraplan.hardware.link_speed import LinkSpeedTable
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
 
 FEWEST_RUNS = 3
 NOISE = 0.08
 """Standard deviation of log(measured / predicted) that a right set of constants would leave: what the form of the model
 and the clock of a shared machine are taken to be off by."""
+OWN_NOISE = 0.05
+"""Standard deviation of the part of log(measured / predicted) that no other run shares: the clock of a shared machine,
+and what the form of the model is off by for this plan alone."""
 
-NETWORK_KINDS = ("rdma", "tcp")
 _STEP, _ROUNDS = 0.02, 8
-
-KnobName = Literal["matmul", "attention", "memory", "host", "node_links", "network", "optimizer"]
-
-
-@dataclass(frozen=True)
-class Knob:
-    """One constant that a fit may multiply; `log_sd` is the standard deviation of its logarithm before the fit."""
-
-    name: KnobName
-    title: str
-    log_sd: float
-    source: str
-
-
-KNOBS = (
-    Knob("matmul", "matmul efficiency", 0.10, "best matmuls of one kind of GPU differ by 5 to 10 % (ml-engineering)"),
-    Knob("attention", "attention kernels", 0.15, "spread of FlashAttention's published rates over shapes"),
-    Knob("memory", "memory bandwidth", 0.15, "0.6 to 0.9 of the data sheet for kernels of usual sizes"),
-    Knob("host", "host time per block", 0.40, "CPUs and frameworks differ by a factor of two"),
-    Knob("node_links", "links inside a node", 0.15, "spread of nccl-tests results on one kind of link"),
-    Knob("network", "network between nodes", 0.30, "0.5 to 1 of the NICs' rate, by topology and congestion"),
-    Knob("optimizer", "optimizer step", 0.50, "fused, by lists or in a loop: 36 to 100 bytes a parameter"),
-)
 
 
 class FittedConstant(Record):
     """One constant after a fit: `factor` times its sourced value; `log_sd` is the uncertainty of its logarithm."""
 
-    name: KnobName
+    name: FactorName
     title: str
     prior_log_sd: float
     prior_source: str
@@ -83,6 +59,8 @@ class Calibration(Record):
     error_after: float
     error_left_out: float
     source: str
+    correction: TimeCorrection | None = None
+    """What is left of the runs' errors, for plans that are alike; None in files of earlier releases."""
 
     @property
     def is_worth_it(self) -> bool:
@@ -91,53 +69,8 @@ class Calibration(Record):
 
     def applied_to(self, workload: Workload) -> Workload:
         """Return `workload` priced with the fitted constants."""
-        return scaled(workload, {constant.name: constant.factor for constant in self.constants})
-
-
-@dataclass(frozen=True, eq=False)
-class CalibrationRun:
-    """One run to fit to."""
-
-    workload: Workload
-    plan: ParallelPlan
-    measured_step_time_s: float
-
-
-def scaled(workload: Workload, factors: Mapping[KnobName, float]) -> Workload:
-    """Return `workload` with each named constant multiplied; those that are not named stay. Raises nothing."""
-
-    def factor(name: KnobName) -> float:
-        return factors.get(name, 1.0)
-
-    constants, framework = workload.constants, workload.framework
-    return replace(
-        workload,
-        constants=constants.replace(
-            matmul_efficiency=constants.matmul_efficiency * factor("matmul"),
-            plain_matmul_efficiency=constants.plain_matmul_efficiency * factor("matmul"),
-            eager_attention_efficiency=constants.eager_attention_efficiency * factor("attention"),
-            flash_attention_factor=constants.flash_attention_factor * factor("attention"),
-            memory_bandwidth_efficiency=constants.memory_bandwidth_efficiency * factor("memory"),
-            fused_optimizer_bytes=constants.fused_optimizer_bytes * factor("optimizer"),
-            unfused_optimizer_bytes=constants.unfused_optimizer_bytes * factor("optimizer"),
-        ),
-        framework=_with_host_time(framework, factor("host")),
-        links=_scaled_links(workload.links, factors),
-    )
-
-
-def _with_host_time(framework: FrameworkProfile, factor: float) -> FrameworkProfile:
-    data_parallel = framework.data_parallel
-    return framework.changed(
-        kernels={
-            "host_s_per_block": framework.kernels.host_s_per_block * factor,
-            "collective_host_s": framework.kernels.collective_host_s * factor,
-        },
-        data_parallel={
-            "gather_host_s": data_parallel.gather_host_s * factor,
-            "reduce_host_s": data_parallel.reduce_host_s * factor,
-        },
-    )
+        made = scaled(workload, {constant.name: constant.factor for constant in self.constants})
+        return replace(made, correction=self.correction)
 
 
 def calibrate_to_runs(runs: Sequence[MeasuredRun], data: BundledData | None = None, *, source: str) -> Calibration:
@@ -148,7 +81,7 @@ def calibrate_to_runs(runs: Sequence[MeasuredRun], data: BundledData | None = No
     """
     usable, skipped, used = [], [], []
     data = data or BundledData()
-    for run in runs:
+    for run in map(data.completed, runs):
         try:
             if run.measured_step_time_s is None:
                 raise PlanError("no step time was measured", hint="fill in measured_step_time_s")
@@ -170,7 +103,8 @@ def calibrate_to_runs(runs: Sequence[MeasuredRun], data: BundledData | None = No
 def calibrate(runs: Sequence[CalibrationRun], *, source: str) -> Calibration:
     """Return the most likely constants under the priors of `KNOBS`: robust Gauss-Newton on the logarithm of step times.
 
-    Raises `PlanError` for fewer than three runs.
+    Of the errors that they leave, runs that are alike are taken to share a part (`TimeCorrection`). Raises `PlanError`
+    for fewer than three runs.
     """
     if len(runs) < FEWEST_RUNS:
         raise PlanError(
@@ -178,22 +112,23 @@ def calibrate(runs: Sequence[CalibrationRun], *, source: str) -> Calibration:
             hint="give runs of several plans on the same machines, with measured_step_time_s",
         )
     measured = np.log([run.measured_step_time_s for run in runs])
-    priced = _Prices(runs)
+    priced = RunPrices(runs)
     point = np.zeros(len(KNOBS))
     start = measured - priced.log_times(point)
     precision = np.diag([1 / knob.log_sd**2 for knob in KNOBS])
     for _ in range(_ROUNDS):
         residual, slope = _linear(priced.log_times, point, measured)
-        weight = _weights(residual)
+        weight = _weights(residual, NOISE)
         hessian = slope.T @ (weight[:, None] * slope) + precision
         step = np.linalg.solve(hessian, slope.T @ (weight * residual) - precision @ point)
         point = point + np.clip(step, -0.5, 0.5)
         if np.abs(step).max() < _STEP / 10:
             break
     residual, slope = _linear(priced.log_times, point, measured)
-    weight = _weights(residual)
+    weight = _weights(residual, NOISE)
     hessian = slope.T @ (weight[:, None] * slope) + precision
     spread = np.sqrt(np.diag(np.linalg.inv(hessian)))
+    shared = _Shared.of(runs, residual)
     return Calibration(
         constants=tuple(
             FittedConstant(
@@ -208,10 +143,45 @@ def calibrate(runs: Sequence[CalibrationRun], *, source: str) -> Calibration:
         ),
         num_runs=len(runs),
         error_before=_mean_error(start),
-        error_after=_mean_error(residual),
-        error_left_out=_mean_error(_left_out(residual, slope, weight, hessian)),
+        error_after=_mean_error(residual - shared.likeness @ shared.weights),
+        error_left_out=_mean_error(_left_out(residual + slope @ point, slope, shared)),
         source=source,
+        correction=shared.correction,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """What runs that are alike share of the errors that constants leave."""
+
+    kinds: list[str]
+    sizes: Floats
+    likeness: Floats
+    """Covariance of what they share."""
+    own: Floats
+    """Variance of what each does not."""
+    weights: Floats
+    """Those of the correction."""
+
+    @classmethod
+    def of(cls, runs: Sequence[CalibrationRun], residual: Floats) -> _Shared:
+        each = [run.workload.kinds_and_sizes(PlanTable.of_plans([run.plan])) for run in runs]
+        kinds, sizes = [kind for (kind,), _ in each], np.concatenate([sizes for _, sizes in each])
+        likeness = likeness_of(sizes, kinds, sizes, kinds)
+        own = np.full(len(runs), OWN_NOISE**2)
+        for _ in range(_ROUNDS):
+            common = likeness @ np.linalg.solve(likeness + np.diag(own), residual)
+            own = np.asarray(1 / _weights(residual - common, OWN_NOISE), dtype=np.float64)
+        weights = np.asarray(np.linalg.solve(likeness + np.diag(own), residual), dtype=np.float64)
+        return cls(kinds, sizes, likeness, own, weights)
+
+    @property
+    def correction(self) -> TimeCorrection:
+        """The correction of other plans."""
+        runs = zip(self.kinds, self.sizes.tolist(), self.weights.tolist(), strict=True)
+        return TimeCorrection(
+            runs=tuple(CorrectedRun(kind=kind, sizes=tuple(sizes), weight=weight) for kind, sizes, weight in runs)
+        )
 
 
 def read_calibration(text: str, *, source: str) -> Calibration:
@@ -230,42 +200,6 @@ def read_calibration(text: str, *, source: str) -> Calibration:
         raise PlanError(f"{source} holds no calibration: {where}{what}", hint=hint) from None
 
 
-class _Prices:
-    """Predicts all runs at once: those that share a workload as one table of plans."""
-
-    def __init__(self, runs: Sequence[CalibrationRun]) -> None:
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for index, run in enumerate(runs):
-            workload = run.workload
-            parts = (workload.model, workload.training, workload.cluster, workload.framework)
-            groups.setdefault(tuple(part.model_dump_json() for part in parts), []).append(index)
-        self._groups = [
-            (
-                np.array(rows),
-                CostModel.of_workload(runs[rows[0]].workload),
-                PlanTable.of_plans([runs[row].plan for row in rows]),
-            )
-            for rows in groups.values()
-        ]
-        self._count = len(runs)
-
-    def log_times(self, point: Floats) -> Floats:
-        """Return the logarithm of each run's predicted step time where the logarithms of the factors are `point`."""
-        factors = {knob.name: float(np.exp(value)) for knob, value in zip(KNOBS, point, strict=True)}
-        times = np.zeros(self._count)
-        for rows, workload, table in self._groups:
-            times[rows] = step_times(scaled(workload, factors), table).step_time_s
-        return np.log(times)
-
-
-def _scaled_links(links: LinkSpeedTable, factors: Mapping[KnobName, float]) -> LinkSpeedTable:
-    kinds = []
-    for kind in links.kinds:
-        factor = factors.get("network" if kind.kind in NETWORK_KINDS else "node_links", 1.0)
-        kinds.append(kind.replace(bus_efficiency={name: rate * factor for name, rate in kind.bus_efficiency.items()}))
-    return links.replace(kinds=tuple(kinds))
-
-
 def _linear(log_times: Callable[[Floats], Floats], point: Floats, measured: Floats) -> tuple[Floats, Floats]:
     """Return the residuals of `measured` at a point and the slope of the predictions there, `[runs, knobs]`."""
     here = log_times(point)
@@ -273,18 +207,19 @@ def _linear(log_times: Callable[[Floats], Floats], point: Floats, measured: Floa
     return measured - here, np.stack(columns, axis=1)
 
 
-def _weights(residual: Floats) -> Floats:
+def _weights(residual: Floats, noise: float) -> Floats:
     """Return the weight of each run: a run far off counts less than its square would (soft L1)."""
-    return np.asarray(1 / NOISE**2 / np.sqrt(1 + (residual / (2 * NOISE)) ** 2))
+    return np.asarray(1 / noise**2 / np.sqrt(1 + (residual / (2 * noise)) ** 2))
 
 
-def _left_out(residual: Floats, slope: Floats, weight: Floats, hessian: Floats) -> Floats:
-    """Return the residual of each run under the fit to all others, to first order."""
-    left = np.zeros_like(residual)
-    for row, (value, direction, w) in enumerate(zip(residual, slope, weight, strict=True)):
-        without = hessian - w * np.outer(direction, direction)
-        left[row] = value + direction @ np.linalg.solve(without, w * direction * value)
-    return left
+def _left_out(start: Floats, slope: Floats, shared: _Shared) -> Floats:
+    """Return the residual of each run under the fit to all others, to first order.
+
+    `start` is what runs are off by before the fit (Rasmussen and Williams 2006, eq. 5.12).
+    """
+    priors = np.diag([knob.log_sd**2 for knob in KNOBS])
+    inverse = np.linalg.inv(slope @ priors @ slope.T + shared.likeness + np.diag(shared.own))
+    return np.asarray(inverse @ start / np.diag(inverse))
 
 
 def _mean_error(residual: Floats) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Self
 
@@ -63,6 +63,21 @@ class Residuals(Record):
         return 1 - float(np.interp(ratio, self.quantiles, np.linspace(0, 1, len(self.quantiles))))
 
 
+class FittedErrors(Record):
+    """Mean errors of a source's step times if every prediction were multiplied by one factor.
+
+    The factor is the median of measured / predicted over runs of the same family of frameworks, or over all, a source
+    of n runs weighing as in `Residuals`. Nothing is multiplied so anywhere else: what this gains on sources left out is
+    what a fit could, and what it gains more in sample is what a fit would only seem to.
+    """
+
+    as_predicted: float
+    in_sample: float
+    """With a factor of all sources, this one among them."""
+    left_out: float
+    """With a factor of all other sources."""
+
+
 class AccuracyTable(Record):
     """What the residuals of measured runs say, as `scripts/trust_table.py` writes it to `profiles/accuracy.json`."""
 
@@ -115,6 +130,31 @@ def accuracy_of(scored: Iterable[RunPrediction], others: Iterable[RunPrediction]
         coverage_of_rows=round(sum(held for held, _ in found) / len(rows), 3),
         coverage_of_sources=round(sum(held / count for held, count in found) / len(found), 3),
     )
+
+
+def fitted_errors(scored: Iterable[RunPrediction]) -> dict[str, FittedErrors]:
+    """Return by source what one factor, fitted with the source and without it, would make of its step times."""
+    rows = [run for run in scored if run.step_time_error is not None]
+    whole, found = _by_family(rows), {}
+    for source in sorted({run.source for run in rows}):
+        own = [run for run in rows if run.source == source]
+        others = [run for run in rows if run.source != source]
+        found[source] = FittedErrors(
+            as_predicted=_mean_error(own, {}),
+            in_sample=_mean_error(own, whole),
+            left_out=_mean_error(own, _by_family(others) if others else {}),
+        )
+    return found
+
+
+def _mean_error(rows: Sequence[RunPrediction], table: Mapping[str, Residuals]) -> float:
+    """Return the mean error of step times multiplied by the median residual of each run's family, 1 without any."""
+    errors = []
+    for run in rows:
+        residuals = table.get(_family(run), table.get(ALL))
+        factor = residuals.quantiles[_QUANTILES // 2] if residuals else 1.0
+        errors.append(abs(factor / _ratio(run)[1] - 1))
+    return sum(errors) / len(errors)
 
 
 def _by_family(rows: Sequence[RunPrediction]) -> dict[str, Residuals]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from paraplan.errors import PlanError
 from paraplan.records import Record
@@ -28,13 +29,18 @@ WORDS = {
     "activation": dict.fromkeys(("silu", "swish"), "swiglu") | {"relu2": "squared_relu"},
     "flash_attention": dict.fromkeys(("flash", "fa2", "fa3"), "1") | {"eager": "0"},
     "recompute": {"true": "full", "yes": "full", "1": "full", "false": "none", "no": "none", "0": "none"},
+    "dispatcher": {"a2a": "alltoall", "all-to-all": "alltoall"},
+    "cuda_graphs": {"no": "none", "0": "none", "false": "none", "full_iteration": "full"},
     "memory_rank": dict.fromkeys(("max", "every"), "all"),
     "zero_stage": {"fsdp": "3", "full": "3", "ddp": "0", "none": "0"},
 }
 """Other spellings of cells, by column."""
 
-ZERO_ALLOWED = ("zero_stage", "dropout")
+ZERO_ALLOWED = ("zero_stage", "dropout", "mtp_layers")
 MICROBATCHES_PER_STAGE = 4
+
+Dispatcher = Literal["alltoall", "deepep", "hybridep"]
+Graphs = Literal["none", "layers", "full"]
 
 
 class MeasuredRun(Record):
@@ -116,6 +122,20 @@ class MeasuredRun(Record):
     """Fused kernels: unsloth, FOAK, Liger, chunked or cut cross-entropy."""
     offload: str = ""
     """What lies in the host's memory."""
+    fp8_attention: bool | None = None
+    """Attention multiplied in 8 bits."""
+    mtp_layers: int | None = None
+    """Layers for multi-token prediction that trained too."""
+    release: str = ""
+    """The framework's release or container: 26.04."""
+    dispatcher: Dispatcher | Literal[""] = ""
+    """How tokens reach experts: alltoall, deepep, hybridep."""
+    capacity_factor: float | None = None
+    """Rows over this times the mean were dropped, and fewer padded to it. Blank: none was."""
+    overlaps_experts: bool | None = None
+    """Exchanges of experts run beside compute of another micro-batch."""
+    cuda_graphs: Graphs | Literal[""] = ""
+    """What CUDA graphs hold: none, layers, full."""
     notes: str = ""
     """For people; nothing is read from them."""
 
@@ -205,10 +225,16 @@ def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _noun(kind: str) -> str:
+    if "Literal" in kind:
+        return "known " + ", ".join(re.findall(r"'(\w+)'", kind))
     return "yes or no" if "bool" in kind else "whole number" if "int" in kind else "number"
 
 
 def _value(text: str, kind: str) -> object:
+    if "Literal" in kind:
+        if f"'{text.lower()}'" not in kind:
+            raise ValueError(text)
+        return text.lower()
     if "str" in kind:
         return text
     if "bool" in kind:

@@ -20,9 +20,10 @@ MemoryReading = Literal["max_allocated", "max_reserved", "nvidia-smi", "not stat
 class RunPrediction(Record):
     """One row of `paraplan validate`. Errors are predicted / measured - 1; what was not measured is None.
 
-    `fits` says whether a run ran (True) or ran out of memory (False), `predicted_fits` whether what `nvidia-smi` would
-    show is less than the GPU has. `parallelism` names the kinds of splitting without their degrees, `plan` the whole
-    plan; `memory_reading` is what the measured peak is.
+    `fits` says whether a run ran (True) or ran out of memory (False), `predicted_fits` whether what torch's allocator
+    takes, with what it keeps for later, is less than the GPU has: of what it keeps it gives back whole segments alone.
+    `parallelism` names the kinds of splitting without their degrees, `plan` the whole plan; `memory_reading` is what
+    the measured peak is.
     Runs of a framework that is not known are modelled as plain PyTorch.
     """
 
@@ -92,7 +93,7 @@ def predict_run(
         memory_error=predicted_bytes / measured_bytes - 1 if measured_bytes else None,
         memory_reading=reading if measured_bytes else None,
         fits={"fits": True, "oom": False}.get(run.fit_status),
-        predicted_fits=_fits(estimate, workload),
+        predicted_fits=max(stage.cached_device_bytes for stage in estimate.memory) <= workload.cluster.gpu_memory_bytes,
     )
 
 

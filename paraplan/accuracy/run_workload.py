@@ -10,6 +10,7 @@ from typing import get_args
 from paraplan.accuracy.fine_tuning import fine_tuning_fields, is_fine_tuning, with_fine_tuning
 from paraplan.accuracy.machines import DescribedMachines, described_cluster
 from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
+from paraplan.accuracy.recipes import RecipeTable, load_recipes
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FrameworkCatalog
@@ -24,6 +25,7 @@ from paraplan.model.reader import read_fields
 from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
 from paraplan.model.spec import BlockSpec, ModelSpec
 from paraplan.plan.parallel import ParallelPlan, Recompute
+from paraplan.plan.stages import running_split
 from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
 from paraplan.units import KIB
 
@@ -32,6 +34,8 @@ UNKNOWN_GPUS, UNSTATED_GPU = ("unstated", "not stated", "unknown"), "A100-80GB"
 """The GPU of rows that measured memory and do not say on which."""
 OPS_RECOMPUTE = r"""\bop\b["']? (policy|sac)|recompute only norm"""
 """Features of runs whose selective recompute is that of chosen operations (`selective_ops`)."""
+NO_HEAD = "no lm head"
+"""The feature of runs of models that answer questions or classify, without logits over the vocabulary."""
 COMPILED_LOSS_BYTES = 10.0
 """Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
 (core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors."""
@@ -49,8 +53,15 @@ class BundledData:
     """Speeds of links."""
     frameworks: FrameworkCatalog = field(default_factory=FrameworkCatalog)
     """Framework profiles."""
+    recipes: RecipeTable = field(default_factory=load_recipes)
+    """What published recipes switch on."""
     configs: Mapping[str, Fields] = field(default_factory=dict)
     """Configurations of models by name (`model.named.known_configs`)."""
+
+    def completed(self, run: MeasuredRun) -> MeasuredRun:
+        """Return a run with what its published recipe says where its own cells are blank."""
+        framework = self.frameworks.find(run.framework)
+        return run if framework is None else self.recipes.completed(run, framework.name)
 
 
 def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
@@ -71,13 +82,14 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         network=run.network,
     )
     framework, constants = framework_of_run(run, data.frameworks), CostConstants()
+    framework = data.recipes.applied(run, framework)
     model = _named_model(run, framework, data.configs) or model_from_shapes(_shapes(run, framework, data.configs))
-    if run.head == "classifier":
+    if run.head == "classifier" or NO_HEAD in run.nonstandard_features.lower():
         # A classifier: the vocabulary stays in the embedding alone.
         model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
     cluster = described_cluster(machines, data.gpus)
     if re.search("fp[48]", run.precision):
-        constants = constants.replace(block_matmul_speedup=cluster.gpu.shared.fp8_speedup)
+        constants = constants.replace(block_matmul_speedup=cluster.gpu.fp8_speedup)
     if run.deterministic:
         constants = constants.replace(cublas_workspace_bytes=DETERMINISTIC_WORKSPACE_BYTES)
     training = training_of_run(run, framework)
@@ -150,6 +162,7 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
         optimizer=_optimizer(run.optimizer.lower()),
         attention=attention,
         compiled=bool(run.torch_compile),
+        expert_load=max(1.0, run.capacity_factor or 1.0),
     )
 
 
@@ -194,8 +207,22 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
             "pipeline_schedule": None if pp == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b",
             "virtual_pipeline_size": virtual,
             "recompute": _recompute(run),
+            "stage_blocks": _stage_blocks(run, framework, num_stages=pp * virtual) if pp > 1 else None,
         }
     )
+
+
+def _stage_blocks(run: MeasuredRun, framework: FrameworkProfile, *, num_stages: int) -> tuple[int, ...] | None:
+    """Return the blocks of each stage of a framework that does not divide them evenly, where the run has its shapes.
+
+    What is counted is what nanotron counts, whatever the model: four square matrices and three of the MLP.
+    """
+    shapes = (run.layers, run.hidden, run.ffn_hidden, run.vocab)
+    if not framework.pipeline.cuts_by_running_cost or None in shapes:
+        return None
+    layers, hidden, inner, vocabulary = (size or 0 for size in shapes)
+    block, head = 4 * hidden**2 + 3 * inner * hidden, vocabulary * hidden
+    return running_split(layers, num_stages, block_cost=block, head_cost=head)
 
 
 def _recompute(run: MeasuredRun) -> Recompute:
@@ -230,7 +257,8 @@ def _named_model(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[s
     if fields is None:
         raise PlanError(f"{', '.join(blank)} not given", hint="a model_name that is bundled says them too")
     vocabulary = padded_vocabulary(run, framework, run.vocab or int(fields["vocab_size"]))
-    config = ModelConfig(run.model_name, fields | {"vocab_size": vocabulary}, run.model_name, run.seq_len)
+    fields = fields | {"vocab_size": vocabulary, "mtp_num_layers": run.mtp_layers or 0}
+    config = ModelConfig(run.model_name, fields, run.model_name, run.seq_len)
     return read_fields(config)
 
 

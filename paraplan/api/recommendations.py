@@ -13,6 +13,7 @@ from paraplan.api.models import bundled_models, load_model
 from paraplan.api.workloads import OWN_RUNTIME, training_of
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import assumed_speeds
+from paraplan.cost.generation import task_notes
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, ParaplanError
 from paraplan.hardware.cluster import Cluster
@@ -73,7 +74,8 @@ class Recommendation:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of the training, and of speeds that are assumed, a sentence each."""
-        return training_notes(self.workload.model, self.workload.training) + assumed_speeds(self.workload)
+        notes = training_notes(self.workload.model, self.workload.training)
+        return notes + task_notes(self.workload) + assumed_speeds(self.workload)
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:

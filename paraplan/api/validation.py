@@ -15,6 +15,7 @@ from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow, read_runs
 from paraplan.accuracy.prediction import RunPrediction, is_standard, predict_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.accuracy.scoring import FitScore, Score, SweepScore, score, score_fits, score_sweeps
+from paraplan.accuracy.why import SourceFactors, source_factors
 from paraplan.errors import ParaplanError
 from paraplan.model.named import known_configs
 from paraplan.progress import doing, say
@@ -59,6 +60,8 @@ class Validation:
     """Each run, or why it cannot be read, with its prediction."""
     everything: bool = False
     """Whether rows of low quality or with unusual features are scored too."""
+    calibration: Calibration | None = None
+    """What predictions were made with beside the sourced constants."""
 
     @cached_property
     def scored(self) -> Scores:
@@ -79,6 +82,12 @@ class Validation:
     def fits(self) -> FitScore:
         """How often it was predicted rightly whether a run fits."""
         return score_fits(prediction for _, prediction in self.rows)
+
+    def factors(self) -> list[SourceFactors]:
+        """Return which one factor would explain most of the errors of each source that is scored."""
+        runs = [entry for entry, _ in self.scored.rows if isinstance(entry, MeasuredRun)]
+        with doing("scaling one factor after the other"):
+            return source_factors(runs, BundledData(configs=known_configs()), calibration=self.calibration)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `paraplan validate --json` prints."""
@@ -121,13 +130,14 @@ def validate(
             if number % 50 == 0:
                 say(f"predicting measured runs, {number} of {len(entries)}")
             rows.append((entry, _predict(entry, data, calibration)))
-    return Validation(tuple(rows), everything=everything)
+    return Validation(tuple(rows), everything=everything, calibration=calibration)
 
 
 def _predict(entry: MeasuredRun | UnusableRow, data: BundledData, fitted: Calibration | None) -> RunPrediction:
     if isinstance(entry, UnusableRow):
         return RunPrediction(id=entry.id, source="", gpu="", framework="", skipped=entry.reason)
     try:
+        entry = data.completed(entry)
         workload = workload_of_run(entry, data)
         if fitted is not None:
             workload = fitted.applied_to(workload)

@@ -12,6 +12,8 @@ from paraplan.model.spec import ModelSpec
 from paraplan.model.trainable import parse_trainable
 from paraplan.model.weight_formats import WEIGHT_FORMATS as WEIGHT_FORMATS
 from paraplan.model.weight_formats import weight_format as weight_format
+from paraplan.plan.task import parse_task
+from paraplan.plan.training import MOST_LOAD as MOST_LOAD
 from paraplan.plan.training import OptimizerName
 from paraplan.plan.training import TrainingSpec as TrainingSpec
 from paraplan.plan.training import optimizer_name as optimizer_name
@@ -23,6 +25,11 @@ OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 def trainable_words(text: str) -> str:
     """Return the words of `--train` in their usual form. Raises `PlanError` for others, with what would do."""
     return parse_trainable(text).text
+
+
+def task_words(text: str) -> str:
+    """Return the words of `--task` in their usual form. Raises `PlanError` for others, with what would do."""
+    return parse_task(text).text
 
 
 def framework_names() -> list[str]:

@@ -1,24 +1,23 @@
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from small_run import run
 
-from paraplan.accuracy.calibration import (
-    KNOBS,
-    Calibration,
-    CalibrationRun,
-    KnobName,
-    calibrate,
-    calibrate_to_runs,
-    read_calibration,
-    scaled,
-)
-from paraplan.cost.estimate import evaluate_plan
+from paraplan.accuracy.calibration import Calibration, calibrate, calibrate_to_runs, read_calibration
+from paraplan.accuracy.factors import KNOBS, CalibrationRun, FactorName, scaled
+from paraplan.cost.correction import CorrectedRun, TimeCorrection
+from paraplan.cost.estimate import evaluate_plan, step_times
+from paraplan.cost.plan_table import PlanTable
+from paraplan.cost.timeline import step_timeline
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.search.lower_bound import least_step_s
 
 MakeWorkload = Callable[..., Workload]
 PLANS = (
@@ -37,12 +36,12 @@ def step_s(workload: Workload, plan: ParallelPlan) -> float:
     return evaluate_plan(workload, plan).step.step_time_s
 
 
-def runs_of(workload: Workload, truth: dict[KnobName, float]) -> list[CalibrationRun]:
+def runs_of(workload: Workload, truth: dict[FactorName, float]) -> list[CalibrationRun]:
     real = scaled(workload, truth)
     return [CalibrationRun(workload, plan, step_s(real, plan)) for plan in PLANS]
 
 
-def factor(fitted: Calibration, name: KnobName) -> float:
+def factor(fitted: Calibration, name: FactorName) -> float:
     return next(constant.factor for constant in fitted.constants if constant.name == name)
 
 
@@ -102,3 +101,81 @@ def test_a_calibration_file_says_what_it_was_fitted_to_and_is_read_back() -> Non
 def test_a_file_without_a_calibration_is_one_clear_error(text: str) -> None:
     with pytest.raises(PlanError, match=r"^cal\.json (is not JSON|holds no calibration)"):
         read_calibration(text, source="cal.json")
+
+
+def off_where_tensor_parallel(made: Workload) -> list[CalibrationRun]:
+    """Return runs of which those with tp take a fifth longer: more than links inside a node would explain."""
+    return [CalibrationRun(made, plan, step_s(made, plan) * (1.2 if plan.tp > 1 else 1.0)) for plan in PLANS]
+
+
+def test_plans_that_are_alike_share_what_no_constant_explains(workload: MakeWorkload) -> None:
+    made = workload("gpt2-xl", profile="dgx-a100")
+    fitted = calibrate(off_where_tensor_parallel(made), source="made up")
+    corrected, plain = fitted.applied_to(made), replace(fitted.applied_to(made), correction=None)
+    alike, unlike = ParallelPlan(dp=2, tp=4, num_microbatches=16), ParallelPlan(dp=8, pp=1, num_microbatches=4)
+    more = [step_s(corrected, plan) / step_s(plain, plan) for plan in (alike, unlike)]
+    assert more[0] > 1.02
+    assert more[1] < more[0] - 0.02
+    assert fitted.error_after < fitted.error_before
+
+
+def test_another_kind_of_gpu_is_not_corrected(workload: MakeWorkload) -> None:
+    fitted = calibrate(off_where_tensor_parallel(workload("gpt2-xl", profile="dgx-a100")), source="made up")
+    other = workload("gpt2-xl", profile="dgx-h100")
+    plain = replace(fitted.applied_to(other), correction=None)
+    for plan in PLANS:
+        assert step_s(fitted.applied_to(other), plan) == pytest.approx(step_s(plain, plan))
+
+
+def test_parts_of_a_corrected_step_sum_and_the_search_bounds_hold(workload: MakeWorkload) -> None:
+    made = workload("gpt2-xl", profile="dgx-a100")
+    corrected = calibrate(off_where_tensor_parallel(made), source="made up").applied_to(made)
+    table = PlanTable.of_plans(list(PLANS))
+    times = step_times(corrected, table).step_time_s
+    assert (least_step_s(corrected, table) <= times * (1 + 1e-9)).all()
+    assert times.tolist() == pytest.approx([step_s(corrected, plan) for plan in PLANS])
+
+
+def test_a_timeline_is_as_long_as_the_corrected_step(workload: MakeWorkload) -> None:
+    made = workload("gpt2-xl", profile="dgx-a100")
+    corrected = calibrate(off_where_tensor_parallel(made), source="made up").applied_to(made)
+    plan = ParallelPlan(dp=2, tp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=16)
+    ends = []
+    for one in (made, corrected):
+        estimate = evaluate_plan(one, plan)
+        ends.append(step_timeline(one, estimate).operations_end_s / estimate.step.step_time_s)
+    assert ends[0] == pytest.approx(ends[1], rel=0.02)
+    assert corrected.time_factors(PlanTable.of_plans([plan]))[0] != pytest.approx(1.0, abs=0.005)
+
+
+def test_a_file_of_an_earlier_release_corrects_nothing(workload: MakeWorkload) -> None:
+    made = workload("gpt2-xl", profile="dgx-a100")
+    fitted = calibrate(runs_of(made, {"matmul": 0.9}), source="made up")
+    earlier = read_calibration(fitted.model_copy(update={"correction": None}).to_json(), source="file")
+    assert earlier.correction is None
+    assert earlier.applied_to(made).correction is None
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [],
+        [{"kind": "k", "sizes": [1.0], "weight": 1.0}],
+        [{"kind": "k", "sizes": [float("inf")] * 10, "weight": 1.0}],
+        [{"kind": "k", "sizes": [1.0] * 10, "weight": float("nan")}],
+        [{"kind": "k", "sizes": [1.0] * 10, "weight": -1e300}],
+    ],
+)
+def test_a_correction_that_is_none_is_one_clear_error(workload: MakeWorkload, runs: list[dict[str, object]]) -> None:
+    fitted = calibrate(runs_of(workload("gpt2-xl", profile="dgx-a100"), {}), source="made up")
+    text = json.dumps(json.loads(fitted.to_json()) | {"correction": {"runs": runs}})
+    with pytest.raises(PlanError, match=r"^cal\.json holds no calibration: correction"):
+        read_calibration(text, source="cal.json")
+
+
+def test_a_correction_keeps_times_finite_however_many_runs_agree(workload: MakeWorkload) -> None:
+    made = workload("gpt2-xl", profile="dgx-a100")
+    table = PlanTable.of_plans([PLANS[0]])
+    (kind,), sizes = made.kinds_and_sizes(table)
+    runs = (CorrectedRun(kind=kind, sizes=tuple(sizes[0].tolist()), weight=1e4),) * 50
+    assert TimeCorrection(runs=runs).factors(sizes, [kind])[0] == pytest.approx(math.exp(5))

@@ -12,6 +12,7 @@ from paraplan.accuracy.intervals import (
     SHARE,
     Residuals,
     accuracy_of,
+    fitted_errors,
     load_accuracy,
     out_of_memory_probability,
     step_interval,
@@ -67,6 +68,22 @@ def test_a_large_source_does_not_drown_the_others() -> None:
 def test_a_family_of_few_sources_takes_the_residuals_of_all() -> None:
     runs = [*drawn(sources=3, rows=4), *(run("alone", number, 2.0, "deepspeed-zero") for number in range(9))]
     assert set(accuracy_of(runs, []).step_time) == {ALL, "fsdp"}
+
+
+def test_a_factor_fitted_to_the_other_sources_helps_where_all_err_alike() -> None:
+    alike = [run(name, number, 1.25) for name in "abcd" for number in range(4)]
+    found = fitted_errors([*alike, *(run("e", number, 0.8) for number in range(4))])
+    assert found["a"].as_predicted == pytest.approx(0.2)
+    assert found["a"].in_sample == found["a"].left_out == pytest.approx(0.0, abs=1e-6)
+    # The one that errs the other way only gets worse.
+    assert found["e"].as_predicted == pytest.approx(0.25)
+    assert found["e"].in_sample == found["e"].left_out == pytest.approx(1.25 / 0.8 - 1, abs=1e-6)
+
+
+def test_a_source_fits_itself_only_in_sample() -> None:
+    found = fitted_errors(run(name, 0, ratio) for name, ratio in (("a", 1.0), ("b", 1.5), ("c", 2.0)))
+    assert found["b"].in_sample == pytest.approx(0.0, abs=1e-6)
+    assert found["b"].left_out > 0.3
 
 
 def test_an_estimate_says_what_its_range_rests_on(workload: MakeWorkload) -> None:

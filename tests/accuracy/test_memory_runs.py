@@ -11,9 +11,11 @@ from small_run import run
 from paraplan.accuracy.prediction import RunPrediction, predict_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, training_of_run, workload_of_run
 from paraplan.accuracy.scoring import score_fits
+from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.report.plan_words import cautions
 from paraplan.units import GIB, MIB
 
 MEGATRON_CORE = load_framework("megatron-core")
@@ -91,6 +93,38 @@ def test_a_run_that_no_gpu_holds_is_predicted_to_run_out_of_memory(workload: Mak
         one = measured.replace(micro_batch=size)
         predicted = predict_run(one, workload(global_batch_size=512), plan_of_run(one, MEGATRON_CORE))
         assert (predicted.fits, predicted.predicted_fits) == (False, fits)
+
+
+def test_a_run_fits_where_what_the_allocator_keeps_fits_too(workload: MakeWorkload) -> None:
+    made = workload("gpt2", seq_length=1024, global_batch_size=8 * 512)
+    tight = 0
+    for size in range(32, 80):
+        one = run(dp=8, micro_batch=size, global_batch=8 * size, recompute="none")
+        estimate = evaluate_plan(made, plan_of_run(one, MEGATRON_CORE))
+        cached = max(stage.cached_device_bytes for stage in estimate.memory)
+        device = max(stage.device_bytes for stage in estimate.memory)
+        assert device <= cached
+        gives_back = device <= made.cluster.gpu_memory_bytes < cached
+        tight += gives_back
+        assert predict_run(one, made, estimate.plan).predicted_fits == (cached <= made.cluster.gpu_memory_bytes)
+        if gives_back and estimate.fits:
+            assert any("torch's allocator would take" in words for words in cautions(made, estimate))
+    assert tight
+
+
+def test_a_run_without_a_language_model_head_keeps_no_logits() -> None:
+    heads = [run(nonstandard_features=words) for words in ("", "question-answering head (no LM head)")]
+    whole, without = (workload_of_run(one, BundledData()).model for one in heads)
+    assert whole.head.parameters or whole.tied_embeddings
+    assert without.vocab_size == 1
+    assert without.head.kind == "classifier"
+    assert not without.head.matmuls
+
+
+def test_nvidias_bert_example_trains_a_16_bit_model_without_autocast() -> None:
+    made = workload_of_run(run(framework="PyTorch DDP, NVIDIA DLE run_squad.py", precision="fp16"), BundledData())
+    storage = made.framework.storage
+    assert (storage.is_autocast, storage.weight_bytes, storage.master_bytes) == (False, 2, 4)
 
 
 def test_nvidia_smi_sees_more_under_deepspeeds_pipeline_than_the_allocator_hands_out(workload: MakeWorkload) -> None:

@@ -167,3 +167,12 @@ def test_collectives_hold_tensors_only_where_the_gpu_is_slower_than_the_host() -
     assert held(micro_batch=1) == 0
     assert held(micro_batch=1, tp=1) == 0
     assert held(micro_batch=16) == pytest.approx(16 * 2 * 1024 / 55 / 0.94, rel=0.01)
+
+
+def test_stages_of_nanotron_hold_what_its_own_code_gives_them() -> None:
+    shapes: dict[str, object] = {"layers": 32, "hidden": 4096, "heads": 32, "ffn_hidden": 14336, "vocab": 131072}
+    measured = run(**shapes, framework="nanotron v0.5", pp=8, dp=1, micro_batch=1, measured_step_time_s=1.0)
+    framework = framework_of_run(measured, FRAMEWORKS)
+    assert plan_of_run(measured, framework).stage_blocks == (5, 4, 4, 5, 4, 4, 4, 2)
+    assert plan_of_run(measured.replace(vocab=None), framework).stage_blocks is None
+    assert plan_of_run(measured, MEGATRON_CORE).stage_blocks is None
