@@ -13,7 +13,17 @@ import io
 import re
 from pathlib import Path
 
-COLUMNS = ("dropout", "deterministic", "compiled_loss", "head", "context_bytes", "grad_dtype", "memory_rank", "network")
+COLUMNS = (
+    "dropout",
+    "deterministic",
+    "compiled_loss",
+    "head",
+    "context_bytes",
+    "grad_dtype",
+    "memory_rank",
+    "network",
+    "release",
+)
 UNITS = {"MB": 10**6, "MiB": 2**20}
 
 
@@ -34,6 +44,8 @@ def found_in_words(notes: str, metric: str) -> dict[str, object]:
         found["context_bytes"] = int(context[1]) * UNITS[context[2]]
     if "playbook sweep" in notes:
         found["network"] = "aws-efa-3200-playbook"
+    if release := re.match(r"([\d.]+\d)(?:-\w+)? NeMo Container", notes):
+        found["release"] = release[1]
     if "last rank" in metric.lower():
         found["memory_rank"] = "last"
     elif re.search(r"\b(max|all|every)\b", metric):

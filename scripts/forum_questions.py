@@ -25,6 +25,7 @@ TORCHTUNE = "github.com/pytorch/torchtune README, memory and speed of recipes"
 LLAMA3 = "Llama 3, arXiv:2407.21783, table 4"
 MEGATRON = "Narayanan et al. 2021, arXiv:2104.04473, table 1"
 DEEPSEEK = "DeepSeek-V3, arXiv:2412.19437, section 3.2"
+TRL = "huggingface.co/docs/trl: DPO, GRPO and SFT trainers, speeding up training"
 QLORA = "Dettmers et al. 2023, arXiv:2305.14314"
 BRIDGE = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md"
 
@@ -321,6 +322,34 @@ QUESTIONS = (
         TORCHTUNE,
     ),
     Question(
+        "DPO of an 8B with LoRA on one A100",
+        "recommend llama-3-8b --profile 1xa100-80gb --seq-len 2k --global-batch 32 --task dpo --train lora:r=16",
+        r"base model without its adapters",
+        "no second model: the reference is the base with the adapters off",
+        TRL,
+    ),
+    Question(
+        "DPO of an 8B, everything trained, on 8 H100",
+        "recommend llama-3-8b --profile 8xh100 --seq-len 2k --global-batch 64 --task dpo",
+        r"ZeRO-[23]",
+        "FSDP or ZeRO-3: two models to hold",
+        TRL,
+    ),
+    Question(
+        "GRPO of an 8B on 8 H100 with vLLM on the same GPUs",
+        "recommend llama-3-8b --profile 8xh100 --seq-len 2k --global-batch 128 --task grpo:completion=1k --train lora",
+        r"generation: each GPU keeps",
+        "vLLM reserves 30 % of each GPU beside the trainer",
+        TRL,
+    ),
+    Question(
+        "samples of 500 tokens in sequences of 4,096",
+        "recommend llama-3-8b --profile 8xh100 --seq-len 4k --global-batch 64 --sample-len 500",
+        r"packed, ",
+        "pack them: padding wastes seven eighths",
+        TRL,
+    ),
+    Question(
         "tensor parallelism of 3 on 8 GPUs",
         "estimate llama-3-8b --profile 8xh100 --tp 3",
         r"use --tp 1, 2, 4 or 8|tp=3",
@@ -430,7 +459,19 @@ def ask(question: Question, folder: Path) -> dict[str, object]:
     }
 
 
-_TOLD = ("error", "hint", "Plan  ", "Memory", "Speed", "Found", "Peak", "note: the largest", "Would fit", "Instead")
+_TOLD = (
+    "error",
+    "hint",
+    "Plan  ",
+    "Memory",
+    "Speed",
+    "Found",
+    "Peak",
+    "note: the largest",
+    "Would fit",
+    "Instead",
+    "Samples",
+)
 
 
 def _environment() -> dict[str, str]:

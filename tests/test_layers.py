@@ -250,3 +250,8 @@ def _is_inside_private(tree: ast.Module, item: ast.stmt) -> bool:
     return any(
         isinstance(node, ast.ClassDef) and node.name.startswith("_") and item in node.body for node in ast.walk(tree)
     )
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names)), "pytest imports test modules of several folders by their bare names"

@@ -57,6 +57,11 @@ def trained(incomplete: str) -> list[str]:
     return _beginning(incomplete, ("full", "lora:r=16", "dora", "rslora", "ia3", "head", "embeddings", "norms"))
 
 
+def tasks(incomplete: str) -> list[str]:
+    """Return what a step may learn from that begins so, without its settings."""
+    return _beginning(incomplete, ("sft", "dpo", "dpo:precomputed", "reward", "grpo"))
+
+
 def targets(incomplete: str) -> list[str]:
     """Return the targets of `paraplan export` that begin so."""
     from paraplan.api.exporting import EXPORT_TARGETS

@@ -17,13 +17,14 @@ from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli import completion
-from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices, plan_count
+from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.ci import LimitOptions
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given
 from paraplan.cli.old_spellings import OldImportOptions
 from paraplan.cli.options import PLAN_PANEL, JsonOption, ModelArgument
 from paraplan.cli.outputs import HtmlOption, TraceOption, require_files, write_estimate_files
+from paraplan.cli.plan_choices import PlanChoices, plan_count
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:

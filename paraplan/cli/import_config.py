@@ -11,19 +11,20 @@ import typer
 from paraplan.api.imported import Alternatives, ImportedPlan, Tool, alternatives, import_plan, workloads_of
 from paraplan.api.models import load_model
 from paraplan.api.workloads import Workload, training_of
-from paraplan.cli.choices import HardwareOptions, TrainingChoices, plan_count
+from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given, require_folder, write_beside_and_rename
 from paraplan.cli.options import PLAN_PANEL, JsonOption, RecomputeName, one_of
 from paraplan.cli.outputs import write_estimate_files
+from paraplan.cli.plan_choices import plan_count
 from paraplan.cli.terminal import show_note
 from paraplan.errors import PlanError, UsageError
 from paraplan.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from paraplan.cli.choices import PlanChoices
     from paraplan.cli.ci import LimitOptions
     from paraplan.cli.old_spellings import OldImportOptions
+    from paraplan.cli.plan_choices import PlanChoices
 
 app = typer.Typer(add_completion=False)
 

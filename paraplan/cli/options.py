@@ -23,6 +23,15 @@ class PrecisionName(StrEnum):
     fp32 = "fp32"
 
 
+class LinearPrecisionName(StrEnum):
+    """Values of --linear-precision."""
+
+    as_training = "16bit"
+    fp8 = "fp8"
+    mxfp8 = "mxfp8"
+    nvfp4 = "nvfp4"
+
+
 class LossName(StrEnum):
     """Values of --loss."""
 

@@ -16,7 +16,7 @@ from paraplan.api.plans import load_plan
 from paraplan.api.recommendations import SearchRequest, largest_model
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli import completion
-from paraplan.cli.choices import HardwareOptions, PlanChoices, TrainingChoices
+from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.ci import check_plan_file, read_percent
 from paraplan.cli.groups import grouped
 from paraplan.cli.old_spellings import OldCheckOptions
@@ -30,6 +30,7 @@ from paraplan.cli.options import (
     count,
 )
 from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
+from paraplan.cli.plan_choices import PlanChoices
 from paraplan.cli.terminal import show_note
 from paraplan.errors import UsageError
 

@@ -236,7 +236,7 @@ def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float, *
         f"\n{result.plans_considered:,} plans in {seconds:.2f} s."
         + ("" if verbose else " -v shows more plans, the decision tree, memory and step by parts.")
     )
-    framework = answer.answer.framework
+    framework = "TRL" if answer.workload.training.task != "sft" else answer.answer.framework
     use, how = ("run it", "launch") if framework is None else (f"export it for {framework}", "export")
     if plan_path is not None:
         typer.echo(f"Plan written to {plan_path}. To {use}:\n  {words[how]}")

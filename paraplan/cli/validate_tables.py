@@ -15,6 +15,7 @@ from paraplan.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from paraplan.accuracy.prediction import RunPrediction
     from paraplan.accuracy.scoring import ErrorSummary, FitScore, Score, SweepScore
+    from paraplan.accuracy.why import SourceFactors
 
 
 def print_scores(
@@ -59,6 +60,25 @@ def print_fits(console: Console, fits: FitScore) -> None:
         failed = f"{fits.out_of_memory_predicted} of {fits.out_of_memory} runs that ran out of memory"
         ran = f", and {fits.ran_predicted} of {fits.ran} that ran" if fits.ran else ""
         console.print(f"Fits or not: {failed} were predicted to{ran}\n")
+
+
+def print_factors(console: Console, found: Sequence[SourceFactors]) -> None:
+    """Print for each source the one factor that would explain most of its errors, and what would be left of them."""
+    for quantity in ("step time", "peak memory"):
+        rows = [one for one in found if one.quantity == quantity]
+        if not rows:
+            continue
+        table = Table(
+            title=f"What one factor would explain: {quantity}", title_justify="left", box=None, pad_edge=False
+        )
+        for name in ("source", "rows", "error", "factor", "times", "error then"):
+            table.add_column(name, justify="left" if name in ("source", "factor") else "right", overflow="fold")
+        for one in rows:
+            best = one.best
+            cells = (best.title, f"{best.scale:.2g}", f"{best.error:.1%}") if best else ("none", "", "")
+            table.add_row(one.source or "not stated", str(one.runs), f"{one.error:.1%}", *cells)
+        console.print(table)
+        console.print()
 
 
 def print_skipped(console: Console, skipped: Sequence[RunPrediction], *, scored: int, total: int) -> None:

@@ -59,6 +59,8 @@ class ArchitectureProfile(Record):
     the power limit slows the clock."""
     fp8_speedup: float = 1.0
     """Dense 8-bit to dense 16-bit matmuls."""
+    narrow_precisions: tuple[str, ...] = ()
+    """What matrix products may be in below 16 bits: fp8, mxfp8, nvfp4."""
     usual_network_bits_per_s: float
     """NICs of a machine divided by its GPUs, where a description does not tell."""
     sources: tuple[Source, ...] = Field(min_length=1)

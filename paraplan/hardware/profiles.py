@@ -78,6 +78,11 @@ class GpuProfile(Record):
     reached_matmul_flops_per_s: float | None = Field(
         default=None, gt=0, description="best 16-bit matmul that anyone measured, any shape"
     )
+    reached_fp8_matmul_flops_per_s: float | None = Field(
+        default=None, gt=0, description="best 8-bit matmul that anyone measured, any shape"
+    )
+    board_power_w: float | None = Field(default=None, gt=0, description="what the data sheet's rates are at")
+    power_limit_w: float | None = Field(default=None, gt=0, description="a limit that somebody set below it")
     nvlink_generation: int | None = None
     nvlink_count: int | None = None
     nvlink_bandwidth_bytes_per_s: float | None = Field(default=None, description="payload of one link, one direction")
@@ -98,6 +103,22 @@ class GpuProfile(Record):
         if self.architecture_profile is None:
             raise ValueError(f"{self.name}: its architecture was not loaded")
         return self.architecture_profile
+
+    @property
+    def fp8_speedup(self) -> float:
+        """How many times as fast as in 16 bits matmuls run in 8 bits: as measured, else as the data sheets say."""
+        narrow, wide = self.reached_fp8_matmul_flops_per_s, self.reached_matmul_flops_per_s
+        return narrow / wide if narrow is not None and wide is not None else self.shared.fp8_speedup
+
+    @property
+    def clock_share(self) -> float:
+        """The share of its clock that a power limit leaves to matmuls: its cube root.
+
+        Dynamic power is C V^2 f, and the voltage follows the clock; static power is not counted.
+        """
+        if self.power_limit_w is None or self.board_power_w is None:
+            return 1.0
+        return float(min(1.0, self.power_limit_w / self.board_power_w) ** (1 / 3))
 
     def peak(self, precision: Precision) -> float | None:
         """Return the dense matmul peak in FLOP/s, None where the GPU has no such arithmetic."""

@@ -7,16 +7,27 @@ from typing import Any
 from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
 from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.estimate import PlanEstimate, assumed_speeds
+from paraplan.cost.generation import task_notes
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.support import unsupported_reason
+from paraplan.plan.support import narrow_reason, unsupported_reason
 from paraplan.plan.training import training_notes
+from paraplan.report.short_text import effective_share
 
 
 def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
     """Return what to know of an estimate, a sentence each: of its training, and whether paraplan runs the plan."""
-    notes = training_notes(workload.model, workload.training) + assumed_speeds(workload)
-    reason = unsupported_reason(plan, num_blocks=workload.model.num_blocks, precision=workload.training.precision)
+    notes = training_notes(workload.model, workload.training) + task_notes(workload) + assumed_speeds(workload)
+    training = workload.training
+    if plan.recompute == "selective" and training.attention != "eager":
+        ways = [name for name in workload.recomputes if name in ("selective_ops", "full")]
+        notes += (
+            f"selective recompute drops what attention keeps of its scores, and {training.attention} attention keeps "
+            f"none: it is as none, and {' or '.join(ways)} would keep less",
+        )
+    reason = narrow_reason(training.linear_precision) or unsupported_reason(
+        plan, num_blocks=workload.model.num_blocks, precision=training.precision
+    )
     if reason is None or not workload.framework.is_own_runtime:
         return notes
     return (*notes, f"paraplan's own runtime does not execute this plan: {reason}")
@@ -38,6 +49,10 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "host_memory_bytes": estimate.host_memory_bytes,
         "out_of_memory_probability": out_of_memory_probability(workload, estimate),
         "step": estimate.step.model_dump(),
+        "effective_tokens_per_s_per_gpu": {
+            "padded": estimate.step.tokens_per_s_per_gpu * effective_share(workload),
+            "packed": estimate.step.tokens_per_s_per_gpu,
+        },
         "step_interval": interval.model_dump() if interval is not None else None,
         "training": workload.training.model_dump(mode="json"),
         "cluster": {

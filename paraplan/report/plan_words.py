@@ -104,6 +104,13 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
     if estimate.fits and used > FULL_MEMORY:
         left = format_bytes(estimate.usable_memory_bytes - estimate.peak_memory_bytes)
         found.append(f"{used:.0%} of the usable memory is taken, {left} are left: fragmentation may exceed that")
+    cached = max(stage.cached_device_bytes for stage in estimate.memory)
+    if estimate.fits and cached > workload.cluster.gpu_memory_bytes:
+        found.append(
+            f"torch's allocator would take {format_bytes(cached)} of the GPU's "
+            f"{format_bytes(workload.cluster.gpu_memory_bytes)} and has to give some back: most published runs that "
+            "had to ran out of memory"
+        )
     if any(run.block.loops_over_tokens for run in workload.model.runs):
         found.append(
             "the model's code loops over the tokens, and keeps what a fused kernel would not: with one (mamba_ssm and "

@@ -12,8 +12,10 @@ from paraplan.search.recommendation import Recommendation, cluster_reference
 
 
 def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
-    """Return the commands that start the plan: none for another framework, whose words `paraplan export` writes."""
+    """Return the commands that start the plan: none where `paraplan export` writes another tool's."""
     path = str(plan_path or "plan.json")
+    if answer.workload.training.task != "sft":  # which TRL runs, under any framework
+        return {"export": shlex.join(["paraplan", "export", path, "--to", "trl"])}
     if answer.framework is not None:
         target = answer.workload.framework.export_target or "TARGET"
         return {"export": shlex.join(["paraplan", "export", path, "--to", target])}

@@ -72,7 +72,28 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
             f"MFU {step.mfu:.1%}",
         ),
         *(Line("", words, "dim") for words in (basis_in_words(workload, estimate),) if words is not None),
+        *(Line("Samples", words) for words in (samples_in_words(workload, estimate),) if words is not None),
         *(Line("Caution", words, "caution") for words in cautions(workload, estimate)),
+    )
+
+
+def effective_share(workload: Workload) -> float:
+    """Return which part of the tokens of padded sequences are those of samples; longer samples are cut."""
+    training = workload.training
+    return min(1.0, (training.sample_length or training.seq_length) / training.seq_length)
+
+
+def samples_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
+    """Return how fast samples are trained on that are shorter than a sequence, None where nobody said so."""
+    training, share = workload.training, effective_share(workload)
+    if training.sample_length is None or share == 1:
+        return None
+    rate = estimate.step.tokens_per_s_per_gpu
+    padded, packed = (format_count(float(f"{one:.3g}")) for one in (rate * share, rate))
+    together = format_count(float(f"{training.global_batch_size / share:.3g}"))
+    return (
+        f"of {training.sample_length} tokens: padded to {training.seq_length}, {padded} tokens of samples a second per "
+        f"GPU; packed, {packed}, and a step has {together} samples in place of {training.global_batch_size}"
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from paraplan.cost.blocks.kernels import effective_peak
 from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
-from paraplan.cost.plan_table import Ints, Mask
+from paraplan.cost.plan_table import Ints, Mask, RecomputeCode
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.search.evaluation import Priced, Survey, kinds_of
@@ -22,6 +22,8 @@ from paraplan.search.tree import TreeAnswer, family
 PLAIN: tuple[tuple[Baseline, Literal[0, 3]], ...] = (("FSDP", 3), ("DDP", 0))
 """The plans that everybody knows, by their ZeRO stage: all GPUs along dp, and nothing offloaded."""
 
+_TRIED = 15
+"""Of the simplest plans so many more are asked for one that leaves the allocator room."""
 _STAGES_PRICED = 3
 """The survey computes the first, the second and the last stage of a pipeline, and the fullest between."""
 
@@ -43,6 +45,11 @@ class EvaluatedPlans:
             self.priced.seconds[row] = found.step.step_time_s
             self.priced.peak_bytes[row] = found.peak_memory_bytes
         return self._estimates[row]
+
+    def allocator_holds(self, row: int) -> bool:
+        """Return whether what torch's allocator takes and keeps is within the GPU's memory on every stage."""
+        memory = self.workload.cluster.gpu_memory_bytes
+        return all(stage.cached_device_bytes <= memory for stage in self.estimate(row).memory)
 
     def is_named(self, row: int) -> bool:
         """Return whether the guide names the family of a plan."""
@@ -230,7 +237,8 @@ def is_plain(workload: Workload, column: Callable[[str], Ints], stage: int) -> M
     """Return which plans, given by their columns, are plain DDP (stage 0) or FSDP (stage 3) over all GPUs."""
     others = (column(name) == 0 for name in ("offload", "shards"))
     of_data = (column("dp") == workload.cluster.num_gpus) & (column("zero_stage") == stage) & (column("ep") == 1)
-    return np.asarray(np.logical_and.reduce([of_data, *others]))
+    plain = column("recompute") != RecomputeCode.SELECTIVE_OPS
+    return np.asarray(np.logical_and.reduce([of_data, plain, *others]))
 
 
 def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[ParallelPlan], bool]) -> None:
@@ -264,6 +272,8 @@ def _surest_s(survey: Survey, among: Mask | None = None) -> float:
 def _simplest(plans: EvaluatedPlans, objective: Objective) -> int:
     """Return the simplest plan within the tolerance of the best, of equally simple ones the best.
 
+    One for which torch's allocator has to give back what it keeps is left to the last: most published runs that had to
+    ran out of memory.
     Time counts with what a plan's faults are worth, but for the objective that asks for nothing but time.
     """
     priced = plans.priced
@@ -274,7 +284,9 @@ def _simplest(plans: EvaluatedPlans, objective: Objective) -> int:
     levels = complexity(lambda column: getattr(priced.table, column), seq_length=length)
     order = np.lexsort((values, levels))
     close = values[order] <= (1 + TOLERANCE[objective]) * values.min()
-    found = plans.first_fitting(order[close].tolist(), 0)
+    found = plans.first_fitting(order[close].tolist(), _TRIED)
+    if objective != "memory" and TOLERANCE[objective]:
+        found = [row for row in found if plans.allocator_holds(row)] or found
     return (found or plans.first_fitting(np.argsort(values, kind="stable").tolist(), 0))[0]
 
 

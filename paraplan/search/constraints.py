@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import AXES, Degree, Offload, Recompute, ScheduleName
+from paraplan.plan.training import TrainingSpec
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,22 @@ def check_axes(
     raise PlanError(f"{together} do not go together on {num_gpus} GPUs", hint=hint)
 
 
-def check_micro_batch(fixed: Constraints, shares: Iterable[int], *, global_batch_size: int) -> None:
-    """Raise `PlanError` where the fixed micro-batch divides none of `shares`, those of a rank of the global batch."""
-    size, found = fixed.micro_batch_size, sorted(set(shares))
+def check_micro_batch(fixed: Constraints, shares: Iterable[int], *, training: TrainingSpec) -> None:
+    """Raise `PlanError` where the fixed micro-batch divides none of `shares`, those of a rank of the global batch.
+
+    A micro-batch of pairs has to be even.
+    """
+    size, found, group = fixed.micro_batch_size, sorted(set(shares)), training.learns_from.group
+    if size is not None and size % group:
+        raise PlanError(
+            f"--micro-batch {size} holds no pairs, which {training.task} learns from",
+            hint=f"use --micro-batch {size + 1}: chosen and rejected sequences count apart",
+        )
     if size is None or any(share % size == 0 for share in found):
         return
     fitting = sorted({divisor for share in found for divisor in range(1, min(share, 4096) + 1) if share % divisor == 0})
     raise PlanError(
-        f"--micro-batch {size} divides no rank's share of the global batch of {global_batch_size}",
+        f"--micro-batch {size} divides no rank's share of the global batch of {training.global_batch_size}",
         hint=f"use --micro-batch {_or(fitting)}",
     )
 

@@ -8,6 +8,7 @@ from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.executor import Executor
+from paraplan.plan.support import narrow_reason
 from paraplan.search.constraints import Constraints
 from paraplan.search.evaluation import TooLarge
 from paraplan.search.space import PlanSpace
@@ -44,6 +45,10 @@ def nothing_fits(
             nearest=on_host,
         )
     if too_large.nearest is None:
+        narrow = workload.training.linear_precision
+        if space.executor.is_own and (narrowly := narrow_reason(narrow)) is not None:
+            way_out = f"leave out --linear-precision {narrow}, or plan for a framework that has it: --framework"
+            return NoPlanFitsError(f"no plan suits {workload.model.name}: {narrowly}", hint=way_out)
         reasons = "; ".join(f"{count:,} plans: {reason}" for reason, count in space.rejected.most_common(3))
         return NoPlanFitsError(
             f"no plan suits {workload.model.name} on {gpus(cluster.num_gpus)}: {reasons}",

@@ -56,8 +56,9 @@ def trainings(training: TrainingSpec) -> Iterator[tuple[str, str, TrainingSpec]]
         options = "--precision bf16-pure --optimizer adamw_8bit"
         yield "Pure bf16", options, training.replace(precision="bf16-pure", optimizer="adamw_8bit")
     yield "LoRA", f"--train {_LORA}", training.replace(train=_LORA)
-    weights = f"--train {_LORA} --base-weights nf4:double"
-    yield "QLoRA", weights, training.replace(train=_LORA, base_weights="nf4:double")
+    if training.linear_precision == "16bit":  # 4-bit weights are multiplied in 16 bits
+        weights = f"--train {_LORA} --base-weights nf4:double"
+        yield "QLoRA", weights, training.replace(train=_LORA, base_weights="nf4:double")
 
 
 def fine_tuning_ways(workload: Workload, *, executor: Executor, fixed: Constraints) -> tuple[FineTuningWay, ...]:

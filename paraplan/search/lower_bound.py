@@ -30,7 +30,8 @@ def least_step_s(workload: Workload, table: PlanTable, costs: BlockCosts | None 
     parameters = costs.of_all(costs.parameters) + costs.embedding_parameters[key] + costs.head_parameters[key]
     sharded = parameters / table.pp / np.where(table.zero_stage >= 1, table.shard_size, 1)
     alone = offload_gather_s(workload, table, sharded) + optimizer_s(workload, table, sharded)
-    return _pipeline_s(workload, table, costs, _blocks_s(workload, table, costs)) + alone
+    least_s = _pipeline_s(workload, table, costs, _blocks_s(workload, table, costs)) + alone
+    return np.asarray(least_s * workload.time_factors(table))
 
 
 def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats:
@@ -45,11 +46,12 @@ def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats
     if (table.ep > 1).any():
         tensor = fastest_links(workload, table.tp, "all_reduce")
         experts = fastest_links(workload, table.ep, "all_to_all")
-        exchanges = exchanges + sum(expert_exchange_s(workload, table, tensor, experts))
+        exchanges = exchanges + sum(expert_exchange_s(workload, table, tensor, experts)[:2])  # what nothing hides
     sends = num_blocks * (all_reduce_s * (2.0 * (1 + is_full) + backward_sends) + exchanges)
     forward_s = costs.of_all(costs.forward_s)
     again = np.where(is_full, forward_s, costs.of_all(costs.recompute_s))
-    return np.asarray(forward_s + costs.of_all(costs.backward_s) + again + sends)
+    forwards = 1 + workload.training.learns_from.extra_forwards
+    return np.asarray(forward_s * forwards + costs.of_all(costs.backward_s) + again + sends)
 
 
 def _pipeline_s(workload: Workload, table: PlanTable, costs: BlockCosts, blocks_s: Floats) -> Floats:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from paraplan.cost.estimate import PlanEstimate
-from paraplan.cost.plan_table import Floats, Ints
+from paraplan.cost.plan_table import Floats, Ints, RecomputeCode
 from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.records import Record
 
@@ -113,14 +113,15 @@ def complexity(column: Callable[[str], Ints], *, seq_length: int) -> Ints:
     """Return how much there is to each plan, by its columns: what makes it harder to run, to debug and to explain.
 
     Each axis beside dp, offload, virtual stages, uneven stages, sharding in groups and ranks in another order than
-    Megatron-LM's count 2, offloaded parameters 4, and sharding over dp (ZeRO) 1. Context parallelism that leaves a rank
-    fewer than `FEW_TOKENS` counts twice: it stands for data parallelism there.
+    Megatron-LM's count 2, offloaded parameters 4, sharding over dp (ZeRO) and recompute of chosen operations 1.
+    Context parallelism that leaves a rank fewer than `FEW_TOKENS` counts twice: it stands for data parallelism there.
     """
     twice = [column(axis.name) > 1 for axis in AXES if axis.name != "dp"]
     twice += [(column("cp") > 1) & (seq_length // column("cp") < FEW_TOKENS)]
     twice += [column("virtual") > 1, *(column(name) > 0 for name in ("split", "shards", "order"))]
     counted = sum((each.astype(np.int64) for each in twice), start=column("offload").astype(np.int64))
-    return np.asarray(2 * counted + (column("zero_stage") > 0))
+    chooses = column("recompute") == RecomputeCode.SELECTIVE_OPS
+    return np.asarray(2 * counted + (column("zero_stage") > 0) + chooses)
 
 
 ROOMY, BRIM = 0.97, 0.99

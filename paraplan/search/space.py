@@ -105,7 +105,8 @@ class PlanSpace:
             )
         self._degrees = [each for each in every if self.fixed.allows(**each.named)]
         possible = (each for each in self._degrees if self._reason_of(each) is None)
-        check_micro_batch(self.fixed, (max(1, batch // each.dp) for each in possible), global_batch_size=batch)
+        shares = (max(1, batch // each.dp) for each in possible)
+        check_micro_batch(self.fixed, shares, training=self.workload.training)
         self._splits = BalancedSplits(self.workload)
         self._orders = RankOrders(self.workload, self.executor.rank_orders)
         self._known_sizes: dict[int, Ints] = {}
@@ -220,7 +221,8 @@ class PlanSpace:
         """Return the sizes of a micro-batch that divide a rank's share of the batch."""
         if degrees.dp not in self._known_sizes:
             share = max(1, self.workload.training.global_batch_size // degrees.dp)
-            sizes = [size for size in divisors(share) if self.fixed.allows(micro_batch_size=size)]
+            group = self.workload.training.learns_from.group
+            sizes = [size for size in divisors(share) if self.fixed.allows(micro_batch_size=size) and not size % group]
             self._known_sizes[degrees.dp] = np.array(sizes, dtype=np.int64)
         return self._known_sizes[degrees.dp]
 

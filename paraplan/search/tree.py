@@ -223,7 +223,9 @@ _SEQUENCES = 4
 def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = None) -> TreeFacts:
     """Return the facts of a workload: memory of one process with the smallest micro-batch, and the links."""
     training = workload.training
-    alone = ParallelPlan(micro_batch_size=1, num_microbatches=training.global_batch_size, recompute="full")
+    group = training.learns_from.group
+    count = training.global_batch_size // group
+    alone = ParallelPlan(micro_batch_size=group, num_microbatches=count, recompute="full")
     memory = stage_memories(workload, alone)[0]
     # Without an optimizer's state the peak is where the activations are.
     without_state = replace(workload, training=training.replace(optimizer="sgd"))
@@ -258,7 +260,8 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
 def _steps_of_processes(workload: Workload) -> tuple[float, float]:
     """Return the seconds of a step of one micro-batch, a sequence or a few on each GPU, under DDP and DataParallel."""
     gpus = workload.cluster.num_gpus
-    each = min(_SEQUENCES, max(1, workload.training.global_batch_size // gpus))
+    group = workload.training.learns_from.group
+    each = min(_SEQUENCES, max(1, workload.training.global_batch_size // gpus // group) * group)
     made = replace(workload, training=workload.training.replace(global_batch_size=each * gpus))
     plans = (
         ParallelPlan(dp=gpus, micro_batch_size=each),

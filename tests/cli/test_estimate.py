@@ -74,7 +74,7 @@ def test_every_pipeline_stage_is_shown_and_the_parts_are_named() -> None:
 def test_what_would_fit_names_every_zero_stage_and_recompute() -> None:
     rows = report(*LLAMA, "--seq-len", "4096")["what_fits"]
     assert {(row["zero_stage"], row["recompute"]) for row in rows} == {
-        (stage, kind) for stage in range(4) for kind in ("none", "selective", "full")
+        (stage, kind) for stage in range(4) for kind in ("none", "selective", "selective_ops", "full")
     }
     _, stdout, _ = run(*LLAMA, "--seq-len", "4096", "-v")
     assert "What would fit on 8 GPUs" in stdout
@@ -276,3 +276,48 @@ def test_a_framework_is_a_name_or_a_file_of_the_users(tmp_path: Path) -> None:
     assert status == 2
     assert "there is no framework 'megatron-cor'" in stderr
     assert "did you mean megatron-core" in stderr
+
+
+def test_selective_recompute_of_attention_that_keeps_no_scores_is_said_to_be_none() -> None:
+    options = ("estimate", "gpt2", "--profile", "dgx-a100", "--dp", "8", "--recompute", "selective")
+    said = "selective recompute drops what attention keeps of its scores, and sdpa attention keeps none"
+    notes = json.loads(run(*options, "--json")[1])["warnings"]
+    assert any(note.startswith(said) and note.endswith("selective_ops or full would keep less") for note in notes)
+    eager = json.loads(run(*options, "--attention", "eager", "--json")[1])["warnings"]
+    assert not any(note.startswith("selective recompute") for note in eager)
+
+
+def test_short_samples_count_by_their_own_tokens_padded_and_packed() -> None:
+    words = [*LLAMA, "--dp", "8", "--zero", "3", "--global-batch", "64"]
+    plain, short = report(*words), report(*words, "--sample-len", "2048")
+    rate = plain["step"]["tokens_per_s_per_gpu"]
+    assert plain["effective_tokens_per_s_per_gpu"] == {"padded": rate, "packed": rate}
+    assert short["step"] == plain["step"]
+    assert short["effective_tokens_per_s_per_gpu"] == {"padded": rate / 4, "packed": rate}
+    said = " ".join(run(*words, "--sample-len", "2k")[1].split())
+    assert "Samples of 2048 tokens: padded to 8192," in said
+    assert "a step has 256 samples in place of 64" in said
+    for length in ([], ["--sample-len", "8192"], ["--sample-len", "9000"]):
+        assert "Samples" not in run(*words, *length)[1]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("dpo", "counted: a reference model in 16 bits beside the one that trains"),
+        ("dpo:precomputed", "64 sequences of a step are 32 pairs"),
+        ("grpo:completion=1024", "Not modeled: prompts, scheduling, rewards, sending weights"),
+    ],
+)
+def test_tasks_say_what_was_counted(task: str, words: str) -> None:
+    options = [*LLAMA, "--dp", "8", "--zero", "3", "--micro-batch", "2", "--global-batch", "64", "--task", task]
+    status, said, errors = run(*options)
+    assert (status, errors) == (0, "")
+    assert words in " ".join(said.split())
+    assert task in said
+
+
+def test_an_unknown_task_is_an_error() -> None:
+    status, _, errors = run(*LLAMA, "--task", "ppo")
+    assert status == 2
+    assert errors.startswith("error: --task does not know 'ppo'\nhint: use sft, dpo, dpo:precomputed, reward or grpo:")

@@ -242,7 +242,8 @@ def test_plans_that_differ_in_cp_for_dp_alone_are_counted_in_a_line() -> None:
     shown, answer = run(*small, "-v")[1], json.loads(run(*small, "--json")[1])
     table = shown.partition("fastest first")[2].partition("Ruled out")[0]
     hidden = int(table.partition(" similar plan")[0].split()[-1])
-    beside = {json.dumps(one["plan"]) for one in answer["baselines"]} - {
+    # The recommended plan may be of the same kind as a faster one, which alone is a candidate then.
+    beside = {json.dumps(plan) for plan in (answer["plan"], *(one["plan"] for one in answer["baselines"]))} - {
         json.dumps(one["plan"]) for one in answer["candidates"]
     }
     assert table.count("GiB") + hidden - len(beside) == len(answer["candidates"]) == 10
@@ -443,3 +444,22 @@ def test_bad_times_between_failures_and_bad_runs_are_refused_in_a_sentence(tmp_p
         text = f"{result.output}{result.exception}"
         assert result.exit_code != 0
         assert said in text
+
+
+@pytest.mark.parametrize("batch", ["2", "6", "64"])
+def test_plans_of_pairs_keep_them_together(batch: str) -> None:
+    words = ["recommend", "llama-3.2-1b", "--profile", "8xh100", "--seq-len", "1k", "--task", "dpo", "--json"]
+    status, stdout, stderr = run(*words, "--global-batch", batch)
+    assert (status, stderr) == (0, "")
+    answer = json.loads(stdout)
+    assert answer["candidates"]
+    assert all(one["plan"]["micro_batch_size"] % 2 == 0 for one in answer["candidates"])
+    assert answer["commands"] == {"export": "paraplan export plan.json --to trl"}
+    assert (
+        "then export it for TRL:\n  paraplan export plan.json --to trl\n"
+        in run(*words[:-1], "--global-batch", batch)[1]
+    )
+    for size in ("1", "3"):
+        status, _, stderr = run(*words, "--global-batch", batch, "--micro-batch", size)
+        assert status == 2
+        assert stderr.startswith(f"error: --micro-batch {size} holds no pairs, which dpo learns from")

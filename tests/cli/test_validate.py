@@ -51,6 +51,19 @@ def test_the_text_shows_errors_by_source(runs: Path) -> None:
         assert expected in result.stdout
 
 
+def test_why_names_a_factor_for_each_source(runs: Path) -> None:
+    result = CliRunner().invoke(app, ["validate", str(runs), "--why"])
+    assert result.exit_code == 0
+    assert "What one factor would explain: step time" in result.stdout
+    answer = json.loads(CliRunner().invoke(app, ["validate", str(runs), "--why", "--json"]).stdout)
+    assert [(one["source"], one["quantity"], one["runs"]) for one in answer["why"]] == [
+        ("paper", "step time", 1),
+        ("paper", "peak memory", 1),
+    ]
+    least = answer["why"][0]["effects"][0]
+    assert least["error"] <= answer["why"][0]["error"]
+
+
 def test_a_missing_table_is_one_clear_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["validate", str(tmp_path / "none.csv")])
     assert result.exit_code == 2

@@ -8,8 +8,9 @@ from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.executor import OWN_RUNTIME
+from paraplan.plan.training import TrainingSpec
 from paraplan.search.constraints import FREE
-from paraplan.search.fine_tuning import fine_tuning_ways
+from paraplan.search.fine_tuning import fine_tuning_ways, trainings
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
 
@@ -67,3 +68,9 @@ def test_no_quantized_plan_splits_tensors(workload: MakeWorkload) -> None:
     assert all(one.plan.tp == 1 for one in result.candidates)
     assert any("cannot divide nf4" in rejection.reason for rejection in result.rejections)
     assert estimate_plan(quantized, result.best.plan).fits
+
+
+def test_products_in_8_bits_leave_4_bit_weights_out() -> None:
+    wide = TrainingSpec(global_batch_size=8, seq_length=128)
+    assert [name for name, _, _ in trainings(wide)] == ["Pure bf16", "LoRA", "QLoRA"]
+    assert [name for name, _, _ in trainings(wide.replace(linear_precision="fp8"))] == ["Pure bf16", "LoRA"]

@@ -110,9 +110,12 @@ def test_replicas_of_small_groups_are_found_where_the_network_is_slow(workload: 
     assert best.step.step_time_s < whole.step.step_time_s
 
 
-@pytest.mark.parametrize(("framework", "nodes"), [(PARAPLAN, 1), (MEGATRON_CORE, 2)])
-def test_no_plan_is_faster_than_its_least_time(workload: MakeWorkload, framework: FrameworkProfile, nodes: int) -> None:
-    made = replace(workload("llama-3-8b", num_nodes=nodes, seq_length=4096, global_batch_size=16), framework=framework)
+@pytest.mark.parametrize(("framework", "nodes", "task"), [(PARAPLAN, 1, "dpo"), (MEGATRON_CORE, 2, "sft")])
+def test_no_plan_is_faster_than_its_least_time(
+    workload: MakeWorkload, framework: FrameworkProfile, nodes: int, task: str
+) -> None:
+    sizes = {"num_nodes": nodes, "seq_length": 4096, "global_batch_size": 16, "task": task}
+    made = replace(workload("llama-3-8b", **sizes), framework=framework)  # type: ignore[arg-type]
     for chunk in PlanSpace(made, ANYTHING).chunks():
         some = chunk.table.select(np.arange(0, len(chunk.table), 7))
         assert (least_step_s(made, some) <= step_times(made, some).step_time_s * (1 + 1e-9)).all()
@@ -186,7 +189,7 @@ def test_the_simplest_plan_within_the_tolerance_of_the_fastest_is_recommended(wo
     assert fast.best.step.step_time_s < usual.best.step.step_time_s <= 1.1 * fast.best.step.step_time_s
     assert usual.remark is not None
     assert usual.remark.startswith(
-        f"chosen over {fast.best.plan.describe()}, predicted 4.5% faster, because it is simpler"
+        f"chosen over {fast.best.plan.describe()}, predicted 4.4% faster, because it is simpler"
     )
 
 
@@ -197,14 +200,14 @@ def test_a_plan_that_is_clearly_faster_is_recommended_whatever_the_guide_says(wo
     assert result.best.plan.pp == 2
     assert result.guide is not None
     assert result.guide.step.step_time_s > 1.3 * result.best.step.step_time_s
-    assert result.remark == "Hugging Face's guide would choose dp2, DDP, micro-batch 4 x 1, predicted 34% slower"
+    assert result.remark == "Hugging Face's guide would choose dp2, DDP, micro-batch 4 x 1, predicted 39% slower"
 
 
 def test_complexity_counts_what_makes_a_plan_hard_to_run() -> None:
     ordered = [
         ParallelPlan(dp=8),
         ParallelPlan(dp=8, zero_stage=3, recompute="full"),
-        ParallelPlan(dp=4, tp=2, sequence_parallel=True),
+        ParallelPlan(dp=8, zero_stage=3, recompute="selective_ops"),
         ParallelPlan(dp=8, zero_stage=3, zero_shards=4),
         ParallelPlan(tp=2, pp=4, num_microbatches=4, pipeline_schedule="1f1b"),
         ParallelPlan(dp=8, zero_stage=3, offload="parameters"),

@@ -22,8 +22,9 @@ MakeWorkload = Callable[..., Workload]
 
 def test_options_are_priced_with_the_plan_as_it_is(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", profile="dgx-h100", seq_length=4096, global_batch_size=64)
-    best = search(made, num_candidates=1).best
-    helps = what_helps(made, best)
+    fixed = Constraints(recompute="none")  # blocks whose chosen operations run again are not compiled
+    best = search(made, num_candidates=1, fixed=fixed).best
+    helps = what_helps(made, best, fixed=fixed)
     compiled = next(one for one in helps if one.options == "--compile")
     same = estimate_plan(made.trained_as(made.training.replace(compiled=True)), best.plan)
     assert compiled.is_same_plan
@@ -69,12 +70,10 @@ def test_recompute_and_offload_that_were_fixed_are_priced_free_of_it(workload: M
     plain = Constraints(tp=1, pp=1, cp=1, recompute="full", offload="optimizer")
     best = search(made, num_candidates=1, executor=ANYTHING, fixed=plain).best
     helps = {one.options: one for one in what_helps(made, best, executor=ANYTHING, fixed=plain, searches=True)}
-    chosen = search(made, num_candidates=1, executor=ANYTHING, fixed=replace(plain, recompute="selective_ops")).best
-    assert helps["--recompute selective_ops"].plan == chosen.plan
+    chosen = search(made, num_candidates=1, executor=ANYTHING, fixed=replace(plain, recompute="none")).best
+    assert helps["--recompute none"].plan == chosen.plan
     assert helps["--offload none"].saved_s > 0
     assert helps["--offload none"].keeps_training
-    own = {one.options for one in what_helps(made, best, fixed=plain)}
-    assert "--recompute selective_ops" not in own  # which paraplan's runtime has not
 
 
 def test_where_memory_is_tight_what_saves_some_may_cost_time(workload: MakeWorkload) -> None:
