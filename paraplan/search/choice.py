@@ -285,9 +285,11 @@ def _simplest(plans: EvaluatedPlans, objective: Objective) -> int:
     order = np.lexsort((values, levels))
     close = values[order] <= (1 + TOLERANCE[objective]) * values.min()
     found = plans.first_fitting(order[close].tolist(), _TRIED)
-    if objective != "memory" and TOLERANCE[objective]:
-        found = [row for row in found if plans.allocator_holds(row)] or found
-    return (found or plans.first_fitting(np.argsort(values, kind="stable").tolist(), 0))[0]
+    if not found:
+        return plans.first_fitting(np.argsort(values, kind="stable").tolist(), 0)[0]
+    if objective == "memory" or not TOLERANCE[objective]:
+        return found[0]
+    return next((row for row in found if plans.allocator_holds(row)), found[0])
 
 
 def best_of_each_kind(priced: Priced, order: Ints) -> list[int]:

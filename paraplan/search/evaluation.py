@@ -103,7 +103,7 @@ class Plans:
     @cached_property
     def kinds(self) -> tuple[Ints, Ints]:
         """The first plan of each choice of axes and ZeRO stage, and the choice of each plan."""
-        return kinds_of(self.column)
+        return first_rows(self.degrees.astype(np.int64), self.column("zero_stage").astype(np.int64))
 
 
 @dataclass
