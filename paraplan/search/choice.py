@@ -264,9 +264,10 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
 
 def _surest_s(survey: Survey, among: Mask | None = None) -> float:
     """Return the least time of the plans that were priced, with what their faults are worth."""
-    worth = 1 + faults(survey.plans.column("offload"), survey.peaks / survey.workload.usable_memory_bytes)
-    seconds = survey.seconds * np.where(np.isfinite(survey.seconds), worth, 1.0)
-    return float((seconds if among is None else seconds[among]).min(initial=np.inf))
+    timed = np.isfinite(survey.seconds)
+    rows = np.flatnonzero(timed if among is None else timed & among)
+    worth = 1 + faults(survey.plans.column("offload")[rows], survey.peaks[rows] / survey.workload.usable_memory_bytes)
+    return float((survey.seconds[rows] * worth).min(initial=np.inf))
 
 
 def _simplest(plans: EvaluatedPlans, objective: Objective) -> int:

@@ -142,6 +142,13 @@ class KernelTimes:
         return num_bytes / bandwidth
 
     def _matmuls_s(self, block: BlockSpec, *, backward: bool) -> Floats:
+        """Return the seconds of all matmuls of one pass, an entry a sharding; each shape on a rank is priced once."""
+        if len(self.shardings.products[0]) == len(self.shardings.tp):
+            return self._distinct_matmuls_s(block, backward=backward)
+        few = replace(self, shardings=self.shardings.of_products)
+        return np.asarray(few._distinct_matmuls_s(block, backward=backward)[self.shardings.products[1]])
+
+    def _distinct_matmuls_s(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return the seconds of all matmuls of one pass; equal ones are priced once, and all side by side."""
         total = np.zeros_like(self.shardings.tp)
         kinds = [(one.k, one.n, one.split, one.rows_per_token, one.num_experts, one.trains) for one in block.matmuls]

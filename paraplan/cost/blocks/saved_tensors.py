@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.model.spec import BlockSpec, Parameter, SavedTensor
 from paraplan.plan.training import TrainingSpec
 
@@ -42,6 +42,8 @@ class Shardings:
     """Ranks that share out the experts: each has as many rows for fewer experts."""
     head_ranks: Ints
     """Ranks of context parallelism that exchange tokens for heads: each attends with all tokens of few heads."""
+    products: tuple[Ints, Ints]
+    """The first sharding of each shape of matrix products on a rank, and which of these each sharding has."""
     has_fp32_residual: bool = False
     """Frozen norms and embeddings in fp32 make the residual stream so, in every stage."""
     is_compiled: bool = False
@@ -80,7 +82,15 @@ class Shardings:
             has_8bit_inputs=inputs_in_8bit,
             ep=ep.astype(float),
             head_ranks=np.ones_like(cp) if rings_context else cp,
+            products=first_rows(tp, cp, micro_batch_size, ep, sharded),
         )
+
+    @property
+    def of_products(self) -> Shardings:
+        """One sharding of each shape of matrix products."""
+        rows, arrays = self.products[0], (each for each in fields(self) if each.init and each.name != "products")
+        few = {each.name: value[rows] for each in arrays if isinstance(value := getattr(self, each.name), np.ndarray)}
+        return replace(self, products=(np.arange(len(rows)), np.arange(len(rows))), **few)
 
     def residual_bytes(self, training: TrainingSpec, *, is_first: bool) -> Floats:
         """Return the bytes of an element of the residual stream.
