@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -88,9 +88,19 @@ class Shardings:
     @property
     def of_products(self) -> Shardings:
         """One sharding of each shape of matrix products."""
-        rows, arrays = self.products[0], (each for each in fields(self) if each.init and each.name != "products")
-        few = {each.name: value[rows] for each in arrays if isinstance(value := getattr(self, each.name), np.ndarray)}
-        return replace(self, products=(np.arange(len(rows)), np.arange(len(rows))), **few)
+        rows = self.products[0]
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            own_tokens=self.own_tokens[rows],
+            tp=self.tp[rows],
+            sequence_tp=self.sequence_tp[rows],
+            recompute=self.recompute[rows],
+            has_fp32_weights=self.has_fp32_weights[rows],
+            ep=self.ep[rows],
+            head_ranks=self.head_ranks[rows],
+            products=(np.arange(len(rows)), np.arange(len(rows))),
+        )
 
     def residual_bytes(self, training: TrainingSpec, *, is_first: bool) -> Floats:
         """Return the bytes of an element of the residual stream.
