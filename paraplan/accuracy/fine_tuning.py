@@ -44,6 +44,7 @@ _MODELLED = (
     r"8-bit adamw",
     r"unsloth kernels",
     r"(cut|chunked) cross-entropy",
+    r"activation offload",
     r"peft (ia3|ln_tuning).*",
 )
 """Features of fine-tuning rows that predictions take in."""
@@ -83,6 +84,7 @@ def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[st
         fields["upcasts_frozen"] = _upcasts(run)
     kernels = f"{run.kernels} {features}".lower()
     fields["loss"] = next((loss for words, loss in _LOSSES if words in kernels), "plain")
+    fields["offloads_activations"] = "activation offload" in features
     fields["optimizer"] = fine_tuning_optimizer(run.optimizer.lower())
     return {name: value for name, value in fields.items() if value is not None}
 

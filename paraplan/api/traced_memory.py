@@ -25,7 +25,7 @@ def trace_stages(
     `on_stage` is told each stage before it runs. Raises `UnsupportedPlanError` for a plan that the runtime cannot
     execute, and `ModelError` for a configuration where transformers is not installed to build it.
     """
-    check_supported(plan, precision=training.precision, linear_precision=training.linear_precision)
+    check_supported(plan, precision=training.precision, training=training)
     build = model_builder(reference, training)
     stages = range(plan.pp) if plan.pp <= _MOST_STAGES else (0, 1, plan.pp - 1)
     traced = []

@@ -239,6 +239,14 @@ class TrainingChoices:
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = LossName.plain
+    offload_activations: Annotated[
+        bool,
+        typer.Option(
+            "--offload-activations",
+            help="What blocks keep for the backward pass waits in the host's memory (TRL, torchtune, axolotl).",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = False
     attention: Annotated[
         AttentionName,
         typer.Option(
@@ -283,6 +291,7 @@ class TrainingChoices:
             "sample_length": self.sample_len,
             "base_weights": self.base_weights,
             "loss": self.loss,
+            "offloads_activations": self.offload_activations,
         }
 
     def say_length(self, model: ModelSpec, length: int) -> None:

@@ -67,6 +67,7 @@ _ALIASES = {
     "--expert-model-parallel-size": "--ep",
     "--zero-stage": "--zero",
     "--torch-compile": "--compile",
+    "--activation-offloading": "--offload-activations",
 }
 """Options as transformers, Megatron-LM, DeepSpeed and torchrun call them; with _ in place of - too."""
 

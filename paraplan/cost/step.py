@@ -26,6 +26,7 @@ from paraplan.cost.communication.exchanges import (
 )
 from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
 from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_s
+from paraplan.cost.memory.activations import copy_s
 from paraplan.cost.pipeline.bubble import bubble_s
 from paraplan.cost.pipeline.simulation import RankSeconds
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
@@ -237,8 +238,9 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     again = np.maximum(again, (host_s + forward_starts) * stage.num_blocks - forward_sends)
     forward_host_s = host_s + forward_starts + work.forward_host_s
     backward_host_s = host_s + backward_starts + work.backward_host_s
-    forward = np.maximum(forward, forward_host_s * stage.num_blocks - forward_sends)
-    backward = np.maximum(backward, backward_host_s * stage.num_blocks - backward_sends)
+    copies = copy_s(workload, costs, stage)  # of activations to the host and back, beside all that a pass does
+    forward = np.maximum(forward, np.maximum(forward_host_s * stage.num_blocks, copies) - forward_sends)
+    backward = np.maximum(backward, np.maximum(backward_host_s * stage.num_blocks, copies - again) - backward_sends)
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
     head_s = np.maximum(costs.head_s[key], host_s) * stage.is_last
     ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first + head_s

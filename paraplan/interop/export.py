@@ -64,6 +64,8 @@ _LEARNS_FROM_MORE = "trl"
 """The target that knows tasks beside training on given sequences."""
 _BENEATH_TRL = (_LEARNS_FROM_MORE, "accelerate", "hf-trainer")
 """Targets whose plans TRL runs: its trainers are those of transformers, under accelerate."""
+_OFFLOADS_ACTIVATIONS = ("trl", "axolotl", "torchtune")
+"""Targets whose files say that activations wait on the host."""
 
 _KNOWN_AS = {
     **dict.fromkeys(("kubernetes", "k8s", "kubeflow"), "pytorchjob, trainjob or jobset, and --image"),
@@ -101,6 +103,11 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
             f"{target} has no words for --task {task}: its file trains on given sequences",
             hint=f"use --to {_LEARNS_FROM_MORE}, or plan without --task",
         )
+    if subject.training is not None and subject.training.offloads_activations and target not in _OFFLOADS_ACTIVATIONS:
+        raise UnsupportedPlanError(
+            f"paraplan writes no --offload-activations for {target}",
+            hint=f"use --to {', '.join(_OFFLOADS_ACTIVATIONS)}, or plan without it",
+        )
     exported = TARGETS[target].write(subject)
     if exported.gaps and not partial:
         listed = "".join(f"\n  {gap}" for gap in exported.gaps)
@@ -115,6 +122,8 @@ def why_inexpressible(target: str, plan: ParallelPlan, training: TrainingSpec, n
     """Return what the configuration of a target cannot say of a plan, None where it says all."""
     if training.task != "sft" and target not in _BENEATH_TRL:
         return f"task={training.task}: {target}'s file trains on given sequences"
+    if training.offloads_activations and target not in (*_BENEATH_TRL, *_OFFLOADS_ACTIVATIONS):
+        return f"offloads_activations: paraplan writes none for {target}"
     gaps_of = TARGETS[target].gaps
     assert gaps_of is not None, f"{target} runs no plans itself"
     file = PlanFile(plan=plan, training=training, model=ModelReference(name="model", num_blocks=num_blocks))

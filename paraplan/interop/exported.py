@@ -10,7 +10,7 @@ from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.plan.files import ClusterReference, PlanFile
 from paraplan.plan.parallel import Axis, ParallelPlan
-from paraplan.plan.support import narrow_reason, unsupported_reason
+from paraplan.plan.support import training_reason, unsupported_reason
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
 from paraplan.units import one_line
@@ -125,6 +125,13 @@ def training_gap(training: TrainingSpec | None, field: str, expressible: Sequenc
     return [Gap(part=f"{field}={getattr(training, field)}", reason=reason)]
 
 
+def checkpointed_offload_gap(subject: Subject, tool: str) -> list[Gap]:
+    """Return the gap of offloaded activations without full recompute, for a tool that refuses them."""
+    if subject.training is None or not subject.training.offloads_activations:
+        return []
+    return field_gap(subject.plan, "recompute", ("full",), f"{tool} offloads activations of checkpointed blocks alone")
+
+
 def shard_degrees(plan: ParallelPlan) -> tuple[int, int]:
     """Return replicas and the ranks of each that ZeRO shards over, both along dp: (1, dp) without hybrid sharding.
 
@@ -174,8 +181,7 @@ def runtime_gap(subject: Subject) -> list[Gap]:
     model, training, framework = subject.file.model, subject.training, subject.file.framework
     if framework is not None:
         return [Gap(part=f"framework={framework}", reason="the plan was made for it, and paraplan does not launch it")]
-    reason = None if training is None else narrow_reason(training.linear_precision)
-    reason = reason or unsupported_reason(
+    reason = training_reason(training) or unsupported_reason(
         subject.plan,
         num_blocks=model.num_blocks if model is not None else None,
         precision=training.precision if training is not None else None,

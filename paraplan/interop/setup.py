@@ -41,6 +41,7 @@ class Setup(Record):
     loss: LossKernel | None = None
     compiled: bool | None = None
     linear_precision: LinearPrecision | None = None
+    offloads_activations: bool | None = None
     model_name: str | None = None
     says_gpus: bool = True
     notes: tuple[str, ...] = ()
@@ -49,7 +50,8 @@ class Setup(Record):
     def training(self) -> dict[str, object]:
         """The fields of a `TrainingSpec` that the configuration says, but for batch and length."""
         names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled", "linear_precision")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        values = {name: getattr(self, name) for name in (*names, "offloads_activations")}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class Given(Record):

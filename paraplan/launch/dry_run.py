@@ -15,7 +15,7 @@ from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec
 from paraplan.plan.ranks import RankGrid
-from paraplan.plan.support import narrow_reason, unsupported_reason
+from paraplan.plan.support import training_reason, unsupported_reason
 from paraplan.units import format_bytes
 
 CHOSEN_AT_START = "<chosen at start>"
@@ -181,7 +181,7 @@ def _command(spec: LaunchSpec) -> list[str]:
 
 def _problems(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget) -> list[str]:
     problems = []
-    reason = narrow_reason(request.file.linear_precision) if request.file is not None else None
+    reason = training_reason(request.file.training) if request.file is not None else None
     if reason is None and request.plan is not None:
         reason = unsupported_reason(request.plan)
     if reason is not None:

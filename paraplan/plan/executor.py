@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paraplan.plan.parallel import Axis, ParallelPlan
-from paraplan.plan.support import narrow_reason, unsupported_reason
+from paraplan.plan.support import training_reason, unsupported_reason
 from paraplan.plan.training import TrainingSpec
 
 ReasonOf = Callable[[ParallelPlan, TrainingSpec, int], "str | None"]
@@ -27,7 +27,7 @@ class Executor:
 
 def _own_reason(plan: ParallelPlan, training: TrainingSpec, num_blocks: int) -> str | None:
     del num_blocks  # stages that are too many are ruled out before
-    return narrow_reason(training.linear_precision) or unsupported_reason(
+    return training_reason(training) or unsupported_reason(
         plan, precision=training.precision, compiled=training.compiled
     )
 

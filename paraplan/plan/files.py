@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import Axis, ParallelPlan
-from paraplan.plan.training import LinearPrecision, TrainingSpec
+from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -82,11 +82,6 @@ class PlanFile(Record):
     estimate: PlannedEstimate | None = None
     placement: PlannedPlacement | None = None
     framework: str | None = None
-
-    @property
-    def linear_precision(self) -> LinearPrecision:
-        """What linear layers multiply in, as the training itself does where the file says nothing."""
-        return "16bit" if self.training is None else self.training.linear_precision
 
     def save(self, path: str | Path) -> None:
         """Write the file. Raises `PlanError` where the path cannot be written."""

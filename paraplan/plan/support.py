@@ -5,7 +5,7 @@ from __future__ import annotations
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stages_reason
-from paraplan.plan.training import LinearPrecision, TrainingPrecision
+from paraplan.plan.training import TrainingPrecision, TrainingSpec
 
 RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 RUNNABLE_RECOMPUTE = ("none", "selective", "selective_ops", "full")
@@ -50,10 +50,13 @@ def check_supported(
     num_blocks: int | None = None,
     precision: TrainingPrecision | None = None,
     compiled: bool = False,
-    linear_precision: LinearPrecision = "16bit",
+    training: TrainingSpec | None = None,
 ) -> None:
-    """Raise `UnsupportedPlanError` with the reason and a way out if the runtime cannot execute `plan`."""
-    reason = narrow_reason(linear_precision)
+    """Raise `UnsupportedPlanError` with the reason and a way out if the runtime cannot execute `plan`.
+
+    Of the `training` that the plan was made for only options are looked at that the runtime has not.
+    """
+    reason = training_reason(training)
     reason = reason or unsupported_reason(plan, num_blocks=num_blocks, precision=precision, compiled=compiled)
     if reason is not None:
         raise UnsupportedPlanError(
@@ -74,11 +77,13 @@ def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int, ep: int = 1) -> str 
     return None
 
 
-def narrow_reason(linear_precision: LinearPrecision) -> str | None:
-    """Return why the runtime does not multiply so, None where it does."""
-    if linear_precision == "16bit":
-        return None
-    return f"linear_precision={linear_precision}: the runtime multiplies in the training's own precision"
+def training_reason(training: TrainingSpec | None) -> str | None:
+    """Return why the runtime does not train so under any plan, None where it does or nothing is known."""
+    if training is not None and training.linear_precision != "16bit":
+        return f"linear_precision={training.linear_precision}: the runtime multiplies in the training's own precision"
+    if training is not None and training.offloads_activations:
+        return "offloads_activations: the runtime keeps activations on the GPU, or computes them again"
+    return None
 
 
 def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | None:

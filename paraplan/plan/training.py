@@ -100,7 +100,9 @@ class TrainingSpec(Record):
     loss: LossKernel = "plain"
     """plain: cross-entropy on all logits. chunked: on an eighth of the tokens after the other (torchtune). liger: head
     and loss in chunks, gradients with them (Hsu et al. 2024). cut: no logits at all (Wijmans et al. 2024)."""
-
+    offloads_activations: bool = False
+    """What blocks keep for their backward passes goes to the host's memory, and comes back, beside compute (torchtune's
+    and TRL's activation offloading)."""
     task: str = "sft"
     """What a step learns from, in the words of `--task`: sft, dpo, dpo:precomputed, reward, grpo. The sequences of a
     batch are counted one by one, those of pairs and generated ones too."""
@@ -190,6 +192,7 @@ class TrainingSpec(Record):
         loss = "" if self.loss == "plain" else f", {self.loss} loss"
         narrow = "" if self.linear_precision == "16bit" else f", linear layers in {self.linear_precision}"
         loss += "" if self.task == "sft" else f", {self.task}"
+        loss += ", activations on the host" if self.offloads_activations else ""
         return f"{self.precision}{narrow}, {self.optimizer}, {self.attention} attention{compiled}{trained}{loss}"
 
     @property

@@ -10,7 +10,7 @@ from paraplan.cost.estimate import PlanEstimate, assumed_speeds
 from paraplan.cost.generation import task_notes
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.support import narrow_reason, unsupported_reason
+from paraplan.plan.support import training_reason, unsupported_reason
 from paraplan.plan.training import training_notes
 from paraplan.report.short_text import effective_share
 
@@ -25,7 +25,7 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
             f"selective recompute drops what attention keeps of its scores, and {training.attention} attention keeps "
             f"none: it is as none, and {' or '.join(ways)} would keep less",
         )
-    reason = narrow_reason(training.linear_precision) or unsupported_reason(
+    reason = training_reason(training) or unsupported_reason(
         plan, num_blocks=workload.model.num_blocks, precision=training.precision
     )
     if reason is None or not workload.framework.is_own_runtime:

@@ -73,8 +73,7 @@ def init(
             hint=f"start {chosen.world_size} ranks, or make a plan for {world.size}",
         )
     precision = _agreed_precision(precision, file)
-    linear = "16bit" if file is None else file.linear_precision
-    check_supported(chosen, precision=precision, linear_precision=linear)
+    check_supported(chosen, precision=precision, training=None if file is None else file.training)
     if is_compiled(file):
         _check_compilable(chosen)
     check_devices(chosen, torch.cuda.device_count())

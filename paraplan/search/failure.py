@@ -8,7 +8,8 @@ from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.executor import Executor
-from paraplan.plan.support import narrow_reason
+from paraplan.plan.support import training_reason
+from paraplan.plan.training import TrainingSpec
 from paraplan.search.constraints import Constraints
 from paraplan.search.evaluation import TooLarge
 from paraplan.search.space import PlanSpace
@@ -45,10 +46,10 @@ def nothing_fits(
             nearest=on_host,
         )
     if too_large.nearest is None:
-        narrow = workload.training.linear_precision
-        if space.executor.is_own and (narrowly := narrow_reason(narrow)) is not None:
-            way_out = f"leave out --linear-precision {narrow}, or plan for a framework that has it: --framework"
-            return NoPlanFitsError(f"no plan suits {workload.model.name}: {narrowly}", hint=way_out)
+        reason = training_reason(workload.training)
+        if space.executor.is_own and reason is not None:
+            way_out = f"leave out {_option_of(workload.training)}, or plan for a framework that has it: --framework"
+            return NoPlanFitsError(f"no plan suits {workload.model.name}: {reason}", hint=way_out)
         reasons = "; ".join(f"{count:,} plans: {reason}" for reason, count in space.rejected.most_common(3))
         return NoPlanFitsError(
             f"no plan suits {workload.model.name} on {gpus(cluster.num_gpus)}: {reasons}",
@@ -97,6 +98,12 @@ def _one_suffices(workload: Workload, executor: Executor, fixed: Constraints) ->
         for each in fields(fixed)
         if getattr(fixed, each.name) is not None
     )
+
+
+def _option_of(training: TrainingSpec) -> str:
+    """Return the option that asks for what the runtime has not."""
+    narrow = training.linear_precision
+    return "--offload-activations" if narrow == "16bit" else f"--linear-precision {narrow}"
 
 
 def _suitable_batches(workload: Workload, fixed: Constraints) -> str:

@@ -7,7 +7,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.compatibility import Incompatibility
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.support import narrow_reason, unsupported_reason
+from paraplan.plan.support import training_reason, unsupported_reason
 from paraplan.records import Record
 from paraplan.search.search import search
 from paraplan.units import format_bytes_apart, format_count, format_seconds
@@ -97,7 +97,7 @@ def suits_finding(plan: ParallelPlan, found: Incompatibility | None, model: str)
 
 def _supported(workload: Workload, plan: ParallelPlan) -> Finding:
     training = workload.training
-    reason = narrow_reason(training.linear_precision) or unsupported_reason(
+    reason = training_reason(training) or unsupported_reason(
         plan, num_blocks=workload.model.num_blocks, precision=training.precision, compiled=training.compiled
     )
     message = "paraplan.runtime executes it" if reason is None else f"paraplan.runtime does not execute it: {reason}"

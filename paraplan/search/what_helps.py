@@ -11,6 +11,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import training_reason
 from paraplan.progress import is_stopped, say
 from paraplan.records import Record
 from paraplan.search.constraints import FREE, Constraints
@@ -97,7 +98,8 @@ def what_helps(
     GPUs, each change gets its own best plan, and other machines are looked at too.
     """
     with_plans = searches and workload.cluster.num_gpus <= MOST_SEARCHED_GPUS
-    found = [_priced(each, best, executor, fixed, with_plans) for each in _options(workload)]
+    options = [each for each in _options(workload) if not (executor.is_own and training_reason(each.workload.training))]
+    found = [_priced(each, best, executor, fixed, with_plans) for each in options]
     for each in _plan_options(workload, best.plan):
         is_fixed = any(getattr(fixed, name, None) is not None for name in each.plan)
         found.append(_priced(each, best, executor, fixed, with_plans and is_fixed))
@@ -131,6 +133,8 @@ def _options(workload: Workload) -> Iterator[_Change]:
         changes.append(("8-bit AdamW", "--optimizer adamw_8bit", False, {"optimizer": "adamw_8bit"}))
     if training.loss == "plain":
         changes.append(("fused loss", "--loss liger", True, {"loss": "liger"}))
+    if not training.offloads_activations and workload.cluster.gpu.vendor != "cpu":
+        changes.append(("activation offload", "--offload-activations", True, {"offloads_activations": True}))
     for name, options, same, change in changes:
         yield _Change(name, options, workload.trained_as(training.replace(**change)), keeps_training=same)
     if training.train == "full":

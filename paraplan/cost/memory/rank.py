@@ -11,6 +11,7 @@ from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.communication.exchanges import run_again
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.generation import generation_of
+from paraplan.cost.memory.activations import kept_activations, on_gpu
 from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
 from paraplan.cost.memory.overheads import (
     gathered_frozen_bytes,
@@ -215,16 +216,14 @@ class RankMemory:
         return np.where(self.table.zero_stage == 0, kept * self.framework.storage.autocast_copy_bytes, 0.0)
 
     @cached_property
-    def kept_bytes(self) -> Floats:
+    def activation_bytes(self) -> Floats:
         """Activations of the blocks and what stands before them, of all micro-batches in flight."""
-        key = self.costs.key
-        first, later = (
-            self.stage.sum_in_flight(self.costs, kept, self.chunks_in_flight)
-            for kept in (self.costs.saved_bytes, self.costs.later_saved_bytes)
-        )
-        in_first_chunk = one_chunk_in_flight(self.table, self.stage, np.zeros_like(self.table.virtual))
-        embedding = self.costs.embedding_saved_bytes[key] * in_first_chunk
-        return np.asarray(np.where(self.stage.is_first, first + embedding, later))
+        return kept_activations(self.table, self.costs, self.stage, self.chunks_in_flight)
+
+    @cached_property
+    def kept_bytes(self) -> Floats:
+        """Those of them that are on the GPU."""
+        return on_gpu(self.workload, self.costs, self.activation_bytes)
 
     @cached_property
     def passed_bytes(self) -> Floats:

@@ -49,10 +49,16 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
         base_weights=_weights(fields) if train is not None else None,
         loss=_loss(fields),
         compiled=bool(fields.values.get("torch_compile")) or None,
+        offloads_activations=_offloads_activations(fields) or None,
         seq_length=fields.count("sequence_len") or _LENGTH,
         model_name=fields.text("base_model"),
         notes=tuple(notes + found),
     )
+
+
+def _offloads_activations(fields: Fields) -> bool:
+    """Return whether activations wait on the host, also by the words that axolotl had for it first."""
+    return bool(fields.values.get("activation_offloading")) or fields.values.get("gradient_checkpointing") == "offload"
 
 
 def _trainable(fields: Fields) -> tuple[str | None, list[str]]:

@@ -67,6 +67,7 @@ def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Se
         base_weights=weights if has_adapters else None,
         loss="liger" if fields.flag("use_liger_kernel") else loss,
         compiled=fields.flag("torch_compile"),
+        offloads_activations=fields.flag("activation_offloading"),
         seq_length=fields.count("max_length") or _LENGTH,
         model_name=fields.text("model_name_or_path"),
         notes=tuple(notes + found),

@@ -6,6 +6,7 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
+    checkpointed_offload_gap,
     expert_gap,
     field_gap,
     hybrid_gap,
@@ -96,6 +97,8 @@ def _training(subject: Subject, training: TrainingSpec, notes: list[str]) -> dic
         notes.append(MOMENTUM_NOTE)
     if training.compiled:
         found["torch_compile"] = True
+    if training.offloads_activations:
+        found["activation_offloading"] = True
     if training.loss == "liger":
         found["plugins"] = ["axolotl.integrations.liger.LigerPlugin"]
         found["liger_fused_linear_cross_entropy"] = True
@@ -178,6 +181,7 @@ def axolotl_gaps(subject: Subject) -> list[Gap]:
     gaps = field_gap(plan, "pp", (1,), "axolotl has no pipeline") + expert_gap(plan, "axolotl")
     gaps += field_gap(plan, "sequence_parallel", (False,), "axolotl leaves norms to the model's own tp_plan")
     gaps += field_gap(plan, "recompute", ("none", "full"), "the Trainer checkpoints whole blocks")
+    gaps += checkpointed_offload_gap(subject, "axolotl")
     if uses_deepspeed(plan):
         named = {gap.part for gap in gaps}
         gaps += [gap for gap in deepspeed_gaps(subject) if gap.part not in named]

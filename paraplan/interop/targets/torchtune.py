@@ -8,6 +8,7 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
+    checkpointed_offload_gap,
     expert_gap,
     field_gap,
     hybrid_gap,
@@ -85,7 +86,7 @@ def to_torchtune(subject: Subject) -> Exported:
         "resume_from_checkpoint": False,
         "device": "cuda",
         "enable_activation_checkpointing": plan.recompute == "full",
-        "enable_activation_offloading": False,
+        "enable_activation_offloading": training is not None and training.offloads_activations,
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": _RATE},
     }
     if training is not None:
@@ -189,6 +190,7 @@ def torchtune_gaps(subject: Subject) -> list[Gap]:
     if plan.world_size > 1:
         gaps += field_gap(plan, "zero_stage", (2, 3), "its distributed recipes shard by FSDP2, ZeRO stages 2 and 3")
     gaps += field_gap(plan, "recompute", ("none", "full"), "torchtune checkpoints whole blocks")
+    gaps += checkpointed_offload_gap(subject, "torchtune")
     gaps += field_gap(plan, "offload", ("none", "parameters"), "torchtune offloads parameters with the optimizer")
     if training is not None and trainable.is_full and training.precision == "bf16":
         gaps.append(Gap(part="precision=bf16", reason="torchtune keeps no fp32 weights: plan for bf16-pure or fp32"))

@@ -75,6 +75,8 @@ def _training_words(subject: Subject, training: TrainingSpec, notes: list[str]) 
     words += ["--fp16", "true"] if training.precision == "fp16" else []
     if training.compiled:
         words += ["--torch_compile", "true"]
+    if training.offloads_activations:
+        words += ["--activation_offloading", "true"]
     if training.loss == "chunked":
         words += ["--loss_type", "chunked_nll"]
     elif training.loss == "liger":

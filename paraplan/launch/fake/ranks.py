@@ -182,7 +182,7 @@ def _checked_plan(path: Path, spec: LaunchSpec, num_ranks: int) -> PlanFile:
             hint=f"use --fake {file.plan.world_size}, or make a plan for {num_ranks}",
         )
     precision = file.training.precision if file.training is not None else "fp32"
-    check_supported(file.plan, precision=precision, linear_precision=file.linear_precision)
+    check_supported(file.plan, precision=precision, training=file.training)
     return file
 
 
