@@ -136,11 +136,15 @@ def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading,
     )
 
 
+_MODELLED_OFFLOADS = ("", "none", "activations to cpu")
+"""What fine-tuning rows that count may keep on the host."""
+
+
 def is_standard(run: MeasuredRun) -> bool:
     """Return whether a run is a fair test: completely described, nothing unusual, in bf16, fp16 or fp32.
 
     A table that does not grade its rows is taken at its word.
     """
-    is_modelled = is_fine_tuning(run) and has_only_modelled_features(run) and run.offload.lower() in ("", "none")
+    is_modelled = is_fine_tuning(run) and has_only_modelled_features(run) and run.offload.lower() in _MODELLED_OFFLOADS
     complete = run.quality in ("A", "B", "") and (is_modelled or not run.nonstandard_features)
     return complete and run.precision in (*get_args(ComputePrecision), "") and run.fit_status != "oom"

@@ -69,7 +69,9 @@ def test_fine_tuning_rows_are_scored_where_all_that_is_unusual_is_modelled() -> 
     assert has_only_modelled_features(known)
     assert is_standard(known)
     assert not is_standard(run(method="lora", nonstandard_features="LoRA; FP8 attention"))
-    assert not is_standard(run(method="lora", nonstandard_features="LoRA", offload="activations to CPU"))
+    offloaded = {"method": "lora", "nonstandard_features": "LoRA; activation offload"}
+    assert is_standard(run(**offloaded, offload="activations to CPU"))
+    assert not is_standard(run(**offloaded, offload="parameters and optimizer to CPU"))
     assert not is_standard(run(nonstandard_features="LoRA"))
 
 
