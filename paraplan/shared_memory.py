@@ -124,7 +124,10 @@ _SLOTS = 2
 
 
 class CopySlots(NamedTuple):
-    """Memory for copies of the state of each local rank: the paths of two slots, written in turn."""
+    """Memory for copies of the state of each local rank: the paths of two slots, written in turn.
+
+    Of several nodes each has as many again, for what another node would take with it.
+    """
 
     every: int
     """Steps from one copy to the next."""
@@ -132,32 +135,44 @@ class CopySlots(NamedTuple):
     """Most of one copy of one rank."""
     paths: dict[int, tuple[str, ...]]
     """By local rank."""
+    of_neighbour: dict[int, tuple[str, ...]]
+    """By local rank, empty on a single node."""
 
     @classmethod
-    def make(cls, *, every: int, num_ranks: int, most_bytes: int) -> CopySlots:
+    def make(cls, *, every: int, num_ranks: int, most_bytes: int, has_neighbour: bool = False) -> CopySlots:
         """Make the slots of a node, empty; together they take no more than `most_bytes`."""
-        paths = {}
-        for rank in range(num_ranks):
-            made = [os.memfd_create(f"paraplan-copy-{rank}", os.MFD_CLOEXEC) for _ in range(_SLOTS)]
-            paths[rank] = tuple(map(path_of, made))
-        return cls(every, most_bytes // (_SLOTS * num_ranks), paths)
+        paths, of_neighbour = (
+            {rank: _memory(f"paraplan-{name}-{rank}") for rank in range(count)}
+            for name, count in (("copy", num_ranks), ("neighbour", num_ranks if has_neighbour else 0))
+        )
+        return cls(every, most_bytes // (_SLOTS * (len(paths) + len(of_neighbour))), paths, of_neighbour)
 
     @classmethod
     def parse(cls, text: str) -> CopySlots:
         """Read what `text` wrote. Raises ValueError and KeyError for anything else."""
         found = json.loads(text)
-        paths = {rank: tuple(map(str, slots)) for rank, slots in enumerate(found["paths"])}
-        return cls(int(found["every"]), int(found["bytes_per_rank"]), paths)
+        paths, of_neighbour = (
+            {rank: tuple(map(str, slots)) for rank, slots in enumerate(found[name])}
+            for name in ("paths", "of_neighbour")
+        )
+        return cls(int(found["every"]), int(found["bytes_per_rank"]), paths, of_neighbour)
 
     def free(self) -> None:
         """Let go of the memory; the process that made it does."""
-        for path in (path for slots in self.paths.values() for path in slots):
-            os.close(int(path.rpartition("/")[2]))
+        for slots in (*self.paths.values(), *self.of_neighbour.values()):
+            for path in slots:
+                os.close(int(path.rpartition("/")[2]))
 
     def text(self) -> str:
         """Return it as the value of a variable."""
-        paths = [list(self.paths[rank]) for rank in sorted(self.paths)]
-        return json.dumps({"every": self.every, "bytes_per_rank": self.bytes_per_rank, "paths": paths})
+        named = {"paths": self.paths, "of_neighbour": self.of_neighbour}
+        lists = {name: [list(found[rank]) for rank in sorted(found)] for name, found in named.items()}
+        return json.dumps({"every": self.every, "bytes_per_rank": self.bytes_per_rank, **lists})
+
+
+def _memory(name: str) -> tuple[str, ...]:
+    """Make memory of as many slots as a rank has, and return their paths."""
+    return tuple(path_of(os.memfd_create(name, os.MFD_CLOEXEC)) for _ in range(_SLOTS))
 
 
 def available_bytes() -> int | None:

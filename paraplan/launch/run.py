@@ -197,19 +197,19 @@ def _share_memory(
         job.page = StatusPage.make(num_ranks)
         environment[shared_memory.STATUS_PAGE_VARIABLE] = job.page.path
         if spec.memory_checkpoint is not None:
-            job.copies = _slots(spec.memory_checkpoint, num_ranks)
+            job.copies = _slots(spec.memory_checkpoint, num_ranks, has_neighbour=request.nodes.max > 1)
             environment[shared_memory.COPIES_VARIABLE] = job.copies.text()
     job.stop.page, job.stop.window_s = job.page, spec.preempt_window or settings.grace_s
     if spec.preempt_notice is not None:
         watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
 
 
-def _slots(every: int, num_ranks: int) -> CopySlots:
+def _slots(every: int, num_ranks: int, *, has_neighbour: bool) -> CopySlots:
     """Return memory for copies of the state of so many ranks; say how much it may be."""
     most_bytes = (shared_memory.available_bytes() or _MEMORY_OF_A_SMALL_NODE) // 2
     steps = f"every {every} steps" if every > 1 else "every step"
     say(f"a copy of the state is kept in memory {steps}: at most {format_bytes(most_bytes)} on this node")
-    return CopySlots.make(every=every, num_ranks=num_ranks, most_bytes=most_bytes)
+    return CopySlots.make(every=every, num_ranks=num_ranks, most_bytes=most_bytes, has_neighbour=has_neighbour)
 
 
 _MEMORY_OF_A_SMALL_NODE = 8 << 30

@@ -38,6 +38,7 @@ from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.precision import LossScale
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recovery.keeper import MemoryKeeper
+from paraplan.runtime.recovery.memory_reader import OtherGaveUpError
 from paraplan.runtime.recovery.stopping import outlive_signals, stop_here
 from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.faults import LossWatch, explained_failures
@@ -146,7 +147,8 @@ class TrainingState:
         Raises what `load` raises, and `CheckpointError` where some ranks see a checkpoint and others do not.
         """
         self._folder = Path(folder)
-        self._keeper = MemoryKeeper.of(os.environ, self._mesh.world, self._status)
+        keeper = MemoryKeeper.of(os.environ, self._mesh.world, self._status)
+        self._keeper = keeper if all(self._batches.meet("load", int(keeper is not None))) else None
         self._sync.wants_stop = self._status.is_to_stop
         found = [bool(seen) for seen in self._batches.meet("load", int(has_checkpoint(self._folder)))]
         if len(set(found)) > 1:
@@ -163,7 +165,7 @@ class TrainingState:
 
     def _resume_from_memory(self, keeper: MemoryKeeper, *, has_checkpoint: bool) -> bool:
         """Go on from the copy in memory, if one is whole, the newest, and readable here; return whether it was."""
-        copy = keeper.newest()
+        copy = keeper.newest(lambda: any(self._batches.meet("load", 0)))
         if copy is None or (has_checkpoint and self._steps_on_disk() > copy[0]):
             return False
         self._refuse_averages("load")
@@ -173,6 +175,8 @@ class TrainingState:
             try:
                 num_steps = load_from(copy[1], self._source())
                 self._batches.reload(copy[1])
+            except OtherGaveUpError:
+                return False
             except CheckpointError as error:  # a node is gone with its part: the checkpoint is what is left
                 sys.stderr.write(f"paraplan: {error.message}\n")
                 lacks = 1

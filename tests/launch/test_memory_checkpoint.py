@@ -12,7 +12,8 @@ from launching import ForkedLaunch, Start, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError
-from paraplan.runtime.recovery.memory_copies import Box, Copier, MemoryReader, Slot, unique, whole_step
+from paraplan.runtime.recovery.memory_copies import Box, Copied, Copier, CopyName, Slot, newest_whole, unique
+from paraplan.runtime.recovery.memory_reader import MemoryReader
 from paraplan.shared_memory import CopySlots
 
 
@@ -107,14 +108,14 @@ def test_a_copy_that_is_being_written_does_not_count() -> None:
     slot = Slot(made.paths[0][0])
     box = Box("a", (0, 0), (2, 3), torch.arange(6.0).view(2, 3))
     assert slot.read() is None
-    slot.write([box], num_steps=4, world_size=1)
+    slot.write([box], name=CopyName(4, 1, 1), writer=0)
     assert slot.read() is None
     slot.commit()
     found = Slot(made.paths[0][0]).read()  # as another process does
     assert found is not None
-    assert (found[0], found[1]) == (4, 1)
-    assert torch.equal(found[2][0].values, box.values)
-    slot.write([box], num_steps=5, world_size=1)
+    assert (found.name, found.writer) == (CopyName(4, 1, 1), 0)
+    assert torch.equal(found.boxes[0].values, box.values)
+    slot.write([box], name=CopyName(5, 1, 1), writer=0)
     assert slot.read() is None
 
 
@@ -123,20 +124,21 @@ def test_a_state_of_a_loss_that_is_no_number_does_not_count() -> None:
     slots = [Slot(path) for path in made.paths[0]]
     copier = Copier(slots)
     for step, is_good in ((1, True), (2, False)):
-        copier.begin([Box("a", (0,), (1,), torch.ones(1))], num_steps=step, world_size=1)
+        copier.begin([Box("a", (0,), (1,), torch.ones(1))], name=CopyName(step, 1, 1), writer=0)
         assert copier.finish(is_good=is_good) is is_good
-    assert [None if found is None else found[0] for found in (slot.read() for slot in slots)] == [1, None]
+    assert [None if found is None else found.name.num_steps for found in (slot.read() for slot in slots)] == [1, None]
 
 
 def test_boxes_of_one_split_fill_those_of_another() -> None:
     whole = torch.arange(24.0).view(4, 6)
     rows = [Box("w", (first, 0), (4, 6), whole[first : first + 2].clone()) for first in (0, 2)]
-    reader = MemoryReader(rows)
+    name = CopyName(1, 1, 2)
+    reader = MemoryReader([Copied(name, writer, [row]) for writer, row in enumerate(rows)])
     target = torch.zeros(4, 6)
     reader.read({"w": target})
     assert torch.equal(target, whole)
     with pytest.raises(CheckpointError, match="lacks some of w"):
-        MemoryReader(rows[:1]).read({"w": torch.zeros(4, 6)})
+        MemoryReader([Copied(name, 0, rows[:1])] * 2).read({"w": torch.zeros(4, 6)})  # twice the same is not all
 
 
 def test_every_box_is_written_once() -> None:
@@ -149,6 +151,13 @@ def test_every_box_is_written_once() -> None:
 
 
 def test_the_newest_step_that_every_rank_has_written_is_taken() -> None:
-    assert whole_step([{0: {10: 2, 15: 2}, 1: {10: 2}}]) == 10
-    assert whole_step([{0: {10: 2, 15: 2}}, {1: {15: 2}}]) == 15  # of two nodes
-    assert whole_step([{0: {10: 2}}]) is None
+    ten, fifteen = CopyName(10, 1, 2), CopyName(15, 1, 2)
+    assert newest_whole([{ten: [0, 1], fifteen: [0]}]) == ten
+    assert newest_whole([{ten: [0], fifteen: [0]}, {fifteen: [1]}]) == fifteen  # of two nodes
+    assert newest_whole([{ten: [0]}]) is None
+
+
+def test_steps_that_two_attempts_have_written_are_not_mixed() -> None:
+    before, since = CopyName(10, 1, 4), CopyName(10, 2, 2)
+    assert newest_whole([{before: [2, 3], since: [0]}]) is None  # of the one that came back, and of a rank since
+    assert newest_whole([{before: [0, 1, 2, 3], since: [0, 1]}]) == since

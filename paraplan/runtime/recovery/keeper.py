@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +17,17 @@ from paraplan.runtime.checkpoints.entries import CheckpointSource, entries_to_wr
 from paraplan.runtime.checkpoints.saving import random_entries
 from paraplan.runtime.recovery.memory_copies import (
     Box,
+    Copied,
     Copier,
-    MemoryReader,
+    CopyName,
     Slot,
     describe,
+    newest_whole,
     sizes,
     unique,
-    whole_step,
 )
+from paraplan.runtime.recovery.memory_reader import MemoryReader
+from paraplan.runtime.recovery.neighbour import Neighbour
 from paraplan.runtime.recovery.status import RankStatus
 from paraplan.runtime.world import World
 from paraplan.shared_memory import COPIES_VARIABLE, CopySlots
@@ -38,10 +44,15 @@ class MemoryKeeper:
         """Open the slots of this node's ranks. Raises OSError where the launcher is gone."""
         self._every, self._limit = slots.every, slots.bytes_per_rank
         self._all = {rank: [Slot(path) for path in paths] for rank, paths in slots.paths.items()}
+        self._of_neighbour = {rank: [Slot(path) for path in paths] for rank, paths in slots.of_neighbour.items()}
         self._copier = Copier(self._all[world.local_rank])
         self._world, self._status = world, status
         self._owned: set[str] | None = None
         self._shared_out: set[str] = set()
+        self._alone: set[str] = set()
+        self._neighbour: Neighbour | None = None
+        self._attempt = 0
+        self._is_full = False
         self._noted: tuple[int, list[Box]] | None = None
 
     @classmethod
@@ -68,10 +79,11 @@ class MemoryKeeper:
         # what an optimizer has begun to keep since then is written by all who hold it
         boxes = [box for box in boxes if box.key in (self._owned or ()) or box.key not in self._shared_out]
         num_bytes = sum(box.num_bytes for box in boxes)
-        if num_bytes > self._limit:
+        if num_bytes > self._limit and not self._is_full:
             self._refuse(num_bytes)
-            self._every = sys.maxsize
-            return
+            self._is_full = True
+        if self._is_full:
+            boxes = []  # ranks of other nodes go on to exchange theirs with this one
         self._noted = (
             source.num_steps,
             [
@@ -87,26 +99,45 @@ class MemoryKeeper:
         if self._noted is not None:
             num_steps, boxes = self._noted
             self._noted = None
-            self._copier.begin(boxes, num_steps=num_steps, world_size=self._world.size)
+            name, writer = CopyName(num_steps, self._attempt, self._world.size), self._world.rank
+            mirror = None if self._neighbour is None else partial(self._mirror, self._neighbour, name)
+            self._copier.begin(boxes, name=name, writer=writer, mirror=mirror)
 
     def finish(self, num_steps: int, *, is_good: bool) -> None:
         """Wait for the copy, before anything of the state changes. It counts if the loss of its step `is_good`."""
-        if self._copier.finish(is_good=is_good):
+        if self._copier.finish(is_good=is_good and not self._is_full):
             self._status.set("copied_step", num_steps)
 
-    def newest(self) -> tuple[int, MemoryReader] | None:
-        """Return the newest whole step of all nodes and its reader on this one; None without. Every rank calls it."""
-        held: dict[int, list[Box]] = {}
-        mine: dict[int, dict[int, int]] = {}
-        for rank, slots in self._all.items():
-            for slot in slots:
-                found = slot.read()
-                if found is not None:
-                    step, world_size, boxes = found
-                    held.setdefault(step, []).extend(boxes)
-                    mine.setdefault(self._node() * len(self._all) + rank, {})[step] = world_size
-        newest = whole_step(self._gather(mine))
-        return None if newest is None else (newest, MemoryReader(held.get(newest, [])))
+    def newest(self, has_given_up: Callable[[], bool]) -> tuple[int, MemoryReader] | None:
+        """Return the steps of the newest copy that is whole over all nodes, and its reader on this one; None without.
+
+        Every rank calls it. `has_given_up` is `MemoryReader.join`'s.
+        """
+        held: dict[CopyName, list[Copied]] = {}
+        mine: dict[CopyName, list[int]] = {}
+        for slot in (slot for kept in (self._all, self._of_neighbour) for slots in kept.values() for slot in slots):
+            found = slot.read()
+            if found is not None:
+                held.setdefault(found.name, []).append(found)
+                mine.setdefault(found.name, []).append(found.writer)
+        told = self._gather((self._node(), mine, time.time_ns()))
+        self._attempt = told[0][2]
+        newest = newest_whole([each for _, each, _ in told])
+        if newest is None:
+            return None
+        reader = MemoryReader(held.get(newest, []), rank=self._world.rank, nodes=[node for node, _, _ in told])
+        reader.join(self._gather, has_given_up)
+        return newest.num_steps, reader
+
+    def _mirror(self, neighbour: Neighbour, name: CopyName, written: Sequence[Box]) -> Slot:
+        """Give the next node what no other one has of what this rank has copied."""
+        is_first = self._world.rank == 0  # its texts have the seed
+        alone = [
+            box
+            for box in written
+            if box.key in self._alone or box.key not in self._shared_out or (is_first and box.is_text)
+        ]
+        return neighbour.exchange(alone, name=name, writer=self._world.rank)
 
     def _share_out(self, boxes: list[Box]) -> bool:
         """Choose which rank of this node writes which box; return whether all fits in the memory that is kept."""
@@ -115,6 +146,7 @@ class MemoryKeeper:
         place = [rank for rank, _ in here].index(self._world.rank)
         owned = unique(boxes, [found for _, found in here], place)
         self._owned, self._shared_out = {box.key for box in owned}, {box.key for box in boxes}
+        self._find_neighbour([(node, set(found)) for node, found in held])
         sent: list[int] = self._gather(sum(box.num_bytes for box in owned))
         if max(sent) > self._limit:
             if self._world.rank == 0:
@@ -122,8 +154,34 @@ class MemoryKeeper:
             return False
         if self._world.rank == 0:
             total = format_bytes(2 * sum(sent))
-            sys.stderr.write(f"paraplan: copies in memory, every {self._every} steps, take {total} over all nodes\n")
+            again = "" if self._neighbour is None else ", and those of one node as much on the next one again"
+            sys.stderr.write(
+                f"paraplan: copies in memory, every {self._every} steps, take {total} over all nodes{again}\n"
+            )
         return True
+
+    def _find_neighbour(self, held: list[tuple[int, set[str]]]) -> None:
+        """Find the ranks to exchange with, where some node holds what no other one does. Every rank calls it."""
+        by_node: dict[int, list[int]] = {}
+        keys: dict[int, set[str]] = {}
+        for rank, (node, found) in enumerate(held):
+            by_node.setdefault(node, []).append(rank)
+            keys.setdefault(node, set()).update(found)
+        nodes = sorted(by_node)
+        counted = Counter(key for found in keys.values() for key in found)
+        self._alone = {key for key in keys[self._node()] if counted[key] == 1}
+        is_even = len({len(ranks) for ranks in by_node.values()}) == 1
+        has_room = all(self._gather(bool(self._of_neighbour)))
+        if len(nodes) == 1 or not is_even or not has_room or 1 not in counted.values():
+            return
+        here = nodes.index(self._node())
+        place = by_node[self._node()].index(self._world.rank)
+        self._neighbour = Neighbour(
+            to_rank=by_node[nodes[(here + 1) % len(nodes)]][place],
+            from_rank=by_node[nodes[here - 1]][place],
+            slots=self._of_neighbour[self._world.local_rank],
+            group=dist.new_group(backend="gloo"),
+        )
 
     def _refuse(self, num_bytes: int) -> None:
         need, limit = format_bytes(2 * num_bytes), format_bytes(2 * self._limit)

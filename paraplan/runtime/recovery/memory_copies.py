@@ -11,22 +11,19 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from paraplan.runtime.checkpoints.chunks import CheckpointChunks
 from paraplan.runtime.checkpoints.entries import OPTIONS, PROGRESS
-from paraplan.runtime.checkpoints.safe_reader import CheckpointError
 
 _HEAD = 64
 _ALIGN = 64
 _WORDS = 3  # of 8 bytes: whether it is whole, its step, the length of its index
-_INDEX, _DATA = "index", "data"
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,11 @@ class Box:
         """The size of its values."""
         return self.values.numel() * self.values.element_size()
 
+    @property
+    def words(self) -> list[Any]:
+        """What it is, without its values, as JSON holds it."""
+        return [self.name, self.offsets, list(self.values.shape), self.whole, str(self.values.dtype)]
+
 
 def boxes_of(name: str, tensor: torch.Tensor) -> list[Box]:
     """Return the boxes that this rank holds of an entry of a checkpoint; values are those of the training."""
@@ -64,6 +66,25 @@ def boxes_of(name: str, tensor: torch.Tensor) -> list[Box]:
     if isinstance(tensor, CheckpointChunks):
         return [Box(name, chunk.offsets, whole, chunk.values) for chunk in tensor.chunks]
     return [Box(name, (0,) * tensor.ndim, whole, tensor.detach())]
+
+
+class CopyName(NamedTuple):
+    """Which copy it is: those of one step that belong together have the same name. The newest has the largest."""
+
+    num_steps: int
+    attempt: int
+    """When the ranks that wrote it had started, in nanoseconds: those before them had other steps of this number."""
+    world_size: int
+    """The ranks that wrote it."""
+
+
+class Copied(NamedTuple):
+    """What one slot holds."""
+
+    name: CopyName
+    writer: int
+    """The rank that wrote it."""
+    boxes: list[Box]
 
 
 class Slot:
@@ -79,58 +100,42 @@ class Slot:
         self._map = None
         os.close(self._descriptor)
 
-    def write(self, boxes: Sequence[Box], *, num_steps: int, world_size: int) -> None:
-        """Replace what is there; it is not whole until `commit`."""
-        places, at = [], 0
-        for box in boxes:
-            places.append(at)
-            at += -(-box.num_bytes // _ALIGN) * _ALIGN
-        index = json.dumps(
-            {
-                "world_size": world_size,
-                "boxes": [
-                    [box.name, box.offsets, list(box.values.shape), box.whole, str(box.values.dtype), place]
-                    for box, place in zip(boxes, places, strict=True)
-                ],
-            }
-        ).encode()
+    def write(self, boxes: Sequence[Box], *, name: CopyName, writer: int) -> list[Box]:
+        """Replace what is there; it is not whole until `commit`. Return the boxes with the values in the slot."""
+        room = self.lay_out([box.words for box in boxes], name=name, writer=writer)
+        for box, there in zip(boxes, room, strict=True):
+            there.values.copy_(box.values)
+        return room
+
+    def lay_out(self, words: Sequence[Sequence[Any]], *, name: CopyName, writer: int) -> list[Box]:
+        """Make room for boxes in place of what is there, and return them; it is not whole until `commit`."""
+        index = json.dumps({"name": name, "writer": writer, "boxes": words}).encode()
         begin = -(-(_HEAD + len(index)) // _ALIGN) * _ALIGN
-        held = self._mapped(begin + at)
-        words = memoryview(held).cast("B")[: _WORDS * 8].cast("Q")
-        words[0] = 0
-        words[1], words[2] = num_steps, len(index)
+        size = begin + sum(-(-_num_bytes(each) // _ALIGN) * _ALIGN for each in words)
+        held = self._mapped(size)
+        head = memoryview(held).cast("B")[: _WORDS * 8].cast("Q")
+        head[0] = 0
+        head[1], head[2] = name.num_steps, len(index)
         held[_HEAD : _HEAD + len(index)] = index
-        for box, place in zip(boxes, places, strict=True):
-            if box.num_bytes:
-                target = torch.frombuffer(held, dtype=torch.uint8, count=box.num_bytes, offset=begin + place)
-                target.view(box.values.dtype).view(box.values.shape).copy_(box.values)
+        return _boxes_in(held, begin, words)
 
     def commit(self) -> None:
         """Have it count."""
         assert self._map is not None
         memoryview(self._map).cast("B")[:8].cast("Q")[0] = 1
 
-    def read(self) -> tuple[int, int, list[Box]] | None:
-        """Return steps, number of ranks, and boxes; None where nothing whole is there."""
+    def read(self) -> Copied | None:
+        """Return what is there; None where nothing whole is."""
         size = os.fstat(self._descriptor).st_size
         if size < _HEAD:
             return None
         held = self._mapped(size)
-        is_whole, num_steps, length = memoryview(held).cast("B")[: _WORDS * 8].cast("Q")
+        is_whole, _, length = memoryview(held).cast("B")[: _WORDS * 8].cast("Q")
         if not is_whole:
             return None
         index = json.loads(held[_HEAD : _HEAD + length])
         begin = -(-(_HEAD + length) // _ALIGN) * _ALIGN
-        boxes = []
-        for name, offsets, shape, whole, kind, place in index["boxes"]:
-            dtype = getattr(torch, kind.removeprefix("torch."))
-            count = dtype.itemsize
-            for length_of_dim in shape:
-                count *= length_of_dim
-            flat = torch.frombuffer(held, dtype=torch.uint8, count=count, offset=begin + place) if count else None
-            values = torch.empty(shape, dtype=dtype) if flat is None else flat.view(dtype).view(shape)
-            boxes.append(Box(name, tuple(offsets), tuple(whole), values))
-        return num_steps, int(index["world_size"]), boxes
+        return Copied(CopyName(*index["name"]), index["writer"], _boxes_in(held, begin, index["boxes"]))
 
     def _mapped(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
@@ -138,6 +143,34 @@ class Slot:
                 os.ftruncate(self._descriptor, size)
             self._map = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
         return self._map
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    """Return the type that the words of a box name."""
+    found = getattr(torch, kind.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _num_bytes(words: Sequence[Any]) -> int:
+    _, _, shape, _, kind = words
+    count = dtype_of(kind).itemsize
+    for length in shape:
+        count *= length
+    return count
+
+
+def _boxes_in(held: mmap.mmap, begin: int, words: Sequence[Sequence[Any]]) -> list[Box]:
+    """Return boxes whose values are views of memory, one behind the other."""
+    boxes, place = [], begin
+    for each in words:
+        name, offsets, shape, whole, kind = each
+        count, dtype = _num_bytes(each), dtype_of(kind)
+        flat = torch.frombuffer(held, dtype=torch.uint8, count=count, offset=place) if count else None
+        values = torch.empty(shape, dtype=dtype) if flat is None else flat.view(dtype).view(shape)
+        boxes.append(Box(name, tuple(offsets), tuple(whole), values))
+        place += -(-count // _ALIGN) * _ALIGN
+    return boxes
 
 
 class Copier:
@@ -148,15 +181,28 @@ class Copier:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._slot = self._slots[0]
+        self._mirrored: Slot | None = None
 
-    def begin(self, boxes: Sequence[Box], *, num_steps: int, world_size: int) -> None:
-        """Begin to write. What the boxes hold must not change until `finish`."""
+    def begin(
+        self,
+        boxes: Sequence[Box],
+        *,
+        name: CopyName,
+        writer: int,
+        mirror: Callable[[Sequence[Box]], Slot] | None = None,
+    ) -> None:
+        """Begin to write. What the boxes hold must not change until `finish`.
+
+        `mirror` gets them as they are in the slot, and returns the slot of another node's rank that it has filled.
+        """
         self._slot = self._slots.pop(0)
         self._slots.append(self._slot)
+        self._mirrored = None
 
         def work() -> None:
             try:
-                self._slot.write(boxes, num_steps=num_steps, world_size=world_size)
+                written = self._slot.write(boxes, name=name, writer=writer)
+                self._mirrored = None if mirror is None else mirror(written)
             except BaseException as error:  # raised by `finish`, in the thread that trains
                 self._failure = error
 
@@ -174,54 +220,9 @@ class Copier:
             raise failure
         if is_good:
             self._slot.commit()
+            if self._mirrored is not None:
+                self._mirrored.commit()
         return is_good
-
-
-class MemoryReader:
-    """The boxes of one step, of all ranks of this node, as a checkpoint to read from."""
-
-    name = "the copy in memory"
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        """Take the boxes; of replicas one is enough."""
-        self._boxes: dict[str, list[Box]] = {}
-        for box in boxes:
-            self._boxes.setdefault(box.name, []).append(box)
-
-    @property
-    def saved(self) -> Mapping[str, TensorStorageMetadata]:
-        """What there is, as the index of a checkpoint says it."""
-        return {
-            name: TensorStorageMetadata(
-                properties=TensorProperties(dtype=found[0].values.dtype), size=torch.Size(found[0].whole), chunks=[]
-            )
-            for name, found in self._boxes.items()
-        }
-
-    def read(self, entries: Mapping[str, torch.Tensor]) -> None:
-        """Fill `entries`. Raises `CheckpointError` where not all of one is there."""
-        for name, tensor in entries.items():
-            for target in boxes_of(name, tensor):
-                filled = sum(_fill(target, source) for source in self._boxes.get(name, ()))
-                if filled < target.values.numel():
-                    raise CheckpointError(f"the copy in memory lacks some of {name}", hint="load a checkpoint")
-
-
-def _fill(target: Box, source: Box) -> int:
-    """Copy what two boxes have in common; return the number of elements."""
-    if not target.values.ndim:
-        target.values.copy_(source.values)
-        return 1
-    here, there, count = target.values, source.values, 1
-    for dim, (start, other) in enumerate(zip(target.offsets, source.offsets, strict=True)):
-        first = max(start, other)
-        length = min(start + target.values.shape[dim], other + source.values.shape[dim]) - first
-        if length <= 0:
-            return 0
-        here, there = here.narrow(dim, first - start, length), there.narrow(dim, first - other, length)
-        count *= length
-    here.copy_(there)
-    return count
 
 
 def unique(boxes: Sequence[Box], held_by_all: Sequence[Mapping[str, int]], rank: int) -> list[Box]:
@@ -242,16 +243,13 @@ def sizes(boxes: Sequence[Box]) -> dict[str, int]:
     return {box.key: box.num_bytes for box in boxes}
 
 
-def whole_step(found: Sequence[Mapping[int, Mapping[int, int]]]) -> int | None:
-    """Return the newest step that all ranks wrote. `found` has, by who looks, writers, steps, and worlds' sizes."""
-    steps: dict[int, set[int]] = {}
-    worlds: dict[int, int] = {}
+def newest_whole(found: Sequence[Mapping[CopyName, Sequence[int]]]) -> CopyName | None:
+    """Return the newest copy that is there of all ranks that wrote it. `found` has writers by copy, by who looks."""
+    writers: dict[CopyName, set[int]] = {}
     for each in found:
-        for writer, written in each.items():
-            for step, world_size in written.items():
-                steps.setdefault(step, set()).add(writer)
-                worlds[step] = world_size
-    whole = [step for step, writers in steps.items() if len(writers) == worlds[step]]
+        for name, ranks in each.items():
+            writers.setdefault(name, set()).update(ranks)
+    whole = [name for name, ranks in writers.items() if len(ranks) == name.world_size]
     return max(whole, default=None)
 
 
