@@ -76,7 +76,7 @@ class Job:
         self.case, self.launcher, self.hosts, self.folder = case, launcher, hosts, folder
         self.scratch = folder / "tmp"
         self.scratch.mkdir()
-        self.port = _free_port()
+        self.port = free_port()
         for name, text in {"train.py": case.script, **case.files}.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text)
@@ -182,14 +182,14 @@ class Job:
     def left(self) -> list[str]:
         """Return what the job has left behind, in words."""
         time.sleep(SETTLE_S)
-        processes = _processes_of(self.folder)
+        processes = processes_of(self.folder)
         files = [path for path in self.scratch.iterdir() if path.name != "paraplan-runs"]
         found = [f"{len(processes)} processes"] if processes else []
         return [*found, f"{len(files)} temporary files"] if files else found
 
     def end(self) -> None:
         """Kill whatever still runs."""
-        for pid in _processes_of(self.folder):
+        for pid in processes_of(self.folder):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         for process in self.processes.values():
@@ -199,7 +199,7 @@ class Job:
             subprocess.run([shutil.which("umount") or "umount", str(self.folder / "logs")], check=True)
 
 
-def _processes_of(folder: Path) -> list[int]:
+def processes_of(folder: Path) -> list[int]:
     """Return the processes of a job: those that have its mark in their environment."""
     mark, found = f"{MARK}={folder}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -211,7 +211,7 @@ def _processes_of(folder: Path) -> list[int]:
 
 
 @contextlib.contextmanager
-def _named_hosts(count: int) -> Iterator[Any]:
+def named_hosts(count: int) -> Iterator[Any]:
     """Make hosts that know each other's names, as torchrun asks for."""
     with namespaces.hosts(count) as made:
         lines = [f"{address} node{index}" for index, address in enumerate(made.addresses)]
@@ -226,7 +226,8 @@ def _named_hosts(count: int) -> Iterator[Any]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -265,7 +266,7 @@ def main() -> None:
     if reason := namespaces.missing_for_hosts():
         sys.exit(f"error: no hosts can be made: {reason}")
     rows = []
-    with _named_hosts(3) as hosts:
+    with named_hosts(3) as hosts:
         for case in CASES:
             if arguments.only and not any(word in case.name for word in arguments.only):
                 continue

@@ -186,6 +186,11 @@ CONTRACTS = (
     Contract(f"{_AGENT}._monitor_workers", "lost nodes and restarts", ("self", "worker_group")),
     Contract(f"{_AGENT}._restart_workers", "restarts told in words", ("self", "worker_group")),
     Contract(f"{_AGENT}._rendezvous", "who has come to a rendezvous", ("self", "worker_group")),
+    Contract(
+        f"{_AGENT}._assign_worker_ranks",
+        "nodes that are lost while they meet",
+        ("self", "store", "group_rank", "group_world_size", "spec"),
+    ),
     Contract(f"{_AGENT}._start_workers", "a plan for the nodes that have come", ("self", "worker_group")),
     Contract(f"{_AGENT}._exit_barrier", "nodes that are done", ("self",)),
     Contract(f"{_AGENT}.get_worker_group", "nodes of a job"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 import paraplan
@@ -26,12 +26,13 @@ from paraplan.launch.faults.report import describe_failures, say, write_report
 from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
-from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
+from paraplan.launch.nodes.store import NodeFacts, NodeLostError, NodeStore, RemoteError, differences
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.spec import NodeRange
 from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, participants, store_of
 
 _LOOK_INTERVAL_S = 1.0
+_LOST_MEANWHILE = "a node is lost before the ranks have started: meeting again"
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,13 @@ class NodeAgent(ElasticAgent):
             threading.Thread(target=self._say_who_is_missing, args=(handler, is_over), daemon=True).start()
         began_s = time.monotonic()
         try:
-            forget_store_of_ranks(handler)
-            super().rendezvous(group)
+            self._meet(group)
             while (group.group_world_size or 0) < self._nodes.min:
                 say(
                     f"{group.group_world_size} of {self._nodes.min} nodes are left at the end of the rendezvous: "
                     "waiting for the others again"
                 )
-                forget_store_of_ranks(handler)
-                super().rendezvous(group)
+                self._meet(group)
         except RendezvousError as error:
             for address in participants(handler) or ():
                 error.add_note(address)  # for the report
@@ -148,6 +147,40 @@ class NodeAgent(ElasticAgent):
         finally:
             self._job.clock.waiting_s += time.monotonic() - began_s
             is_over.set()
+
+    def _meet(self, group: WorkerGroup) -> None:
+        """Wait for the other nodes; again where one of them is lost before all have said that they are here."""
+        while True:
+            forget_store_of_ranks(group.spec.rdzv_handler)
+            try:
+                super().rendezvous(group)
+            except NodeLostError:
+                say(_LOST_MEANWHILE)
+            else:
+                return
+
+    def assign_ranks(self, store: Any, node: int, num_nodes: int, spec: WorkerSpec) -> list[Worker]:
+        """Return the ranks of this node once all nodes are here: torch waits for a lost one, and then ends the job."""
+        if num_nodes > 1:
+            self._store_of(store, node, num_nodes, spec.rdzv_handler).meet()
+        return super().assign_ranks(store, node, num_nodes, spec)
+
+    def _store_of(self, store: Any, node: int, num_nodes: int, handler: Any) -> NodeStore:
+        def has_lost_node() -> bool:
+            here = participants(handler)
+            return here is not None and len(here) < num_nodes
+
+        return NodeStore(
+            store,
+            node=node,
+            num_nodes=num_nodes,
+            seal=self._doors.seal,
+            clock_offset_s=self._doors.clock_offset_s or 0.0,
+            is_elastic=self._nodes.min < self._nodes.max,
+            min_nodes=self._nodes.min,
+            left=self._doors.left,
+            has_lost_node=has_lost_node,
+        )
 
     def _say_who_is_missing(self, handler: Any, is_over: threading.Event) -> None:
         """Say once who has come, if the rendezvous takes a while, and whether a node was sent away."""
@@ -167,31 +200,26 @@ class NodeAgent(ElasticAgent):
                     return
 
     def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks, after what is done before each start."""
-        group_rank, num_nodes = group.group_rank, group.group_world_size
-        assert group.store is not None
-        assert group_rank is not None
-        assert num_nodes is not None
-        store = NodeStore(
-            group.store,
-            node=group_rank,
-            num_nodes=num_nodes,
-            seal=self._doors.seal,
-            clock_offset_s=self._doors.clock_offset_s or 0.0,
-            is_elastic=self._nodes.min < self._nodes.max,
-            min_nodes=self._nodes.min,
-            left=self._doors.left,
-        )
-        self._store_of_nodes = store if num_nodes > 1 else None
-        self._before_start(
-            Round(
+        """Start the ranks, after what is done before each start; the nodes meet again where one is lost meanwhile."""
+        while True:
+            node, num_nodes = group.group_rank, group.group_world_size
+            assert node is not None
+            assert num_nodes is not None
+            store = self._store_of(group.store, node, num_nodes, group.spec.rdzv_handler)
+            self._store_of_nodes = store if num_nodes > 1 else None
+            this_round = Round(
                 store=store,
                 world_size=group.workers[0].world_size,
                 ranks_per_node=group.spec.local_world_size,
                 master_addr=str(group.master_addr),
             )
-        )
-        return super().start_workers(group)
+            try:
+                self._before_start(this_round)
+            except NodeLostError:
+                say(_LOST_MEANWHILE)
+                self.rendezvous(group)
+            else:
+                return super().start_workers(group)
 
 
 @dataclass

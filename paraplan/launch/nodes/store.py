@@ -62,6 +62,7 @@ class NodeStore:
         is_elastic: bool = False,
         min_nodes: int = 1,
         left: Mapping[str, float] | None = None,
+        has_lost_node: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -73,12 +74,19 @@ class NodeStore:
         self.is_elastic = is_elastic
         self.min_nodes = min_nodes
         self._left = {} if left is None else left
+        self._has_lost_node = has_lost_node
         self._hosts: list[str] = []
         self.stops: dict[int, str] = {}
         self._num_questions = 0
         self._clock = clock
         self._pause = pause
         self.is_lost = False
+
+    def meet(self) -> None:
+        """Wait until all nodes of the round have come to this call. Raises `NodeLostError` where one is lost before."""
+        self.tell("here", {})
+        for node in range(self.num_nodes):
+            self._await(f"here/{node}")
 
     def exchange_facts(self, mine: NodeFacts) -> list[NodeFacts]:
         """Return the facts of all nodes, in their order; waits for every node."""
@@ -285,10 +293,12 @@ class NodeStore:
     def _await(self, name: str) -> Any:
         """Return what another node is about to write. The store itself waits a minute at most, a planner may not.
 
-        Raises `RemoteError` where nothing comes.
+        Raises `RemoteError` where nothing comes, and `NodeLostError` where a node of this round is lost before.
         """
-        self._wait(lambda: self._has(name), _TIMEOUT_S)
+        self._wait(lambda: self._has(name) or self._has_lost_node(), _TIMEOUT_S)
         if not self._has(name):
+            if self._has_lost_node():
+                raise NodeLostError
             raise RemoteError(
                 error=f"another node has not sent its {name.partition('/')[0]} for {_TIMEOUT_S:.0f} s",
                 hint="see its own messages",
@@ -301,6 +311,10 @@ class NodeStore:
 
     def _has(self, *names: str) -> bool:
         return bool(run_interruptibly(lambda: self._store.check([f"{_PREFIX}/{name}" for name in names])))
+
+
+class NodeLostError(Exception):
+    """A node is lost while the others wait for what it was about to say: they meet again."""
 
 
 def _known(record: type[RecordT], values: Mapping[str, Any]) -> RecordT:

@@ -14,7 +14,7 @@ import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d_rend
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as dynamic_rendezvous
 import torch.distributed.elastic.rendezvous.static_tcp_rendezvous as static_rendezvous
 import torch.distributed.launcher.api as launcher_api
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext, Std
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
@@ -38,6 +38,11 @@ class ElasticAgent(LocalElasticAgent):
         """Wait for the other nodes. torch's dynamic rendezvous then has a store for the ranks."""
         super()._rendezvous(group)
 
+    def assign_ranks(self, store: Any, node: int, num_nodes: int, spec: WorkerSpec) -> list[Worker]:
+        """Return the ranks of this node, as all nodes of a round agree by its store: each waits for the others."""
+        found: list[Worker] = super()._assign_worker_ranks(store, node, num_nodes, spec)
+        return found
+
     def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks after the rendezvous; return their ids by local rank."""
         started: dict[int, Any] = super()._start_workers(group)
@@ -60,6 +65,11 @@ class ElasticAgent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self.rendezvous(worker_group)
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        return self.assign_ranks(store, group_rank, group_world_size, spec)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         return self.start_workers(worker_group)
