@@ -5,8 +5,8 @@
 Needs root and Debian's iproute2: hosts are network namespaces with two ranks each. Ranks are killed, one or two at a
 time, or fail; launchers of nodes are killed with all their ranks, and networks of nodes fail; nodes come back after a
 while. Node 0 hosts the rendezvous: its ranks die too, its launcher does not. Some faults strike while the ranks still
-start again from the last one. Copies of the state are in memory alone (`--memory-checkpoint`): the checkpoint's folder
-does not come to be unless two neighbours die at once.
+start again from the last one. Copies of the state are in memory (`--memory-checkpoint`), of each node on the next one
+too; a checkpoint is written to the disk now and then, for neighbours that die at once.
 
 At the end every step's loss, those of steps that were done again too, and all parameters are compared with a job of
 one process, in double precision; and what is left is counted: processes, temporary files, memory. Status 1 where
@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -50,7 +49,7 @@ from torch import nn
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
 
-folder, pause = Path(sys.argv[1]), float(sys.argv[2])
+folder, pause, saves = Path(sys.argv[1]), float(sys.argv[2]), len(sys.argv) == 3
 rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 torch.set_default_dtype(torch.float64)
 plan = ParallelPlan(dp=size, zero_stage=3 if size > 1 else 0, micro_batch_size=24 // size)
@@ -92,6 +91,8 @@ for inputs, targets in job.shard(Samples(), batch_size=24, skip=engine.num_steps
     if (folder / f"fails{rank}").exists():
         (folder / f"fails{rank}").unlink()
         raise ValueError("a fault that was asked for")
+    if saves and engine.num_steps % 20 == 0:
+        engine.save(folder / "checkpoint")
     time.sleep(pause)
 whole = {name: engine.whole(name) for name in engine.parameters}
 if job.is_main:
@@ -219,11 +220,15 @@ class Soak:
         for launcher in self.launchers.values():
             launcher.wait(timeout=PATIENCE_S)
 
+    def show(self) -> None:
+        """Print the last words of all nodes."""
+        for node in self.launchers:
+            print(f"--- node {node}", (self.folder / f"output-{node}").read_text()[-4000:], sep="\n")
+
     def end(self) -> None:
         """End what still runs."""
-        for node, launcher in self.launchers.items():
+        for launcher in self.launchers.values():
             if launcher.poll() is None:
-                print(f"--- node {node}", (self.folder / f"output-{node}").read_text()[-2000:], sep="\n")
                 os.killpg(launcher.pid, signal.SIGKILL)
                 launcher.wait()
 
@@ -234,7 +239,9 @@ def undisturbed(folder: Path, last: int) -> tuple[dict[int, float], dict[str, to
     alone.mkdir()
     (alone / "ends-at").write_text(str(last))
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, folder / "train.py", alone, "0"], env=variables, cwd=alone, check=True)
+    subprocess.run(
+        [sys.executable, folder / "train.py", alone, "0", "saves nothing"], env=variables, cwd=alone, check=True
+    )
     lines = [line.split() for line in (alone / "steps").read_text().splitlines()]
     losses = {int(words[1]): float(words[2]) for words in lines if words[0] == "step"}
     return losses, torch.load(alone / "parameters", weights_only=True)
@@ -244,12 +251,11 @@ def verdict(soak: Soak) -> tuple[dict[str, Any], bool]:
     """Compare what was done with a job that nothing disturbs; return the figures, and whether all is well."""
     time.sleep(1)
     done = [(int(words[1]), float(words[2])) for words in soak.lines() if words[0] == "step"]
-    begins = [int(words[1]) for words in soak.lines() if words[0] == "begins"]
+    said = "".join(path.read_text() for path in soak.folder.glob("output-*"))
     last = max(step for step, _ in done)
     left = {
         "processes": len(processes_of(soak.folder)),
         "temporary files": sum(not path.name.startswith("torchinductor") for path in (soak.folder / "tmp").iterdir()),
-        "copies on disk": int((soak.folder / "checkpoint").exists()),
     }
     losses, parameters = undisturbed(soak.folder, last)
     found = torch.load(soak.folder / "parameters", weights_only=True)
@@ -258,16 +264,14 @@ def verdict(soak: Soak) -> tuple[dict[str, Any], bool]:
     recovered = sorted(soak.recovered_s)
     figures = {
         "faults": dict(soak.kinds),
-        "attempts": len(begins),
+        "attempts": sum(words[0] == "begins" for words in soak.lines()),
         "steps": last,
         "steps done again": len(done) - len({step for step, _ in done}),
         "steps never done": last - len({step for step, _ in done}),
         "largest difference of a loss": off,
         "largest difference of a parameter": parameters_off,
         "seconds until three more steps, median and longest": [recovered[len(recovered) // 2], recovered[-1]],
-        "from memory": sum(
-            len(re.findall("from the copy in memory", path.read_text())) for path in soak.folder.glob("output-*")
-        ),
+        "attempts that went on from memory": said.count("from the copy in memory"),
         "statuses": [launcher.returncode for launcher in soak.launchers.values()],
         "left": left,
     }
@@ -293,6 +297,9 @@ def main() -> None:
             soak = Soak(hosts, folder, arguments.seed, arguments.pause)
             try:
                 soak.run(arguments.faults)
+            except BaseException:
+                soak.show()
+                raise
             finally:
                 soak.end()
             figures, is_well = verdict(soak)

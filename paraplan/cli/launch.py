@@ -10,6 +10,14 @@ from typer.core import TyperCommand
 from paraplan.launch.handover import become_launcher
 
 
+_VALUES = {
+    "rdzv_backend": ("c10d", "static", "etcd-v2", "etcd"),
+    "start_method": ("spawn", "fork", "forkserver"),
+    "nproc_per_node": ("gpu", "cpu", "auto"),
+}
+"""Words that options of torchrun take whose parser does not list them."""
+
+
 class RawCommand(TyperCommand):
     """A command whose words, --help and -- too, are parsed by the launcher: torchrun's rules differ from click's."""
 
@@ -26,8 +34,9 @@ class RawCommand(TyperCommand):
 
         actions = {option: action for action in build_parser()._actions for option in action.option_strings}
         before = actions.get(ctx.args[-1]) if ctx.args else None
-        if before is not None and before.choices is not None:
-            return [CompletionItem(str(one)) for one in before.choices if str(one).startswith(incomplete)]
+        values = None if before is None else before.choices or _VALUES.get(before.dest)
+        if values is not None:
+            return [CompletionItem(str(one)) for one in values if str(one).startswith(incomplete)]
         if not incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         return [CompletionItem(option) for option in sorted(actions) if option.startswith(incomplete)]

@@ -110,6 +110,8 @@ def completed(line: str) -> list[str]:
         ("paraplan estimate gpt2 --base-weights nf", "nf4:double"),
         ("paraplan estimate gpt2 --train lo", "lora:r=16"),
         ("paraplan launch --preflight m", "measure"),
+        ("paraplan launch --rdzv-backend c", "c10d"),
+        ("paraplan launch --start-method forks", "forkserver"),
     ],
 )
 def test_names_are_completed(line: str, offered: str) -> None:
