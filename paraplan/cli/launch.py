@@ -9,7 +9,6 @@ from typer.core import TyperCommand
 
 from paraplan.launch.handover import become_launcher
 
-
 _VALUES = {
     "rdzv_backend": ("c10d", "static", "etcd-v2", "etcd"),
     "start_method": ("spawn", "fork", "forkserver"),
