@@ -167,7 +167,7 @@ def _boxes_in(held: mmap.mmap, begin: int, words: Sequence[Sequence[Any]]) -> li
         name, offsets, shape, whole, kind = each
         count, dtype = _num_bytes(each), dtype_of(kind)
         flat = torch.frombuffer(held, dtype=torch.uint8, count=count, offset=place) if count else None
-        values = torch.empty(shape, dtype=dtype) if flat is None else flat.view(dtype).view(shape)
+        values = torch.empty(shape, dtype=dtype, device="cpu") if flat is None else flat.view(dtype).view(shape)
         boxes.append(Box(name, tuple(offsets), tuple(whole), values))
         place += -(-count // _ALIGN) * _ALIGN
     return boxes

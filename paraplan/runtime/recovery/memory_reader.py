@@ -135,7 +135,7 @@ class MemoryReader:
             elif each.target == self._rank:
                 words = next(found[each.key] for found in self._elsewhere.values() if each.key in found)
                 name, offsets, shape, whole, kind = words
-                box = Box(name, tuple(offsets), tuple(whole), torch.empty(shape, dtype=dtype_of(kind)))
+                box = Box(name, tuple(offsets), tuple(whole), torch.empty(shape, dtype=dtype_of(kind), device="cpu"))
                 works.append(dist.irecv(box.values.view(-1).view(torch.uint8), each.source, group=self._group))
                 come.append(box)
         for work in works:

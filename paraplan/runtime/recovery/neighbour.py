@@ -33,12 +33,13 @@ class Neighbour:
         Every rank calls it, from the thread that copies.
         """
         words = json.dumps({"writer": writer, "boxes": [box.words for box in boxes]}).encode()
-        size, text = torch.tensor([len(words)]), torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        size = torch.tensor([len(words)], device="cpu")  # whatever torch's default device is
         other_size = torch.empty_like(size)
         self._swap([size], [other_size])
-        other_text = torch.empty(int(other_size), dtype=torch.uint8)
+        other_text = torch.empty(int(other_size), dtype=torch.uint8, device="cpu")
         self._swap([text], [other_text])
-        told = json.loads(bytes(other_text.tolist()))
+        told = json.loads(other_text.numpy().tobytes())
         slot = self.slots.pop(0)
         self.slots.append(slot)
         room = slot.lay_out(told["boxes"], name=name, writer=told["writer"])
