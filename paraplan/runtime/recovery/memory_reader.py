@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,29 +95,25 @@ class MemoryReader:
         if self._elsewhere and self._has_given_up():
             raise OtherGaveUpError("another rank cannot go on from the copy in memory", hint="load a checkpoint")
         targets = [box for name, tensor in entries.items() for box in boxes_of(name, tensor)]
-        lacking = [target for target in targets if self._fill(target, self._held.values()) < target.values.numel()]
+        lacking = _unfilled(targets, self._held.values())
         wanted = self._gather([_Place(box.name, box.offsets, tuple(box.values.shape)) for box in lacking])
         transfers = [each for rank, places in enumerate(wanted) for each in self._sources(rank, places)]
-        come = self._sent([*dict.fromkeys(transfers)])
-        for target in lacking:
-            self._fill(target, come)
-
-    def _fill(self, target: Box, sources: Any) -> int:
-        return sum(_fill(target, source) for source in sources if source.name == target.name)
+        _unfilled(lacking, self._sent([*dict.fromkeys(transfers)]))
 
     def _sources(self, rank: int, places: Sequence[_Place]) -> Iterator[_Transfer]:
         """Yield who sends what to a rank that lacks some boxes. Raises `CheckpointError` where nobody has them."""
         node = self._nodes[rank]
         own = self._elsewhere.get(node, {})
         place_of_rank = [each for each, other in enumerate(self._nodes) if other == node].index(rank)
+        known = {key: (other, words) for other, found in self._elsewhere.items() for key, words in found.items()}
+        known |= {key: (node, words) for key, words in own.items()}
+        by_name: dict[str, list[tuple[str, int, _Place]]] = {}
+        for key, (other, (name, offsets, shape, *_)) in known.items() if places else ():
+            by_name.setdefault(name, []).append((key, other, _Place(name, tuple(offsets), tuple(shape))))
         for place in places:
-            known: dict[str, int] = dict.fromkeys(own, node)
-            for other, found in self._elsewhere.items():
-                known |= {key: other for key in found if key not in known}
             count = 0
-            for key, other in known.items():
-                words = self._elsewhere[other][key]
-                common = _common(place, _Place(words[0], tuple(words[1]), tuple(words[2])))
+            for key, other, source in by_name.get(place.name, ()):
+                common = _common(place, source)
                 count += common
                 if common and other != node:
                     ranks = [each for each, there in enumerate(self._nodes) if there == other]
@@ -144,6 +140,18 @@ class MemoryReader:
         return come
 
 
+def _unfilled(targets: Sequence[Box], sources: Iterable[Box]) -> list[Box]:
+    """Copy what boxes have in common; return the targets that are not whole by that."""
+    by_name: dict[str, list[Box]] = {}
+    for source in sources:
+        by_name.setdefault(source.name, []).append(source)
+    return [
+        target
+        for target in targets
+        if sum(_fill(target, source) for source in by_name.get(target.name, ())) < target.values.numel()
+    ]
+
+
 def _key(words: Sequence[Any]) -> str:
     name, offsets, shape, whole, kind = words
     return Box(name, tuple(offsets), tuple(whole), torch.empty(shape, dtype=dtype_of(kind), device="meta")).key
@@ -158,8 +166,6 @@ def _volume(shape: Sequence[int]) -> int:
 
 def _common(here: _Place, there: _Place) -> int:
     """Return how many elements two boxes of one tensor have in common."""
-    if here.name != there.name:
-        return 0
     count = 1
     for first, length, other, other_length in zip(here.offsets, here.shape, there.offsets, there.shape, strict=True):
         count *= max(0, min(first + length, other + other_length) - max(first, other))
