@@ -18,7 +18,7 @@ from launching import (
     PATIENCE_S,
     ForkedLaunch,
     Launch,
-    Start,
+    StartForked,
     WriteScript,
     free_port,
     is_alive,
@@ -95,13 +95,13 @@ def test_a_rank_sees_what_it_sees_under_torchrun(
 
 
 def test_a_dry_run_tells_the_environment_that_ranks_then_have(
-    tmp_path: Path, script: WriteScript, launch: Launch
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
     words = ["--plan", "plan.json", "--master-port", free_port(), script(SHOW_RANK).name, tmp_path / "seen"]
-    told = json.loads(launch("--dry-run", "--json", *words).stdout)["ranks"]
+    told = json.loads(launch_forked("--dry-run", "--json", *words).stdout)["ranks"]
     assert not (tmp_path / "seen0").exists()
-    assert launch(*words).returncode == 0
+    assert launch_forked(*words).returncode == 0
     for rank, seen in zip(told, read_ranks(tmp_path / "seen", 2), strict=True):
         assert rank["environment"].items() <= seen["environment"].items()
         assert rank["command"][1:] == seen["orig_argv"]
@@ -279,9 +279,9 @@ STUBBORN = """
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_ranks_that_ignore_signals_end_with_the_launcher_and_so_do_their_children(
-    scratch: Path, script: WriteScript, start: Start, number: signal.Signals, status: int
+    scratch: Path, script: WriteScript, start_forked: StartForked, number: signal.Signals, status: int
 ) -> None:
-    with start("--nproc-per-node", 2, "--shutdown-timeout", 1, script(STUBBORN)) as process:
+    with start_forked("--nproc-per-node", 2, "--shutdown-timeout", 1, script(STUBBORN)) as process:
         assert process.stdout is not None
         pids = [int(word) for word in read_words(process.stdout, 4)]
         assert all(map(is_alive, pids))
@@ -363,12 +363,12 @@ ENDINGS = """
 
 
 def test_a_forked_rank_ends_as_one_with_an_interpreter_of_its_own(
-    tmp_path: Path, script: WriteScript, launch: Launch
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     train = script(ENDINGS)
     seen = {}
     for method in ("spawn", "exec"):
-        done = launch(
+        done = launch_forked(
             "--nproc-per-node=2", f"--start-method={method}", f"--log-dir=logs-{method}", "-r=3", train, method
         )
         assert done.returncode == 0, done.stderr
@@ -390,7 +390,7 @@ def test_a_forked_rank_ends_as_one_with_an_interpreter_of_its_own(
 
 @pytest.mark.parametrize("start_method", ["spawn", pytest.param("exec", marks=pytest.mark.with_all)])
 def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
-    scratch: Path, script: WriteScript, launch: Launch, start_method: str
+    scratch: Path, script: WriteScript, launch_forked: ForkedLaunch, start_method: str
 ) -> None:
     train = script(
         """
@@ -400,13 +400,13 @@ def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
             threading.Event().wait()
         def load_data():
             time.sleep(600)
-        end = time.monotonic() + 5
+        end = time.monotonic() + 3.5
         while time.monotonic() < end:  # longer than the timeout, always at one line, but it moves
             time.sleep(0.05)
         load_data() if os.environ["RANK"] == "1" else wait_for_others()
         """
     )
-    done = launch("--nproc-per-node=3", "--hang-timeout=3", f"--start-method={start_method}", train)
+    done = launch_forked("--nproc-per-node=3", "--hang-timeout=2", f"--start-method={start_method}", train)
     assert done.returncode == 124, done.stderr
     lines = done.stderr.splitlines()
     assert lines[-1] == "  rank 1 in load_data (train.py:7)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ForkedLaunch, Start, WriteScript, wait_until_dead
+from launching import ForkedLaunch, StartForked, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError
@@ -79,10 +79,10 @@ def test_what_an_optimizer_begins_to_keep_later_is_in_the_copies(
 
 @pytest.mark.ranks
 def test_nothing_of_the_memory_is_left_when_the_launcher_is_killed(
-    start: Start, script: WriteScript, tmp_path: Path
+    start_forked: StartForked, script: WriteScript, tmp_path: Path
 ) -> None:
     options = ("--memory-checkpoint", 1, "--nproc-per-node", 2)
-    process = start(*options, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.05")
+    process = start_forked(*options, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.05")
     read_until_line(process, "step 5 ")
     slots = [path for path in Path(f"/proc/{process.pid}/fd").iterdir() if "paraplan-copy" in str(path.readlink())]
     family = [process.pid, *descendants(process.pid)]
