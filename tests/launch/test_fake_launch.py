@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from factory_script import FACTORY
 from forked_launch import Ended, launch_forked
-from launching import PATIENCE_S, Launch, Start, names_in, wait_until_dead
+from launching import PATIENCE_S, Launch, StartForked, names_in, wait_until_dead
 from rank_harness import RankHarness
 
 from paraplan.errors import ParaplanError
@@ -186,7 +186,7 @@ def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_p
     assert rank.total_bytes == pytest.approx(report.estimates[0].total_bytes, rel=0.2)
 
 
-@pytest.mark.parametrize("num_microbatches", [3, 4, 8])  # all of three are run
+@pytest.mark.parametrize("num_microbatches", [3, pytest.param(4, marks=pytest.mark.with_all), 8])  # all of three
 def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(
     num_microbatches: int, tmp_path: Path, fake: Fake
 ) -> None:
@@ -412,7 +412,7 @@ def test_the_report_says_what_a_rank_needs_sends_and_how_far_the_estimate_is_off
     assert small.fits is False
 
 
-def test_an_ended_fake_launch_leaves_nothing(tmp_path: Path, start: Start, scratch: Path) -> None:
+def test_an_ended_fake_launch_leaves_nothing(tmp_path: Path, start_forked: StartForked, scratch: Path) -> None:
     script, here = tmp_path / "waits.py", tmp_path / "here"
     script.write_text(
         "import os, pathlib, time\n"
@@ -420,7 +420,7 @@ def test_an_ended_fake_launch_leaves_nothing(tmp_path: Path, start: Start, scrat
         f"os.replace({str(here.with_suffix('.new'))!r}, {str(here)!r})\n"
         "time.sleep(600)\n"
     )
-    process = start("--fake", 2, script)
+    process = start_forked("--fake", 2, script)
     deadline = time.monotonic() + PATIENCE_S
     while not here.exists():
         assert time.monotonic() < deadline
