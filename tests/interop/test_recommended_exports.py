@@ -21,7 +21,7 @@ JOBS = {
     "one node": ("llama-3-8b", "dgx-h100", 1, 4096, 64),
     "slow links": ("llama-2-7b", "rtx-4090-x4", 2, 2048, 32),
     "long": ("llama-3-8b", "dgx-h100", 2, 32768, 16),
-    "experts": ("mixtral-8x7b", "dgx-h100", 4, 4096, 128),
+    "experts": ("mixtral-8x7b", "dgx-h100", 2, 4096, 32),
 }
 
 
