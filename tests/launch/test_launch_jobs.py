@@ -14,6 +14,7 @@ from textwrap import dedent
 from typing import IO
 
 import pytest
+from case_selection import with_all
 from launching import (
     PATIENCE_S,
     ForkedLaunch,
@@ -312,7 +313,7 @@ def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path, script: Writ
         def main():
             assert threading.active_count() == 1 and not torch.cuda.is_initialized()
             assert type(pickle.loads(pickle.dumps(Squares()))) is Squares
-            for method in ("fork", "spawn", "forkserver") if os.environ["RANK"] == "0" else ("fork",):
+            for method in sys.argv[1:] if os.environ["RANK"] == "0" else ("fork",):
                 loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=method)
                 assert [batch.tolist() for batch in loader] == [[0, 1, 4, 9], [16, 25, 36, 49]], method
             seeds = [random.random(), numpy.random.random(), torch.rand(1).item()]
@@ -323,7 +324,8 @@ def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path, script: Writ
             main()
         """
     )
-    done = launch("--nproc-per-node", 2, train, OMP_NUM_THREADS="2")
+    methods = ("fork", "spawn", *with_all(["forkserver"]))  # which finds the script's classes as spawn does
+    done = launch("--nproc-per-node", 2, train, *methods, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert "OMP_NUM_THREADS" not in done.stderr
     first, second = [line.split() for line in done.stdout.splitlines()]
