@@ -59,7 +59,7 @@ def _launch_fake(words: Sequence[str]) -> int:
     from paraplan.launch.parser import parse_arguments
 
     try:
-        return show_fake_launch(parse_arguments([*words], os.environ), start=_start_forked, run=_run_forked)
+        return show_fake_launch(parse_arguments([*words], os.environ), start=_start_forked, run=run_forked)
     except ParaplanError as error:
         write_report(render_error(error))
         return error.exit_status
@@ -84,14 +84,16 @@ def _start_forked(words: Sequence[str], environment: Mapping[str, str]) -> subpr
     return subprocess.CompletedProcess([*words], os.waitstatus_to_exitcode(status), "", "")
 
 
-def _run_forked(
+def run_forked(
     command: Sequence[str],
     *,
     env: Mapping[str, str],
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Be for a fake launch what plans and estimates: `python -P -m MODULE WORDS` in a fork."""
-    _, _, _, module, *words = command
+    """Be `subprocess.run` for `python -P -m MODULE WORDS` and `python SCRIPT WORDS`, which run in a fork."""
+    _, *words = command
+    is_module = words[:2] == ["-P", "-m"]
+    name, *words = words[2:] if is_module else words
     with tempfile.TemporaryFile("w+") as asked, tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile() as told:
         asked.write(options.get("input", ""))
         asked.flush()
@@ -104,8 +106,12 @@ def _run_forked(
                 os.lseek(asked.fileno(), 0, os.SEEK_SET)
                 for number, file in enumerate((asked, said, told)):
                     os.dup2(file.fileno(), number)
-                sys.stdin, sys.argv = os.fdopen(0), [module, *words]
-                runpy.run_module(module, run_name="__main__")
+                sys.stdin, sys.argv = os.fdopen(0), [name, *words]
+                if is_module:
+                    runpy.run_module(name, run_name="__main__")
+                else:
+                    sys.path.insert(0, str(Path(name).parent))
+                    runpy.run_path(name, run_name="__main__")
                 status = 0
             except SystemExit as end:
                 status = int(end.code or 0)
