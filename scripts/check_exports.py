@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ PLANS: dict[str, dict[str, object]] = {
 _SIXTEEN_BITS = {"hf-trainer": "fp32"}
 """TrainingArguments refuse 16 bits where there is no GPU, so theirs are written for 32."""
 
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+"""`subprocess.run` for the reader, or what does the same."""
+
 _UNSAID = {"DDP beside": ("zero_stage", "zero_shards"), "stages": ("stage_blocks",)}
 """Fields that gaps of other names stand for."""
 
@@ -93,7 +97,7 @@ def main() -> None:
     sys.exit(1 if any(row["refused"] or row["differs"] for row in rows) else 0)
 
 
-def check(target: str, interpreters: list[str], paths: list[str]) -> dict[str, Any]:
+def check(target: str, interpreters: list[str], paths: list[str], *, run: Run = subprocess.run) -> dict[str, Any]:
     """Return what the tool of one target says to every plan: its version, and the plans by outcome."""
     row: dict[str, Any] = {"target": target, "tool": None, "equal": [], "refused": {}, "differs": {}, "not_checked": {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +114,7 @@ def check(target: str, interpreters: list[str], paths: list[str]) -> dict[str, A
                 path = path.with_suffix(".yaml")
             path.write_text(exported.text)
             files[str(path)] = (name, made, exported)
-        tool, lines = _read(target, list(files), interpreters, paths)
+        tool, lines = _read(target, list(files), interpreters, paths, run)
     row["tool"] = tool
     row["whole"] = [name for name, _, exported in files.values() if not exported.gaps]
     for line in lines:
@@ -143,14 +147,16 @@ def subject(fields: dict[str, object], *, precision: str) -> Subject:
     return Subject(file=file, image="registry/image:tag")
 
 
-def _read(target: str, files: list[str], interpreters: list[str], paths: list[str]) -> tuple[str | None, list[Any]]:
+def _read(
+    target: str, files: list[str], interpreters: list[str], paths: list[str], run: Run
+) -> tuple[str | None, list[Any]]:
     """Return the tool and its lines, from the first interpreter that has it; of several, one that has all it needs."""
     best: tuple[str | None, list[Any]] = (None, [])
     searched = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": searched, "PYTHONWARNINGS": "ignore"}
     for interpreter in interpreters:
         command = [interpreter, str(_READERS), target, *files]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        finished = run(command, capture_output=True, text=True, check=False, env=environment)
         if finished.returncode:
             sys.exit(f"{interpreter} cannot read {target}:\n{finished.stderr[-2000:]}")
         head, *lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]

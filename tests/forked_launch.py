@@ -6,12 +6,15 @@ Each Python that a launch starts imports torch for seconds. Tests of processes, 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rank_harness import RankHarness
 
@@ -56,7 +59,7 @@ def _launch_fake(words: Sequence[str]) -> int:
     from paraplan.launch.parser import parse_arguments
 
     try:
-        return show_fake_launch(parse_arguments([*words], os.environ), start=_start_forked)
+        return show_fake_launch(parse_arguments([*words], os.environ), start=_start_forked, run=run_forked)
     except ParaplanError as error:
         write_report(render_error(error))
         return error.exit_status
@@ -79,3 +82,46 @@ def _start_forked(words: Sequence[str], environment: Mapping[str, str]) -> subpr
             os._exit(status)
     _, status = os.waitpid(process, 0)
     return subprocess.CompletedProcess([*words], os.waitstatus_to_exitcode(status), "", "")
+
+
+def run_forked(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Be `subprocess.run` for `python -P -m MODULE WORDS` and `python SCRIPT WORDS`, which run in a fork."""
+    _, *words = command
+    is_module = words[:2] == ["-P", "-m"]
+    name, *words = words[2:] if is_module else words
+    with tempfile.TemporaryFile("w+") as asked, tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile() as told:
+        asked.write(options.get("input", ""))
+        asked.flush()
+        process = os.fork()
+        if not process:
+            status = 1
+            try:
+                os.environ.clear()
+                os.environ.update(env)
+                os.lseek(asked.fileno(), 0, os.SEEK_SET)
+                for number, file in enumerate((asked, said, told)):
+                    os.dup2(file.fileno(), number)
+                sys.stdin, sys.argv = os.fdopen(0), [name, *words]
+                if is_module:
+                    runpy.run_module(name, run_name="__main__")
+                else:
+                    sys.path.insert(0, str(Path(name).parent))
+                    runpy.run_path(name, run_name="__main__")
+                status = 0
+            except SystemExit as end:
+                status = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        _, status = os.waitpid(process, 0)
+        said.seek(0)
+        told.seek(0)
+        return subprocess.CompletedProcess([*command], os.waitstatus_to_exitcode(status), said.read(), str(told.read()))

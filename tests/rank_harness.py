@@ -125,6 +125,14 @@ class RankHarness:
         """Return what `work(*arguments)` returns in one process that no launcher started."""
         return self.run(_without_launcher, work, arguments, size=1, timeout_s=timeout_s, is_fresh=is_fresh)[0]
 
+    def process(self, work: Callable[..., Any], *arguments: Any) -> multiprocessing.process.BaseProcess:
+        """Return a process that is still to be started: `work(*arguments)`, forked with torch imported."""
+        return self._context.Process(target=work, args=arguments, daemon=True)
+
+    def pipe(self) -> tuple[Connection, Connection]:
+        """Return the reading and the writing end of a pipe; a process that is started can be given either."""
+        return self._context.Pipe(duplex=False)
+
     def _release(self, workers: list[_Worker], *, may_go_on: bool) -> None:
         for worker in workers:
             if may_go_on:

@@ -68,8 +68,13 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(parsed(path))]
+
+
 def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -111,7 +116,7 @@ def imports_below_the_api(path: Path) -> Iterator[str]:
         return
     for_types = {
         inner
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
@@ -178,7 +183,7 @@ def long_or_vague_parts(path: Path) -> Iterator[str]:
         yield f"{path}: a module is named for what it holds"
     if len(path.read_text().splitlines()) > MAX_MODULE_LINES:
         yield f"{path} has more than {MAX_MODULE_LINES} lines"
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             # The signature of a command is its list of options, so only its body counts.
@@ -192,7 +197,13 @@ def undescribed_names(path: Path) -> Iterator[str]:
     tree = parsed(path)
     if not ast.get_docstring(tree):
         yield f"{path} has no docstring"
-    for node in ast.walk(tree):
+    private = {
+        item
+        for node in nodes_of(path)
+        if isinstance(node, ast.ClassDef) and node.name.startswith("_")
+        for item in node.body
+    }
+    for node in nodes_of(path):
         if isinstance(node, ast.ClassDef):
             described = [node, *(item for item in node.body if isinstance(item, ast.FunctionDef))]
         elif isinstance(node, ast.Module):
@@ -200,7 +211,7 @@ def undescribed_names(path: Path) -> Iterator[str]:
         else:
             continue
         for item in described:
-            is_public = not item.name.startswith("_") and not _is_inside_private(tree, item)
+            is_public = not item.name.startswith("_") and item not in private
             if is_public and not ast.get_docstring(item):
                 yield f"{path}:{item.lineno}: {item.name} has no docstring"
 
@@ -244,12 +255,6 @@ def test_public_names_are_described() -> None:
 def test_the_floors_name_every_package_and_module() -> None:
     found = {relative(path).split("/")[0].removesuffix(".py") for path in MODULES}
     assert found - {"__init__", "__main__"} == set(FLOORS)
-
-
-def _is_inside_private(tree: ast.Module, item: ast.stmt) -> bool:
-    return any(
-        isinstance(node, ast.ClassDef) and node.name.startswith("_") and item in node.body for node in ast.walk(tree)
-    )
 
 
 def test_modules_of_tests_have_names_of_their_own() -> None:

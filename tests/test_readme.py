@@ -23,18 +23,14 @@ def test_the_readme_shows_commands() -> None:
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_a_shown_command_ends_well(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, shlex.split(line))
-    assert result.exit_code == 0, result.stderr
-
-
-@pytest.mark.parametrize("line", SHOWN)
-def test_the_output_that_is_shown_is_the_output(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shown_command_ends_well_with_the_output_that_is_shown(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shown = README.split(f"$ paraplan {line}\n", 1)[1]
     expected = [text[4:].rstrip() for text in shown.split("\n    ...", 1)[0].splitlines() if text.startswith("    ")]
     result = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.stderr
     printed = [text.rstrip() for text in result.stdout.splitlines()]
     assert expected
     assert [text for text in expected if text and text not in printed] == []

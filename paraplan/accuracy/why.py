@@ -19,7 +19,7 @@ from paraplan.plan.memory_record import MEMORY_PARTS
 from paraplan.records import Record
 
 MOST_RUNS = 24
-"""Runs of a source that are looked at, spread evenly over its rows: each is priced a hundred times."""
+"""Runs of a source that are looked at: each is priced a hundred times."""
 
 _STEPS = ((-2.0, -1.0, 1.0, 2.0), (-0.5, 0.5), (-0.25, 0.25))
 """Scales that are tried, as logarithms to base 2, each round around the best of those before."""
@@ -76,24 +76,29 @@ class SourceFactors(Record):
 
 
 def source_factors(
-    runs: Sequence[MeasuredRun], data: BundledData, *, calibration: Calibration | None = None
+    runs: Sequence[MeasuredRun],
+    data: BundledData,
+    *,
+    calibration: Calibration | None = None,
+    most_runs: int = MOST_RUNS,
 ) -> list[SourceFactors]:
     """Return by source what each factor would make of its step times and of its peaks; one that was not measured not.
 
-    Raises `ParaplanError` for runs that cannot be predicted.
+    `most_runs` of a source are looked at, spread evenly over its rows. Raises `ParaplanError` for runs that cannot be
+    predicted.
     """
     found = []
     for source in sorted({run.source for run in runs}):
         own = [run for run in runs if run.source == source]
-        if timed := _spread([run for run in own if run.measured_step_time_s is not None]):
+        if timed := _spread([run for run in own if run.measured_step_time_s is not None], most_runs):
             found.append(step_time_factors(source, [_priced(run, data, calibration) for run in timed]))
-        if held := _spread([run for run in own if run.measured_peak_mem_gib is not None]):
+        if held := _spread([run for run in own if run.measured_peak_mem_gib is not None], most_runs):
             found.append(memory_factors(source, [_peak(run, data, calibration) for run in held]))
     return found
 
 
-def _spread(runs: list[MeasuredRun]) -> list[MeasuredRun]:
-    places = np.linspace(0, max(0, len(runs) - 1), min(len(runs), MOST_RUNS))
+def _spread(runs: list[MeasuredRun], most_runs: int) -> list[MeasuredRun]:
+    places = np.linspace(0, max(0, len(runs) - 1), min(len(runs), most_runs))
     return [runs[place] for place in np.round(places).astype(int).tolist()]
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,9 @@ AUTO = "auto"
 
 CPU_PROFILE = "cpu"
 """The hardware profile that plans are made for where there is no GPU."""
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+"""`subprocess.run` for commands of Python, or what does the same."""
 
 _PATIENCE_S = 600.0  # a model given as code imports torch and is traced
 
@@ -44,6 +48,7 @@ def make_plan(
     ranks_per_node: int,
     environment: dict[str, str],
     patience_s: float = _PATIENCE_S,
+    run: RunPython = subprocess.run,
 ) -> str:
     """Return the text of a plan file for `num_nodes` machines like this one with `ranks_per_node` GPUs each.
 
@@ -58,7 +63,7 @@ def make_plan(
     package_folder = str(Path(paraplan.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_folder, environment.get("PYTHONPATH", "")]))
     try:
-        done = subprocess.run(
+        done = run(
             [sys.executable, "-P", "-m", "paraplan.api"],
             env=environment | {"PYTHONPATH": search_path},
             input=json.dumps(question),

@@ -8,7 +8,7 @@ from small_run import run
 
 from paraplan.accuracy.factors import CalibrationRun, FactorName, RunPrices, scaled
 from paraplan.accuracy.run_workload import BundledData
-from paraplan.accuracy.why import MOST_RUNS, PeakParts, memory_factors, source_factors, step_time_factors
+from paraplan.accuracy.why import PeakParts, memory_factors, source_factors, step_time_factors
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.workload import Workload
 from paraplan.hardware.catalogue.profile_files import load_network
@@ -67,11 +67,11 @@ def test_the_part_of_a_peak_that_is_too_small_is_named() -> None:
 
 
 def test_sources_stand_apart_and_long_ones_are_looked_at_in_part() -> None:
-    runs = [run(id=str(row), source="long", measured_step_time_s=1.0) for row in range(MOST_RUNS + 5)]
+    runs = [run(id=str(row), source="long", measured_step_time_s=1.0) for row in range(5)]
     runs += [run(id="short", source="short", measured_step_time_s=1.0, measured_peak_mem_gib=10.0)]
-    found = source_factors(runs, BundledData())
+    found = source_factors(runs, BundledData(), most_runs=2)
     assert [(one.source, one.quantity, one.runs) for one in found] == [
-        ("long", "step time", MOST_RUNS),
+        ("long", "step time", 2),
         ("short", "step time", 1),
         ("short", "peak memory", 1),
     ]

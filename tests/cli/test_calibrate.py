@@ -20,7 +20,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 def test_real_ranks_make_a_profile_that_other_commands_predict_with(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
     path = tmp_path / "here.json"
-    command = [sys.executable, "-m", "paraplan", "calibrate", "--ranks", "2", "--seconds", "2", "-o", str(path)]
+    command = [sys.executable, "-m", "paraplan", "calibrate", "--ranks", "2", "--seconds", "1", "-o", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr
     assert "2 ranks, measured all at once" in done.stdout

@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from paraplan.cli.main import app
 
 SCRIPTS = {shell: f"_PARAPLAN_COMPLETE=source_{shell} paraplan" for shell in ("bash", "zsh", "fish")}
 ASKED = ("paraplan recommend gpt2 --profile dgx-h1", "dgx-h100")
@@ -82,16 +85,9 @@ def read_until(terminal: int, wanted: str, *, seconds: float = 20) -> str:
 
 
 def completed(line: str) -> list[str]:
-    """Return what bash is offered for the last word of a line."""
-    words = line.split(" ")
-    done = subprocess.run(
-        [sys.executable, "-c", "from paraplan.cli.main import main; main()"],
-        env=os.environ | {"_PARAPLAN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.split()
+    """Return what bash is offered for the last word of a line, asked as its script asks, in this process."""
+    words = {"_PARAPLAN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    return CliRunner().invoke(app, [], prog_name="paraplan", env=words).stdout.split()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_launch import launch_forked
+from rank_harness import RankHarness
 from typer.testing import CliRunner
 
 from paraplan.cli.explain import TOPICS
@@ -23,22 +22,18 @@ MENTIONED = re.compile(r"(?:^ {4}(?:\$ )?|`)paraplan ([a-z]+\b[^`\n]*)", flags=r
 FILES = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
-def run(words: list[str], folder: Path) -> tuple[int, str]:
+def run(words: list[str], folder: Path, ranks: RankHarness) -> tuple[int, str]:
     """Return exit status and output of a command. A launch ends its process, and so it gets one of its own."""
     if words[0] != "launch":
         result = CliRunner().invoke(app, words, env={"NO_COLOR": "1"})
         return result.exit_code, result.output
-    environment = os.environ | {"NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "paraplan", *words]
-    finished = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env=environment, timeout=240
-    )
-    return finished.returncode, finished.stdout + finished.stderr
+    ended = launch_forked(ranks, folder, *words[1:], environment={"NO_COLOR": "1", "OMP_NUM_THREADS": "1"})
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_commands_of_a_page_end_well_in_their_order(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankHarness
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = (PAGES / f"{name}.md").read_text()
@@ -50,7 +45,7 @@ def test_the_commands_of_a_page_end_well_in_their_order(
     for command in commands:
         program, *words = shlex.split(command)
         assert program == "paraplan"
-        status, output = run(words, tmp_path)
+        status, output = run(words, tmp_path, ranks)
         assert status == 0, f"{command}\n{output}"
 
 

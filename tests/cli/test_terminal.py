@@ -12,6 +12,7 @@ import sys
 import termios
 
 import pytest
+from case_selection import with_all
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
@@ -55,8 +56,10 @@ def on_terminal(words: list[str], *, columns: int, **environment: str) -> str:
     return text.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [(name, 80) for name in COMMANDS] + [("pipeline", 120), *with_all([(name, 120) for name in COMMANDS])],
+)
 def test_lines_fit_and_end_without_spaces(name: str, width: int) -> None:
     result = CliRunner().invoke(app, COMMANDS[name], env={"COLUMNS": str(width)})
     assert result.exit_code == 0, result.stderr

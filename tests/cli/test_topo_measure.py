@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from paraplan.cli.main import app
 from paraplan.cli.topo_measure import print_links
 from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
@@ -56,8 +58,8 @@ def test_processes_of_a_machine_without_gpus_are_measured_and_saved_for_the_cost
     ],
 )
 def test_what_cannot_be_measured_is_said(arguments: tuple[str, ...], says: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["topo", *arguments])
+    assert done.exit_code == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -95,10 +95,10 @@ def mutations(text: str, dice: random.Random, *, count: int) -> Iterator[str]:
 
 def num_mutations(text: str) -> int:
     """Return how often a text is damaged: the tables of large machines less often, each takes 5 ms to read."""
-    times = 8 if with_all([text]) else 1
+    times = 12 if with_all([text]) else 1
     if "GPU0" not in text:
-        return 150 * times
-    return (90 if "GPU4" not in text else 30) * times
+        return 100 * times
+    return (60 if "GPU4" not in text else 20) * times
 
 
 def read_or_refuse(text: str) -> NodeTopology | None:
@@ -132,7 +132,7 @@ def test_truncated_and_damaged_texts_are_read_in_part_or_refused_and_quickly() -
         read += read_or_refuse(text) is not None
         slowest_s = max(slowest_s, time.process_time() - start_s)
         count += 1
-    assert count >= (10_000 if with_all(texts) else 1500)
+    assert count >= (10_000 if with_all(texts) else 1000)
     assert read > count // 4
     assert slowest_s < 30.0
 

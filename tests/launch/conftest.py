@@ -1,7 +1,8 @@
 """Launches: `launch(...)` runs the command with a script of the test; `scratch` shows what it left behind.
 
 `launch_forked(...)` does so in a process that is forked with torch imported, for tests of what a launch says and how
-its ranks end: it costs a fifth of one that starts interpreters. How launches start is for `launch` and `start`.
+its ranks end: it costs a fifth of one that starts interpreters. `start_forked(...)` and `start_node(...)` are its likes
+for tests that look at a launcher while it runs. How launches start is for `launch` and `start`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from textwrap import dedent
 import pytest
 from forked_launch import Ended
 from forked_launch import launch_forked as run_forked
+from forked_launcher import ForkedLauncher
 from host_nodes import Node, StartNode
-from launching import ForkedLaunch, Launch, Start, WriteScript, launcher_command, launcher_environment
+from launching import ForkedLaunch, Launch, Start, StartForked, WriteScript, launcher_command, launcher_environment
 from nodes import Hosts, hosts, missing_for_hosts
 from rank_harness import RankHarness
 
@@ -88,6 +90,23 @@ def launch_forked(tmp_path: Path, scratch: Path, ranks: RankHarness) -> ForkedLa
 
 
 @pytest.fixture
+def start_forked(tmp_path: Path, scratch: Path, ranks: RankHarness) -> Iterator[StartForked]:
+    """Start a launcher as `start` does, in a process that is forked with torch imported; it ends with the test."""
+    started: list[ForkedLauncher] = []
+
+    def begin(*arguments: object, **environment: str) -> ForkedLauncher:
+        variables = launcher_environment(scratch, **environment)
+        started.append(ForkedLauncher(ranks, [*map(str, arguments)], folder=tmp_path, environment=variables))
+        return started[-1]
+
+    yield begin
+    for launcher in started:
+        launcher.kill()
+        launcher.wait()
+        launcher.close_streams()
+
+
+@pytest.fixture
 def three_hosts() -> Iterator[Hosts]:
     """Hosts on a network of their own; two make a job where a test does not say how many."""
     reason = missing_for_hosts()
@@ -98,13 +117,17 @@ def three_hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def start_node(three_hosts: Hosts, tmp_path: Path, scratch: Path) -> Iterator[StartNode]:
-    """Start a launcher on one of the hosts with these variables, and end it with the test."""
+def start_node(three_hosts: Hosts, tmp_path: Path, scratch: Path, ranks: RankHarness) -> Iterator[StartNode]:
+    """Start a launcher on one of the hosts with these variables, and end it with the test.
+
+    Without `is_forked` it is an interpreter of its own.
+    """
     nodes: list[Node] = []
 
-    def begin(index: int, *words: object, **environment: str) -> Node:
+    def begin(index: int, *words: object, is_forked: bool = True, **environment: str) -> Node:
         variables = launcher_environment(scratch, **environment)
-        nodes.append(Node(three_hosts, index, tmp_path, list(words), variables))
+        where = {"folder": tmp_path, "environment": variables}
+        nodes.append(Node(ranks, three_hosts, index, *words, **where, is_forked=is_forked))
         return nodes[-1]
 
     yield begin

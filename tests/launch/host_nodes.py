@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from forked_launcher import ForkedLauncher
 from launching import PATIENCE_S, launcher_command
 from nodes import Hosts
+from rank_harness import RankHarness
 
 MEETING_S = 3 * PATIENCE_S
 """Nodes start, meet, plan and train for some steps within this time, however busy the machine."""
@@ -17,11 +19,28 @@ MEETING_S = 3 * PATIENCE_S
 class Node:
     """A launcher on one host, whose output is read while it runs."""
 
-    def __init__(self, made: Hosts, index: int, folder: Path, words: list[object], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        ranks: RankHarness,
+        made: Hosts,
+        index: int,
+        *words: object,
+        folder: Path,
+        environment: dict[str, str],
+        is_forked: bool,
+    ) -> None:
         self.output = folder / f"output-{index}-{time.monotonic_ns()}"
-        command = made.command(index, *launcher_command(*words))
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
+        self.process: ForkedLauncher | subprocess.Popen[bytes]
+        if is_forked:
+            self.output.touch()
+            words, place = tuple(map(str, words)), made.place(index)
+            self.process = ForkedLauncher(
+                ranks, words, folder=folder, environment=environment, output=self.output, place=place
+            )
+        else:
+            command = made.command(index, *launcher_command(*words))
+            with self.output.open("wb") as file:
+                self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
 
     def stop(self) -> None:
         """End a launcher that still runs, and with it its ranks."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from forked_launch import Ended
+from forked_launcher import ForkedLauncher
 from free_ports import free_port as free_port
 
 import paraplan
@@ -18,6 +19,7 @@ import paraplan
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 ForkedLaunch = Callable[..., Ended]
 Start = Callable[..., "subprocess.Popen[str]"]
+StartForked = Callable[..., ForkedLauncher]
 WriteScript = Callable[[str], Path]
 
 PATIENCE_S = 120

@@ -14,6 +14,14 @@ IP = shutil.which("ip") or "ip"
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a process is that is on a host."""
+
+    namespace: str
+    host_name: str
+
+
+@dataclass(frozen=True)
 class Hosts:
     """Hosts with the addresses 10.231.7.1, .2, ...; none has a name service."""
 
@@ -26,9 +34,12 @@ class Hosts:
 
     def command(self, index: int, *words: str) -> list[str]:
         """Return the command that runs `words` on a host, where the host has a host name of its own too."""
-        inner = 'hostname "$0" && exec "$@"'
-        namespace = f"{self.name}h{index}"
-        return ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", inner, f"node{index}", *words]
+        inner, place = 'hostname "$0" && exec "$@"', self.place(index)
+        shell = ["unshare", "--uts", "sh", "-c", inner, place.host_name]
+        return ["ip", "netns", "exec", place.namespace, *shell, *words]
+
+    def place(self, index: int) -> Place:
+        return Place(f"{self.name}h{index}", f"node{index}")
 
     def set_link(self, index: int, state: str) -> None:
         """Take a host off the network (`down`) or put it back (`up`)."""

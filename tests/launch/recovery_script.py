@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
+
+from forked_launcher import ForkedLauncher
 
 SCRIPT = """
 import os
@@ -81,7 +82,7 @@ def losses(stdout: str) -> dict[int, float]:
     return found
 
 
-def read_until_line(process: subprocess.Popen[str], beginning: str) -> None:
+def read_until_line(process: ForkedLauncher, beginning: str) -> None:
     """Return once a process has written a line that begins so; it must not end before."""
     assert process.stdout is not None
     line = " "

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launching import Launch, WriteScript
+from launching import ForkedLaunch, WriteScript
 
 from paraplan.launch.accelerate import accelerate_variables
 from paraplan.plan.files import PlanFile
@@ -47,7 +47,7 @@ def test_what_the_user_has_set_is_left_alone() -> None:
 @pytest.mark.ranks
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed; the dev extra has it")
 def test_accelerate_reads_the_plan_and_the_trainer_of_hugging_face_trains_under_it(
-    tmp_path: Path, script: WriteScript, launch: Launch
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     file = PlanFile(plan=ParallelPlan(dp=1, tp=1), training=BF16)
     plan = ParallelPlan(dp=2, tp=1, zero_stage=3, recompute="full")
@@ -81,7 +81,7 @@ def test_accelerate_reads_the_plan_and_the_trainer_of_hugging_face_trains_under_
             json.dump(seen, file)
         """
     )
-    done = launch("--plan", "plan.json", train)
+    done = launch_forked("--plan", "plan.json", train)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert json.loads((tmp_path / f"seen{rank}").read_text()) == {

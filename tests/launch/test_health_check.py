@@ -11,6 +11,7 @@ import pytest
 from host_nodes import Node
 from launching import ForkedLaunch, WriteScript, launcher_command, launcher_environment
 from nodes import IP, Hosts
+from rank_harness import RankHarness
 
 from paraplan.errors import CheckFailedError
 from paraplan.launch.elastic import health
@@ -42,7 +43,7 @@ StartAll = Callable[..., list[tuple[int, str]]]
 
 
 @pytest.fixture
-def run_on_all(three_hosts: Hosts, tmp_path: Path, scratch: Path) -> Iterator[StartAll]:
+def run_on_all(three_hosts: Hosts, tmp_path: Path, scratch: Path, ranks: RankHarness) -> Iterator[StartAll]:
     nodes: list[Node] = []
 
     def run(*words: object, slow_host: int | None = None, nnodes: str = "3") -> list[tuple[int, str]]:
@@ -51,8 +52,9 @@ def run_on_all(three_hosts: Hosts, tmp_path: Path, scratch: Path) -> Iterator[St
         secret = {"PARAPLAN_JOB_TOKEN": "a-secret-of-the-test"}
         for index in range(3):
             slow = SLOW_PRODUCTS if index == slow_host else {}
-            environment = launcher_environment(scratch, **secret, **slow)
-            nodes.append(Node(three_hosts, index, tmp_path, [*meet, *words], environment))
+            where = {"folder": tmp_path, "environment": launcher_environment(scratch, **secret, **slow)}
+            # MKL reads its variable when it is loaded.
+            nodes.append(Node(ranks, three_hosts, index, *meet, *words, **where, is_forked=not slow))
         return [node.end() for node in nodes]
 
     yield run
@@ -88,7 +90,7 @@ def test_a_host_whose_matmuls_are_slow_is_named_and_kept_where_the_job_needs_it(
 
 def test_doctor_measures_ranks_of_one_node_and_writes_a_report(tmp_path: Path, scratch: Path) -> None:
     report = tmp_path / "health.json"
-    words = ["doctor", "--seconds", "3", "--nproc-per-node", "2", "--report", str(report)]
+    words = ["doctor", "--seconds", "1", "--nproc-per-node", "2", "--report", str(report)]
     done = subprocess.run(
         [*launcher_command()[:-1], *words],
         cwd=tmp_path,

@@ -162,8 +162,9 @@ def test_nodes_whose_clocks_differ_train_together_and_are_told(
     root = str(Path(paraplan.__file__).parent.parent)
     nodes = []
     for index, seconds in enumerate((0, -60, 60)):
-        shifted = {"PYTHONPATH": f"{tmp_path / 'clock'}{os.pathsep}{root}", "SHIFTED_BY": str(seconds)}
-        nodes.append(start_node(index, *rendezvous, train, tmp_path, **(shifted if seconds else {})))
+        path = f"{tmp_path / 'clock'}{os.pathsep}{root}"
+        shifted = {"PYTHONPATH": path, "SHIFTED_BY": str(seconds), "is_forked": False} if seconds else {}
+        nodes.append(start_node(index, *rendezvous, train, tmp_path, **shifted))
     ended = [node.end() for node in nodes]
     assert [status for status, _ in ended] == [0, 0, 0], ended
     said = "".join(words for _, words in ended)

@@ -14,11 +14,12 @@ from textwrap import dedent
 from typing import IO
 
 import pytest
+from case_selection import with_all
 from launching import (
     PATIENCE_S,
     ForkedLaunch,
     Launch,
-    Start,
+    StartForked,
     WriteScript,
     free_port,
     is_alive,
@@ -95,13 +96,13 @@ def test_a_rank_sees_what_it_sees_under_torchrun(
 
 
 def test_a_dry_run_tells_the_environment_that_ranks_then_have(
-    tmp_path: Path, script: WriteScript, launch: Launch
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2)).to_json())
     words = ["--plan", "plan.json", "--master-port", free_port(), script(SHOW_RANK).name, tmp_path / "seen"]
-    told = json.loads(launch("--dry-run", "--json", *words).stdout)["ranks"]
+    told = json.loads(launch_forked("--dry-run", "--json", *words).stdout)["ranks"]
     assert not (tmp_path / "seen0").exists()
-    assert launch(*words).returncode == 0
+    assert launch_forked(*words).returncode == 0
     for rank, seen in zip(told, read_ranks(tmp_path / "seen", 2), strict=True):
         assert rank["environment"].items() <= seen["environment"].items()
         assert rank["command"][1:] == seen["orig_argv"]
@@ -163,11 +164,11 @@ def test_a_job_ends_with_the_status_of_the_rank_that_failed(
 
 
 def test_ranks_that_torch_starts_itself_are_reported_too(scratch: Path, script: WriteScript, launch: Launch) -> None:
-    train = script("import os, sys; sys.exit(7 if os.environ['RANK'] == '1' else 0)")
-    done = launch("--run-path", "--nproc-per-node", 2, train)
+    train = script("import sys; sys.exit(7)")
+    done = launch("--run-path", "--nproc-per-node", 1, train)
     assert done.returncode == 7, done.stderr
     report = done.stderr[done.stderr.index("paraplan: rank") :].splitlines()
-    assert report[0] == "paraplan: rank 1 failed: exit code 7"
+    assert report[0] == "paraplan: rank 0 failed: exit code 7"
     assert not any(line.startswith("Traceback") for line in report)
     assert names_in(scratch) == []
 
@@ -279,9 +280,9 @@ STUBBORN = """
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_ranks_that_ignore_signals_end_with_the_launcher_and_so_do_their_children(
-    scratch: Path, script: WriteScript, start: Start, number: signal.Signals, status: int
+    scratch: Path, script: WriteScript, start_forked: StartForked, number: signal.Signals, status: int
 ) -> None:
-    with start("--nproc-per-node", 2, "--shutdown-timeout", 1, script(STUBBORN)) as process:
+    with start_forked("--nproc-per-node", 2, "--shutdown-timeout", 1, script(STUBBORN)) as process:
         assert process.stdout is not None
         pids = [int(word) for word in read_words(process.stdout, 4)]
         assert all(map(is_alive, pids))
@@ -312,7 +313,7 @@ def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path, script: Writ
         def main():
             assert threading.active_count() == 1 and not torch.cuda.is_initialized()
             assert type(pickle.loads(pickle.dumps(Squares()))) is Squares
-            for method in ("fork", "spawn", "forkserver") if os.environ["RANK"] == "0" else ("fork",):
+            for method in sys.argv[1:] if os.environ["RANK"] == "0" else ("fork",):
                 loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=method)
                 assert [batch.tolist() for batch in loader] == [[0, 1, 4, 9], [16, 25, 36, 49]], method
             seeds = [random.random(), numpy.random.random(), torch.rand(1).item()]
@@ -323,7 +324,8 @@ def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path, script: Writ
             main()
         """
     )
-    done = launch("--nproc-per-node", 2, train, OMP_NUM_THREADS="2")
+    methods = ("fork", "spawn", *with_all(["forkserver"]))  # which finds the script's classes as spawn does
+    done = launch("--nproc-per-node", 2, train, *methods, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert "OMP_NUM_THREADS" not in done.stderr
     first, second = [line.split() for line in done.stdout.splitlines()]
@@ -363,34 +365,32 @@ ENDINGS = """
 
 
 def test_a_forked_rank_ends_as_one_with_an_interpreter_of_its_own(
-    tmp_path: Path, script: WriteScript, launch: Launch
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
 ) -> None:
     train = script(ENDINGS)
     seen = {}
     for method in ("spawn", "exec"):
-        done = launch(
-            "--nproc-per-node=2", f"--start-method={method}", f"--log-dir=logs-{method}", "-r=3", train, method
+        done = launch_forked(
+            "--nproc-per-node=1", f"--start-method={method}", f"--log-dir=logs-{method}", "-r=3", train, method
         )
         assert done.returncode == 0, done.stderr
         seen[method] = {
             str(path.relative_to(tmp_path)).replace(method, ""): path.read_text()
-            for rank in range(2)
-            for path in (tmp_path / f"{method}{rank}").iterdir()
+            for path in (tmp_path / f"{method}0").iterdir()
         }
         for path in tmp_path.glob(f"logs-{method}/*/attempt_0/*/std*.log"):
             seen[method][f"{path.parent.name}/{path.name}"] = path.read_text()
-    for rank in (0, 1):
-        forked, alone = (seen[method].pop(f"{rank}/notes").splitlines() for method in ("spawn", "exec"))
-        assert forked[:4] == alone[:4] == ["collecting", "thread", "exit function", "finalized"]
-        assert sorted(forked) == sorted(alone)  # Python promises no order among the last objects
-        assert len(alone) == 7
+    forked, alone = (seen[method].pop("0/notes").splitlines() for method in ("spawn", "exec"))
+    assert forked[:4] == alone[:4] == ["collecting", "thread", "exit function", "finalized"]
+    assert sorted(forked) == sorted(alone)  # Python promises no order among the last objects
+    assert len(alone) == 7
     assert seen["spawn"] == seen["exec"]
     assert seen["exec"]["0/unclosed"] == "written at the end"
 
 
 @pytest.mark.parametrize("start_method", ["spawn", pytest.param("exec", marks=pytest.mark.with_all)])
 def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
-    scratch: Path, script: WriteScript, launch: Launch, start_method: str
+    scratch: Path, script: WriteScript, launch_forked: ForkedLaunch, start_method: str
 ) -> None:
     train = script(
         """
@@ -400,13 +400,13 @@ def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
             threading.Event().wait()
         def load_data():
             time.sleep(600)
-        end = time.monotonic() + 5
+        end = time.monotonic() + 3.5
         while time.monotonic() < end:  # longer than the timeout, always at one line, but it moves
             time.sleep(0.05)
         load_data() if os.environ["RANK"] == "1" else wait_for_others()
         """
     )
-    done = launch("--nproc-per-node=3", "--hang-timeout=3", f"--start-method={start_method}", train)
+    done = launch_forked("--nproc-per-node=3", "--hang-timeout=2", f"--start-method={start_method}", train)
     assert done.returncode == 124, done.stderr
     lines = done.stderr.splitlines()
     assert lines[-1] == "  rank 1 in load_data (train.py:7)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ForkedLaunch, Start, WriteScript, wait_until_dead
+from launching import ForkedLaunch, StartForked, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError
@@ -21,22 +21,25 @@ def train(
     launch: ForkedLaunch, path: Path, folder: Path, *words: str, ranks: int, every: int | None = None
 ) -> tuple[str, str]:
     memory = [] if every is None else ["--memory-checkpoint", every, "--max-restarts", 2]
-    ended = launch(*memory, "--nproc-per-node", ranks, path, f"folder={folder}", "steps=30", *words)
+    ended = launch(*memory, "--nproc-per-node", ranks, path, f"folder={folder}", "steps=11", *words)
     assert ended.returncode == 0, ended.stderr
     assert not folder.exists()  # the disk was left alone
     return ended.stdout, ended.stderr
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("plan", "size"), [pytest.param("dp", 2, marks=pytest.mark.with_all), ("zero3", 4)])
+@pytest.mark.parametrize(
+    ("plan", "size"),
+    [("zero3", 2), *(pytest.param(*one, marks=pytest.mark.with_all) for one in (("dp", 2), ("zero3", 4)))],
+)
 def test_lost_ranks_cost_few_steps_and_losses_go_on_digit_by_digit(
     plan: str, size: int, launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
     path = script(SCRIPT)
-    words = (f"plans={plan}", f"faults={size - 1}@13,0@22")
-    stdout, stderr = train(launch_forked, path, tmp_path / "none", *words, ranks=size, every=5)
-    # step 20 is copied during step 21, 10 during 11: a copy is never older than the last two that were due
-    assert re.findall(r"begins after (\d+) steps", stdout) == ["0", "10", "20"]
+    words = (f"plans={plan}", f"faults={size - 1}@7,0@10")
+    stdout, stderr = train(launch_forked, path, tmp_path / "none", *words, ranks=size, every=4)
+    # step 4 is copied during step 5, 8 during 9: a copy is never older than the last two that were due
+    assert re.findall(r"begins after (\d+) steps", stdout) == ["0", "4", "8"]
     assert stderr.count("from the copy in memory") == 2
     assert "5 steps done again" in stderr  # 3 and 2
     whole, _ = train(launch_forked, path, tmp_path / "none", f"plans={plan}", ranks=size)
@@ -46,9 +49,9 @@ def test_lost_ranks_cost_few_steps_and_losses_go_on_digit_by_digit(
 @pytest.mark.ranks
 def test_another_plan_goes_on_from_memory(launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path) -> None:
     path = script(SCRIPT)
-    words = ("plans=zero3,pp2,dp", "faults=3@13,0@22", "dropout=0")
+    words = ("plans=zero3,pp2,dp", "faults=3@5,0@9", "dropout=0")
     stdout, stderr = train(launch_forked, path, tmp_path / "none", *words, ranks=4, every=1)
-    assert re.findall(r"begins after (\d+) steps", stdout) == ["0", "12", "21"], stderr
+    assert re.findall(r"begins after (\d+) steps", stdout) == ["0", "4", "8"], stderr
     whole, _ = train(launch_forked, path, tmp_path / "none", "dropout=0", ranks=1)
     expected = losses(whole)
     assert losses(stdout) == pytest.approx(expected, abs=1e-6)
@@ -80,10 +83,10 @@ def test_what_an_optimizer_begins_to_keep_later_is_in_the_copies(
 
 @pytest.mark.ranks
 def test_nothing_of_the_memory_is_left_when_the_launcher_is_killed(
-    start: Start, script: WriteScript, tmp_path: Path
+    start_forked: StartForked, script: WriteScript, tmp_path: Path
 ) -> None:
     options = ("--memory-checkpoint", 1, "--nproc-per-node", 2)
-    process = start(*options, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.05")
+    process = start_forked(*options, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.05")
     read_until_line(process, "step 5 ")
     slots = [path for path in Path(f"/proc/{process.pid}/fd").iterdir() if "paraplan-copy" in str(path.readlink())]
     family = [process.pid, *descendants(process.pid)]

@@ -8,20 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ForkedLaunch, Launch, WriteScript, launcher_command, launcher_environment
+from launching import ForkedLaunch, WriteScript, launcher_command, launcher_environment
 
 from paraplan.launch.run_folder import HIDDEN, without_secrets
 from paraplan.launch.script import ScriptTraits, own_interpreters_reason, read_traits, shadowed_modules
 
 
 def test_a_module_beside_the_script_with_the_name_of_an_imported_one_is_the_users(
-    launch: Launch, script: WriteScript, tmp_path: Path
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
     (tmp_path / "tqdm.py").write_text("WHOSE = 'mine'\n")
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets" / "__init__.py").write_text("WHOSE = 'mine too'\n")
     train = script("import tqdm, secrets\nprint(tqdm.WHOSE, secrets.WHOSE)")
-    done = launch("--nproc-per-node", 2, train)
+    done = launch_forked("--nproc-per-node", 2, train)
     assert done.stdout.splitlines() == ["mine mine too"] * 2, done.stderr
     assert done.stderr.count("each rank starts an interpreter of its own") == 1
     assert "secrets" in done.stderr
@@ -42,13 +42,13 @@ def test_only_a_module_that_would_be_imported_in_its_place_is_a_clash(tmp_path: 
 
 
 def test_a_variable_that_an_imported_module_sets_before_torch_is_honored(
-    launch: Launch, script: WriteScript, tmp_path: Path
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text("from . import early\n")
     (tmp_path / "pkg" / "early.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '2'\n")
     train = script("import pkg\nimport torch\nprint(torch.get_num_threads())")
-    done = launch("--nproc-per-node", 1, train)
+    done = launch_forked("--nproc-per-node", 1, train)
     assert done.stdout.splitlines() == ["2"], done.stderr
     assert "the script sets OMP_NUM_THREADS, which libraries read while they are imported" in done.stderr
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import http.server
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import ForkedLaunch, Start, WriteScript, wait_until_dead
+from forked_launcher import ForkedLauncher
+from launching import ForkedLaunch, StartForked, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.launch.preemption import notice_reader
@@ -26,7 +26,7 @@ def until(is_so: Callable[[], bool], timeout_s: float = 60) -> None:
         time.sleep(0.02)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: ForkedLauncher) -> tuple[int, str, str]:
     stdout, stderr = process.communicate(timeout=120)
     return process.returncode, stdout, stderr
 
@@ -34,12 +34,12 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.with_all), "file"])
 def test_a_job_that_is_to_end_saves_and_goes_on_as_if_nothing_had_been(
-    how: str, start: Start, launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
+    how: str, start_forked: StartForked, launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
     path, folder, notice = script(SCRIPT), tmp_path / "checkpoint", tmp_path / "notice"
     options = ["--nproc-per-node", 2, *(["--preempt-notice", notice] if how == "file" else [])]
     words = [path, f"folder={folder}", "steps=60"]
-    process = start(*options, *words, "pause=0.1")
+    process = start_forked(*options, *words, "pause=0.1")
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(5)]
     if how == "file":
@@ -55,14 +55,18 @@ def test_a_job_that_is_to_end_saves_and_goes_on_as_if_nothing_had_been(
     assert again.returncode == 0, again.stderr
     # the last step of the first launch ended in the call that saved, and did not return to be printed
     assert f"begins after {max(done) + 1} steps" in again.stdout
+    if how == "file":  # how a job goes on does not depend on what ended it
+        return
     whole = launch_forked("--no-logs", "--nproc-per-node", 2, path, f"folder={tmp_path / 'none'}", "steps=60")
     assert losses(whole.stdout) == {max(done) + 1: losses(whole.stdout)[max(done) + 1]} | done | losses(again.stdout)
 
 
 @pytest.mark.ranks
-def test_ranks_that_do_not_save_in_time_are_ended(start: Start, script: WriteScript, tmp_path: Path) -> None:
+def test_ranks_that_do_not_save_in_time_are_ended(
+    start_forked: StartForked, script: WriteScript, tmp_path: Path
+) -> None:
     path = script(SCRIPT)
-    process = start(
+    process = start_forked(
         "--nproc-per-node", 2, "--preempt-window", 1, path, f"folder={tmp_path / 'c'}", "steps=60", "pause=30"
     )  # fmt: skip
     read_until_line(process, "step 1 ")
@@ -84,12 +88,12 @@ def test_a_script_may_end_with_status_75_for_reasons_of_its_own(
 
 @pytest.mark.ranks
 def test_a_job_that_is_to_end_is_not_started_again_where_saving_fails(
-    start: Start, script: WriteScript, tmp_path: Path
+    start_forked: StartForked, script: WriteScript, tmp_path: Path
 ) -> None:
     path = script(
         SCRIPT.replace('engine.resume(options["folder"])', 'engine.resume(options["folder"]); engine.save = None')
     )
-    process = start(
+    process = start_forked(
         "--no-logs",
         "--nproc-per-node",
         2,
@@ -144,7 +148,7 @@ def test_a_signal_to_a_child_of_a_rank_is_none_to_the_rank(
 
 
 @pytest.mark.ranks
-def test_scripts_without_the_engine_get_the_signal_itself(start: Start, script: WriteScript) -> None:
+def test_scripts_without_the_engine_get_the_signal_itself(start_forked: StartForked, script: WriteScript) -> None:
     path = script(
         """
         import os, signal, sys, time
@@ -156,7 +160,7 @@ def test_scripts_without_the_engine_get_the_signal_itself(start: Start, script: 
         time.sleep(60)
         """
     )
-    process = start("--nproc-per-node", 2, path)
+    process = start_forked("--nproc-per-node", 2, path)
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGUSR1)
@@ -225,10 +229,10 @@ def test_requeue_belongs_to_slurm(launch_forked: ForkedLaunch, script: WriteScri
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_for_all_processes_at_once_is_one_for_the_launcher(
-    number: signal.Signals, start: Start, script: WriteScript, tmp_path: Path
+    number: signal.Signals, start_forked: StartForked, script: WriteScript, tmp_path: Path
 ) -> None:
     """Slurm signals the whole step: launcher, spawner and ranks."""
-    process = start("--nproc-per-node", 2, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.1")
+    process = start_forked("--nproc-per-node", 2, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.1")
     read_until_line(process, "step 3 ")
     for pid in [*descendants(process.pid), process.pid]:
         os.kill(pid, number)

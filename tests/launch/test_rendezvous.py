@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE_S, Start, WriteScript, free_port, names_in, read_until
+from launching import PATIENCE_S, StartForked, WriteScript, free_port, names_in, read_until
 
 from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.rendezvous import (
@@ -138,14 +138,14 @@ def is_listened_on(port: int) -> bool:
 
 @pytest.mark.ranks
 def test_ctrl_c_while_other_nodes_are_waited_for_ends_the_launch_in_one_line(
-    scratch: Path, script: WriteScript, start: Start
+    scratch: Path, script: WriteScript, start_forked: StartForked
 ) -> None:
     port, silent_port = free_port(), free_port()
     rendezvous = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint")
     train = script("raise SystemExit(3)")
     with (
-        start(*rendezvous, f"127.0.0.1:{port}", train) as host,
-        start(*rendezvous, f"127.0.0.1:{silent_port}", "--rdzv-conf", "is_host=0", train) as guest,
+        start_forked(*rendezvous, f"127.0.0.1:{port}", train) as host,
+        start_forked(*rendezvous, f"127.0.0.1:{silent_port}", "--rdzv-conf", "is_host=0", train) as guest,
     ):
         assert guest.stderr is not None
         read_until(guest.stderr, lambda text: f"waiting for 127.0.0.1:{silent_port}: connection refused" in text)

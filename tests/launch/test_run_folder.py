@@ -19,7 +19,7 @@ import pytest
 from launching import (
     PATIENCE_S,
     ForkedLaunch,
-    Start,
+    StartForked,
     WriteScript,
     is_alive,
     launcher_command,
@@ -156,7 +156,7 @@ def test_on_a_terminal_ranks_write_to_a_terminal_and_the_log_has_what_they_wrote
 
 @pytest.mark.ranks
 def test_a_second_ctrl_c_ends_ranks_that_would_have_had_more_time(
-    scratch: Path, script: WriteScript, start: Start
+    scratch: Path, script: WriteScript, start_forked: StartForked
 ) -> None:
     train = script(
         """
@@ -168,7 +168,7 @@ def test_a_second_ctrl_c_ends_ranks_that_would_have_had_more_time(
             time.sleep(600)
         """
     )
-    with start("--nproc-per-node", 1, "--shutdown-timeout", 500, train) as process:
+    with start_forked("--nproc-per-node", 1, "--shutdown-timeout", 500, train) as process:
         assert process.stdout is not None
         word = read_until(process.stdout, lambda text: text.endswith(" "))
         process.send_signal(signal.SIGINT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import runpy
 import signal
@@ -132,28 +133,34 @@ import sys, time
 from pathlib import Path
 import torch
 from torch import nn
+from torch.nn import functional
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.first, self.second = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.inward, self.outward = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
 
     def forward(self, hidden):
-        return hidden + torch.relu(self.linear(self.norm(hidden)))
+        parts = self.inward(self.first(hidden)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        hidden = hidden + self.outward(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.down(functional.gelu(self.up(self.second(hidden))))
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.embed, self.places, self.norm = nn.Embedding(32, 16), nn.Embedding(8, 16), nn.LayerNorm(16)
         self.blocks = nn.ModuleList([Block(), Block()])
 
     def forward(self, tokens):
-        hidden = self.embed(tokens)
+        hidden = self.embed(tokens) + self.places.weight
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(hidden)
+        return functional.linear(self.norm(hidden), self.embed.weight)
 
 
 def loss_fn(outputs, targets):
@@ -193,6 +200,9 @@ if __name__ == "__main__":
 """
 
 
+CONFIG = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "vocab_size": 32}
+
+
 def run_script(*words: str) -> str:
     """Run a script in this process, and return what it prints."""
     sys.argv = [*words]
@@ -212,7 +222,9 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
     train = script(ELASTIC)
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{free_port()}"]
     patience = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=2", "--max-restarts", 3]
-    model = ["--model", f"{train}:Net", "--global-batch", 8, "--seq-len", 8, "--precision", "fp32"]
+    # A configuration of the same model: test_fake_launch plans for a factory, which imports torch each time.
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    model = ["--model", tmp_path / "config.json", "--global-batch", 8, "--seq-len", 8, "--precision", "fp32"]
     words = ["--nnodes", "1:2", *rendezvous, *patience, "--plan", "auto", *model, train, tmp_path]
     stays, leaves = start_node(0, *words), start_node(1, *words)
     stays.wait_for("of 2 ranks")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import ForkedLaunch, Launch, WriteScript
+from launching import ForkedLaunch, WriteScript
 
 from paraplan.launch.ranks.step_marks import MARKS_FILE, MARKS_VARIABLE
 
@@ -81,7 +81,9 @@ def test_nobody_is_watched_where_that_is_not_wanted(launch_forked: ForkedLaunch,
         assert done.stdout.split() == [is_watched] * 2
 
 
-def test_time_in_collectives_is_kept_for_every_way_to_wait(launch: Launch, script: WriteScript, tmp_path: Path) -> None:
+def test_time_in_collectives_is_kept_for_every_way_to_wait(
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
+) -> None:
     path = script(
         """
         import json, os, time
@@ -131,7 +133,7 @@ def test_time_in_collectives_is_kept_for_every_way_to_wait(launch: Launch, scrip
         dist.destroy_process_group()
         """
     )
-    done = launch("--nproc-per-node", 2, path)
+    done = launch_forked("--nproc-per-node", 2, path)
     assert done.returncode == 0, done.stderr
     early, late = (json.loads((tmp_path / f"own{rank}.json").read_text()) for rank in (0, 1))
     assert len(early) == len(late) == 6

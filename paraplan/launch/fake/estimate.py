@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import paraplan
-from paraplan.launch.planning import CPU_PROFILE
+from paraplan.launch.planning import CPU_PROFILE, RunPython
 from paraplan.plan.memory_record import MemoryParts
 
 _PATIENCE_S = 600.0  # a model given as code imports torch and is traced
@@ -22,7 +22,9 @@ class StageEstimate(MemoryParts):
     host_bytes: int = 0
 
 
-def estimate_stages(model: str, *, plan_path: str, profile: str | None) -> tuple[Sequence[StageEstimate], str | None]:
+def estimate_stages(
+    model: str, *, plan_path: str, profile: str | None, run: RunPython = subprocess.run
+) -> tuple[Sequence[StageEstimate], str | None]:
     """Return the estimate of each pipeline stage of the plan, or none and the reason.
 
     Without `profile` it is made for CPUs, on which no CUDA library keeps workspaces; the parts of the model do not
@@ -33,7 +35,7 @@ def estimate_stages(model: str, *, plan_path: str, profile: str | None) -> tuple
     package_folder = str(Path(paraplan.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH", "")]))
     try:
-        done = subprocess.run(
+        done = run(
             command,
             env=dict(os.environ) | {"PYTHONPATH": search_path},
             stdin=subprocess.DEVNULL,

@@ -24,7 +24,7 @@ from paraplan.hardware.cluster import Cluster
 from paraplan.launch.fake.estimate import StageEstimate, estimate_stages
 from paraplan.launch.fake.report import FakeLaunchReport, render_report
 from paraplan.launch.faults.report import say
-from paraplan.launch.planning import AUTO, make_plan
+from paraplan.launch.planning import AUTO, RunPython, make_plan
 from paraplan.launch.ranks.cores import usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, check_script, planner_request, read_plan_file
 from paraplan.launch.spec import ArgumentError, LaunchSpec
@@ -60,23 +60,23 @@ def start_python(words: Sequence[str], environment: Mapping[str, str]) -> subpro
     )
 
 
-def show_fake_launch(spec: LaunchSpec, *, start: StartRanks = start_python) -> int:
+def show_fake_launch(spec: LaunchSpec, *, start: StartRanks = start_python, run: RunPython = subprocess.run) -> int:
     """Run the ranks that `spec` name without GPUs and print what they found; return the exit status.
 
-    That is 1 where a rank needs more than the memory of the profile's GPU. Raises `ArgumentError`, `PlanError` and
-    `FakeRankError`.
+    `start` runs the ranks, and `run` what plans and estimates for them. The status is 1 where a rank needs more than
+    the memory of the profile's GPU. Raises `ArgumentError`, `PlanError` and `FakeRankError`.
     """
     num_ranks = _checked_size(spec)
     cluster = None if spec.profile is None else cluster_from_profile(spec.profile)
     with _orderly_end(), tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
-        path = _plan_path(spec, Path(folder), num_ranks)
+        path = _plan_path(spec, Path(folder), num_ranks, run)
         file = None if path is None else _checked_plan(path, spec, num_ranks)
         plan = file.plan if file is not None else ParallelPlan(dp=num_ranks)
         ranks = _ranks(spec, plan)
         planned = "" if file is None else f": {plan.describe()}"
         say(f"running {_counted(ranks)} of {num_ranks} without a GPU{planned}")
         plan_path = None if path is None else str(path.resolve())
-        estimates = _Later(lambda: _estimates(file, plan_path, spec.profile))
+        estimates = _Later(lambda: _estimates(file, plan_path, spec.profile, run))
         estimates.start(pool)
         reports = _run(spec, ranks, plan_path, Path(folder), cluster, start)
         stages, reason = estimates.result()
@@ -152,7 +152,7 @@ def _checked_size(spec: LaunchSpec) -> int:
     return num_ranks
 
 
-def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int) -> Path | None:
+def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int, run: RunPython) -> Path | None:
     """Return the plan file that is asked for, None for none; with --model it is made in `folder`."""
     planner = planner_request(spec, num_gpus=0)
     if planner is None:
@@ -166,7 +166,9 @@ def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int) -> Path | None:
             hint=f"use --fake {num_ranks // per_node * per_node}",
         )
     path = folder / "plan.json"
-    text = make_plan(planner, num_nodes=num_ranks // per_node, ranks_per_node=per_node, environment=dict(os.environ))
+    text = make_plan(
+        planner, num_nodes=num_ranks // per_node, ranks_per_node=per_node, environment=dict(os.environ), run=run
+    )
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -263,11 +265,11 @@ def _rank_error(rank: int, status: int, said: str) -> ParaplanError:
 
 
 def _estimates(
-    file: PlanFile | None, plan_path: str | None, profile: str | None
+    file: PlanFile | None, plan_path: str | None, profile: str | None, run: RunPython
 ) -> tuple[Sequence[StageEstimate], str | None]:
     """Return the estimate of each stage; none, and the reason, where the model is not known."""
     if file is None or plan_path is None:
         return (), "the launch has neither --model nor --plan, whose file names the model"
     if file.model is None:
         return (), "the plan file names no model"
-    return estimate_stages(file.model.source or file.model.name, plan_path=plan_path, profile=profile)
+    return estimate_stages(file.model.source or file.model.name, plan_path=plan_path, profile=profile, run=run)
