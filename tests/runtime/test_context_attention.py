@@ -109,7 +109,7 @@ def blocks() -> dict[str, torch.Tensor]:
 
 
 def test_decoders_of_every_kind_of_attention_train_over_split_tokens(ranks: RankHarness) -> None:
-    plan = ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=2)
+    plan = ParallelPlan(cp=2, micro_batch_size=BATCH)
     families = ["gpt_oss", "llama4_text", "deepseek_v3", *with_all(["mistral"])]  # a window, as the first one's
     assert_right(ranks.run(of_families, families, plan, nothing_more, None, size=2))
     # Learned positions are met with masks, below; latent attention is written out as others are, once it has its heads.
@@ -125,7 +125,7 @@ def test_heads_and_tokens_are_split_together(ranks: RankHarness) -> None:
 
 @pytest.mark.parametrize("more", [packed, padded, blocks])
 def test_masks_of_documents_and_of_padding_hold_over_split_tokens(ranks: RankHarness, more: Any) -> None:
-    plan = ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=2)
+    plan = ParallelPlan(cp=2, micro_batch_size=BATCH)
     families = {packed: ["llama"], padded: ["llama4_text", "gpt2"], blocks: ["deepseek_v3"]}[more]
     # A mask is cut before attention reads it, whatever its kind: each kind is met by another kind of attention.
     all_families = ["gpt_oss", "deepseek_v3"] if more is blocks else ["llama", "gpt_oss", "llama4_text", "gpt2"]
