@@ -121,7 +121,7 @@ def assert_right(ranks: RankHarness, cases: list[tuple[ParallelPlan, str]], *, s
 
 
 SPLIT = plan_of(tp=2)
-TOKENS_SPLIT = plan_of(tp=2, sequence_parallel=True, num_microbatches=2)
+TOKENS_SPLIT = plan_of(tp=2, sequence_parallel=True)
 MIXES = [
     plan_of(tp=2, sequence_parallel=True, dp=2, zero_stage=3),
     plan_of(tp=2, sequence_parallel=True, pp=2, pipeline_schedule="1f1b", num_microbatches=2),

@@ -108,7 +108,7 @@ TWO_RANKS = [
     plan_of(dp=2, zero_stage=2, num_microbatches=3),
     plan_of(dp=2, zero_stage=3, num_microbatches=2),
     plan_of(tp=2),
-    plan_of(tp=2, sequence_parallel=True, num_microbatches=2),
+    plan_of(tp=2, sequence_parallel=True),
     plan_of(cp=2),
     plan_of(pp=2, pipeline_schedule="1f1b", num_microbatches=3),
     plan_of(pp=2, pipeline_schedule="zero_bubble", num_microbatches=3),
