@@ -306,8 +306,7 @@ def train_compiled(plans: list[ParallelPlan], backend: str | None) -> list[list[
     losses = []
     for plan in plans:
         torch.manual_seed(0)
-        model = Transformer(HeadsOfAnyNumber, num_layers=2) if plan.tp > 1 else Transformer(num_layers=2)
-        job, engine = prepared(plan, model, compile_backend=backend, verify="off")
+        job, engine = prepared(plan, Transformer(HeadsOfAnyNumber, num_layers=2), compile_backend=backend, verify="off")
         batches = job.shard(MaskedPairs(24), batch_size=BATCH)
         losses.append([engine.step(*batch).item() for batch in batches])
     return losses
