@@ -85,7 +85,7 @@ def _found(path: Path) -> Iterator[tuple[int, str, str]]:
         elif isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
             yield from _of_attribute(node, own, from_torch)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            is_known = node.value in private_names_of_doors() - own
+            is_known = node.value in private_names_of_doors() and node.value not in own
             if is_known or node.value.startswith(("torch._", "torch.distributed._")):
                 yield node.lineno, node.value, f"names {node.value!r}"
         for chain in filter(None, map(_chain, _replaced_by(node))):

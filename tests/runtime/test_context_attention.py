@@ -178,7 +178,7 @@ def _of_layers(plan: ParallelPlan) -> dict[str, tuple[float, str]]:
     return found
 
 
-@pytest.mark.parametrize("degrees", [{"cp": 4}, {"tp": 2}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"cp": 4}, {"tp": 2}, *with_all([{"cp": 2, "tp": 2}])], ids=str)
 def test_written_out_attention_needs_no_heads_that_the_ranks_divide(
     ranks: RankHarness, degrees: dict[str, int]
 ) -> None:

@@ -126,7 +126,8 @@ def test_unmodified_models_compute_the_same_with_some_tokens_on_each_rank(ranks:
     beside = ["phi3"]  # experts stand there in test_plan_equality
     assert_equal([*beside, *with_all([one for one in families if one not in beside])], plan, ranks)
     plan = ParallelPlan(cp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=BATCH // 2)
-    assert_equal(["gpt2", *with_all(["mixtral", "llama", "qwen2"])], plan, ranks)
+    for family in with_all(["gpt2", "mixtral", "llama", "qwen2"]):  # own models stand there in test_plan_equality
+        assert_equal([family], plan, ranks)
 
 
 @pytest.mark.with_all  # as above: eight ranks of an own model, in half precision, are in test_context_parallel
