@@ -31,11 +31,12 @@ KINDS: dict[str, Callable[[Case], bool]] = {
 
 def pairs_of(kind: str) -> list[Case]:
     """Return pairs whose plans are of `kind`, each with a model of its own."""
+    largest = 8 if with_all([kind]) else 4
 
     def pairs() -> Iterator[Case]:
         for model in itertools.count():
             numbers = range(model * PLANS_PER_MODEL, (model + 1) * PLANS_PER_MODEL)
-            same = (make_case(SEED, number, new_forms=True) for number in numbers)
+            same = (make_case(SEED, number, largest=largest, new_forms=True) for number in numbers)
             yield from itertools.islice(filter(KINDS[kind], same), 1)
 
     few = [*itertools.islice(pairs(), PAIRS_OF_A_KIND)]

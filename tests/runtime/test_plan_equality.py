@@ -164,7 +164,7 @@ def test_zero_bubble_beside_split_layers_trains_as_one_process(ranks: RankHarnes
 
 def test_zero_bubble_with_recompute_trains_as_one_process(ranks: RankHarness, one_process) -> None:
     """What the first half of a backward pass has run again is read by the second half too."""
-    options = {"pp": 2, "pipeline_schedule": "zero_bubble", "num_microbatches": 3}
+    options = {"pp": 2, "pipeline_schedule": "zero_bubble", "num_microbatches": 2}
     plans = [
         plan_of(**options, tp=2, recompute="full", sequence_parallel=True),
         plan_of(**options, dp=2, recompute="selective", zero_stage=1),
@@ -182,7 +182,7 @@ def test_four_parts_of_each_layer_train_as_one_process(ranks: RankHarness, one_p
 
 
 def test_eight_ranks_in_three_dimensions_train_as_one_process(ranks: RankHarness, one_process) -> None:
-    layout = {"dp": 2, "tp": 2, "pp": 2, "pipeline_schedule": "1f1b", "num_microbatches": 3}
+    layout = {"dp": 2, "tp": 2, "pp": 2, "pipeline_schedule": "1f1b", "num_microbatches": 2}
     outermost = {"zero_stage": 1, "rank_order": ("dp", "pp", "cp", "tp"), "offload": "optimizer"}
     plans = [
         plan_of(**layout, **outermost, sequence_parallel=True),
@@ -203,7 +203,7 @@ def test_groups_of_other_sizes_in_two_dimensions_train_as_one_process(ranks: Ran
     few = {"num_microbatches": 3}
     many = {"pipeline_schedule": "zero_bubble", "num_microbatches": 6}
     plans = [
-        plan_of(dp=3, tp=2, num_microbatches=2, zero_stage=3, sequence_parallel=True, offload="parameters"),
+        plan_of(dp=3, tp=2, zero_stage=3, sequence_parallel=True, offload="parameters"),
         *with_all(
             [
                 plan_of(dp=4, tp=2, **few, zero_stage=3, sequence_parallel=True, offload="parameters"),
@@ -269,7 +269,7 @@ def test_models_of_every_build_train_as_in_one_process(ranks: RankHarness, one_p
 
 
 def test_experts_of_which_ranks_have_some_inner_units_train_as_in_one_process(ranks: RankHarness, one_process) -> None:
-    replicas = [plan_of(dp=2, tp=2, num_microbatches=2, zero_stage=zero_stage) for zero_stage in range(4)]
+    replicas = [plan_of(dp=2, tp=2, zero_stage=zero_stage) for zero_stage in range(4)]
     two = [
         plan_of(tp=2, recompute="full", sequence_parallel=True),
         *with_all([plan_of(tp=2, num_microbatches=3)]),
@@ -435,7 +435,7 @@ def test_ranks_with_some_tokens_of_each_sequence_train_as_one_process(ranks: Ran
         )
     ]
     four = [
-        plan_of(dp=2, cp=2, zero_stage=3, num_microbatches=3, rank_order=("pp", "cp", "dp", "tp")),
+        plan_of(dp=2, cp=2, zero_stage=3, rank_order=("pp", "cp", "dp", "tp")),
         *with_all([plan_of(dp=2, cp=2, zero_stage=zero_stage, num_microbatches=3) for zero_stage in range(4)]),
     ]
     assert_each_trains_the_same(two, "two blocks", ranks, one_process)
@@ -475,7 +475,7 @@ def test_tokens_are_split_beside_layers_and_stages(ranks: RankHarness, one_proce
 
 
 def test_hybrid_sharding_trains_as_one_process(ranks: RankHarness, one_process) -> None:
-    plans = [plan_of(dp=4, zero_shards=2, zero_stage=stage, num_microbatches=3) for stage in (1, 3, *with_all([2]))]
+    plans = [plan_of(dp=4, zero_shards=2, zero_stage=stage) for stage in (1, 3, *with_all([2]))]
     assert_each_trains_the_same(plans, "decoder", ranks, one_process)
 
 
