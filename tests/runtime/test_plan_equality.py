@@ -504,7 +504,7 @@ def test_offload_to_the_host_does_not_change_the_training(ranks: RankHarness, on
     options = {"num_microbatches": 3, "offload": "optimizer"}
     plans = [plan_of(**options, dp=2, zero_stage=zero_stage) for zero_stage in (0, 1, 3, *with_all([2]))]
     plans += [
-        *with_all([plan_of(**options, tp=2)]),  # beside stages above
+        *with_all([plan_of(**options, tp=2)]),  # beside stages, above
         plan_of(**options, pp=2, pipeline_schedule="zero_bubble"),
         plan_of(num_microbatches=3, dp=2, zero_stage=3, offload="parameters", recompute="full"),
     ]
