@@ -64,12 +64,12 @@ def prepared(plan: ParallelPlan | None, model: nn.Module, **options: object) -> 
 
 
 def train_masked(cases: list[tuple[ParallelPlan, int]]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
-    """Return the losses and final parameters of two epochs for every plan and size of the data."""
+    """Return the losses and final parameters of an epoch for every plan and size of the data."""
     results = []
     for plan, count in cases:
         torch.manual_seed(0)
         job, engine = prepared(plan, Transformer(num_layers=num_layers_of(plan)), verify="off")
-        batches = job.shard(MaskedPairs(count), batch_size=BATCH, epochs=2, drop_last=False)
+        batches = job.shard(MaskedPairs(count), batch_size=BATCH, drop_last=False)
         losses = []
         for inputs, targets in batches:
             losses += [engine.eval_step(inputs, targets).item(), engine.step(inputs, targets).item()]
@@ -88,15 +88,14 @@ def train_plainly(num_layers: int, count: int) -> tuple[list[float], dict[str, t
     model, data = Transformer(num_layers=num_layers), MaskedPairs(count)
     optimizer = adamw(list(model.parameters()))
     losses = []
-    for epoch in range(2):
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
-        for start in range(0, count, BATCH):
-            inputs, targets = map(torch.stack, zip(*(data[i] for i in order[start : start + BATCH]), strict=True))
-            optimizer.zero_grad()
-            loss = loss_fn(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            losses += [loss.item(), loss.item()]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    for start in range(0, count, BATCH):
+        inputs, targets = map(torch.stack, zip(*(data[i] for i in order[start : start + BATCH]), strict=True))
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses += [loss.item(), loss.item()]
     return losses, dict(model.named_parameters())
 
 
