@@ -221,7 +221,7 @@ def test_the_estimate_with_recompute_is_what_the_runtime_holds() -> None:
     compare(spec, build, plan, "bf16")
 
 
-ZERO_BUBBLE = {"pp": 2, "pipeline_schedule": "zero_bubble", "num_microbatches": 3, "micro_batch_size": 4}
+ZERO_BUBBLE = {"pp": 2, "pipeline_schedule": "zero_bubble", "num_microbatches": 4, "micro_batch_size": 4}
 
 
 @pytest.mark.parametrize(
