@@ -36,7 +36,8 @@ _READY, _ALL_ANSWERED = b"ready", b"all answered"
 _IMPORTED_ONCE = ("paraplan.runtime.job_start", "paraplan.runtime.pipeline.assembly", "paraplan.runtime.split.rules")
 _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint", "pytest")
 _IMPORTED_ONCE += ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
-_IMPORTED_ONCE += ("paraplan.runtime.fake.script",)
+_IMPORTED_ONCE += ("paraplan.runtime.fake.script", "paraplan.launch.command", "torch.distributed.tensor.debug")
+_IMPORTED_ONCE += ("transformers.models.llama.modeling_llama", "peft", "hypothesis")
 
 
 _stores_of_the_past: list[Any] = []  # kept: a thread of torch's may still hold one, and cannot end it
@@ -245,7 +246,8 @@ def _all_put_back() -> Iterator[None]:
     with warnings.catch_warnings():
         yield
     for one, (level, propagate, is_disabled, handlers) in loggers.items():
-        one.setLevel(level)
+        if one.level != level:
+            one.setLevel(level)  # which goes over all loggers
         one.propagate, one.disabled, one.handlers[:] = propagate, is_disabled, handlers
     logging.disable(logging.NOTSET)
     torch.set_default_dtype(dtype)

@@ -40,15 +40,16 @@ ALLOWED = {
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def parsed(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file."""
+    return [*ast.walk(ast.parse(path.read_text()))]
 
 
 @cache
 def private_names_of_doors() -> set[str]:
     """Return the private names that the doors use: of modules, attributes, overridden methods, and in texts."""
     found: set[str] = set()
-    for node in (node for door in DOORS for node in ast.walk(parsed(door))):
+    for node in (node for door in DOORS for node in parsed(door)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             found |= {part for alias in node.names for part in f"{node.module}.{alias.name}".split(".")}
         elif isinstance(node, ast.Attribute):
@@ -75,9 +76,9 @@ def private_uses(path: Path) -> Iterator[str]:
 
 
 def _found(path: Path) -> Iterator[tuple[int, str, str]]:
-    tree, own = parsed(path), _defined_in(path)
-    from_torch = _imported_from_torch(tree)
-    for node in ast.walk(tree):
+    nodes, own = parsed(path), _defined_in(path)
+    from_torch = _imported_from_torch(nodes)
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for full in _imports_of(node):
                 if full.split(".")[0] == "torch" and any(_PRIVATE.fullmatch(part) for part in full.split(".")):
@@ -85,7 +86,7 @@ def _found(path: Path) -> Iterator[tuple[int, str, str]]:
         elif isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
             yield from _of_attribute(node, own, from_torch)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            is_known = node.value in private_names_of_doors() - own
+            is_known = node.value in private_names_of_doors() and node.value not in own
             if is_known or node.value.startswith(("torch._", "torch.distributed._")):
                 yield node.lineno, node.value, f"names {node.value!r}"
         for chain in filter(None, map(_chain, _replaced_by(node))):
@@ -122,7 +123,7 @@ def _defined_in_package() -> set[str]:
 def _defined_in(path: Path) -> set[str]:
     """Return the private names that a file gives to functions, classes, fields and attributes of `self`."""
     found: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in parsed(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -140,9 +141,9 @@ def _targets(node: ast.AST) -> list[ast.expr]:
     return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
 
 
-def _imported_from_torch(tree: ast.Module) -> set[str]:
+def _imported_from_torch(nodes: list[ast.AST]) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             named = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
             names |= {alias.asname or "torch" for alias in named}

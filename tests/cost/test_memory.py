@@ -136,7 +136,7 @@ def test_more_recompute_never_keeps_more_activations(workload: MakeWorkload, pla
 
 
 @given(rows=st.lists(plans(), min_size=1, max_size=12))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_a_table_prices_each_plan_as_it_is_priced_alone(workload: MakeWorkload, rows: list[ParallelPlan]) -> None:
     together = peak_memory(workload(), PlanTable.of_plans(rows))
     alone = [evaluate_plan(workload(), plan).peak_memory_bytes for plan in rows]

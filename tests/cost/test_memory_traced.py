@@ -26,17 +26,17 @@ from paraplan.runtime.fake.run import first_rank_of_stage, trace_memory
 
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes")
 TOKENS = 512
-PIPELINE = {"pp": 2, "pipeline_schedule": "1f1b", "num_microbatches": 4}
+PIPELINE = {"pp": 2, "pipeline_schedule": "1f1b", "num_microbatches": 3}
 
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "vocab_size": 8192,
+    "vocab_size": 4096,
     "max_position_embeddings": TOKENS,
     "tie_word_embeddings": False,
 }
@@ -44,19 +44,19 @@ GPT2 = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
     "n_embd": 512,
-    "n_layer": 4,
+    "n_layer": 2,
     "n_head": 8,
     "n_positions": TOKENS,
-    "vocab_size": 8192,
+    "vocab_size": 4096,
 }
 BERT = {
     "model_type": "bert",
     "architectures": ["BertForMaskedLM"],
     "hidden_size": 512,
     "intermediate_size": 2048,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
-    "vocab_size": 8192,
+    "vocab_size": 4096,
     "max_position_embeddings": TOKENS,
 }
 MIXTRAL = {
@@ -64,12 +64,12 @@ MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
-    "vocab_size": 8192,
+    "vocab_size": 4096,
     "max_position_embeddings": TOKENS,
     "tie_word_embeddings": False,
 }
@@ -80,13 +80,13 @@ GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "hidden_size": 256,
     "intermediate_size": 256,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
-    "vocab_size": 16384,
+    "vocab_size": 8192,
     "max_position_embeddings": TOKENS,
     "tie_word_embeddings": False,
 }
@@ -114,10 +114,10 @@ class Block(nn.Module):
 class Plain(nn.Module):
     def __init__(self, width: int = 256) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(1000, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.embedding = nn.Embedding(500, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 1000, bias=False)
+        self.head = nn.Linear(width, 500, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens)
@@ -207,9 +207,11 @@ def test_the_estimate_is_what_the_runtime_holds(fields: dict[str, Any], plan: di
     compare(spec, build, ParallelPlan.model_validate(plan), "bf16")
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+# The last one keeps a micro-batch and the head; it is met with halves of backward passes, below.
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.with_all)])
 def test_the_estimate_of_each_stage_is_what_the_runtime_holds(stage: int) -> None:
-    spec, build = of_config(LLAMA | {"num_hidden_layers": 6})  # of fewer what is there for a moment is a larger share
+    # Of fewer layers what is there for a moment is a larger share.
+    spec, build = of_config(LLAMA | {"num_hidden_layers": 6, "vocab_size": 8192})
     compare(spec, build, ParallelPlan.model_validate({**PIPELINE, "micro_batch_size": 8}), "bf16", stage)
 
 

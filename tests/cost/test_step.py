@@ -54,7 +54,7 @@ def test_exposed_parts_sum_to_the_step(workload: MakeWorkload, plan: ParallelPla
 
 
 @given(rows=st.lists(plans(), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_a_table_times_each_plan_as_it_is_timed_alone(workload: MakeWorkload, rows: list[ParallelPlan]) -> None:
     together = step_times(workload(), PlanTable.of_plans(rows)).step_time_s
     alone = [evaluate_plan(workload(), plan).step.step_time_s for plan in rows]

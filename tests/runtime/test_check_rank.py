@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from case_selection import with_all
 from rank_harness import RankHarness
 from tiny_transformers import FAMILIES
 from torch import nn
@@ -22,7 +23,7 @@ TWO_MICRO_BATCHES = ParallelPlan(tp=2, num_microbatches=2)
 PLANS = [
     ParallelPlan(dp=2, zero_stage=3, num_microbatches=2),
     ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2),
-    ParallelPlan(tp=2, sequence_parallel=True, num_microbatches=2),
+    ParallelPlan(tp=2, sequence_parallel=True),
 ]
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 
@@ -43,9 +44,9 @@ def check_all(requests: list[CheckRequest]) -> list[RankFinding]:
     return [check(request) for request in requests]
 
 
-def request(model: str, plan: ParallelPlan, **more: object) -> CheckRequest:
+def request(model: str, plan: ParallelPlan, *, num_steps: int = 2, **more: object) -> CheckRequest:
     layers = max(2, plan.num_stages)
-    return CheckRequest(model=model, plan=plan, folder="", max_layers=layers, seq_length=8, num_steps=2, **more)
+    return CheckRequest(model=model, plan=plan, folder="", max_layers=layers, seq_length=8, num_steps=num_steps, **more)
 
 
 def gaps_of(findings: list[RankFinding]) -> Iterator[Gap]:
@@ -78,10 +79,11 @@ def test_tokens_beside_layers_and_stages_are_checked_on_a_model_whose_heads_they
     ranks: RankHarness, configs: dict[str, str]
 ) -> None:
     plans = {
-        "gpt2": ParallelPlan(cp=2, tp=2, sequence_parallel=True, num_microbatches=2),
+        "gpt2": ParallelPlan(cp=2, tp=2, sequence_parallel=True),
         "llama": ParallelPlan(cp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=2),
     }
-    requests = [request(configs[family], plan) for family, plan in plans.items()]
+    families = ["gpt2", *with_all(["llama"])]
+    requests = [request(configs[family], plans[family], num_steps=1) for family in families]
     for findings in ranks.run(check_all, requests, size=4, timeout_s=240.0):
         assert not list(gaps_of(findings))
         assert all(finding.num_compared > 0 for finding in findings)

@@ -74,6 +74,19 @@ def train_and_save(model_name: str, plan: ParallelPlan | None, folder: str) -> l
     return losses + losses_of(job, engine, LAST_STEPS)
 
 
+def train_save_and_load(
+    model_name: str, plan: ParallelPlan | None, folder: str, other: str
+) -> tuple[list[float], int, list[float]]:
+    """Return what `train_and_save` does, and what the same engine goes on with from `other`."""
+    job, engine = prepared(model_name, plan, seed=0)
+    losses = losses_of(job, engine, FIRST_STEPS)
+    engine.save(folder)
+    losses += losses_of(job, engine, LAST_STEPS)
+    engine.load(other)
+    num_steps = engine.num_steps
+    return losses, num_steps, losses_of(job, engine, LAST_STEPS)
+
+
 def load_and_train(model_name: str, plan: ParallelPlan | None, folder: str) -> tuple[int, list[float]]:
     job, engine = prepared(model_name, plan, seed=9)
     engine.load(folder)
@@ -103,7 +116,7 @@ def test_what_one_plan_wrote_others_go_on_from(written_under: str, ranks: RankHa
 
 EIGHT_RANKS = "split tokens, layers and stages"
 SPLIT_PLANS = {
-    "split layers": ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=6, num_microbatches=2),
+    "split layers": ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=12),
     "split layers, zero 3": ParallelPlan(tp=2, dp=2, zero_stage=3, micro_batch_size=6),
     "split tokens, zero 3, dp innermost": ParallelPlan(
         dp=2, cp=2, zero_stage=3, micro_batch_size=6, rank_order=("pp", "cp", "tp", "dp")
@@ -114,31 +127,28 @@ SPLIT_PLANS = {
     EIGHT_RANKS: ParallelPlan(
         cp=2, tp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3
     ),
-    "one process": None,
 }
 
 
-def written_and_read() -> list[object]:
-    """Return what is written, and what reads it: without `--all` no plan of three axes, of which others have two."""
-    always = [name for name in SPLIT_PLANS if name != EIGHT_RANKS]
-    pairs = [pytest.param(name, always[place - 1], id=name) for place, name in enumerate(always)]
-    eight = [(EIGHT_RANKS, always[-2]), (always[-1], EIGHT_RANKS)]
-    return pairs + [pytest.param(*pair, id=" to ".join(pair), marks=pytest.mark.with_all) for pair in eight]
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize(("written_under", "name"), written_and_read())
-def test_split_layers_are_written_and_read_whole(
-    written_under: str, name: str, ranks: RankHarness, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "name",
+    # Others have two of the three axes.
+    [pytest.param(name, marks=[pytest.mark.with_all] * (name == EIGHT_RANKS)) for name in SPLIT_PLANS],
+)
+def test_split_layers_are_written_and_read_whole(name: str, ranks: RankHarness, tmp_path: Path) -> None:
     """Fused projections, experts, and a vocabulary that tp does not divide; what has no `tp` writes them whole."""
-    folder = tmp_path / "checkpoint"
-    plan = SPLIT_PLANS[written_under]
-    model = "two blocks" if plan is not None and plan.tp == 1 else "mixture"
-    whole = run(ranks, train_and_save, plan, model, folder)[0]
-    for num_steps, losses in run(ranks, load_and_train, SPLIT_PLANS[name], model, folder):
+    plan = SPLIT_PLANS[name]
+    model = "two blocks" if plan.tp == 1 or plan.pp > 1 else "mixture"
+    folder, alone = str(tmp_path / "checkpoint"), str(tmp_path / "alone")
+    whole = ranks.run_alone(train_and_save, model, None, alone)
+    by_rank = ranks.run(train_save_and_load, model, plan, folder, alone, size=plan.world_size)
+    for _, num_steps, after in by_rank:
         assert num_steps == FIRST_STEPS
-        assert losses == pytest.approx(whole[FIRST_STEPS:], rel=1e-5), name
+        assert after == pytest.approx(whole[FIRST_STEPS:], rel=1e-5)
+    num_steps, after = ranks.run_alone(load_and_train, model, None, folder)
+    assert num_steps == FIRST_STEPS
+    assert after == pytest.approx(by_rank[0][0][FIRST_STEPS:], rel=1e-5)
 
 
 @pytest.mark.ranks

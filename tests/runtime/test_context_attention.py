@@ -109,7 +109,7 @@ def blocks() -> dict[str, torch.Tensor]:
 
 
 def test_decoders_of_every_kind_of_attention_train_over_split_tokens(ranks: RankHarness) -> None:
-    plan = ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=2)
+    plan = ParallelPlan(cp=2, micro_batch_size=BATCH)
     families = ["gpt_oss", "llama4_text", "deepseek_v3", *with_all(["mistral"])]  # a window, as the first one's
     assert_right(ranks.run(of_families, families, plan, nothing_more, None, size=2))
     # Learned positions are met with masks, below; latent attention is written out as others are, once it has its heads.
@@ -117,15 +117,16 @@ def test_decoders_of_every_kind_of_attention_train_over_split_tokens(ranks: Rank
     assert_right(ranks.run(of_families, families, plan, nothing_more, "eager", size=2))
 
 
+@pytest.mark.with_all  # two ranks split the heads and the tokens of these, and four both of others, in other tests
 def test_heads_and_tokens_are_split_together(ranks: RankHarness) -> None:
     plan = ParallelPlan(cp=2, tp=2, sequence_parallel=True, recompute="full", micro_batch_size=BATCH)
-    families = ["gpt_oss", *with_all(["llama4_text"])]  # its chunks are a mask, as windows are
+    families = ["gpt_oss", "llama4_text"]
     assert_right(ranks.run(of_families, families, plan, nothing_more, None, size=4))
 
 
 @pytest.mark.parametrize("more", [packed, padded, blocks])
 def test_masks_of_documents_and_of_padding_hold_over_split_tokens(ranks: RankHarness, more: Any) -> None:
-    plan = ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=2)
+    plan = ParallelPlan(cp=2, micro_batch_size=BATCH)
     families = {packed: ["llama"], padded: ["llama4_text", "gpt2"], blocks: ["deepseek_v3"]}[more]
     # A mask is cut before attention reads it, whatever its kind: each kind is met by another kind of attention.
     all_families = ["gpt_oss", "deepseek_v3"] if more is blocks else ["llama", "gpt_oss", "llama4_text", "gpt2"]
@@ -178,7 +179,7 @@ def _of_layers(plan: ParallelPlan) -> dict[str, tuple[float, str]]:
     return found
 
 
-@pytest.mark.parametrize("degrees", [{"cp": 4}, {"tp": 2}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"cp": 4}, {"tp": 2}, *with_all([{"cp": 2, "tp": 2}])], ids=str)
 def test_written_out_attention_needs_no_heads_that_the_ranks_divide(
     ranks: RankHarness, degrees: dict[str, int]
 ) -> None:

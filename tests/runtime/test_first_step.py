@@ -42,9 +42,9 @@ class DropoutLayer(Layer):
         return nn.functional.dropout(super().forward(hidden, scale), 0.3, self.training)
 
 
-def plain() -> nn.Module:
+def plain(num_layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return Decoder(4)
+    return Decoder(num_layers)
 
 
 def ranked(*, in_training: bool = True) -> nn.Module:
@@ -55,7 +55,7 @@ def ranked(*, in_training: bool = True) -> nn.Module:
 
 def with_layers(make: Callable[[], nn.Module]) -> nn.Module:
     model = plain()
-    model.layers = nn.ModuleList(make() for _ in range(4))
+    model.layers = nn.ModuleList(make() for _ in range(2))
     return model
 
 

@@ -18,7 +18,7 @@ from fuzz_ranks import Fuzzer, Verdict
 
 pytestmark = pytest.mark.ranks
 
-SEED, PAIRS_OF_A_KIND, PAIRS_WITH_ALL = 20, 3, 20
+PAIRS_OF_A_KIND = 20
 KINDS: dict[str, Callable[[Case], bool]] = {
     "one process or DDP": lambda case: case.kind in ("one", "micro-batches", "dp"),
     "ZeRO": lambda case: "zero" in case.kind and "+" not in case.kind,
@@ -27,29 +27,36 @@ KINDS: dict[str, Callable[[Case], bool]] = {
     "split sequences": lambda case: "cp" in case.kind,
     "several axes": lambda case: "+" in case.kind and "cp" not in case.kind,
 }
+# With seed 20 run more pairs of each kind, many of them refused; these begin with one that is trained on few ranks.
+SEED = 20
+SEEDS_OF_ONE = dict.fromkeys(KINDS, 3) | {"split layers": 4, "several axes": 20}
 
 
 def pairs_of(kind: str) -> list[Case]:
-    """Return pairs whose plans are of `kind`, each with a model of its own."""
+    """Return pairs whose plans are of `kind`, each with a model of its own: one, and more with `--all`."""
+    is_one = not with_all([kind])
+    seed, largest = (SEEDS_OF_ONE[kind], 4) if is_one else (SEED, 8)
 
     def pairs() -> Iterator[Case]:
         for model in itertools.count():
             numbers = range(model * PLANS_PER_MODEL, (model + 1) * PLANS_PER_MODEL)
-            same = (make_case(SEED, number, new_forms=True) for number in numbers)
+            same = (make_case(seed, number, largest=largest, new_forms=True) for number in numbers)
             yield from itertools.islice(filter(KINDS[kind], same), 1)
 
-    few = [*itertools.islice(pairs(), PAIRS_OF_A_KIND)]
-    return few if not with_all([kind]) else [*itertools.islice(pairs(), PAIRS_WITH_ALL)]
+    return [*itertools.islice(pairs(), 1 if is_one else PAIRS_OF_A_KIND)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_models_train_as_in_plain_torch_or_are_refused_under(kind: str) -> None:
+# Few cases share their ranks, whose first steps take longer than later ones.
+@pytest.mark.parametrize("kinds", with_all([[kind] for kind in KINDS]) or [[*KINDS]], ids=", ".join)
+def test_random_models_train_as_in_plain_torch_or_are_refused_under(kinds: list[str]) -> None:
     with Fuzzer(jobs=2) as fuzzer:
-        cases = pairs_of(kind)
+        cases = [case for kind in kinds for case in pairs_of(kind)]
         verdicts = [*fuzzer.verdicts(cases)]
     failures = [described(verdict) for verdict in verdicts if verdict.is_failure]
-    assert len(verdicts) == len(cases) >= PAIRS_OF_A_KIND
+    assert len(verdicts) == len(cases)
     assert not failures, "\n".join(failures)
+    refused = [verdict.message for verdict in verdicts if verdict.status == "refused"]
+    assert len(refused) < len(cases) if with_all(kinds) else not refused
 
 
 def test_a_case_is_the_same_whenever_it_is_made() -> None:

@@ -48,9 +48,9 @@ class Speaker(Transformer):
         return tokens
 
 
-def speaker() -> nn.Module:
+def speaker(plan: ParallelPlan) -> nn.Module:
     torch.manual_seed(0)
-    return Speaker(num_layers=4)
+    return Speaker(num_layers=max(2, plan.num_stages))
 
 
 def llama() -> nn.Module:
@@ -58,7 +58,7 @@ def llama() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
     config.eos_token_id, config.pad_token_id = None, 0
     return transformers.LlamaForCausalLM(config)
@@ -80,7 +80,7 @@ def engine_of(job: runtime.Job, model: nn.Module) -> Any:
 
 def spoken(plan: ParallelPlan) -> Any:
     with runtime.init(plan) as job:
-        engine = engine_of(job, speaker())
+        engine = engine_of(job, speaker(plan))
         size = 4 // job.dp
         share = prompts()[job.dp_rank * size :][:size]
         greedy = engine.generate(share, NEW)
@@ -93,7 +93,7 @@ def spoken(plan: ParallelPlan) -> Any:
 @pytest.mark.parametrize("case", PLANS)
 def test_a_model_speaks_as_in_one_process(case: str, ranks: RankHarness) -> None:
     plan = PLANS[case]
-    expected = speaker().eval().generate(prompts(), NEW)  # type: ignore[operator]
+    expected = speaker(plan).eval().generate(prompts(), NEW)  # type: ignore[operator]
     answers = ranks.run(spoken, plan, size=plan.world_size)
     size = 4 // plan.dp
     for rank, greedy, sampled, _ in answers:

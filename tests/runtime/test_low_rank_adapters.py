@@ -121,7 +121,7 @@ def assert_right(ranks: RankHarness, cases: list[tuple[ParallelPlan, str]], *, s
 
 
 SPLIT = plan_of(tp=2)
-TOKENS_SPLIT = plan_of(tp=2, sequence_parallel=True, num_microbatches=2)
+TOKENS_SPLIT = plan_of(tp=2, sequence_parallel=True)
 MIXES = [
     plan_of(tp=2, sequence_parallel=True, dp=2, zero_stage=3),
     plan_of(tp=2, sequence_parallel=True, pp=2, pipeline_schedule="1f1b", num_microbatches=2),
@@ -138,8 +138,8 @@ def test_adapters_train_as_in_one_process_beside_split_layers_and_split_tokens(r
 
 @pytest.mark.ranks
 def test_adapters_train_as_in_one_process_where_axes_meet(ranks: RankHarness) -> None:
-    # ZeRO-3 beside split layers is in test_adapter_training.
-    assert_right(ranks, [(plan, "fused") for plan in [*MIXES[1:], *with_all(MIXES[:1])]], size=4)
+    # Shards and stages hold adapters as they are, and are in test_adapter_training.
+    assert_right(ranks, [(plan, "fused") for plan in [MIXES[2], *with_all(MIXES[:2])]], size=4)
 
 
 @pytest.mark.ranks

@@ -59,19 +59,21 @@ PIPELINES = [
 ]
 
 
-Alone = Callable[[Sequence[type[Base]]], list[Run]]
+Alone = Callable[..., list[Run]]
+WHOLE_BATCH = ParallelPlan(micro_batch_size=BATCH)
 
 
 @pytest.fixture(scope="module")
 def alone(ranks: RankHarness) -> Alone:
     """Return the trainings of models in one process, run once for each."""
-    known: dict[type[Base], Run] = {}
+    known: dict[tuple[type[Base], ParallelPlan], Run] = {}
 
-    def trained(kinds: Sequence[type[Base]]) -> list[Run]:
-        new = [kind for kind in kinds if kind not in known]
+    def trained(kinds: Sequence[type[Base]], plan: ParallelPlan = ALONE) -> list[Run]:
+        new = [kind for kind in kinds if (kind, plan) not in known]
         if new:
-            known.update(zip(new, ranks.run_alone(train_all, new, [ALONE])[0], strict=True))
-        return [known[kind] for kind in kinds]
+            runs = ranks.run_alone(train_all, new, [plan])[0]
+            known.update({(kind, plan): run for kind, run in zip(new, runs, strict=True)})
+        return [known[kind, plan] for kind in kinds]
 
     return trained
 
@@ -166,9 +168,9 @@ NOT_SPLIT = {
 def test_models_of_odd_build_train_with_split_layers_as_in_one_process(ranks: RankHarness, alone: Alone) -> None:
     kinds = [*SPLIT, *SOUND, *(kind for kind in REFUSED if kind is not NoiseAtBothEnds)]
     kinds = [kind for kind in kinds if kind not in AS_OTHERS_UNDER_TP or with_all([kind])]
-    references = alone(kinds)
+    references = alone(kinds, WHOLE_BATCH)
     refused = {}
-    for found in ranks.run(train_all, kinds, [ALONE.replace(tp=2)], size=2, timeout_s=240.0):
+    for found in ranks.run(train_all, kinds, [WHOLE_BATCH.replace(tp=2)], size=2, timeout_s=240.0):
         for kind, run, reference in zip(kinds, found[0], references, strict=True):
             if isinstance(run, str):
                 refused[kind.__name__] = run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def predict_and_evaluate(name: str, plan: ParallelPlan | None) -> Answer:
         inputs, _ = next(batches)
         outputs = engine.predict(inputs)
         metrics = []
-        for inputs_then, targets in batches:
+        for inputs_then, targets in islice(batches, 2):
             engine.eval_step(inputs_then, targets)
             metrics.append({key: float(value) for key, value in engine.metrics.items()})
         leaves = pytree.tree_leaves(outputs)

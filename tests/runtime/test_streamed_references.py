@@ -54,7 +54,7 @@ class CountingLayer(Layer):
 
 def tied() -> nn.Module:
     """Return a model whose blocks share a part with each other and one with the model, a frozen one among them."""
-    model: Any = plain()
+    model: Any = plain(4)
     model.layers[1].norm = model.layers[0].norm
     model.layers[3].norm = model.norm
     model.layers[2].requires_grad_(False)
@@ -147,7 +147,7 @@ def test_a_model_of_which_no_copy_fits_is_checked_by_one_block_at_a_time(ranks: 
 def test_blocks_are_streamed_only_where_the_whole_model_does_not_fit(ranks: RankHarness) -> None:
     for whole, streamed in ranks.run(chosen, size=2):
         assert whole == set()
-        assert streamed == {f"layers.{index}" for index in range(4)}
+        assert streamed == {"layers.0", "layers.1"}
 
 
 @pytest.mark.ranks

@@ -90,8 +90,8 @@ def validation_losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"validation loss ([0-9.]+)", output)]
 
 
-def arguments(base: Path, text: Path, output: Path, *more: str) -> tuple[str, ...]:
-    given = ("--model", str(base), "--data", str(text), "--output", str(output), "--steps", "25")
+def arguments(base: Path, text: Path, output: Path, *more: str, steps: int = 6) -> tuple[str, ...]:
+    given = ("--model", str(base), "--data", str(text), "--output", str(output), "--steps", str(steps))
     return (*given, "--seq-len", str(SEQ_LENGTH), "--lr", "2e-3", "--eval-batches", "2", *more)
 
 
@@ -130,8 +130,12 @@ def one_process_losses(
     return losses
 
 
-def test_a_model_learns_another_text_by_its_adapters(one_process_losses: list[float]) -> None:
-    before, after = one_process_losses
+def test_a_model_learns_another_text_by_its_adapters(
+    ranks: RankHarness, base: Path, text_folder: Path, tmp_path: Path
+) -> None:
+    options = ("--batch", str(BATCH), "--rank", "4")
+    given = arguments(base, text_folder, tmp_path / "adapters", *options, steps=25)
+    before, after = validation_losses(ranks.run_alone(run_script, given, None))
     assert after < 0.5 * before
 
 

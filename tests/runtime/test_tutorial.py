@@ -24,6 +24,7 @@ tokenizers = pytest.importorskip("tokenizers")
 PAGE = (Path(__file__).parents[2] / "paraplan" / "docs" / "tutorial.md").read_text()
 HUB_ID = "Qwen/Qwen2.5-0.5B"
 SENTENCE = "Most people adapt a model that others have trained.\n"
+LENGTH = ("--seq-len 512", "--seq-len 64")  # a byte in place of each token: sentences are as long as those of the page
 
 
 def small_model(folder: Path) -> None:
@@ -43,12 +44,13 @@ def small_model(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # of peft and transformers
 def test_its_commands_lead_to_weights_that_know_the_text(ranks: RankHarness, tmp_path: Path) -> None:
     small_model(tmp_path / "model")
-    (tmp_path / "notes.txt").write_text(SENTENCE * 1500)
+    (tmp_path / "notes.txt").write_text(SENTENCE * 200)
     for name, content in re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(content.replace("lr=2e-4", "lr=2e-2"))  # for a model that knows nothing yet
     commands = re.findall(rf"^ {{4}}(.*{HUB_ID}.*)$", PAGE, flags=re.MULTILINE)
     assert len(commands) == 3
-    printed = [run(command.replace(HUB_ID, "model"), tmp_path, ranks) for command in commands]
+    assert LENGTH[0] in commands[0]
+    printed = [run(command.replace(HUB_ID, "model").replace(*LENGTH), tmp_path, ranks) for command in commands]
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([0-9.]+)", printed[1])]
     assert losses[-1] < 0.8 * losses[0]
     before, after = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / one) for one in ("model", "tuned"))
