@@ -37,6 +37,7 @@ namespaces: Any = importlib.import_module("nodes")  # those of the tests
 
 FAULT_STEPS, CLEAN_STEPS, WARM_STEPS = 45, 50, 35
 SAID_WITHIN = 30
+STEP_S = 0.027  # CPU time of a step before its backward pass
 ONE_HOST = ("matmul", "loader", "pause", "collection", "wait", "jitter")
 TWO_HOSTS = ("host", "link", "matmul", "jitter")
 PARTS = {"matmul": "compute", "host": "compute", "loader": "loader", "pause": "pause", "collection": "collection"}
@@ -77,6 +78,15 @@ model = nn.parallel.DistributedDataParallel(
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 batches = iter(DataLoader(Batches(), batch_size=64))
+if rank == 0:  # as many passes as make a step of this length on any machine
+    batch, found = torch.randn(64, width), []
+    for _ in range(30):
+        start = time.thread_time()
+        model.module(batch)
+        found.append(time.thread_time() - start)
+    spec["passes"] = max(1, round(spec["step_s"] / sorted(found)[len(found) // 2]))
+passes = torch.tensor([spec.get("passes", 0)])
+dist.broadcast(passes, src=0)
 garbage = []
 if any(fault["kind"] == "collection" for fault in faults):
     garbage = [[] for _ in range(400_000)]
@@ -103,7 +113,7 @@ while now["step"] <= total:
             subprocess.run(["tc", "qdisc", "replace" if wanted else "del", "dev", "eth0", *words], check=True)
             link = wanted
     batch = next(batches)
-    for _ in range(spec["passes"]):
+    for _ in range(int(passes)):
         model.module(batch)
     if hits(fault, "matmul", "host"):
         until_s = time.thread_time() + fault["size"] * usual["s"]
@@ -179,7 +189,7 @@ def run_job(faults: list[Fault], *, num_ranks: int, steps: int, places: Any) -> 
             "fault_steps": FAULT_STEPS,
             "is_on_two_hosts": places is not None,
             "width": 384,
-            "passes": 13,
+            "step_s": STEP_S,
         }
         (folder / "spec.json").write_text(json.dumps(spec))
         (folder / "train.py").write_text(SCRIPT)

@@ -76,6 +76,14 @@ def test_pauses_now_and_then_name_the_rank_that_has_them_all() -> None:
     assert [(case.ranks, case.is_burst) for case in found] == [((1,), True)]
 
 
+def test_few_pauses_are_a_suspicion_and_more_of_them_a_certainty() -> None:
+    for steps, certainties in ((45, [False]), (60, [True])):
+        _, found = judged(
+            lambda rank, step: BASE_S * (3 if rank == 1 and step > 33 and step % 3 == 0 else 1), ranks=2, steps=steps
+        )
+        assert [case.is_sure for case in found] == certainties, f"{steps} steps"
+
+
 def test_pauses_of_any_rank_are_jitter_and_name_nobody() -> None:
     dice = random.Random(3)  # noqa: S311
     struck = [dice.randrange(4) if dice.random() < 0.5 else None for _ in range(61)]

@@ -68,6 +68,9 @@ _MIN_BURST_SHARE = 0.85
 _MAX_CHANCE = 0.02
 """The chance with which strikes that fall on any rank would all have fallen on one."""
 
+_MAX_CHANCE_SUSPECTED = 0.13
+"""The same from which on a rank is suspected: three ranks and three strikes, or two ranks and four."""
+
 _MIN_JITTER_COST = 0.13
 _MIN_JITTER_STRIKES = 8
 _MAX_JITTER_SHARE = 0.75
@@ -84,7 +87,7 @@ class Lateness:
     """What is late: `ranks` of `host` ("" for one rank, or none: a link, jitter), since which step, and its cost.
 
     `slower` is the lateness as a share of the peers' own time (of the transfer's time before for a link), `cost` as a
-    share of the step. `kind` is rank, host, link or jitter.
+    share of the step. `kind` is rank, host, link or jitter. What is not sure is a suspicion, and not yet said.
     """
 
     kind: str
@@ -94,6 +97,7 @@ class Lateness:
     cost: float
     host: str = ""
     is_burst: bool = False
+    is_sure: bool = True
 
     @property
     def subject(self) -> tuple[str, tuple[int, ...]]:
@@ -208,10 +212,12 @@ class Judge:
         steps_s = sum(_step_s(row, group) for row in rows)
         cost, slower = lost_s[worst] / steps_s, lost_s[worst] / len(rows) / usual_s
         chance = _chance(len(strikes[worst]), sum(map(len, strikes.values())), len(group))
-        if lost_s[worst] >= _MIN_BURST_SHARE * whole_s and chance <= _MAX_CHANCE and cost >= _MIN_BURST_COST:
+        is_one = lost_s[worst] >= _MIN_BURST_SHARE * whole_s and cost >= _MIN_BURST_COST
+        if is_one and chance <= _MAX_CHANCE_SUSPECTED:
             since = strikes[worst][0][0]
             is_burst = len(strikes[worst]) < _MIN_LATE_STEPS * sum(_number(row) >= since for row in rows)
-            return [Lateness("rank", (worst,), since, slower=slower, cost=cost, is_burst=is_burst)]
+            is_sure = chance <= _MAX_CHANCE
+            return [Lateness("rank", (worst,), since, slower, cost, is_burst=is_burst, is_sure=is_sure)]
         return self._jitter(rows, group, usual_s, steps_s)
 
     def _jitter(self, rows: Sequence[Row], group: Sequence[int], usual_s: float, steps_s: float) -> list[Lateness]:
@@ -247,7 +253,8 @@ class Judge:
             return found
         worst = max(found, key=lambda case: case.cost)
         since = min(case.since_step for case in found)
-        return [Lateness("host", ranks, since, worst.slower, worst.cost, host=host, is_burst=worst.is_burst)]
+        is_sure = any(case.is_sure for case in found)
+        return [Lateness("host", ranks, since, worst.slower, worst.cost, host, worst.is_burst, is_sure)]
 
     def _slow_link(self, rows: Sequence[Row]) -> list[Lateness]:
         """Return that transfers between hosts take longer than they did, where no rank is late."""

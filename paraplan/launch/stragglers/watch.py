@@ -17,7 +17,7 @@ from paraplan.launch.stragglers.host_state import HostState, read_host
 from paraplan.launch.stragglers.judge import Judge, Lateness
 from paraplan.launch.stragglers.steps import Step, StepReader, as_rows, of_rows
 
-_INTERVAL_S = 0.2
+_INTERVAL_S = 0.1
 _INTERVAL_OF_NODES_S = 0.5
 _SHARE_OF_LAUNCHER = 0.05
 """A look may take this share of one core of the launcher's: with very many ranks they are rarer."""
@@ -188,7 +188,7 @@ class StragglerWatch:
             if case is None:
                 case = self._open[subject] = Case(late, None, "", first_seen=step, last_seen=step)
             case.last_seen = step
-            if case.said_at is None and step - case.first_seen >= _CONFIRMING_STEPS:
+            if case.said_at is None and late.is_sure and step - case.first_seen >= _CONFIRMING_STEPS:
                 self._tell(judge, case, late, step)
             elif late.cost > case.late.cost:
                 case.late = late if case.said_at is None else case.late
