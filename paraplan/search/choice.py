@@ -247,7 +247,8 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
     for _, stage in PLAIN:
         survey.find(is_plain(survey.workload, plans.column, stage))
     firsts, kind = plans.kinds
-    named = np.array([is_named(plans.table(np.array([row])).plan(0)) for row in firsts])
+    examples = plans.table(firsts)
+    named = np.array([is_named(examples.plan(row)) for row in range(len(examples))])
     survey.find(named[kind])
     if objective == "memory":
         return

@@ -223,22 +223,32 @@ class Survey:
         if self.smallest_first or self.fronts:
             waiting = self._that_fit(waiting)
         order = self.peaks if self.smallest_first else plans.least_s
-        waiting = waiting[np.argsort(order[waiting], kind="stable")]
         # The most promising plans of the most promising kinds come first: they say what the others have to beat.
-        promising = np.sort(first_rows(kind[waiting])[0])
-        is_first = np.zeros(len(waiting), dtype=bool)
-        is_first[promising[: self.num_kinds]] = True
-        waiting = np.concatenate([waiting[is_first], waiting[~is_first]])
-        size = int(is_first.sum())
-        while len(waiting):
-            batch, waiting = waiting[:size], waiting[size:]
+        batch = self._most_promising(waiting, order)
+        is_left = np.ones(len(plans), dtype=bool)
+        is_left[batch] = False
+        waiting = waiting[is_left[waiting]]
+        size, is_sorted = len(batch), False
+        while len(batch):
             priced, rows = self._price(batch)
             np.minimum.at(best, kind[rows], priced.peak_bytes if self.smallest_first else priced.seconds)
             waiting = waiting[self._may_matter(waiting, kind, best)]
+            if not is_sorted:
+                waiting, is_sorted = waiting[np.argsort(order[waiting], kind="stable")], True
             size = min(4 * size, _MOST_ROWS)
             if is_stopped() and np.isfinite(best).any():
                 break
             say(f"pricing plans, {len(waiting):,} left, {_best_so_far(self.fastest_s)} (Ctrl-C: the best so far)")
+            batch, waiting = waiting[:size], waiting[size:]
+
+    def _most_promising(self, rows: Ints, order: Floats) -> Ints:
+        """Return the first plan in `order` of each of the first kinds."""
+        firsts, kind = self.plans.kinds
+        least = np.full(len(firsts), np.inf)
+        np.minimum.at(least, kind[rows], order[rows])
+        rows = rows[order[rows] == least[kind[rows]]]
+        rows = rows[first_rows(kind[rows])[0]]
+        return rows[np.argsort(order[rows], kind="stable")][: self.num_kinds]
 
     def find(self, among: Mask, *, at_most_s: float = np.inf, most_bytes: float = np.inf) -> float:
         """Price plans until the fastest of `among` that needs `most_bytes` or less is known; return its seconds.

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 
 from paraplan.cost.pipeline.simulation import round_size
-from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, Mask, OffloadCode, PlanTable, first_rows
+from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, OffloadCode, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.compatibility import (
@@ -24,14 +24,15 @@ from paraplan.plan.compatibility import (
     why_untrainable,
 )
 from paraplan.plan.executor import OWN_RUNTIME, Executor
-from paraplan.plan.parallel import AXES, Axis, Degree, ParallelPlan
+from paraplan.plan.parallel import AXES, Degree, ParallelPlan
 from paraplan.plan.support import rule_of, unsupported_axes
 from paraplan.search.constraints import FREE, Constraints, check_axes, check_micro_batch, nothing_has_all
+from paraplan.search.degrees import Degrees, all_degrees, divisors
 from paraplan.search.micro_batch_limit import largest_fitting
 from paraplan.search.rank_orders import RankOrders
 from paraplan.search.stage_splits import BalancedSplits
 
-CHUNK_ROWS = 32_000
+CHUNK_ROWS = 96_000
 """Plans that are priced at a time: what a chunk needs stays in the caches, and memory does not grow with the space."""
 MANY_PLANS = 200_000
 """From so many on, sizes of micro-batches that fit no way are looked for first."""
@@ -42,33 +43,21 @@ _GPIPE, _ONE_FORWARD, _INTERLEAVED, _ZERO_BUBBLE = (
 )
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """One product of axes, and over how many of the ranks of dp and cp experts go."""
-
-    dp: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int = 1
-
-    @property
-    def sizes(self) -> dict[Axis, int]:
-        """The axes by name."""
-        return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
-
-    @property
-    def named(self) -> dict[Degree, int]:
-        """All degrees by name."""
-        return {axis.name: getattr(self, axis.name) for axis in AXES}
-
-
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Plans of the space that may run, and the row of `PlanSpace.degrees` of each; orders of ranks are not chosen."""
 
     table: PlanTable
     degrees: Ints
+
+
+class _Rows(NamedTuple):
+    """Plans of one product of axes: its number, choices inside it by row, and the micro-batch of each."""
+
+    degrees: Degrees
+    number: int
+    choices: Ints
+    micro: Ints
 
 
 @dataclass
@@ -112,12 +101,13 @@ class PlanSpace:
         self._known_sizes: dict[int, Ints] = {}
         self._asked: dict[tuple[Degrees, int, tuple[int, ...]], str | None] = {}
         self._known_reasons: dict[tuple[int, Degrees, int], dict[str, Ints]] = {}
+        self._known_cells: dict[tuple[int, Degrees, bool, bytes], tuple[Ints, Ints, Counter[str]]] = {}
         self._known_choices: dict[tuple[bool, bool, int, int, bool], Ints] = {}
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the plans that divide the batch and the model and that can be executed, a chunk at a time."""
         possible = [each for each in self._degrees if self._is_possible(each)]
-        waiting: list[Chunk] = []
+        waiting, num_waiting = list[_Rows](), 0
         for degrees, largest in zip(possible, self._largest_sizes(possible), strict=True):
             variants = self._orders.count(degrees.sizes)
             self.variants.append(variants)
@@ -128,15 +118,15 @@ class PlanSpace:
             if too_large:
                 self.rejected[MICRO_BATCH_TOO_LARGE] += too_large * variants
             sizes = sizes[sizes <= largest]
-            choice, size = np.nonzero(self._executable(degrees, choices, sizes))
-            table = self._inside(degrees, choices[choice], sizes[size])
-            if len(table):
-                waiting.append(Chunk(table, np.full(len(table), len(self.degrees) - 1)))
-            if sum(len(chunk.table) for chunk in waiting) >= CHUNK_ROWS:
-                yield self._joined(waiting)
-                waiting = []
+            choice, size = self._executable(degrees, choices, sizes)
+            if len(choice):
+                waiting.append(_Rows(degrees, len(self.degrees) - 1, choices[choice], sizes[size]))
+                num_waiting += len(choice)
+            if num_waiting >= CHUNK_ROWS:
+                yield self._chunk(waiting)
+                waiting, num_waiting = [], 0
         if waiting:
-            yield self._joined(waiting)
+            yield self._chunk(waiting)
         if not self.considered:
             raise nothing_has_all(self.fixed)
 
@@ -162,7 +152,7 @@ class PlanSpace:
             smallest = smallest[(smallest[:, 3] == smallest[:, 3].min()) & (smallest[:, 7] == 0)]
             usual = smallest[smallest[:, 2] == _ONE_FORWARD]
             smallest = usual if len(usual) else smallest
-            probes.append(self._inside(each, smallest, np.ones(len(smallest), dtype=np.int64)))
+            probes.append(self._table([_Rows(each, 0, smallest, np.ones(len(smallest), dtype=np.int64))]))
         splits = self._splits.rows
         return largest_fitting(self.workload, [each.with_splits(splits) for each in probes], sizes)
 
@@ -180,10 +170,10 @@ class PlanSpace:
             return "something else is fixed"
         return self._reason(PlanTable.of_plans([plan]), 0)
 
-    def _joined(self, chunks: list[Chunk]) -> Chunk:
+    def _chunk(self, rows: Sequence[_Rows]) -> Chunk:
+        numbers = np.repeat([each.number for each in rows], [len(each.micro) for each in rows])
         # The divisions that later plans brought are in the rows of all.
-        tables = [chunk.table.with_splits(self._splits.rows) for chunk in chunks]
-        return Chunk(PlanTable.concatenate(tables), np.concatenate([chunk.degrees for chunk in chunks]))
+        return Chunk(self._table(rows).with_splits(self._splits.rows), numbers)
 
     def _reason_of(self, degrees: Degrees) -> str | None:
         return self._ruled_out(degrees) or self._unsupported_axes(degrees)
@@ -273,55 +263,73 @@ class PlanSpace:
         virtual = divisors(max(1, self.workload.model.num_blocks // pp))[1:]
         return [(_GPIPE, 1), (_ONE_FORWARD, 1), (_ZERO_BUBBLE, 1), *((_INTERLEAVED, size) for size in virtual)]
 
-    def _inside(self, degrees: Degrees, choices: Ints, micro: Ints, *, share: int | None = None) -> PlanTable:
-        """Return a row for each choice, with the micro-batch beside it; `share` are the sequences of a rank."""
-        share = share or max(1, self.workload.training.global_batch_size // degrees.dp)
-        zero, parallel, schedule, virtual, recompute, offload, split, shards = choices.T
-
-        def constant(value: int) -> Ints:
-            return np.full(len(micro), value, dtype=np.int64)
-
+    def _table(self, rows: Sequence[_Rows], *, share: int | None = None) -> PlanTable:
+        """Return the plans of some products of axes; `share` are the sequences of a rank."""
+        counts = [len(each.micro) for each in rows]
+        batch = self.workload.training.global_batch_size
+        shares = np.repeat([share or max(1, batch // each.degrees.dp) for each in rows], counts)
+        micro = np.concatenate([each.micro for each in rows])
+        choices = np.concatenate([each.choices for each in rows]).T.copy()
+        zero, parallel, schedule, virtual, recompute, offload, split, shards = choices
+        degrees = np.array([[getattr(each.degrees, axis.name) for each in rows] for axis in AXES], dtype=np.int64)
         return PlanTable(
-            dp=constant(degrees.dp),
-            tp=constant(degrees.tp),
-            pp=constant(degrees.pp),
-            cp=constant(degrees.cp),
+            **dict(zip((axis.name for axis in AXES), np.repeat(degrees, counts, axis=1), strict=True)),
             zero_stage=zero,
             sequence_parallel=parallel,
             micro_batch_size=micro,
-            num_microbatches=share // micro,
+            num_microbatches=shares // micro,
             schedule=schedule,
             virtual=virtual,
             recompute=recompute,
             offload=offload,
             split=split,
-            order=constant(0),
+            order=np.zeros_like(micro),
             shards=shards,
-            devices=constant(1),
-            ep=constant(degrees.ep),
+            devices=np.ones_like(micro),
         )
 
-    def _executable(self, degrees: Degrees, choices: Ints, sizes: Ints) -> Mask:
-        """Return `[C, S]`: which choices can be executed with which sizes of a micro-batch. The others are counted.
+    def _executable(self, degrees: Degrees, choices: Ints, sizes: Ints) -> tuple[Ints, Ints]:
+        """Return which choices can be executed with which sizes of a micro-batch, row beside row; count the others.
 
         The runtime looks at whether a degree exceeds one and whether the micro-batches fill the pipeline, not at how
         large they are, and shards over dp and cp alike; other frameworks look at these two one by one. One plan of each
         such kind is asked about, and stands for all.
         """
-        possible = np.ones((len(choices), len(sizes)), dtype=bool)
+        fills, small = self._fills(degrees, sizes), self._small(degrees)
+        divides_tokens = not (self.workload.training.seq_length // degrees.cp) % degrees.tp
+        key = (id(choices), small, divides_tokens, fills.tobytes())
+        if key not in self._known_cells:
+            self._known_cells[key] = self._cells(small, choices, fills, divides_tokens=divides_tokens)
+        choice, size, rejected = self._known_cells[key]
+        for reason, count in rejected.items():
+            self.rejected[reason] += count * self._orders.count(degrees.sizes)
+        return choice, size
+
+    def _cells(
+        self, small: Degrees, choices: Ints, fills: Ints, *, divides_tokens: bool
+    ) -> tuple[Ints, Ints, Counter[str]]:
+        """Return the pairs of a choice and a size that can be executed, and how many others there are by the reason."""
+        possible = np.ones((len(choices), len(fills)), dtype=bool)
+        rejected = Counter[str]()
         parallel = choices[:, 1] == 1
-        if (self.workload.training.seq_length // degrees.cp) % degrees.tp and parallel.any():
+        if not divides_tokens and parallel.any():
             possible[parallel] = False
             reason = "tp does not divide the tokens of a rank, as sequence parallelism needs it"
-            self.rejected[reason] += int(parallel.sum()) * len(sizes) * self._orders.count(degrees.sizes)
-        fills = self._fills(degrees, sizes)
+            rejected[reason] += int(parallel.sum()) * len(fills)
         for fill in np.flatnonzero(np.bincount(fills)):  # np.unique would import masked arrays
             alike = np.flatnonzero(fills == fill)
-            for reason, rows in self._reasons_of(degrees, choices, int(fill)).items():
+            for reason, rows in self._reasons_of(small, choices, int(fill)).items():
                 cells = np.ix_(rows, alike)
-                self.rejected[reason] += int(possible[cells].sum()) * self._orders.count(degrees.sizes)
+                rejected[reason] += int(possible[cells].sum())
                 possible[cells] = False
-        return possible
+        choice, size = np.nonzero(possible)
+        return choice, size, rejected
+
+    def _small(self, degrees: Degrees) -> Degrees:
+        """Return an example of the degrees of which the executor says the same."""
+        by_axis = not self.executor.is_own
+        dp, cp = (degrees.dp, degrees.cp) if by_axis else (degrees.dp * degrees.cp, 1)
+        return Degrees(*(min(each, 2) for each in (dp, degrees.tp, degrees.pp, cp, degrees.ep if by_axis else 1)))
 
     def _fills(self, degrees: Degrees, sizes: Ints) -> Ints:
         """Return an example of how many micro-batches each size leaves, for a pipeline of two stages.
@@ -334,11 +342,8 @@ class PlanSpace:
         conditions = [count < degrees.pp, count % degrees.pp == 0, count % rounds == 0]
         return np.select(conditions, [1, 2, 3], default=5) if degrees.pp > 1 else np.full_like(sizes, 5)
 
-    def _reasons_of(self, degrees: Degrees, choices: Ints, fill: int) -> dict[str, Ints]:
+    def _reasons_of(self, small: Degrees, choices: Ints, fill: int) -> dict[str, Ints]:
         """Return the rows of choices that cannot be executed with the micro-batches of `_fills`, by the reason."""
-        by_axis = not self.executor.is_own
-        dp, cp = (degrees.dp, degrees.cp) if by_axis else (degrees.dp * degrees.cp, 1)
-        small = Degrees(*(min(each, 2) for each in (dp, degrees.tp, degrees.pp, cp, degrees.ep if by_axis else 1)))
         key = (id(choices), small, fill)
         if key not in self._known_reasons:
             virtual, split, shards = 3, 6, 7  # columns of `_choices`
@@ -346,7 +351,8 @@ class PlanSpace:
             few[:, virtual], few[:, split] = np.minimum(few[:, virtual], 2), 0
             few[:, shards] = np.minimum(few[:, shards], 2)
             firsts, kind = first_rows(*few.T)
-            examples = self._inside(small, few[firsts], np.ones(len(firsts), dtype=np.int64), share=fill)
+            ones = np.ones(len(firsts), dtype=np.int64)
+            examples = self._table([_Rows(small, 0, few[firsts], ones)], share=fill)
             rows_of: dict[str, list[Ints]] = {}
             for number, columns in enumerate(map(tuple, few[firsts].tolist())):
                 asked = (small, fill, columns)
@@ -373,18 +379,3 @@ class PlanSpace:
         if table.offload[row] == OffloadCode.PARAMETERS and table.zero_stage[row] < 3:
             return "parameter offload requires ZeRO-3"
         return None
-
-
-def all_degrees(num_gpus: int, *, num_experts: int = 1) -> Iterator[Degrees]:
-    """Yield each product of dp, tp, pp and cp that equals `num_gpus`, with every ep that suits it and the experts."""
-    for tp in divisors(num_gpus):
-        for pp in divisors(num_gpus // tp):
-            for cp in divisors(num_gpus // tp // pp):
-                for ep in divisors(gcd(num_gpus // tp // pp, num_experts)):
-                    yield Degrees(dp=num_gpus // tp // pp // cp, tp=tp, pp=pp, cp=cp, ep=ep)
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors of a positive number, from 1 up."""
-    small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]
-    return sorted({*small, *(number // candidate for candidate in small)})

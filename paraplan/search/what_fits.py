@@ -15,8 +15,9 @@ from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.degrees import divisors
 from paraplan.search.evaluation import memory_of
-from paraplan.search.space import PlanSpace, divisors
+from paraplan.search.space import PlanSpace
 
 MOST_NODES = 16_384
 MOST_GPUS_OF_NODE = 8

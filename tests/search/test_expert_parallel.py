@@ -17,10 +17,11 @@ from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.search.constraints import Constraints
+from paraplan.search.degrees import all_degrees
 from paraplan.search.lower_bound import least_step_s
 from paraplan.search.rank_orders import ORDERS
 from paraplan.search.search import search
-from paraplan.search.space import PlanSpace, all_degrees
+from paraplan.search.space import PlanSpace
 
 DEEPSPEED_ZERO = load_framework("deepspeed-zero")
 MEGATRON_CORE = load_framework("megatron-core")

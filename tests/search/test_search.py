@@ -18,11 +18,12 @@ from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.search.constraints import Constraints
+from paraplan.search.degrees import all_degrees
 from paraplan.search.lower_bound import least_step_s
 from paraplan.search.rank_orders import ORDERS
 from paraplan.search.results import SearchResult, complexity
 from paraplan.search.search import search
-from paraplan.search.space import PlanSpace, all_degrees
+from paraplan.search.space import PlanSpace
 from paraplan.search.stage_splits import BalancedSplits
 from paraplan.search.what_fits import fewest_gpus, fewest_nodes, largest_batch, longest_sequence
 

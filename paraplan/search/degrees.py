@@ -1,0 +1,45 @@
+"""The products of axes over a number of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+from paraplan.plan.parallel import AXES, MEGATRON_RANK_ORDER, Axis, Degree
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """One product of axes, and over how many of the ranks of dp and cp experts go."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int = 1
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """The axes by name."""
+        return {axis: getattr(self, axis) for axis in MEGATRON_RANK_ORDER}
+
+    @property
+    def named(self) -> dict[Degree, int]:
+        """All degrees by name."""
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
+
+
+def all_degrees(num_gpus: int, *, num_experts: int = 1) -> Iterator[Degrees]:
+    """Yield each product of dp, tp, pp and cp that equals `num_gpus`, with every ep that suits it and the experts."""
+    for tp in divisors(num_gpus):
+        for pp in divisors(num_gpus // tp):
+            for cp in divisors(num_gpus // tp // pp):
+                for ep in divisors(gcd(num_gpus // tp // pp, num_experts)):
+                    yield Degrees(dp=num_gpus // tp // pp // cp, tp=tp, pp=pp, cp=cp, ep=ep)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive number, from 1 up."""
+    small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
