@@ -102,7 +102,7 @@ def _fits(estimate: PlanEstimate, workload: Workload) -> bool:
 
 
 def _parallelism(plan: ParallelPlan) -> str:
-    axes = " x ".join(axis for axis in ("tp", "pp", "cp", "ep") if getattr(plan, axis) > 1)
+    axes = " x ".join(axis for axis, degree in plan.degrees.items() if axis != "dp" and degree > 1)
     sharding = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "DDP" if plan.dp > 1 else ""
     return ", ".join(part for part in (axes, sharding) if part) or "one GPU"
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
-from paraplan.report.plan_words import device_tool
+from paraplan.report.plan_words import device_tool, step_parts
 from paraplan.report.short_text import LABEL_WIDTH, Line
 from paraplan.units import format_bytes, format_count, format_flops, format_seconds, gpus
 
@@ -28,19 +28,6 @@ PARTS = (
     ("activation_bytes", "activations", "magenta"),
     ("workspace_bytes", "workspace", "cyan"),
 )
-STEP_PARTS = (
-    ("compute_s", "forward and backward"),
-    ("recompute_s", "recompute"),
-    ("tensor_parallel_s", "tensor-parallel communication"),
-    ("context_parallel_s", "context-parallel communication"),
-    ("expert_parallel_s", "expert-parallel communication"),
-    ("pipeline_bubble_s", "pipeline bubble"),
-    ("pipeline_send_s", "pipeline send"),
-    ("data_parallel_s", "exposed data-parallel communication"),
-    ("optimizer_s", "optimizer"),
-)
-
-
 TONES = {"good": "bold green", "bad": "bold red", "caution": "yellow", "dim": "dim", "": ""}
 
 
@@ -191,15 +178,8 @@ def _print_step(console: Console, estimate: Estimate) -> None:
     table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     for justify in ("left", "right", "right"):
         table.add_column(justify=justify)
-    titles = dict(STEP_PARTS)
-    if estimate.plan.offload != "none":
-        titles["optimizer_s"] = "optimizer, on the host"
-    if estimate.plan.offload == "parameters":
-        titles["data_parallel_s"] = "data-parallel and copies from the host"
-    for name, title in titles.items():
-        seconds = getattr(step, name)
-        if seconds > 0:
-            table.add_row(title, format_seconds(seconds), f"{seconds / step.step_time_s:.1%}")
+    for title, seconds in step_parts(estimate.plan, step):
+        table.add_row(title, format_seconds(seconds), f"{seconds / step.step_time_s:.1%}")
     console.print(table)
 
 

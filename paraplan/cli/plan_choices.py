@@ -93,11 +93,7 @@ class PlanChoices:
         from paraplan.api.recommendations import Constraints  # the search, which an estimate does without
 
         return Constraints(
-            dp=self.dp,
-            tp=self.tp,
-            pp=self.pp,
-            cp=self.cp,
-            ep=self.ep,
+            **{axis.name: getattr(self, axis.name) for axis in AXES},
             zero_stage=self.zero,
             micro_batch_size=self.micro_batch,
             recompute=self.recompute.value if self.recompute else None,
@@ -111,14 +107,11 @@ class PlanChoices:
 
         Raises `PlanError` where they contradict each other.
         """
-        dp, pp, micro_batch = self.dp or 1, self.pp or 1, self.micro_batch or 1
-        schedule = self.schedule or (ScheduleChoice.one_forward_one_backward if pp > 1 else None)
+        degrees = {axis.name: getattr(self, axis.name) or 1 for axis in AXES}
+        dp, micro_batch = degrees["dp"], self.micro_batch or 1
+        schedule = self.schedule or (ScheduleChoice.one_forward_one_backward if degrees["pp"] > 1 else None)
         return make_plan(
-            dp=dp,
-            tp=self.tp or 1,
-            pp=pp,
-            cp=self.cp or 1,
-            ep=self.ep or 1,
+            **degrees,
             zero_stage=self.zero or 0,
             micro_batch_size=micro_batch,
             num_microbatches=micro_batches(global_batch or dp * micro_batch, dp=dp, micro_batch_size=micro_batch),

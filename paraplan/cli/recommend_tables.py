@@ -279,7 +279,8 @@ def without_equals(candidates: tuple[Candidate, ...], chosen: object) -> tuple[C
 
 
 def _without_cp(plan: Any) -> tuple[object, ...]:
-    return plan.tp, plan.pp, plan.ep, plan.dp * plan.cp, plan.zero_stage, plan.offload, plan.recompute
+    of_data = {"dp": plan.dp * plan.cp, "cp": 1}
+    return *(plan.degrees | of_data).items(), plan.zero_stage, plan.offload, plan.recompute
 
 
 def _rejections(result: SearchResult) -> Table:

@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
+from paraplan.plan.parallel import AXES
 from paraplan.records import Record
 
 LENGTH = 2.0
@@ -67,7 +68,7 @@ def sizes_of(table: PlanTable, *, hidden_size: int, seq_length: int) -> Floats:
 
     The number of micro-batches and the ZeRO stage count half: little in a step depends on them alone.
     """
-    columns = (table.tp, table.pp, table.dp, table.cp, table.ep, table.micro_batch_size)
+    columns = (*(getattr(table, axis.name) for axis in AXES), table.micro_batch_size)
     doublings = [np.log2(column.astype(float)) for column in columns]
     halves = [0.5 * np.log2(table.num_microbatches.astype(float)), 0.5 * table.zero_stage]
     model = [np.full(len(table), np.log2(float(size))) for size in (hidden_size, seq_length)]

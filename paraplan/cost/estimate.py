@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
@@ -39,6 +41,30 @@ class MemoryEstimate(MemoryParts, _OfStage):
     device_bytes: int
     host_bytes: int = 0
     cached_device_bytes: int = 0
+
+
+class StepPart(NamedTuple):
+    """An exposed part of a step."""
+
+    name: str
+    """The field of `StepEstimate`."""
+    title: str
+    waste: str = ""
+    """What it is called as time that the GPUs do not compute; nothing for what is work."""
+
+
+STEP_PARTS = (
+    StepPart("compute_s", "forward and backward"),
+    StepPart("recompute_s", "recompute"),
+    StepPart("tensor_parallel_s", "tensor-parallel communication", "tensor-parallel communication"),
+    StepPart("context_parallel_s", "context-parallel communication", "context-parallel communication"),
+    StepPart("expert_parallel_s", "expert-parallel communication", "sending tokens to experts"),
+    StepPart("pipeline_bubble_s", "pipeline bubble", "waiting in the pipeline"),
+    StepPart("pipeline_send_s", "pipeline sends", "sends between pipeline stages"),
+    StepPart("data_parallel_s", "exposed data-parallel communication", "exposed data-parallel communication"),
+    StepPart("optimizer_s", "optimizer", "the optimizer"),
+)
+"""The parts of a step in the order in which they are shown."""
 
 
 class StepEstimate(Record):

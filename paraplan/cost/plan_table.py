@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, Offload, ParallelPlan, Recompute, ScheduleName
+from paraplan.plan.parallel import AXES, MEGATRON_RANK_ORDER, Axis, Offload, ParallelPlan, Recompute, ScheduleName
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -99,10 +99,7 @@ class PlanTable:
             return np.fromiter(values, dtype=np.int64, count=len(rows))
 
         return cls(
-            dp=column(plan.dp for plan in rows),
-            tp=column(plan.tp for plan in rows),
-            pp=column(plan.pp for plan in rows),
-            cp=column(plan.cp for plan in rows),
+            **{axis.name: column(getattr(plan, axis.name) for plan in rows) for axis in AXES},
             zero_stage=column(plan.zero_stage for plan in rows),
             sequence_parallel=column(int(plan.sequence_parallel) for plan in rows),
             micro_batch_size=column(plan.micro_batch_size for plan in rows),
@@ -115,7 +112,6 @@ class PlanTable:
             order=column(RANK_ORDERS.index(plan.rank_order) for plan in rows),
             shards=column(plan.zero_shards or 0 for plan in rows),
             devices=column(plan.devices_per_process for plan in rows),
-            ep=column(plan.ep for plan in rows),
             splits=splits,
         )
 
@@ -176,11 +172,7 @@ class PlanTable:
     def plan(self, row: int) -> ParallelPlan:
         """Return one row as a record."""
         return ParallelPlan(
-            dp=int(self.dp[row]),
-            tp=int(self.tp[row]),
-            pp=int(self.pp[row]),
-            cp=int(self.cp[row]),
-            ep=int(self.ep[row]),
+            **{axis.name: int(getattr(self, axis.name)[row]) for axis in AXES},
             zero_stage=int(self.zero_stage[row]),
             zero_shards=int(self.shards[row]) or None,
             devices_per_process=int(self.devices[row]),

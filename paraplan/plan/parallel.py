@@ -23,6 +23,8 @@ class AxisInfo(NamedTuple):
 
     name: Degree
     """The field, which is also the option of the command line and the word in descriptions."""
+    title: str
+    """What it is parallel in, in the field's word: `tensor`."""
     ranks: str
     """What the degree counts, as help says it."""
     multiplies_ranks: bool = True
@@ -30,12 +32,13 @@ class AxisInfo(NamedTuple):
 
 
 AXES = (
-    AxisInfo("dp", "Data-parallel ranks."),
-    AxisInfo("tp", "Tensor-parallel ranks."),
-    AxisInfo("pp", "Pipeline stages."),
-    AxisInfo("cp", "Context-parallel ranks."),
+    AxisInfo("dp", "data", "Data-parallel ranks."),
+    AxisInfo("tp", "tensor", "Tensor-parallel ranks."),
+    AxisInfo("pp", "pipeline", "Pipeline stages."),
+    AxisInfo("cp", "context", "Context-parallel ranks."),
     AxisInfo(
         "ep",
+        "expert",
         "Ranks of dp x cp that share out a mixture's experts (expert parallelism).",
         multiplies_ranks=False,
     ),

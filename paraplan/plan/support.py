@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from paraplan.errors import UnsupportedPlanError
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import Degree, ParallelPlan
 from paraplan.plan.stages import stages_reason
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
 
@@ -70,8 +72,9 @@ def rule_of(reason: str) -> str:
     return reason.partition(": ")[2] or reason
 
 
-def unsupported_axes(*, dp: int, tp: int, pp: int, cp: int, ep: int = 1) -> str | None:
+def unsupported_axes(degrees: Mapping[Degree, int]) -> str | None:
     """Return why no plan of these degrees can be executed, None where some can."""
+    ep = degrees["ep"]
     if ep > 1:
         return f"ep={ep}: experts are divided over tp, not over ep, which Megatron-Core has (--framework megatron-core)"
     return None
@@ -105,7 +108,7 @@ def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | N
 
 
 def _axes_reason(plan: ParallelPlan) -> str | None:
-    reason = unsupported_axes(dp=plan.dp, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep)
+    reason = unsupported_axes(plan.degrees)
     if reason is not None:
         return reason
     if plan.zero_shards is not None and plan.dp < plan.world_size:

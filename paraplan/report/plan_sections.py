@@ -12,24 +12,12 @@ from paraplan.plan.files import PlannedPlacement
 from paraplan.report.chart_svg import NARROW, WIDE, ChartRenderer
 from paraplan.report.charts import MEMORY_PARTS, memory_chart, shown_stages
 from paraplan.report.page import Column, Row, details, facts, figure, paragraph, section, table
-from paraplan.report.plan_words import cautions
+from paraplan.report.plan_words import cautions, step_parts
 from paraplan.report.rank_map import axis_groups, map_table
 from paraplan.report.short_text import basis_in_words
 from paraplan.report.timeline_chart import shown_rows, timeline_chart
 from paraplan.report.topology_svg import GroupRow, render_svg
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_flops, format_seconds
-
-STEP_PARTS = (
-    ("compute_s", "forward and backward"),
-    ("recompute_s", "recompute"),
-    ("tensor_parallel_s", "tensor-parallel communication"),
-    ("context_parallel_s", "context-parallel communication"),
-    ("expert_parallel_s", "expert-parallel communication"),
-    ("pipeline_bubble_s", "pipeline bubble"),
-    ("pipeline_send_s", "pipeline sends"),
-    ("data_parallel_s", "exposed data-parallel communication"),
-    ("optimizer_s", "optimizer"),
-)
 
 
 def workload_lines(workload: Workload) -> list[str]:
@@ -98,16 +86,13 @@ def step_section(estimate: PlanEstimate) -> str:
     """Return the parts of the step time, the largest share first to be seen."""
     step = estimate.step
     rows = []
-    for name, title in STEP_PARTS:
-        seconds = getattr(step, name)
-        if seconds > 0:
-            share = seconds / step.step_time_s
-            rows.append(
-                f"<tr><th scope='row' class='words'>{title}</th><td class='number'>{format_seconds(seconds)}</td>"
-                f"<td class='number'>{share:.1%}</td>"
-                f'<td class="wide" aria-hidden="true"><span class="bar" style="width:{share * 320:.0f}px"></span></td>'
-                "</tr>"
-            )
+    for title, seconds in step_parts(estimate.plan, step):
+        share = seconds / step.step_time_s
+        rows.append(
+            f"<tr><th scope='row' class='words'>{title}</th><td class='number'>{format_seconds(seconds)}</td>"
+            f"<td class='number'>{share:.1%}</td>"
+            f'<td class="wide" aria-hidden="true"><span class="bar" style="width:{share * 320:.0f}px"></span></td></tr>'
+        )
     hidden = step.data_parallel_wire_s - step.data_parallel_s
     beside = (
         f" Another {format_seconds(hidden)} of data-parallel communication runs beside compute." if hidden > 0 else ""

@@ -5,27 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from paraplan.cost.estimate import PlanEstimate, StepEstimate, estimate_plan
+from paraplan.cost.estimate import STEP_PARTS, PlanEstimate, StepEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.units import format_bytes
 
 LOW_MFU, LARGE_BUBBLE, FULL_MEMORY = 0.15, 0.30, 0.95
 """What is said aloud: a poor use of the GPUs, a pipeline that waits, memory that leaves no room for fragmentation."""
 AS_FAST = 0.8
 """Of a plan's tokens a second: plain FSDP is worth a word from there."""
-
-_WASTE = {
-    "pipeline_bubble_s": "waiting in the pipeline",
-    "data_parallel_s": "exposed data-parallel communication",
-    "tensor_parallel_s": "tensor-parallel communication",
-    "context_parallel_s": "context-parallel communication",
-    "expert_parallel_s": "sending tokens to experts",
-    "pipeline_send_s": "sends between pipeline stages",
-    "optimizer_s": "the optimizer",
-}
-
 
 _RECOMPUTE = {
     "selective": "activation recompute of attention",
@@ -61,9 +50,7 @@ def _spread(plan: ParallelPlan) -> str:
     if plan.world_size == 1:
         return "one GPU"
     others = [
-        f"{title} {degree}"
-        for title, degree in (("tensor", plan.tp), ("pipeline", plan.pp), ("context", plan.cp), ("expert", plan.ep))
-        if degree > 1
+        f"{axis.title} {degree}" for axis in AXES if axis.name != "dp" and (degree := plan.degrees[axis.name]) > 1
     ]
     schedule = f" ({_schedule(plan)})" if plan.pp > 1 else ""
     if not others:
@@ -119,9 +106,20 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
     return (*found, *_of_batch(workload, estimate))
 
 
+def step_parts(plan: ParallelPlan, step: StepEstimate) -> list[tuple[str, float]]:
+    """Return the exposed parts of a step that take any time, each with its title and its seconds."""
+    titles = {part.name: part.title for part in STEP_PARTS}
+    if plan.offload != "none":
+        titles["optimizer_s"] = "optimizer, on the host"
+    if plan.offload == "parameters":
+        titles["data_parallel_s"] = "data-parallel and copies from the host"
+    found = ((title, float(getattr(step, name))) for name, title in titles.items())
+    return [(title, seconds) for title, seconds in found if seconds > 0]
+
+
 def _largest_waste(step: StepEstimate) -> tuple[str, float]:
-    name = max(_WASTE, key=lambda part: float(getattr(step, part)))
-    return _WASTE[name], getattr(step, name) / step.step_time_s
+    worst = max((part for part in STEP_PARTS if part.waste), key=lambda part: float(getattr(step, part.name)))
+    return worst.waste, getattr(step, worst.name) / step.step_time_s
 
 
 def _scarcity(workload: Workload) -> str:

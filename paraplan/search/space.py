@@ -204,7 +204,7 @@ class PlanSpace:
             if degrees.ep == 1 or self.workload.framework.data_parallel.has_expert_parallel:
                 return None
             return f"{self.workload.framework.title} does not spread experts over ep"
-        reason = unsupported_axes(**degrees.named)
+        reason = unsupported_axes(degrees.named)
         return None if reason is None else rule_of(reason)
 
     def _micro_batch_sizes(self, degrees: Degrees) -> Ints:
