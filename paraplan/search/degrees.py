@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 from paraplan.plan.parallel import AXES, MEGATRON_RANK_ORDER, Axis, Degree
 
@@ -31,12 +31,22 @@ class Degrees:
 
 
 def all_degrees(num_gpus: int, *, num_experts: int = 1) -> Iterator[Degrees]:
-    """Yield each product of dp, tp, pp and cp that equals `num_gpus`, with every ep that suits it and the experts."""
-    for tp in divisors(num_gpus):
-        for pp in divisors(num_gpus // tp):
-            for cp in divisors(num_gpus // tp // pp):
-                for ep in divisors(gcd(num_gpus // tp // pp, num_experts)):
-                    yield Degrees(dp=num_gpus // tp // pp // cp, tp=tp, pp=pp, cp=cp, ep=ep)
+    """Yield each product of the axes of ranks that equals `num_gpus`, with every ep that suits it and the experts."""
+    inner = [axis.name for axis in AXES if axis.multiplies_ranks and axis.name != "dp"]
+    for sizes in _products(num_gpus, len(inner)):
+        named = {"dp": num_gpus // prod(sizes), **dict(zip(inner, sizes, strict=True))}
+        for ep in divisors(gcd(named["dp"] * named["cp"], num_experts)):
+            yield Degrees(**named, ep=ep)
+
+
+def _products(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
+    """Yield all that many numbers whose product divides `number`."""
+    if not num_factors:
+        yield ()
+        return
+    for first in divisors(number):
+        for rest in _products(number // first, num_factors - 1):
+            yield first, *rest
 
 
 def divisors(number: int) -> list[int]:

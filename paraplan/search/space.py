@@ -327,9 +327,8 @@ class PlanSpace:
 
     def _small(self, degrees: Degrees) -> Degrees:
         """Return an example of the degrees of which the executor says the same."""
-        by_axis = not self.executor.is_own
-        dp, cp = (degrees.dp, degrees.cp) if by_axis else (degrees.dp * degrees.cp, 1)
-        return Degrees(*(min(each, 2) for each in (dp, degrees.tp, degrees.pp, cp, degrees.ep if by_axis else 1)))
+        joined = {"dp": degrees.dp * degrees.cp, "cp": 1, "ep": 1} if self.executor.is_own else {}
+        return Degrees(**{axis: min(degree, 2) for axis, degree in (degrees.named | joined).items()})
 
     def _fills(self, degrees: Degrees, sizes: Ints) -> Ints:
         """Return an example of how many micro-batches each size leaves, for a pipeline of two stages.
