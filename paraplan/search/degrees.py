@@ -34,7 +34,8 @@ def all_degrees(num_gpus: int, *, num_experts: int = 1) -> Iterator[Degrees]:
     """Yield each product of the axes of ranks that equals `num_gpus`, with every ep that suits it and the experts."""
     inner = [axis.name for axis in AXES if axis.multiplies_ranks and axis.name != "dp"]
     for sizes in _products(num_gpus, len(inner)):
-        named = {"dp": num_gpus // prod(sizes), **dict(zip(inner, sizes, strict=True))}
+        named: dict[str, int] = dict(zip(inner, sizes, strict=True))
+        named["dp"] = num_gpus // prod(sizes)
         for ep in divisors(gcd(named["dp"] * named["cp"], num_experts)):
             yield Degrees(**named, ep=ep)
 
