@@ -50,11 +50,11 @@ class LargestLayer(Record):
 
 
 def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
-    """Return what fits under each ZeRO stage and recompute, with the tp, pp, cp and schedule of `plan`.
+    """Return what fits under each ZeRO stage and recompute, with the axes and the schedule of `plan`.
 
     The world is all GPUs of the cluster, or that of `plan` where it is larger.
     """
-    fixed = plan.tp * plan.pp * plan.cp
+    fixed = plan.world_size // plan.dp
     replicas = max(plan.dp, workload.cluster.num_gpus // fixed)
     offloads_parameters = plan.offload == "parameters"  # which ZeRO-3 alone does
     stages = (3,) if offloads_parameters else (0, 1) if plan.pp > 1 else (0, 1, 2, 3)

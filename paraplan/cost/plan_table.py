@@ -143,6 +143,10 @@ class PlanTable:
         """Sequences of a micro-batch on one GPU: all, unless DataParallel divides them over the GPUs of a process."""
         return -(-self.micro_batch_size // self.devices)
 
+    def tokens(self, seq_length: int) -> Floats:
+        """Return the tokens of a micro-batch on one rank."""
+        return np.asarray(self.micro_batch_size * seq_length / self.cp)
+
     def select(self, rows: Mask | Ints) -> Self:
         """Return the table of some rows."""
         columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in COLUMNS}

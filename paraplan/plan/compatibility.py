@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import gcd
 from typing import Literal
 
@@ -11,7 +12,7 @@ from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.spec import ModelSpec
 from paraplan.model.weight_formats import is_stored_below_16_bits
 from paraplan.plan.context_heads import context_reason
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import AXES, Degree, ParallelPlan
 from paraplan.plan.stages import stages_reason
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
@@ -70,9 +71,7 @@ def why_incompatible(
         why_untrainable(model, training, cluster.gpu)
         or _ranks(plan, cluster)
         or _batch(plan, training)
-        or why_degrees_incompatible(
-            model, training, tp=plan.tp, pp=plan.pp, cp=plan.cp, ep=plan.ep, dp=plan.dp, rings_context=rings_context
-        )
+        or why_degrees_incompatible(model, training, plan.degrees, rings_context=rings_context)
         or _stages(plan, model)
         or _sequence(plan, training)
         or why_not_sharded(training, zero_stage=plan.zero_stage)
@@ -184,26 +183,19 @@ def why_untrainable(model: ModelSpec, training: TrainingSpec, gpu: GpuProfile) -
 
 
 def why_degrees_incompatible(
-    model: ModelSpec,
-    training: TrainingSpec,
-    *,
-    tp: int,
-    pp: int,
-    cp: int,
-    ep: int,
-    dp: int,
-    rings_context: bool = False,
+    model: ModelSpec, training: TrainingSpec, degrees: Mapping[Degree, int], *, rings_context: bool = False
 ) -> Incompatibility | None:
     """Return why no plan of these degrees suits a model and its training, None where one may."""
+    tp, cp = degrees["tp"], degrees["cp"]
     rules = (
         why_tp(model, tp),
         _quantized_tp(training, tp),
         _parts_of_gradients(training, tp=tp),
         None if rings_context else _context_heads(model, tp=tp, cp=cp),
-        why_pp(model, pp),
-        _share("global_batch", dp, training.global_batch_size),
+        why_pp(model, degrees["pp"]),
+        _share("global_batch", degrees["dp"], training.global_batch_size),
         _share("cp", cp, training.seq_length),
-        why_ep(model, ep),
+        why_ep(model, degrees["ep"]),
     )
     return next((found for found in rules if found is not None), None)
 
@@ -280,11 +272,15 @@ def _ranks(plan: ParallelPlan, cluster: Cluster) -> Incompatibility | None:
         rule="ranks",
         value=plan.world_size,
         limit=cluster.num_gpus,
-        message=f"the plan has dp {plan.dp} x tp {plan.tp} x pp {plan.pp} x cp {plan.cp} = {plan.world_size} ranks, "
+        message=f"the plan has {_product_of(plan)} = {plan.world_size} ranks, "
         f"and {cluster.num_nodes} x {cluster.name} has {cluster.num_gpus} GPUs",
         reason="the plan has more ranks than the machines have GPUs",
         hint=f"use --nodes {nodes}, or a plan of at most {cluster.num_gpus} ranks",
     )
+
+
+def _product_of(plan: ParallelPlan) -> str:
+    return " x ".join(f"{axis.name} {plan.degrees[axis.name]}" for axis in AXES if axis.multiplies_ranks)
 
 
 def _batch(plan: ParallelPlan, training: TrainingSpec) -> Incompatibility | None:

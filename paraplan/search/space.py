@@ -192,7 +192,7 @@ class PlanSpace:
             self._known_rules[axes] = why_degrees_incompatible(
                 self.workload.model,
                 self.workload.training,
-                **degrees.named | {"ep": 1},  # all degrees of ep divide the experts
+                degrees.named | {"ep": 1},  # all degrees of ep divide the experts
                 rings_context=self.workload.framework.kernels.ring_attention,
             )
         found = self._known_rules[axes]

@@ -11,7 +11,7 @@ from paraplan.cost.plan_table import RANK_ORDERS, Floats, Ints, PlanTable, disti
 from paraplan.cost.workload import Workload
 from paraplan.hardware.bus_bandwidth import GroupSpeed, RankGroup, bus_bandwidth, bus_factor
 from paraplan.hardware.profiles import Collective
-from paraplan.plan.parallel import Axis
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis
 
 _REDUCTIONS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -124,7 +124,7 @@ def device_links(workload: Workload, table: PlanTable) -> GroupLinks:
 
 
 def _sizes(table: PlanTable) -> dict[Axis, Ints]:
-    return {"pp": table.pp, "dp": table.dp, "cp": table.cp, "tp": table.tp}
+    return {axis: getattr(table, axis) for axis in MEGATRON_RANK_ORDER}
 
 
 def _stride(table: PlanTable, axis: Axis) -> Ints:

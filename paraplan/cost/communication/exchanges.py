@@ -71,7 +71,7 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
         _width(attention, table, keys_alone=rings) * count for attention, count in attentions if attention is not None
     ]
     width = sum(widths) / model.num_blocks
-    tokens = table.micro_batch_size * training.seq_length / table.cp
+    tokens = table.tokens(training.seq_length)
     num_bytes = tokens * width * training.activation_bytes / table.tp
     links = links or group_links(workload, table, "cp")
     once = np.where(table.cp > 1, (links.all_gather_s if rings else links.all_to_all_s)(num_bytes), 0.0)
@@ -145,7 +145,7 @@ def expert_exchange_s(
         return zeros, zeros, zeros, zeros
     model, training = workload.model, workload.training
     links, profile = links or expert_links(workload, table)[0], workload.framework.experts
-    tokens = table.micro_batch_size * training.seq_length / table.cp
+    tokens = table.tokens(training.seq_length)
     narrow = (profile.dispatched_bytes or training.activation_bytes) / training.activation_bytes
     shown, hidden, hidden_backward = zeros, zeros, zeros
     for run in model.runs:

@@ -34,7 +34,7 @@ def loss_without_all_logits(rank: RankMemory) -> LossBytes:
     2024, section 4.2).
     """
     model, table = rank.workload.model, rank.table
-    tokens = table.micro_batch_size * rank.workload.training.seq_length / table.cp * rank.stage.is_last
+    tokens = table.tokens(rank.workload.training.seq_length) * rank.stage.is_last
     each = rank.compute_bytes
     logits = rank.num_logits
     entry = tokens * model.hidden_size * each

@@ -243,7 +243,7 @@ class RankMemory:
     @cached_property
     def num_logits(self) -> Floats:
         """Logits of one micro-batch on this rank: 0 away from the last stage."""
-        tokens = self.table.micro_batch_size * self.workload.training.seq_length / self.table.cp
+        tokens = self.table.tokens(self.workload.training.seq_length)
         outputs = self.workload.model.vocabulary
         return np.asarray(tokens * outputs / self.table.tp * self.stage.is_last)
 

@@ -25,7 +25,7 @@ class AxisTraffic(Record):
 
     def bytes_of(self, axis: Axis) -> float:
         """Return the bytes of an axis."""
-        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}[axis]
+        return float(getattr(self, axis))
 
 
 def axis_traffic(plan: ParallelPlan, training: TrainingSpec, model: ModelSpec) -> AxisTraffic:
