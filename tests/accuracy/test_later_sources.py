@@ -1,0 +1,31 @@
+"""The measured runs that stand beside the profiles, and what the documentation says of them."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import paraplan
+from paraplan.api.validation import validate
+from paraplan.resources import profiles_folder
+
+RUNS = profiles_folder() / "runs" / "later_sources.csv"
+
+
+def test_their_errors_are_those_that_the_page_tells() -> None:
+    page = (Path(paraplan.__file__).parent / "docs" / "accuracy.md").read_text()
+    section = page.partition("## Sources that came later")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^*|]+ \| (\d+) \| ([\d.]+) % \|", section, re.MULTILINE)
+    told = [(int(count), float(error)) for count, error in rows]
+    score = validate({RUNS.name: RUNS.read_text()}, everything=True).scored.to_dict()["step_time"]
+    found = [(source["rows"], round(source["mape"] * 100, 1)) for source in score["by_source"].values()]
+    assert sorted(told) == sorted(found)
+    mean = float(re.search(r"\*\*([\d.]+) %\*\*", section)[1])  # type: ignore[index]
+    assert round(score["mean_of_sources"] * 100, 1) == mean
+
+
+def test_every_run_says_where_it_was_published() -> None:
+    with RUNS.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            assert re.match(r"[\w.-]+/[\w.-]+(@[0-9a-f]{7})?:\S+\.md$", row["source_locator"]), row["id"]
