@@ -137,6 +137,8 @@ class KernelProfile(_Group):
     """Keys and values of grouped queries are repeated to all heads and saved so."""
     recomputes_ops: bool = False
     """It has recompute of chosen operations (`selective_ops`)."""
+    recomputes_ops_by_default: bool = False
+    """Its own configurations recompute so: it makes a plan no harder to run."""
     recomputed_ops: RecomputedOps = "torch"
     """Who chooses them."""
     dropout: float = 0.1

@@ -241,6 +241,12 @@ def is_plain(workload: Workload, column: Callable[[str], Ints], stage: int) -> M
     return np.asarray(np.logical_and.reduce([of_data, plain, *others]))
 
 
+def _levels(workload: Workload, column: Callable[[str], Ints]) -> Ints:
+    """Return how much there is to each plan."""
+    by_default = workload.framework.kernels.recomputes_ops_by_default
+    return complexity(column, seq_length=workload.training.seq_length, ops_by_default=by_default)
+
+
 def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[ParallelPlan], bool]) -> None:
     """Price what the choice looks at beside the best of each kind: simpler plans, baselines, the guide's families."""
     plans = survey.plans
@@ -254,7 +260,7 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
         return
     roomy_bytes = ROOMY * survey.workload.usable_memory_bytes
     survey.find(plans.column("offload") == 0, at_most_s=_surest_s(survey), most_bytes=roomy_bytes)
-    levels = complexity(plans.column, seq_length=survey.workload.training.seq_length)
+    levels = _levels(survey.workload, plans.column)
     for level in np.flatnonzero(np.bincount(levels)):  # np.unique would import masked arrays
         at_most_s = (1 + TOLERANCE[objective]) * _surest_s(survey)
         survey.find(levels == level, at_most_s=at_most_s, most_bytes=roomy_bytes)
@@ -282,8 +288,7 @@ def _simplest(plans: EvaluatedPlans, objective: Objective) -> int:
     values = priced.peak_bytes if objective == "memory" else priced.seconds
     if objective != "memory" and TOLERANCE[objective]:
         values = values * (1 + faults(priced.table.offload, priced.peak_bytes / plans.workload.usable_memory_bytes))
-    length = plans.workload.training.seq_length
-    levels = complexity(lambda column: getattr(priced.table, column), seq_length=length)
+    levels = _levels(plans.workload, lambda column: getattr(priced.table, column))
     order = np.lexsort((values, levels))
     close = values[order] <= (1 + TOLERANCE[objective]) * values.min()
     found = plans.first_fitting(order[close].tolist(), _TRIED)

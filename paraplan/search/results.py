@@ -109,18 +109,19 @@ def rank(objective: Objective, *, seconds: Floats, peak_bytes: Floats) -> Ints:
     return np.lexsort(keys).astype(np.int64)
 
 
-def complexity(column: Callable[[str], Ints], *, seq_length: int) -> Ints:
+def complexity(column: Callable[[str], Ints], *, seq_length: int, ops_by_default: bool = False) -> Ints:
     """Return how much there is to each plan, by its columns: what makes it harder to run, to debug and to explain.
 
     Each axis beside dp, offload, virtual stages, uneven stages, sharding in groups and ranks in another order than
-    Megatron-LM's count 2, offloaded parameters 4, sharding over dp (ZeRO) and recompute of chosen operations 1.
+    Megatron-LM's count 2, offloaded parameters 4, sharding over dp (ZeRO) and recompute of chosen operations 1: of
+    these nothing where the framework does so by default.
     Context parallelism that leaves a rank fewer than `FEW_TOKENS` counts twice: it stands for data parallelism there.
     """
     twice = [column(axis.name) > 1 for axis in AXES if axis.name != "dp"]
     twice += [(column("cp") > 1) & (seq_length // column("cp") < FEW_TOKENS)]
     twice += [column("virtual") > 1, *(column(name) > 0 for name in ("split", "shards", "order"))]
     counted = sum((each.astype(np.int64) for each in twice), start=column("offload").astype(np.int64))
-    chooses = column("recompute") == RecomputeCode.SELECTIVE_OPS
+    chooses = (column("recompute") == RecomputeCode.SELECTIVE_OPS) & (not ops_by_default)
     return np.asarray(2 * counted + (column("zero_stage") > 0) + chooses)
 
 

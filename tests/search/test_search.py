@@ -242,6 +242,18 @@ def test_complexity_counts_what_makes_a_plan_hard_to_run() -> None:
     assert levels_of(8192) == [2, 2]
 
 
+def test_recompute_that_a_framework_has_by_default_makes_its_plans_no_harder(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=8192, global_batch_size=64)
+    chosen = search(replace(made, framework=load_framework("torchtitan")), executor=ANYTHING).best.plan
+    assert (chosen.dp, chosen.recompute) == (8, "selective_ops")
+    plans = PlanTable.of_plans([chosen, chosen.replace(recompute="full")])
+    for by_default, levels in ((True, [1, 1]), (False, [2, 1])):
+        found_levels = complexity(
+            lambda column: np.asarray(getattr(plans, column)), seq_length=8192, ops_by_default=by_default
+        )
+        assert found_levels.tolist() == levels
+
+
 def test_plain_fsdp_and_ddp_stand_beside_the_best_also_where_they_do_not_fit(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", seq_length=4096, global_batch_size=64)
     fsdp, ddp = found(made).baselines
