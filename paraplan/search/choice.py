@@ -11,7 +11,7 @@ import numpy as np
 
 from paraplan.cost.blocks.kernels import effective_peak
 from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
-from paraplan.cost.plan_table import Ints, Mask, RecomputeCode
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.search.evaluation import Priced, Survey, kinds_of
@@ -61,9 +61,7 @@ class EvaluatedPlans:
         The survey computed the stages that should need most. Where blocks differ or are not evenly divided, all
         stages are computed here, and rows get the price of all.
         """
-        table = self.priced.table
-        is_unlike = (table.split > 0) | (len(self.workload.model.runs) > 1)
-        has_others = (table.pp > _STAGES_PRICED) & is_unlike
+        has_others = has_other_stages(self.workload, self.priced.table)
         found: list[int] = []
         for row in rows:
             if len(found) > count:
@@ -71,6 +69,30 @@ class EvaluatedPlans:
             if not has_others[row] or self.estimate(row).fits:
                 found.append(row)
         return found
+
+    def values(self, objective: Objective) -> Floats:
+        """Return what the choice goes by: memory, or time with what a plan's faults are worth.
+
+        Where nothing but time counts, faults do not.
+        """
+        priced = self.priced
+        if objective == "memory" or not TOLERANCE[objective]:
+            return priced.peak_bytes if objective == "memory" else priced.seconds
+        return priced.seconds * worth(self.workload, priced.table.offload, priced.peak_bytes)
+
+    def settled(self, objective: Objective) -> Floats:
+        """Return the values once the best of them is of a plan that fits and is priced in all of its stages.
+
+        The stages that the survey looks at may not be the slowest; what does not fit counts as infinite.
+        """
+        has_others, rest = has_other_stages(self.workload, self.priced.table), np.zeros(len(self.priced))
+        while True:
+            values = self.values(objective) + rest
+            best = int(np.argmin(values))
+            if not has_others[best] or best in self._estimates or not np.isfinite(values[best]):
+                return values
+            if not self.estimate(best).fits:
+                rest[best] = np.inf
 
     def in_order(self, objective: Objective, rows: list[int]) -> list[int]:
         """Return `rows` in the order of an objective, by the prices of all stages where these are known."""
@@ -241,6 +263,17 @@ def is_plain(workload: Workload, column: Callable[[str], Ints], stage: int) -> M
     return np.asarray(np.logical_and.reduce([of_data, plain, *others]))
 
 
+def worth(workload: Workload, offload: Ints, peak_bytes: Floats) -> Floats:
+    """Return by what a plan's time counts for its faults."""
+    return 1 + faults(offload, peak_bytes / workload.usable_memory_bytes)
+
+
+def has_other_stages(workload: Workload, table: PlanTable) -> Mask:
+    """Return which plans have stages that the survey did not price, and that may be unlike those that it did."""
+    is_unlike = (table.split > 0) | (len(workload.model.runs) > 1)
+    return np.asarray((table.pp > _STAGES_PRICED) & is_unlike)
+
+
 def _levels(workload: Workload, column: Callable[[str], Ints]) -> Ints:
     """Return how much there is to each plan."""
     by_default = workload.framework.kernels.recomputes_ops_by_default
@@ -273,8 +306,8 @@ def _surest_s(survey: Survey, among: Mask | None = None) -> float:
     """Return the least time of the plans that were priced, with what their faults are worth."""
     timed = np.isfinite(survey.seconds)
     rows = np.flatnonzero(timed if among is None else timed & among)
-    worth = 1 + faults(survey.plans.column("offload")[rows], survey.peaks[rows] / survey.workload.usable_memory_bytes)
-    return float((survey.seconds[rows] * worth).min(initial=np.inf))
+    values = survey.seconds[rows] * worth(survey.workload, survey.plans.column("offload")[rows], survey.peaks[rows])
+    return float(values.min(initial=np.inf))
 
 
 def _simplest(plans: EvaluatedPlans, objective: Objective) -> int:
@@ -282,16 +315,14 @@ def _simplest(plans: EvaluatedPlans, objective: Objective) -> int:
 
     One for which torch's allocator has to give back what it keeps is left to the last: most published runs that had to
     ran out of memory.
-    Time counts with what a plan's faults are worth, but for the objective that asks for nothing but time.
     """
-    priced = plans.priced
-    values = priced.peak_bytes if objective == "memory" else priced.seconds
-    if objective != "memory" and TOLERANCE[objective]:
-        values = values * (1 + faults(priced.table.offload, priced.peak_bytes / plans.workload.usable_memory_bytes))
+    priced, values = plans.priced, plans.settled(objective)
     levels = _levels(plans.workload, lambda column: getattr(priced.table, column))
     order = np.lexsort((values, levels))
-    close = values[order] <= (1 + TOLERANCE[objective]) * values.min()
-    found = plans.first_fitting(order[close].tolist(), _TRIED)
+    most = (1 + TOLERANCE[objective]) * values.min()
+    found = plans.first_fitting(order[values[order] <= most].tolist(), _TRIED)
+    values = plans.values(objective)  # of all stages now
+    found = [row for row in found if values[row] <= most]
     if not found:
         return plans.first_fitting(np.argsort(values, kind="stable").tolist(), 0)[0]
     if objective == "memory" or not TOLERANCE[objective]:

@@ -21,7 +21,7 @@ from paraplan.search.constraints import Constraints
 from paraplan.search.degrees import all_degrees
 from paraplan.search.lower_bound import least_step_s
 from paraplan.search.rank_orders import ORDERS
-from paraplan.search.results import SearchResult, complexity
+from paraplan.search.results import TOLERANCE, SearchResult, complexity
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace
 from paraplan.search.stage_splits import BalancedSplits
@@ -240,6 +240,18 @@ def test_complexity_counts_what_makes_a_plan_hard_to_run() -> None:
     table = PlanTable.of_plans([ParallelPlan(dp=4, cp=2), ParallelPlan(dp=4, tp=2)])
     assert levels_of(4096) == [4, 2]  # of 2,048 tokens a rank there is nothing to divide
     assert levels_of(8192) == [2, 2]
+
+
+def test_a_pipeline_whose_other_stages_are_slower_than_those_looked_at_first_is_not_taken_for_the_best(
+    workload: MakeWorkload,
+) -> None:
+    """Chunks of one and of two blocks: with all stages the pipeline takes 1.5 times what the first price says."""
+    made = workload("llama-3-405b", "dgx-h100", num_nodes=2048, seq_length=131_072, global_batch_size=2048)
+    fixed = Constraints(tp=4, recompute="full", micro_batch_size=1, sequence_parallel=True, offload="none")
+    result = search(made, fixed=fixed)
+    assert result.best.plan.pp == 1
+    fastest = min(candidate.step_time_s for candidate in result.candidates)
+    assert result.best.step.step_time_s <= (1 + TOLERANCE["throughput"]) * fastest
 
 
 def test_recompute_that_a_framework_has_by_default_makes_its_plans_no_harder(workload: MakeWorkload) -> None:
