@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -38,6 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Say before modules of tests are imported whether every case is to run: some choose theirs there."""
     run_all(config.getoption("--all"))
+    gc.disable()  # until all modules are imported: nearly all that they make stays
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, and never look at what the imports have left: a million objects that stay."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

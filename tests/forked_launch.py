@@ -94,7 +94,11 @@ def run_forked(
     _, *words = command
     is_module = words[:2] == ["-P", "-m"]
     name, *words = words[2:] if is_module else words
-    with tempfile.TemporaryFile("w+") as asked, tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile() as told:
+    with (
+        tempfile.TemporaryFile("w+") as asked,
+        tempfile.TemporaryFile("w+") as said,
+        tempfile.TemporaryFile("w+") as told,
+    ):
         asked.write(options.get("input", ""))
         asked.flush()
         process = os.fork()
@@ -124,4 +128,4 @@ def run_forked(
         _, status = os.waitpid(process, 0)
         said.seek(0)
         told.seek(0)
-        return subprocess.CompletedProcess([*command], os.waitstatus_to_exitcode(status), said.read(), str(told.read()))
+        return subprocess.CompletedProcess([*command], os.waitstatus_to_exitcode(status), said.read(), told.read())

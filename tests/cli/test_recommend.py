@@ -232,7 +232,7 @@ def test_a_simpler_plan_says_what_it_costs_and_the_fastest_is_to_be_had() -> Non
     job = ["recommend", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
     answer = json.loads(known(*job, "--json")[1])
     assert answer["fastest"]["step"]["step_time_s"] < answer["estimate"]["step"]["step_time_s"]
-    text = run(*job, "--top", "1", "--explain")[1]
+    text = run(*job, "--tp", "1", "--cp", "1", "--top", "1", "--explain")[1]  # of which both are: less to search
     table = text.partition("fastest first")[2].partition("Ruled out")[0]
     assert table.count("GiB") == 3  # the fastest, the recommended one, which is plain FSDP, and DDP, which is too large
     words = " ".join(text.split())

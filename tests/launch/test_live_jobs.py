@@ -166,7 +166,8 @@ def test_stacks_name_the_rank_that_others_wait_for_and_those_that_do_not_answer(
             found = json.loads(ask("stacks", training.id, "--json").stdout)
             # Where py-spy is, it reads the stopped rank as well, which may stand at the same place.
             (place,) = (place["place"] for place in found["places"] if 0 in place["ranks"])
-            if (found["waiting"] and "train.py:14" in place) or time.monotonic() > deadline:
+            is_seen = found["stopped"] and found["waiting"]  # a signal is there once the rank was to run again
+            if (is_seen and "train.py:14" in place) or time.monotonic() > deadline:
                 break
         assert found["stopped"] == [1]
         assert re.match(r"rank 0 in all_reduce number \d+ of ranks 0-1", found["waiting"][0])

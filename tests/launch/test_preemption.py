@@ -153,7 +153,7 @@ def test_scripts_without_the_engine_get_the_signal_itself(start_forked: StartFor
         """
         import os, signal, sys, time
         def save(number, frame):
-            print("saved by", signal.Signals(number).name, flush=True)
+            os.write(1, f"saved by {signal.Signals(number).name}\\n".encode())
             sys.exit(0)
         signal.signal(signal.SIGUSR1, save)
         os.write(1, f"{os.getpid()}\\n".encode())  # in one piece beside what the other rank writes

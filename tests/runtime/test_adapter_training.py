@@ -45,7 +45,8 @@ PP = plan_of(pp=2, pipeline_schedule="1f1b", num_microbatches=2)
 TWO = [DDP, ZERO[3], TP, PP]
 VERIFIED = [TP, PP]
 """The check before the first step goes over adapters and frozen parameters under these."""
-MORE = [ZERO[1], ZERO[2], plan_of(pp=2, pipeline_schedule="zero_bubble", num_microbatches=2), plan_of(cp=2)]
+MORE = [ZERO[1], plan_of(pp=2, pipeline_schedule="zero_bubble", num_microbatches=2), plan_of(cp=2)]
+MORE += with_all([ZERO[2]])  # which shards what ZeRO-3 does, and gathers less of it
 FOUR = [
     plan_of(dp=2, tp=2, zero_stage=3),
     plan_of(dp=2, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=2),
@@ -174,7 +175,7 @@ def test_a_peft_model_trains_as_in_one_process_under_every_plan(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("plan", [DDP, ZERO[3], PP], ids=ParallelPlan.describe)
+@pytest.mark.parametrize("plan", [ZERO[3], PP, *with_all([DDP])], ids=ParallelPlan.describe)  # as on stages
 def test_frozen_parameters_keep_their_own_type_and_are_sharded_under_zero_3(
     ranks: RankHarness, alone: dict[torch.dtype, Trained], plan: ParallelPlan
 ) -> None:

@@ -19,7 +19,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data.sharding import shard_dataset
 from paraplan.runtime.engine import Engine
 
-DECAY, FIRST_STEPS, LAST_STEPS = 0.8, 2, 2
+DECAY, FIRST_STEPS, LAST_STEPS = 0.8, 2, 1
 Found = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 PLANS = {

@@ -57,9 +57,10 @@ def test_plans_of_every_axis_are_equal_and_transformers_own_split_of_a_normed_qu
     ranks: RankHarness, configs: dict[str, str]
 ) -> None:
     equal = [request(configs[family], plan) for family, plan in zip(ARCHITECTURES, PLANS, strict=True)]
-    equal += [request(configs["qwen3"], TWO_MICRO_BATCHES)]
-    own = [request(configs[family], TWO_MICRO_BATCHES, split_by="transformers") for family in ("llama", "qwen3")]
-    one = request(configs["qwen3"], ParallelPlan(tp=2), split_by="transformers")
+    equal += [request(configs["qwen3"], TWO_MICRO_BATCHES, num_steps=1)]
+    theirs = {"split_by": "transformers", "num_steps": 1}
+    own = [request(configs[family], TWO_MICRO_BATCHES, **theirs) for family in ("llama", "qwen3")]
+    one = request(configs["qwen3"], ParallelPlan(tp=2), **theirs)
     by_rank = ranks.run(check_all, [*equal, *own, one], size=2, timeout_s=240.0)
     *fine, llama, qwen, one_micro_batch = zip(*by_rank, strict=True)
     for findings in (*fine, llama, one_micro_batch):

@@ -11,7 +11,7 @@ import torch
 from case_selection import with_all
 from rank_harness import RankHarness, RanksFailedError
 from torch import nn
-from training_cases import GLOBAL_BATCH, MODELS, TOKENS, TokenPairs, loss_fn
+from training_cases import GLOBAL_BATCH, MODELS, TOKENS, Decoder, TokenPairs, loss_fn
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
@@ -40,6 +40,10 @@ class Counting(nn.Sequential):
         super().__init__(nn.Embedding(24, 8), *blocks, nn.Linear(8, 24))
 
 
+SMALL = {"counting": Counting, "short tied": lambda: Decoder(2, tied=True)}
+"""A stage has a block of the second one, and files as few tensors as that takes."""
+
+
 def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
@@ -52,7 +56,7 @@ def prepared(model_name: str, plan: ParallelPlan | None, seed: int) -> tuple[run
     job = runtime.init(plan)
     torch.manual_seed(seed)
     engine = job.prepare(
-        Counting() if model_name == "counting" else MODELS[model_name](),
+        (MODELS | SMALL)[model_name](),
         loss_fn=loss_fn,
         optimizer=two_groups,
         max_grad_norm=1.0,
@@ -104,12 +108,12 @@ def run(ranks: RankHarness, work: object, plan: ParallelPlan | None, model_name:
 @pytest.mark.parametrize("written_under", PLANS)
 def test_what_one_plan_wrote_others_go_on_from(written_under: str, ranks: RankHarness, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    whole = run(ranks, train_and_save, PLANS[written_under], "tied", folder)[0]
+    whole = run(ranks, train_and_save, PLANS[written_under], "short tied", folder)[0]
     names = [*PLANS]
     place = names.index(written_under)
     # All of them read, over the whole of this test: a file has whole tensors, whoever reads it.
     for name in (names[place - 1], *with_all([names[place - 3]])):
-        for num_steps, losses in run(ranks, load_and_train, PLANS[name], "tied", folder):
+        for num_steps, losses in run(ranks, load_and_train, PLANS[name], "short tied", folder):
             assert num_steps == FIRST_STEPS
             assert losses == pytest.approx(whole[FIRST_STEPS:], rel=1e-5), name
 
@@ -133,13 +137,16 @@ SPLIT_PLANS = {
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "name",
-    # Others have two of the three axes.
-    [pytest.param(name, marks=[pytest.mark.with_all] * (name == EIGHT_RANKS)) for name in SPLIT_PLANS],
+    # Others have two of the three axes, or split layers beside another one; averages are written by these alone.
+    [
+        pytest.param(name, marks=[pytest.mark.with_all] * (name in (EIGHT_RANKS, "split layers")))
+        for name in SPLIT_PLANS
+    ],
 )
 def test_split_layers_are_written_and_read_whole(name: str, ranks: RankHarness, tmp_path: Path) -> None:
     """Fused projections, experts, and a vocabulary that tp does not divide; what has no `tp` writes them whole."""
     plan = SPLIT_PLANS[name]
-    model = "two blocks" if plan.tp == 1 or plan.pp > 1 else "mixture"
+    model = "two blocks" if plan.tp == 1 or plan.cp > 1 else "mixture"
     folder, alone = str(tmp_path / "checkpoint"), str(tmp_path / "alone")
     whole = ranks.run_alone(train_and_save, model, None, alone)
     by_rank = ranks.run(train_save_and_load, model, plan, folder, alone, size=plan.world_size)

@@ -33,7 +33,7 @@ TWO_RANKS = {
 
 def save_until_killed(folder: str, num_saves: int, seconds: float) -> None:
     """Train and save after every step, now waiting and now not, until this rank is killed after so many and a while."""
-    job, engine = prepared("decoder", ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6), seed=0)
+    job, engine = prepared("short tied", ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6), seed=0)
     batches = list(job.shard(TokenPairs(), batch_size=GLOBAL_BATCH))
     engine.save(folder)
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
@@ -52,9 +52,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(ranks: RankHarness, tmp_
         folder = tmp_path / str(trial)
         with pytest.raises(RanksFailedError, match="exit code -9"):
             ranks.run(save_until_killed, str(folder), trial + 1, generator.uniform(0.0, 0.2), size=2, timeout_s=120.0)
-        _, engine = prepared("decoder", None, seed=5)
+        _, engine = prepared("short tied", None, seed=5)
         engine.load(folder)
-        _, reference = prepared("decoder", None, seed=0)
+        _, reference = prepared("short tied", None, seed=0)
         batches = list(runtime.init().shard(TokenPairs(), batch_size=GLOBAL_BATCH))
         for step in range(engine.num_steps):
             reference.step(*batches[step % len(batches)])

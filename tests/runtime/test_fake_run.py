@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,10 +28,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -50,13 +52,16 @@ def trace(
     precision: TrainingPrecision = "fp32",
     optimizer: OptimizerName = "adamw",
     stage: int = 0,
+    num_blocks: int = NUM_BLOCKS,
     **plan: object,
 ) -> TracedMemory:
     chosen = ParallelPlan.model_validate(plan)
     training = TrainingSpec(
         global_batch_size=chosen.global_batch_size, seq_length=TOKENS, precision=precision, optimizer=optimizer
     )
-    return trace_memory(Model, plan=chosen, training=training, rank=first_rank_of_stage(chosen, stage))
+    return trace_memory(
+        partial(Model, num_blocks), plan=chosen, training=training, rank=first_rank_of_stage(chosen, stage)
+    )
 
 
 def test_one_process_holds_parameters_gradients_and_state_by_hand_count() -> None:
@@ -89,10 +94,11 @@ def test_more_sequences_keep_more_activations_in_proportion() -> None:
 
 
 def test_a_rank_of_a_thousand_holds_one_row_or_column_of_each_parameter() -> None:
-    memory = trace(dp=1024, zero_stage=3, micro_batch_size=512)
+    num_blocks = 2  # each is cut in as many parts as there are ranks
+    memory = trace(dp=1024, zero_stage=3, micro_batch_size=512, num_blocks=num_blocks)
     # Of a block's second matrix a column: a row would be four times an even share (`plan.sharding`).
-    elements = NUM_BLOCKS * (HIDDEN + HIDDEN) + HIDDEN
-    num_steps = 2 * NUM_BLOCKS + 1  # AdamW counts the steps of each parameter, and the allocator gives 512 bytes for it
+    elements = num_blocks * (HIDDEN + HIDDEN) + HIDDEN
+    num_steps = 2 * num_blocks + 1  # AdamW counts the steps of each parameter, and the allocator gives 512 bytes for it
     assert memory.optimizer_state_bytes == 8 * elements + 512 * num_steps
 
 

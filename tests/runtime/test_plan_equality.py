@@ -408,7 +408,7 @@ def _losses_of_lengths(plan: ParallelPlan | None) -> list[float]:
         example_inputs=torch.zeros(2, 6, dtype=torch.long),
     )
     losses = []
-    for tokens in (6, 4, 6, 2, 4):
+    for tokens in (6, 4, 6, 2):
         pairs = torch.randint(VOCABULARY, (2, GLOBAL_BATCH, tokens), generator=torch.Generator().manual_seed(tokens))
         losses.append(engine.step(*pairs).item())
     return losses
@@ -502,10 +502,10 @@ def test_attention_is_run_again_under_every_kind_of_plan(ranks: RankHarness, one
 
 def test_offload_to_the_host_does_not_change_the_training(ranks: RankHarness, one_process) -> None:
     options = {"num_microbatches": 3, "offload": "optimizer"}
-    plans = [plan_of(**options, dp=2, zero_stage=zero_stage) for zero_stage in (0, 1, 3, *with_all([2]))]
+    # Shards of the optimizer alone are beside split layers and stages in three dimensions; stages too, above.
+    plans = [plan_of(**options, dp=2, zero_stage=zero_stage) for zero_stage in (0, 3, *with_all([1, 2]))]
     plans += [
-        *with_all([plan_of(**options, tp=2)]),  # beside stages, above
-        plan_of(**options, pp=2, pipeline_schedule="zero_bubble"),
+        *with_all([plan_of(**options, tp=2), plan_of(**options, pp=2, pipeline_schedule="zero_bubble")]),
         plan_of(num_microbatches=3, dp=2, zero_stage=3, offload="parameters", recompute="full"),
     ]
     cases = [("two blocks" if plan.tp > 1 else "decoder", plan) for plan in plans]

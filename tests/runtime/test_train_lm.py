@@ -8,13 +8,13 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from case_selection import with_all
+from forked_launch import run_forked
 from rank_harness import RankHarness
 
 from paraplan.errors import UsageError
@@ -70,7 +70,7 @@ def one_process_losses(ranks: RankHarness, text_folder: Path) -> list[float]:
     return validation_losses(output)
 
 
-def _arguments(folder: Path, *more: str, steps: int = 8) -> tuple[str, ...]:
+def _arguments(folder: Path, *more: str, steps: int = 4) -> tuple[str, ...]:
     return (*SMALL, "--data", str(folder), "--steps", str(steps), "--seq-len", "32", *more)
 
 
@@ -104,21 +104,19 @@ def test_the_plan_file_gives_batch_and_sequence_length(ranks: RankHarness, text_
         ranks.run(run_script, arguments, str(path), size=2)
 
 
-def test_a_user_error_ends_the_script_with_one_line_and_status_2(tmp_path: Path) -> None:
+def forked_script(plan_file: str) -> tuple[int, str, str]:
+    """Return how the script ends in a fork, where the interpreter is not started anew."""
+    ended = run_forked([sys.executable, str(SCRIPT), "--steps", "1"], env=os.environ | {"PARAPLAN_PLAN": plan_file})
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_a_user_error_ends_the_script_with_one_line_and_status_2(ranks: RankHarness, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(PlanFile(plan=ParallelPlan(), model=ModelReference(name="other", num_parameters=1)).to_json())
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), "--steps", "1"],
-        env=os.environ | {"PARAPLAN_PLAN": str(path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("error: the plan was made for other with 1 parameters")
-    assert len(ended.stderr.splitlines()) == 1
+    status, stdout, stderr = ranks.run_alone(forked_script, str(path), is_fresh=True)
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith("error: the plan was made for other with 1 parameters")
+    assert len(stderr.splitlines()) == 1
 
 
 def _script() -> Any:

@@ -90,7 +90,7 @@ def validation_losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"validation loss ([0-9.]+)", output)]
 
 
-def arguments(base: Path, text: Path, output: Path, *more: str, steps: int = 6) -> tuple[str, ...]:
+def arguments(base: Path, text: Path, output: Path, *more: str, steps: int = 3) -> tuple[str, ...]:
     given = ("--model", str(base), "--data", str(text), "--output", str(output), "--steps", str(steps))
     return (*given, "--seq-len", str(SEQ_LENGTH), "--lr", "2e-3", "--eval-batches", "2", *more)
 

@@ -104,7 +104,7 @@ def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: Tens
     for name in split.heads:
         module = held.get(name)
         if isinstance(module, nn.Linear):
-            role = LayerRole(kind="column", segments=(split.size,))
+            role = LayerRole(kind="column", segments=(split.size,), reads_alone=True)
             forward = column_forward(module, role, group, VOCABULARY, use_local_output=False)
             module.forward = forward  # type: ignore[method-assign,assignment]
     own = {id(part) for part in parts.values()}
