@@ -24,7 +24,7 @@ GOES_ON = r"the nodes meet at \S+, on this host, now(?s:.*)begins after \d+ step
 
 def words_of(made: Hosts, script: Path, folder: Path, *, nodes: str, steps: int) -> list[object]:
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{made.addresses[0]}:{free_port()}"]
-    patience = ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1", "--max-restarts", 9]
+    patience = ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=2", "--max-restarts", 9]
     words = ["--nnodes", nodes, *rendezvous, *patience, "--memory-checkpoint", 1, script, f"folder={folder}"]
     return [*words, f"steps={steps}", "plans=zero3", "batch=24", "dropout=0", "pause=0.2"]
 

@@ -3,52 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import platform
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-import paraplan
-from paraplan.errors import ParaplanError, PlanError
-from paraplan.launch.accelerate import accelerate_variables
+from paraplan.errors import ParaplanError
 from paraplan.launch.elastic.movable import MovableRendezvous
+from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
 from paraplan.launch.nodes.doors import Doors
-from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
-from paraplan.launch.nodes.store import NodeFacts, NodeLostError, NodeStore, RemoteError, differences
-from paraplan.launch.planning import PlannerRequest, make_plan
+from paraplan.launch.nodes.store import NodeLostError, NodeStore
 from paraplan.launch.spec import NodeRange
-from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, participants, store_of
+from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, is_spare, participants, store_of
 
 _LOOK_INTERVAL_S = 1.0
 _LOST_MEANWHILE = "a node is lost before the ranks have started: meeting again"
-
-
-@dataclass(frozen=True)
-class Round:
-    """The nodes of one rendezvous, which start ranks together, and this node's place among them."""
-
-    store: NodeStore
-    world_size: int
-    ranks_per_node: int
-    master_addr: str
-    door: str = ""
-    """Where others reach a store of this node."""
-    launcher: str = ""
-    """A random name of this launcher."""
 
 
 class NodeAgent(ElasticAgent):
@@ -77,9 +60,17 @@ class NodeAgent(ElasticAgent):
         self._before_start = before_start
         self._job = job
         self._doors, self._nodes, self._endpoint = doors, nodes, endpoint
-        self._is_restart_told = False
+        self._is_restart_told = self._is_spare = False
         self._store_of_nodes: NodeStore | None = None
         self._looks_at = 0.0
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the ranks to their end. torch returns nothing for a node that the job has never needed."""
+        result: RunResult | None = super().run(role)
+        if result is None:
+            say("the job has ended, and this node was not needed")
+            return RunResult(WorkerState.SUCCEEDED)
+        return result
 
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
         """Return how the ranks are, and start them again where a node was lost."""
@@ -182,6 +173,10 @@ class NodeAgent(ElasticAgent):
             for address in participants(self._handler) or ():
                 error.add_note(address)  # for the report
             raise
+        else:
+            if self._is_spare:
+                say("this node takes the place of one that is lost")
+            self._is_spare = False
         finally:
             self._job.clock.waiting_s += time.monotonic() - began_s
             is_over.set()
@@ -193,6 +188,10 @@ class NodeAgent(ElasticAgent):
             try:
                 super().rendezvous(group)
             except NodeLostError:
+                say(_LOST_MEANWHILE)
+            except DistStoreError:  # what torch waits for from a node that has begun to meet again
+                if participants(self._handler) is None:
+                    raise
                 say(_LOST_MEANWHILE)
             except DistError as error:
                 self._move_or_raise(error)
@@ -231,6 +230,10 @@ class NodeAgent(ElasticAgent):
     def _say_who_is_missing(self, is_over: threading.Event) -> None:
         """Say once who has come, if the rendezvous takes a while, and whether a node was sent away."""
         if is_over.wait(SAY_AFTER_S):
+            return
+        if is_spare(self._handler):
+            self._is_spare = True
+            say(f"the job has its {self._nodes.max} nodes: this one waits, and takes the place of one that is lost")
             return
         here = participants(self._handler) or ["this node"]
         endpoint = self._endpoint if self._movable is None else self._movable.place
@@ -274,108 +277,3 @@ class NodeAgent(ElasticAgent):
                 if self._movable is not None:
                     self._movable.begin_round(store.facts)
                 return super().start_workers(group)
-
-
-@dataclass
-class RoundPreparation:
-    """What is done before each start of the ranks: differences of the nodes are said, and a plan is made if asked for.
-
-    `drives_accelerate` puts the plan into the variables of accelerate too. `folder` gets the plans.
-    The plan is written into `job` and, for the ranks, into `environment`.
-    """
-
-    job: JobRecord
-    planner: PlannerRequest | None
-    script: str
-    folder: Path
-    plan_variable: str
-    environment: dict[str, str]
-    drives_accelerate: bool = False
-    num_rounds: int = 0
-    _text: str = ""
-    _accelerate: dict[str, str] = field(default_factory=dict)
-
-    def __call__(self, this_round: Round) -> None:
-        """Prepare one start. Raises `PlanError` where no plan can be made for these nodes."""
-        try:
-            self._prepare(this_round)
-        except RemoteError as error:
-            failure = PlanError(error.message, hint=error.hint)
-            failure.exit_status = error.exit_status
-            raise failure from None
-
-    def _prepare(self, this_round: Round) -> None:
-        self.job.store = this_round.store
-        if this_round.store.num_nodes > 1:
-            facts = this_round.store.exchange_facts(
-                node_facts(
-                    self.script,
-                    first_node=this_round.master_addr,
-                    clock_offset_s=this_round.store.clock_offset_s,
-                    door=this_round.door,
-                    launcher=this_round.launcher,
-                )
-            )
-            for sentence in differences(facts) if this_round.store.node == 0 else []:
-                say(f"the nodes differ: {sentence}")
-            # the first node may know itself by a loopback address, but not the others
-            hosts = [this_round.master_addr, *(fact.address for fact in facts if fact.address)]
-            host = next((host for host in hosts if interface_towards(host) is not None), this_round.master_addr)
-            chosen = interface_variables(host, os.environ, has_gpus=torch.cuda.is_available())
-            is_new = not chosen.items() <= self.environment.items()
-            self.environment.update(chosen)
-            if is_new:
-                say(f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: to reach {host}")
-        self.num_rounds += 1
-        if self.planner is not None:
-            self._plan(this_round, self.planner)
-        if self.job.plan is not None and self.drives_accelerate:
-            for name in self._accelerate:
-                self.environment.pop(name, None)
-            self._accelerate = accelerate_variables(self.job.plan, os.environ)
-            self.environment.update(self._accelerate)
-
-    def _plan(self, this_round: Round, planner: PlannerRequest) -> None:
-        from paraplan.plan.files import PlanFile  # pydantic: a tenth of a second for launches without a plan
-
-        before = self.job.plan
-        fits = before is not None and before.plan.world_size == this_round.world_size
-
-        def make() -> str:
-            if fits:  # a new node may still wait for it
-                return self._text
-            num_nodes = this_round.store.num_nodes
-            ranks = this_round.ranks_per_node
-            return make_plan(planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
-
-        text = this_round.store.share_text(f"plan/{this_round.world_size}", make)
-        self._text = text
-        if fits:
-            return
-        path = self.folder / ("plan.json" if before is None else f"plan-{self.num_rounds}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        self.job.plan = PlanFile.from_json(text, source=str(path))
-        self.environment[self.plan_variable] = str(path)
-        if this_round.store.node == 0:
-            num_ranks = this_round.world_size
-            again = "" if before is None else f", made anew for {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
-            say(f"plan: {self.job.plan.plan.describe()}{again}")
-
-
-def node_facts(script: str, *, first_node: str, clock_offset_s: float, door: str = "", launcher: str = "") -> NodeFacts:
-    """Return the facts of this node; the digest of anything but a file is its name."""
-    path = Path(script)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script
-    address = address_towards(first_node) or ""
-    return NodeFacts(
-        host=socket.gethostname(),
-        torch=str(torch.__version__),
-        paraplan=paraplan.__version__,
-        python=platform.python_version(),
-        script=digest,
-        address=address,
-        clock_offset_s=clock_offset_s,
-        door=door,
-        launcher=launcher,
-    )

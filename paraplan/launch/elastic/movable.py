@@ -38,6 +38,7 @@ _TOLD_S = 3.0
 _ENDING_S = 3.0
 """How long ranks go on without a store: they may be about to end, as all ranks of a job do that is preempted."""
 _MOST_ASKED = 8
+_LEARN_S = 2.0
 
 
 class MovableRendezvous(RendezvousHandler):
@@ -66,6 +67,7 @@ class MovableRendezvous(RendezvousHandler):
         self._members: tuple[Member, ...] = ()
         self._term_of_members = 0
         self._past = {str(endpoint)}
+        self._known = set(doors.others_at(Endpoint.parse(doors.standing.leader or str(endpoint))))
         self._lost_s: float | None = None
         self._left = ""
         """Why the nodes do not meet where they did, in words."""
@@ -139,6 +141,7 @@ class MovableRendezvous(RendezvousHandler):
                 Member(fact.door, fact.launcher, fact.host, name) for fact, name in zip(facts, names, strict=True)
             )
         self._term_of_members = standing.term
+        standing.others = tuple(member.door for member in self._members if member.door)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other nodes, at another node's store where the one before is lost or the job has moved.
@@ -218,8 +221,9 @@ class MovableRendezvous(RendezvousHandler):
                 if self._is_joined(newer.leader, newer.term, lost):
                     return
             elif not self._members:
-                self._come_anew()
-                return
+                self._come_anew(deadline)
+                if standing.newer is None:
+                    return
             else:
                 found = self._survey([member.door for member in self._others() if member.door])
                 choice = choose_leader(standing, self._members, found)
@@ -245,10 +249,18 @@ class MovableRendezvous(RendezvousHandler):
     def _host_of(self, door: str) -> str:
         return next((member.host for member in self._members if member.door == door), door)
 
-    def _come_anew(self) -> None:
-        """Come to the endpoint again, as a node that was in no round."""
+    def _come_anew(self, deadline: float) -> None:
+        """Find the job as a node that was in no round: at the nodes that it knows, or by the endpoint's host."""
         host, port = self._endpoint.host, self._endpoint.port
         say("the node with the rendezvous is lost before this one was in a round: coming again")
+        while self._known and self._doors.standing.newer is None and time.monotonic() < deadline:
+            found = self._survey(sorted(self._known | {str(self._endpoint)}))
+            job = max(found.answers.values(), key=lambda answer: (answer.term, bool(answer.leader)), default=None)
+            if job is not None and job.leader and self._is_joined(job.leader, job.term, ""):
+                return
+            time.sleep(_SURVEY_S)
+        if self._doors.standing.newer is not None:
+            return
         store = open_store(
             host, port, is_master=False, timeout=self._store_timeout, doors=self._doors, silence_s=self._silence_s
         )
@@ -292,6 +304,7 @@ class MovableRendezvous(RendezvousHandler):
 
     def _look_about(self) -> None:
         """Tell launchers at places where the job was before where it is, and hear of it while this node waits."""
+        asks_at = time.monotonic() + _LEARN_S
         while not self._is_over.wait(_LOOK_S):
             standing = self._doors.standing
             doors: set[str] = set()
@@ -299,8 +312,14 @@ class MovableRendezvous(RendezvousHandler):
                 doors |= self._past
             if self._is_waiting and self._lost_s is None:
                 doors |= {member.door for member in self._others()[:_MOST_ASKED]}
+            is_alone = self._is_waiting and not self._members and time.monotonic() > asks_at
+            if is_alone:  # a spare: it needs to know whom to ask when the leader is lost
+                asks_at = time.monotonic() + _LEARN_S
+                doors |= {standing.leader}
             with suppress(OSError, RuntimeError):  # no more threads
-                self._survey(sorted(doors - {"", standing.door}), patience_s=2 * _LOOK_S)
+                found = self._survey(sorted(doors - {"", standing.door}), patience_s=2 * _LOOK_S)
+                if is_alone and standing.leader in found.answers:
+                    self._known = set(found.answers[standing.leader].others)
 
 
 def _not_found_error(reason: str) -> NoRendezvousError:

@@ -216,6 +216,14 @@ class Doors:
             return None
         return said if said.leader and (said.term or said.leader != said.door) else None
 
+    def others_at(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """Return the doors of other nodes of the job that the launcher at an endpoint has named, if it has."""
+        admission = self._admissions.get((endpoint.host, endpoint.port))
+        try:
+            return () if admission is None else Answer.read(admission.host_facts).others
+        except (ValueError, TypeError):
+            return ()
+
     def retire(self, *, but: str) -> None:
         """Come back to no launcher whose connection is lost, but to the one at this door, where the job is."""
         for key, admission in self._admissions.items():

@@ -21,6 +21,7 @@ from paraplan.launch.nodes.endpoint import Endpoint
 from paraplan.launch.nodes.handshake import ask
 
 _ANSWER_S = 2.0
+_MOST_OTHERS = 16
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,16 @@ class Answer:
     """The door at which its job meets; "" while it looks for one."""
     launcher: str
     door: str
+    others: tuple[str, ...] = ()
+    """Doors of other nodes of its last round."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Answer:
         """Return what a launcher has said. Fields that are not known are left out. Raises ValueError and TypeError."""
         words = {name: str(values.get(name, "")) for name in ("leader", "launcher", "door")}
-        return cls(term=int(values.get("term", 0)), **words)
+        others = values.get("others", ())
+        doors = tuple(str(door) for door in others if door) if isinstance(others, list) else ()
+        return cls(term=int(values.get("term", 0)), others=doors[:_MOST_OTHERS], **words)
 
 
 @dataclass
@@ -64,10 +69,12 @@ class Standing:
     term: int = 0
     leader: str = ""
     newer: Answer | None = None
+    others: tuple[str, ...] = ()
 
     def words(self) -> dict[str, Any]:
         """Return this as others get it, such as `Answer.read` reads it."""
-        return {"term": self.term, "leader": self.leader, "launcher": self.launcher, "door": self.door}
+        own = {"term": self.term, "leader": self.leader, "launcher": self.launcher, "door": self.door}
+        return own | {"others": list(self.others[:_MOST_OTHERS])}
 
     def reply(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return what to say to a launcher of the job that says this of itself."""

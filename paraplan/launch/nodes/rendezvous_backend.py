@@ -44,6 +44,7 @@ class SealedBackend(StoreBackend):
         Raises `NoRendezvousError` for contradictory `nodes`.
         """
         self._silence_s, self._has_moved = silence_s, has_moved
+        self._max_nodes = nodes.max
         super().__init__(store, run_id)
         require_same_nnodes(store, nodes, endpoint=endpoint, seal=seal)
         self._seal = seal
@@ -68,12 +69,16 @@ class SealedBackend(StoreBackend):
         if stored == self.no_state.encode():
             return None
         try:
-            return pickled(self._translator.to_state(self._seal.open(self.key, stored))), stored
+            state = self._translator.to_state(self._seal.open(self.key, stored))
         except (KeyError, TypeError, ValueError) as error:
             raise ForgedTextError(
                 f"the state of the rendezvous is of another version: {type(error).__name__}: {error}",
                 hint="install the same version of paraplan on every node",
             ) from error
+        if state.is_complete and len(state.participants) >= self._max_nodes:
+            # torch starts all ranks again for any that wait, also where there is no room for one
+            state.redundant, state.waiting = state.redundant | state.waiting, set()
+        return pickled(state), stored
 
     def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
         """Return what the store answers; say so where that takes long."""

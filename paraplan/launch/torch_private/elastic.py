@@ -137,6 +137,12 @@ def launchers(handler: Any) -> list[tuple[str, int]]:
     return [(str(node.addr), int(node.pid)) for node in sorted(nodes, key=lambda node: nodes[node])]
 
 
+def is_spare(handler: Any) -> bool:
+    """Whether this node waits for a place in torch's dynamic rendezvous, which has as many nodes as it may."""
+    holder = getattr(handler, "_state_holder", None)
+    return holder is not None and handler._this_node in holder.state.redundancy_list
+
+
 def stop_heartbeats(handler: Any) -> None:
     """Have a dynamic rendezvous give no signs of life any more."""
     handler._stop_heartbeats()
