@@ -221,6 +221,11 @@ CONTRACTS = (
     Contract(f"{_ELASTIC}.rendezvous.dynamic_rendezvous:_NodeDesc", "signed states", ("addr", "pid", "local_id")),
     Contract(f"{_ELASTIC}.rendezvous.dynamic_rendezvous:_RendezvousState", "signed states", ()),
     Contract(
+        f"{_ELASTIC}.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._stop_heartbeats",
+        "a rendezvous that moves to another store",
+        ("self",),
+    ),
+    Contract(
         f"{_ELASTIC}.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._create_tcp_store_server",
         "stores behind gates",
         ("self", "master_addr", "master_port"),
@@ -239,6 +244,7 @@ OF_OBJECTS = {
     "_remaining_restarts": (f"{_ELASTIC}.agent.server.api", "self._remaining_restarts = "),
     "_key": (f"{_ELASTIC}.rendezvous.c10d_rendezvous_backend", "self._key = "),
     "_store": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._store = "),
+    "_this_node": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._this_node = "),
     "_state_holder": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._state_holder = "),
     "_bootstrap_store_info": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._bootstrap_store_info"),
     "_stage": (_SCHEDULES, "self._stage = "),

@@ -28,8 +28,8 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from paraplan import shared_memory
 from paraplan.launch.accelerate import drives_accelerate
-from paraplan.launch.elastic.agent import RoundPreparation
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
+from paraplan.launch.elastic.preparation import RoundPreparation
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
 from paraplan.launch.live.answers import LiveJob

@@ -107,12 +107,18 @@ def start_forked(tmp_path: Path, scratch: Path, ranks: RankHarness) -> Iterator[
 
 
 @pytest.fixture
-def three_hosts() -> Iterator[Hosts]:
+def num_hosts() -> int:
+    """How many hosts a test has; it may say so by a parameter of this name."""
+    return 3
+
+
+@pytest.fixture
+def three_hosts(num_hosts: int) -> Iterator[Hosts]:
     """Hosts on a network of their own; two make a job where a test does not say how many."""
     reason = missing_for_hosts()
     if reason is not None:
         pytest.skip(reason)
-    with hosts(3) as made:
+    with hosts(num_hosts) as made:
         yield made
 
 

@@ -19,6 +19,7 @@ from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
 
 options = dict(word.split("=") for word in sys.argv[1:])
+batch = int(options.get("batch", 16))
 steps, every = int(options["steps"]), int(options.get("save", 0))
 faults = [word.split("@") for word in options.get("faults", "").split(",") if word]
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -27,10 +28,10 @@ words = plans[min(attempt, len(plans) - 1)]
 size = int(os.environ.get("WORLD_SIZE", 1))
 plan = None
 if words == "zero3":
-    plan = ParallelPlan(dp=size, zero_stage=3, micro_batch_size=16 // size)
+    plan = ParallelPlan(dp=size, zero_stage=3 if size > 1 else 0, micro_batch_size=batch // size)
 elif words == "pp2":
     plan = ParallelPlan(
-        dp=size // 2, pp=2, micro_batch_size=16 // size, num_microbatches=2, pipeline_schedule="gpipe"
+        dp=size // 2, pp=2, micro_batch_size=batch // size, num_microbatches=2, pipeline_schedule="gpipe"
     )
 job = runtime.init(plan)
 torch.manual_seed(0)
@@ -57,7 +58,7 @@ class Samples(torch.utils.data.Dataset):
 engine.resume(options["folder"])
 if job.is_main:
     print(f"begins after {engine.num_steps} steps at {time.time():.3f}", flush=True)
-for inputs, targets in job.shard(Samples(), batch_size=16, skip=engine.num_steps):
+for inputs, targets in job.shard(Samples(), batch_size=batch, skip=engine.num_steps):
     loss = engine.step(inputs, targets).item()
     if job.is_main:
         print(f"step {engine.num_steps} {loss!r} {time.time():.3f}", flush=True)

@@ -71,11 +71,14 @@ def test_from_another_host_nothing_of_a_job_can_be_listed_set_or_run(
 ) -> None:
     train, attack = script(TRAIN), script(ATTACK, "attack.py")
     port, first = free_port(), three_hosts.addresses[0]
+    elastic = ["--nnodes", "1:2", "--max-restarts", 1]  # so that every node has a door at which the others may meet
     ways = {
-        "c10d": [["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{port}"]] * 2,
-        "static": [["--master-addr", first, "--master-port", port, "--node-rank", rank] for rank in (0, 1)],
+        "c10d": [[*elastic, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{port}"]] * 2,
+        "static": [
+            ["--nnodes", 2, "--master-addr", first, "--master-port", port, "--node-rank", rank] for rank in (0, 1)
+        ],
     }
-    nodes = [start_node(index, "--nnodes", 2, *ways[backend][index], train, tmp_path) for index in range(2)]
+    nodes = [start_node(index, *ways[backend][index], train, tmp_path) for index in range(2)]
     for index, node in enumerate(nodes):
         node.wait_for(f"rank {index} saw 2")
 
@@ -89,11 +92,14 @@ def test_from_another_host_nothing_of_a_job_can_be_listed_set_or_run(
     outside = attack_from(2, *(f"{three_hosts.addresses[host]}:{listening(three_hosts, host)}" for host in (0, 1)))
     assert int(outside.split()[0]) >= 1, "the gate itself takes connections"
     assert outside.strip().endswith("ports take connections;"), outside
+    doors = attack_from(2, *(f"{address}:{port}" for address in three_hosts.addresses[:2]))
+    assert doors.split()[0] == ("2" if backend == "c10d" else "1"), "the second node's door is at the same port"
     (tmp_path / "stop").touch()
     ended = [node.end() for node in nodes]
     assert [status for status, _ in ended] == [0, 0], ended
     refused = f"refused a connection from {three_hosts.addresses[2]}: it is no rank or launcher of this job"
     assert refused in "".join(said for _, said in ended)
+    assert (refused in ended[1][1]) == (backend == "c10d")
 
 
 def test_a_job_of_one_host_listens_for_nobody_else(

@@ -11,7 +11,8 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from paraplan.launch.elastic.agent import NodeAgent, Round
+from paraplan.launch.elastic.agent import NodeAgent
+from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.job_token import Seal

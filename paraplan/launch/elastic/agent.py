@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import platform
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-import paraplan
-from paraplan.errors import ParaplanError, PlanError
-from paraplan.launch.accelerate import accelerate_variables
+from paraplan.errors import ParaplanError
+from paraplan.launch.elastic.movable import MovableRendezvous
+from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
 from paraplan.launch.nodes.doors import Doors
-from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
-from paraplan.launch.nodes.store import NodeFacts, NodeLostError, NodeStore, RemoteError, differences
-from paraplan.launch.planning import PlannerRequest, make_plan
+from paraplan.launch.nodes.store import NodeLostError, NodeStore
 from paraplan.launch.spec import NodeRange
-from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, participants, store_of
+from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, is_spare, participants, store_of
 
 _LOOK_INTERVAL_S = 1.0
 _LOST_MEANWHILE = "a node is lost before the ranks have started: meeting again"
-
-
-@dataclass(frozen=True)
-class Round:
-    """The nodes of one rendezvous, which start ranks together, and this node's place among them."""
-
-    store: NodeStore
-    world_size: int
-    ranks_per_node: int
-    master_addr: str
 
 
 class NodeAgent(ElasticAgent):
@@ -56,27 +45,64 @@ class NodeAgent(ElasticAgent):
         doors: Doors,
         nodes: NodeRange,
         endpoint: str,
+        movable: Callable[[Any], MovableRendezvous] | None = None,
         **options: Any,
     ) -> None:
-        """Take torch's arguments, `before_start`, the record of the job, and how nodes meet."""
+        """Take torch's arguments, `before_start`, the record of the job, and how nodes meet.
+
+        `movable` makes torch's rendezvous one that moves to another node; None for a job that ends with its store.
+        """
         super().__init__(*arguments, **options)
+        spec = self.get_worker_group().spec
+        self._movable = None if movable is None else movable(spec.rdzv_handler)
+        if self._movable is not None:
+            spec.rdzv_handler = self._movable
         self._before_start = before_start
         self._job = job
         self._doors, self._nodes, self._endpoint = doors, nodes, endpoint
-        self._is_restart_told = False
+        self._is_restart_told = self._is_spare = False
         self._store_of_nodes: NodeStore | None = None
         self._looks_at = 0.0
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the ranks to their end. torch returns nothing for a node that the job has never needed."""
+        result: RunResult | None = super().run(role)
+        if result is None:
+            say("the job has ended, and this node was not needed")
+            return RunResult(WorkerState.SUCCEEDED)
+        return result
 
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
         """Return how the ranks are, and start them again where a node was lost."""
         result = super().monitor_workers(group)
-        if result.state == WorkerState.HEALTHY and self._has_lost_nodes(group):
-            then = "restarting the other nodes without it" if self._may_go_on_without(group) else "waiting for it"
+        reason = self._reason_to_move()
+        if result.state == WorkerState.HEALTHY and reason is not None:
+            self._tell_restart(reason)
+            self.restart_workers(group)
+        elif result.state == WorkerState.HEALTHY and self._has_lost_nodes():
+            then = "restarting the other nodes without it" if self._may_go_on_without() else "waiting for it"
             self._tell_restart(f"a node is lost: {then}")
             self.restart_workers(group)  # as torch does for a node that is new: it counts as no failure
         elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self.restarts_left > 0:
             self._tell_failure()
         return result
+
+    @property
+    def _handler(self) -> Any:
+        """The rendezvous of torch, wherever it is now."""
+        return self.get_worker_group().spec.rdzv_handler if self._movable is None else self._movable.inner
+
+    def _reason_to_move(self) -> str | None:
+        """Return why the ranks are to start again at another node's store; None where they are not.
+
+        A job whose nodes have begun to end, well or not, does not move.
+        """
+        if self._movable is None:
+            return None
+        store = self._store_of_nodes
+        if store is not None and store.is_ending:
+            self._movable.may_move = False
+        return self._movable.reason_to_move()
 
     def _tell_failure(self) -> None:
         """Say what failed, before torch starts the ranks anew."""
@@ -98,24 +124,28 @@ class NodeAgent(ElasticAgent):
         self._is_restart_told = False
         super().restart_workers(group)
 
-    def _has_lost_nodes(self, worker_group: WorkerGroup) -> bool:
+    def _has_lost_nodes(self) -> bool:
         """Whether a node of an elastic job has stopped to give signs of life, and has not ended its work before.
 
         torch drops such a node from the state of its rendezvous, and goes on waiting for ranks that are gone.
         """
-        nodes = participants(worker_group.spec.rdzv_handler)
+        nodes = participants(self._handler)
         now = time.monotonic()
         if nodes is None or self._store_of_nodes is None or now < self._looks_at:
             return False
         self._looks_at = now + _LOOK_INTERVAL_S
         is_lost = len(nodes) < self._store_of_nodes.num_nodes
-        return is_lost and not self._store_of_nodes.is_anyone_done()
+        if self._movable is None:
+            return is_lost and not self._store_of_nodes.is_anyone_done()
+        try:
+            return not self._store_of_nodes.is_anyone_done() and is_lost
+        except DistError:
+            self._movable.note_lost()
+            return False
 
-    @staticmethod
-    def _may_go_on_without(worker_group: WorkerGroup) -> bool:
+    def _may_go_on_without(self) -> bool:
         """Whether the nodes that are left are as many as --nnodes asks for at least."""
-        handler: Any = worker_group.spec.rdzv_handler
-        return len(participants(handler) or ()) >= int(handler.settings.min_nodes)
+        return len(participants(self._handler) or ()) >= int(self._handler.settings.min_nodes)
 
     def wait_for_nodes(self) -> None:
         """Tell the other nodes that this one is done, and wait for them."""
@@ -127,10 +157,9 @@ class NodeAgent(ElasticAgent):
         """Wait for the other nodes; an error says which have come."""
         # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
         # is never told, and one that stays looks for a store on a node that may be gone.
-        handler = group.spec.rdzv_handler
         is_over = threading.Event()
-        if participants(handler) is not None and self._nodes.max > 1:
-            threading.Thread(target=self._say_who_is_missing, args=(handler, is_over), daemon=True).start()
+        if participants(self._handler) is not None and self._nodes.max > 1:
+            threading.Thread(target=self._say_who_is_missing, args=(is_over,), daemon=True).start()
         began_s = time.monotonic()
         try:
             self._meet(group)
@@ -141,9 +170,13 @@ class NodeAgent(ElasticAgent):
                 )
                 self._meet(group)
         except RendezvousError as error:
-            for address in participants(handler) or ():
+            for address in participants(self._handler) or ():
                 error.add_note(address)  # for the report
             raise
+        else:
+            if self._is_spare:
+                say("this node takes the place of one that is lost")
+            self._is_spare = False
         finally:
             self._job.clock.waiting_s += time.monotonic() - began_s
             is_over.set()
@@ -151,23 +184,35 @@ class NodeAgent(ElasticAgent):
     def _meet(self, group: WorkerGroup) -> None:
         """Wait for the other nodes; again where one of them is lost before all have said that they are here."""
         while True:
-            forget_store_of_ranks(group.spec.rdzv_handler)
+            forget_store_of_ranks(self._handler)
             try:
                 super().rendezvous(group)
             except NodeLostError:
                 say(_LOST_MEANWHILE)
+            except DistStoreError:  # what torch waits for from a node that has begun to meet again
+                if participants(self._handler) is None:
+                    raise
+                say(_LOST_MEANWHILE)
+            except DistError as error:
+                self._move_or_raise(error)
             else:
                 return
+
+    def _move_or_raise(self, error: DistError) -> None:
+        """Have the next meeting be at another node's store; raise the store's error where there is none."""
+        if self._movable is None or not self._movable.may_move:
+            raise error
+        self._movable.note_lost()
 
     def assign_ranks(self, store: Any, node: int, num_nodes: int, spec: WorkerSpec) -> list[Worker]:
         """Return the ranks of this node once all nodes are here: torch waits for a lost one, and then ends the job."""
         if num_nodes > 1:
-            self._store_of(store, node, num_nodes, spec.rdzv_handler).meet()
+            self._store_of(store, node, num_nodes).meet()
         return super().assign_ranks(store, node, num_nodes, spec)
 
-    def _store_of(self, store: Any, node: int, num_nodes: int, handler: Any) -> NodeStore:
+    def _store_of(self, store: Any, node: int, num_nodes: int) -> NodeStore:
         def has_lost_node() -> bool:
-            here = participants(handler)
+            here = participants(self._handler)
             return here is not None and len(here) < num_nodes
 
         return NodeStore(
@@ -182,19 +227,24 @@ class NodeAgent(ElasticAgent):
             has_lost_node=has_lost_node,
         )
 
-    def _say_who_is_missing(self, handler: Any, is_over: threading.Event) -> None:
+    def _say_who_is_missing(self, is_over: threading.Event) -> None:
         """Say once who has come, if the rendezvous takes a while, and whether a node was sent away."""
         if is_over.wait(SAY_AFTER_S):
             return
-        here = participants(handler) or ["this node"]
+        if is_spare(self._handler):
+            self._is_spare = True
+            say(f"the job has its {self._nodes.max} nodes: this one waits, and takes the place of one that is lost")
+            return
+        here = participants(self._handler) or ["this node"]
+        endpoint = self._endpoint if self._movable is None else self._movable.place
         wanted = str(self._nodes.min) if self._nodes.min == self._nodes.max else str(self._nodes)
         say(
-            f"waiting at {self._endpoint} for {max(0, self._nodes.min - len(here)) or 'more'} of {wanted} nodes; here "
+            f"waiting at {endpoint} for {max(0, self._nodes.min - len(here)) or 'more'} of {wanted} nodes; here "
             f"{'is' if len(here) == 1 else 'are'} {', '.join(here)}"
         )
         while not is_over.wait(SAY_AFTER_S):
             with contextlib.suppress(RuntimeError, ParaplanError):
-                contradiction = find_contradiction(store_of(handler), seal=self._doors.seal)
+                contradiction = find_contradiction(store_of(self._handler), seal=self._doors.seal)
                 if contradiction is not None:
                     say(contradiction)
                     return
@@ -205,119 +255,25 @@ class NodeAgent(ElasticAgent):
             node, num_nodes = group.group_rank, group.group_world_size
             assert node is not None
             assert num_nodes is not None
-            store = self._store_of(group.store, node, num_nodes, group.spec.rdzv_handler)
+            store = self._store_of(group.store, node, num_nodes)
             self._store_of_nodes = store if num_nodes > 1 else None
             this_round = Round(
                 store=store,
                 world_size=group.workers[0].world_size,
                 ranks_per_node=group.spec.local_world_size,
                 master_addr=str(group.master_addr),
+                door=self._doors.standing.door,
+                launcher=self._doors.standing.launcher,
             )
             try:
                 self._before_start(this_round)
             except NodeLostError:
                 say(_LOST_MEANWHILE)
                 self.rendezvous(group)
+            except DistError as error:
+                self._move_or_raise(error)
+                self.rendezvous(group)
             else:
+                if self._movable is not None:
+                    self._movable.begin_round(store.facts)
                 return super().start_workers(group)
-
-
-@dataclass
-class RoundPreparation:
-    """What is done before each start of the ranks: differences of the nodes are said, and a plan is made if asked for.
-
-    `drives_accelerate` puts the plan into the variables of accelerate too. `folder` gets the plans.
-    The plan is written into `job` and, for the ranks, into `environment`.
-    """
-
-    job: JobRecord
-    planner: PlannerRequest | None
-    script: str
-    folder: Path
-    plan_variable: str
-    environment: dict[str, str]
-    drives_accelerate: bool = False
-    num_rounds: int = 0
-    _text: str = ""
-    _accelerate: dict[str, str] = field(default_factory=dict)
-
-    def __call__(self, this_round: Round) -> None:
-        """Prepare one start. Raises `PlanError` where no plan can be made for these nodes."""
-        try:
-            self._prepare(this_round)
-        except RemoteError as error:
-            failure = PlanError(error.message, hint=error.hint)
-            failure.exit_status = error.exit_status
-            raise failure from None
-
-    def _prepare(self, this_round: Round) -> None:
-        self.job.store = this_round.store
-        if this_round.store.num_nodes > 1:
-            facts = this_round.store.exchange_facts(
-                node_facts(
-                    self.script,
-                    first_node=this_round.master_addr,
-                    clock_offset_s=this_round.store.clock_offset_s,
-                )
-            )
-            for sentence in differences(facts) if this_round.store.node == 0 else []:
-                say(f"the nodes differ: {sentence}")
-            # the first node may know itself by a loopback address, but not the others
-            hosts = [this_round.master_addr, *(fact.address for fact in facts if fact.address)]
-            host = next((host for host in hosts if interface_towards(host) is not None), this_round.master_addr)
-            chosen = interface_variables(host, os.environ, has_gpus=torch.cuda.is_available())
-            is_new = not chosen.items() <= self.environment.items()
-            self.environment.update(chosen)
-            if is_new:
-                say(f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: to reach {host}")
-        self.num_rounds += 1
-        if self.planner is not None:
-            self._plan(this_round, self.planner)
-        if self.job.plan is not None and self.drives_accelerate:
-            for name in self._accelerate:
-                self.environment.pop(name, None)
-            self._accelerate = accelerate_variables(self.job.plan, os.environ)
-            self.environment.update(self._accelerate)
-
-    def _plan(self, this_round: Round, planner: PlannerRequest) -> None:
-        from paraplan.plan.files import PlanFile  # pydantic: a tenth of a second for launches without a plan
-
-        before = self.job.plan
-        fits = before is not None and before.plan.world_size == this_round.world_size
-
-        def make() -> str:
-            if fits:  # a new node may still wait for it
-                return self._text
-            num_nodes = this_round.store.num_nodes
-            ranks = this_round.ranks_per_node
-            return make_plan(planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
-
-        text = this_round.store.share_text(f"plan/{this_round.world_size}", make)
-        self._text = text
-        if fits:
-            return
-        path = self.folder / ("plan.json" if before is None else f"plan-{self.num_rounds}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        self.job.plan = PlanFile.from_json(text, source=str(path))
-        self.environment[self.plan_variable] = str(path)
-        if this_round.store.node == 0:
-            num_ranks = this_round.world_size
-            again = "" if before is None else f", made anew for {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
-            say(f"plan: {self.job.plan.plan.describe()}{again}")
-
-
-def node_facts(script: str, *, first_node: str, clock_offset_s: float) -> NodeFacts:
-    """Return the facts of this node; the digest of anything but a file is its name."""
-    path = Path(script)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script
-    address = address_towards(first_node) or ""
-    return NodeFacts(
-        host=socket.gethostname(),
-        torch=str(torch.__version__),
-        paraplan=paraplan.__version__,
-        python=platform.python_version(),
-        script=digest,
-        address=address,
-        clock_offset_s=clock_offset_s,
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import socket
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,15 +13,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
 
-from paraplan.launch.elastic.agent import NodeAgent, Round
+from paraplan.launch.elastic.agent import NodeAgent
+from paraplan.launch.elastic.movable import MovableRendezvous
+from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.processes import RankProcesses
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.nodes.doors import Doors
+from paraplan.launch.nodes.endpoint import Endpoint
 from paraplan.launch.nodes.interfaces import address_towards, addresses_of
 from paraplan.launch.nodes.rendezvous import enter_store_of_ranks, open_static_store, open_store
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
@@ -31,6 +37,8 @@ from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
 
 _LOOPBACK = "127.0.0.1"
+_COME_AGAIN_S = 0.5
+_READ_TIMEOUT_S = 60  # torch's default
 _STORE_PATIENCE = timedelta(seconds=300)  # torch's default for a store
 
 
@@ -107,22 +115,57 @@ def run_agent(
     a failed rank, its SignalException for a signal, and its rendezvous errors.
     """
     start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job, doors=doors)
-    nodes = NodeRange(config.min_nodes, config.max_nodes)
-    agent = functools.partial(
-        NodeAgent, before_start=before_start, job=job, doors=doors, nodes=nodes, endpoint=config.rdzv_endpoint
+    nodes, endpoint = NodeRange(config.min_nodes, config.max_nodes), config.rdzv_endpoint
+    silence_s = None if has_own_agent() else _silence_s(config, nodes)
+    make_backend = functools.partial(
+        SealedBackend,
+        seal=doors.seal,
+        nodes=nodes,
+        endpoint=endpoint,
+        is_gone=doors.is_gone,
+        silence_s=silence_s,
+        has_moved=lambda: doors.standing.newer is not None,
     )
+    movable = None
+    if silence_s is not None:
+        movable = functools.partial(
+            MovableRendezvous,
+            doors=doors,
+            endpoint=Endpoint.parse(endpoint),
+            make_backend=make_backend,
+            store_timeout=timedelta(seconds=int(config.rdzv_configs.get("read_timeout", _READ_TIMEOUT_S))),
+            silence_s=silence_s,
+        )
+    named: dict[str, Any] = {"job": job, "doors": doors, "nodes": nodes, "endpoint": endpoint, "movable": movable}
+    agent = functools.partial(NodeAgent, before_start=before_start, **named)
     node_rank = int(config.rdzv_configs.get("rank", 0))
     with made_of(
-        open_store=functools.partial(open_store, doors=doors),
+        open_store=functools.partial(open_store, doors=doors, silence_s=silence_s),
         open_static_store=functools.partial(open_static_store, node_rank=node_rank, doors=doors),
-        backend=functools.partial(
-            SealedBackend, seal=doors.seal, nodes=nodes, endpoint=config.rdzv_endpoint, is_gone=doors.is_gone
-        ),
+        backend=make_backend,
         start_processes=start,
         open_store_of_ranks=functools.partial(_StoreOfRanks, doors=doors),
         agent=None if has_own_agent() else agent,
     ):
-        return launch_agent(config, program, program_arguments)
+        while True:
+            try:
+                return launch_agent(config, program, program_arguments)
+            except (RendezvousConnectionError, DistError):
+                if silence_s is None or doors.own_store is not None:
+                    raise
+                time.sleep(_COME_AGAIN_S)  # its host was on its way to where the job is, as this node came
+
+
+def _silence_s(config: LaunchConfig, nodes: NodeRange) -> float | None:
+    """Return how long the machine with the rendezvous may say nothing before it is taken for lost.
+
+    None for a job that ends then: one with a fixed number of nodes, without restarts, or at another kind of store.
+    """
+    options = config.rdzv_configs
+    is_elastic = nodes.min < nodes.max and config.max_restarts > 0
+    if not is_elastic or config.rdzv_backend != "c10d" or options.get("store_type", "tcp").strip().lower() != "tcp":
+        return None
+    return float(int(options.get("keep_alive_interval", 5)) * int(options.get("keep_alive_max_attempt", 3)))
 
 
 class _StoreOfRanks:

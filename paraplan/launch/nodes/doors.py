@@ -18,12 +18,13 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 
 import paraplan
 from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.election import Answer, Standing
 from paraplan.launch.nodes.endpoint import Endpoint, is_own_address
 from paraplan.launch.nodes.gate import Admission, Gate, Launcher
-from paraplan.launch.nodes.handshake import RefusedError
+from paraplan.launch.nodes.handshake import RefusedError, close_connection
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.job_token import Seal, job_token, random_token
-from paraplan.launch.nodes.local_sockets import admit_only, strangers_at
+from paraplan.launch.nodes.local_sockets import admit_only, connections_to, end_when_silent, strangers_at
 from paraplan.launch.spec import LaunchSpec, NodeRange
 from paraplan.launch.torch_private.texts import PORT_TAKEN
 
@@ -52,6 +53,7 @@ class Doors:
 
     `left` are hosts without a launcher any more, and `gone` launchers, with when they were lost, by time.monotonic().
     `clock_offset_s` is how far the clock of the node that hosts the rendezvous is ahead of this one's; 0 on itself.
+    `standing` is what is known of the node that does.
     """
 
     token: bytes
@@ -60,7 +62,11 @@ class Doors:
     left: dict[str, float] = field(default_factory=dict)
     gone: dict[Launcher, float] = field(default_factory=dict)
     clock_offset_s: float | None = None
+    standing: Standing = field(default_factory=Standing)
+    own_store: TCPStore | None = None
+    """The store behind this node's own door, at which others find it."""
     _gates: list[Gate] = field(default_factory=list)
+    _line: list[socket.socket] = field(default_factory=list)
     _admissions: dict[tuple[str, int], Admission] = field(default_factory=dict)
     _hosted: set[int] = field(default_factory=set)
 
@@ -71,6 +77,7 @@ class Doors:
 
     def close(self) -> None:
         """Close all gates, and leave those of others."""
+        self.cut_line()
         for admission in self._admissions.values():
             admission.close()
         for gate in self._gates:
@@ -92,16 +99,62 @@ class Doors:
     def host_store_behind(self, listener: socket.socket, *, timeout: timedelta) -> TCPStore:
         """Return a new store of this node that others of the job reach at a socket which listens already."""
         store, sealed = _sealed_store(timeout)
-        self._open_gate(listener, sealed)
+        # A node that came to a store which the job has left would begin another job there.
+        self._open_gate(listener, sealed, is_open=lambda: self.standing.leader in ("", self.standing.door))
         self.clock_offset_s = 0.0
+        self.own_store = store
         return store
+
+    def open_own_door(self, endpoint: Endpoint, *, timeout: timedelta) -> None:
+        """Open a store of this node's own that others may meet at, where this node does not host the endpoint's.
+
+        It listens on the address that this node has towards the endpoint alone: at the endpoint's port, which
+        firewalls let through, or at a free one where that is taken.
+        """
+        admission = self._admissions.get((endpoint.host, endpoint.port))
+        if self.own_store is not None or admission is None:
+            self.standing.door = str(endpoint) if self.own_store is not None else ""
+            return
+        try:
+            listener = _listen(admission.own_end[0], endpoint.port)
+        except DistNetworkError:
+            listener = _listen(admission.own_end[0], 0)
+        offset_s = self.clock_offset_s
+        self.host_store_behind(listener, timeout=timeout)
+        self.clock_offset_s = offset_s
+        self.standing.door = str(Endpoint(admission.own_end[0], listener.getsockname()[1]))
+
+    def drop_guests(self) -> None:
+        """End all connections to the stores of this node: the job is elsewhere, and who waits here looks for it."""
+        for gate in self._gates:
+            gate.drop_guests()
+
+    def hold_line(self, endpoint: Endpoint, *, silence_s: float) -> None:
+        """Have the connections to the store at an endpoint end where its machine says nothing for so long."""
+        self.cut_line()
+        admission = self._admissions[endpoint.host, endpoint.port]
+        admission.end_when_silent(silence_s)
+        for connection in connections_to(addresses_of(endpoint.host), endpoint.port):
+            if connection.getsockname()[1] == admission.own_end[1]:  # which a launcher that does not see us go minds
+                connection.close()
+            else:
+                end_when_silent(connection, silence_s)
+                self._line.append(connection)
+
+    def cut_line(self) -> None:
+        """End those connections: calls that wait for the store raise."""
+        for connection in self._line:
+            close_connection(connection)
+        self._line = []
 
     def host_store_of_ranks(self, host: str, *, timeout: timedelta) -> tuple[TCPStore, int]:
         """Return a store of this node for ranks, and the port at which they reach it."""
         store, sealed = _sealed_store(timeout)
         return store, self._open_gate(_listen(host, 0), sealed)
 
-    def _open_gate(self, listener: socket.socket, store: socket.socket) -> int:
+    def _open_gate(
+        self, listener: socket.socket, store: socket.socket, *, is_open: Callable[[], bool] = lambda: True
+    ) -> int:
         gate = Gate(
             listener,
             store,
@@ -110,6 +163,8 @@ class Doors:
             say=self.say,
             on_came=self._note_came,
             on_left=self._note_left,
+            reply=self.standing.reply,
+            is_open=is_open,
         )
         self._gates.append(gate)
         self._hosted.add(gate.port)
@@ -120,6 +175,8 @@ class Doors:
         self.gone.pop(launcher, None)
 
     def _note_left(self, launcher: Launcher) -> None:
+        if any(gate.knows(launcher) for gate in self._gates):  # by another connection
+            return
         self.gone[launcher] = time.monotonic()
         if not any(gate.has(launcher.host) for gate in self._gates):  # another one may have come in its place
             self.left[launcher.host] = self.gone[launcher]
@@ -132,15 +189,46 @@ class Doors:
             for one, moment in list(self.gone.items())
         )
 
-    def enter(self, endpoint: Endpoint, *, timeout_s: float = _HANDSHAKE_S) -> None:
-        """Be let in at an endpoint of another launcher, once. Raises `RefusedError` and OSError."""
+    def enter(self, endpoint: Endpoint, *, timeout_s: float = _HANDSHAKE_S, again: bool = False) -> None:
+        """Be let in at an endpoint of another launcher, once. Raises `RefusedError` and OSError.
+
+        `again` is for a launcher that may be another one by now.
+        """
         key = (endpoint.host, endpoint.port)
-        if key in self._admissions:
+        if key in self._admissions and not again:
             return
+        before = self._admissions.pop(key, None)
+        if before is not None:
+            before.close()
         admission = Admission(key, token=self.token, facts=self.facts, timeout_s=timeout_s)
         self._admissions[key] = admission
         if self.clock_offset_s is None:
             self.clock_offset_s = admission.clock_offset_s
+
+    def job_at(self, endpoint: Endpoint) -> Answer | None:
+        """Return what the launcher at an endpoint said of its job on letting this one in.
+
+        None where the job has been at this endpoint from the start.
+        """
+        try:
+            said = Answer.read(self._admissions[endpoint.host, endpoint.port].host_facts)
+        except (ValueError, TypeError):
+            return None
+        return said if said.leader and (said.term or said.leader != said.door) else None
+
+    def others_at(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """Return the doors of other nodes of the job that the launcher at an endpoint has named, if it has."""
+        admission = self._admissions.get((endpoint.host, endpoint.port))
+        try:
+            return () if admission is None else Answer.read(admission.host_facts).others
+        except (ValueError, TypeError):
+            return ()
+
+    def retire(self, *, but: str) -> None:
+        """Come back to no launcher whose connection is lost, but to the one at this door, where the job is."""
+        for key, admission in self._admissions.items():
+            if str(Endpoint(*key)) != but:
+                admission.retire()
 
     def hosts(self, host: str, port: int) -> bool:
         """Whether the store at an address is this node's own."""

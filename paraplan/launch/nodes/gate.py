@@ -29,6 +29,7 @@ from paraplan.launch.nodes.handshake import (
 )
 from paraplan.launch.nodes.local_sockets import (
     admit_only,
+    end_when_silent,
     is_established,
     is_known_of_connections,
     is_own_connection,
@@ -107,11 +108,18 @@ class Gate:
         say: Callable[[str], None],
         on_came: Callable[[Launcher], None] = lambda launcher: None,
         on_left: Callable[[Launcher], None] = lambda launcher: None,
+        reply: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda asked: {},
+        is_open: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Take the listening sockets of both; `on_came` and `on_left` get launchers that come and are gone."""
+        """Take the listening sockets of both; `on_came` and `on_left` get launchers that come and are gone.
+
+        `reply` returns what launchers that come, or only ask, are told beside the facts. To the store nobody is let
+        in while it `is_open` to none.
+        """
         self._listener, self._store = listener, store
         self._token, self._facts, self._say = token, dict(facts), say
         self._on_came, self._on_left = on_came, on_left
+        self._reply, self._is_open = reply, is_open
         self._relay = Relay()
         self._lock = threading.Lock()
         self._nodes: dict[str, list[_Node]] = {}
@@ -131,6 +139,11 @@ class Gate:
         with self._lock:
             return any(node.launcher.host == host for known in self._nodes.values() for node in known)
 
+    def knows(self, launcher: Launcher) -> bool:
+        """Whether a launcher is connected."""
+        with self._lock:
+            return any(node.launcher == launcher for known in self._nodes.values() for node in known)
+
     def close(self) -> None:
         """End all connections."""
         self._is_closed = True
@@ -142,6 +155,12 @@ class Gate:
             node.channel.close()
         self._relay.close()
         self._store.close()
+
+    def drop_guests(self) -> None:
+        """End the connections to the store. Launchers stay."""
+        with self._lock:
+            relay, self._relay = self._relay, Relay()
+        relay.close()
 
     def _accept(self) -> None:
         while not self._is_closed:
@@ -177,9 +196,10 @@ class Gate:
                 return
             # an empty one is somebody who looks whether anything listens here
             if first and self._is_of_this_job(connection, source):
-                self._relay.join(connection, self._connect_to_store())
-                return
-            if first:
+                if self._is_open():
+                    self._relay.join(connection, self._connect_to_store())
+                    return
+            elif first:
                 self._tell(source, "it is no rank or launcher of this job and this user")
         except OSError:
             pass  # it has gone, or said nothing
@@ -218,6 +238,7 @@ class Gate:
 
     def _serve_node(self, connection: socket.socket, source: str) -> None:
         node: _Node | None = None
+        is_known = False
         try:
             deadline = threading.Timer(_GREETING_S, close_connection, (connection,))
             deadline.daemon = True
@@ -227,6 +248,11 @@ class Gate:
                 hello = channel.receive()
             finally:
                 deadline.cancel()
+            is_known = True
+            reply = self._reply(hello)
+            if hello.get("asks"):
+                channel.send(**reply)
+                return
             launcher = Launcher(str(hello.get("host", source)), source, int(hello.get("pid", 0)))
             mine = list(connection.getpeername()[:2])
             mine[0] = source
@@ -234,13 +260,13 @@ class Gate:
             with self._lock:
                 self._nodes.setdefault(source, []).append(node)
             self._on_came(launcher)
-            channel.send(time_s=time.time(), **self._facts)
+            channel.send(time_s=time.time(), **self._facts, **reply)
             connection.settimeout(None)
             node.listen()
         except RefusedError as error:
             self._tell(source, error.message)
         except (OSError, ValueError, TypeError, RecursionError):
-            if node is None and not self._is_closed:
+            if not is_known and not self._is_closed:
                 self._tell(source, "it does not know this job's token")
         finally:
             close_connection(connection)
@@ -268,11 +294,13 @@ class Admission:
     def __init__(self, address: tuple[str, int], *, token: bytes, facts: Mapping[str, str], timeout_s: float) -> None:
         """Prove this node. Raises `RefusedError` where it, or the other, does not know the token, and OSError."""
         self._address, self._token, self._facts = address, token, dict(facts)
-        self._is_closed = False
+        self._is_closed = self._is_retired = False
         self.clock_offset_s = 0.0
         """How far the clock of the other node is ahead of this one's."""
         self.host_facts: dict[str, Any] = {}
         """What the other node says of itself."""
+        self.own_end = ("", 0)
+        """The address and port that this connection has here."""
         self._channel = self._enter(timeout_s)
         threading.Thread(target=self._answer, daemon=True, name="paraplan-admission").start()
 
@@ -281,6 +309,7 @@ class Admission:
         try:
             channel = greet(connection, self._token)
             here = connection.getsockname()
+            self.own_end = (plain_address(here[0]), int(here[1]))
             before = time.time()
             channel.send(address=[plain_address(here[0]), here[1]], **self._facts)
             self.host_facts = channel.receive()
@@ -296,19 +325,33 @@ class Admission:
         self._is_closed = True
         self._channel.close()
 
+    def end_when_silent(self, seconds: float) -> None:
+        """Take the connection for lost where the other machine says nothing for so long."""
+        with contextlib.suppress(OSError):
+            end_when_silent(self._channel.connection, seconds)
+
+    def retire(self) -> None:
+        """Stay for as long as the connection lasts, and do not come back: the job is elsewhere.
+
+        To leave would say that this launcher has ended, to one that does not know of the other place.
+        """
+        self._is_retired = True
+
     def _answer(self) -> None:
         """Say whose connections are, and come back where the connection is lost."""
-        while not self._is_closed:
+        while True:
             try:
                 values = self._channel.receive()
                 local, remote = ((str(end[0]), int(end[1])) for end in values["whose"])
                 self._channel.send(number=values["number"], own=is_own_connection(local, remote))
             except (OSError, RefusedError, ValueError, KeyError, TypeError):
                 self._channel.close()
-                while not self._is_closed:
+                while not (self._is_closed or self._is_retired):
                     time.sleep(0.5)
                     with contextlib.suppress(OSError, RefusedError, ValueError, KeyError, TypeError):
                         self._channel = self._enter(_ANSWER_S)
                         if self._is_closed:  # meanwhile
                             self._channel.close()
                         break
+                if self._is_closed or self._is_retired:
+                    return

@@ -7,6 +7,7 @@ import hmac
 import json
 import secrets
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 from paraplan.errors import ParaplanError
@@ -117,6 +118,17 @@ def answer(connection: socket.socket, token: bytes) -> NodeChannel:
     connection.sendall(b"%s %d %s %s\n" % (GREETING, PROTOCOL, mine, _proof(token, words[2], mine)))
     _require_version(words[1])
     return NodeChannel(connection, lines, key=sign(token, b"session", words[2], mine), is_gate=True)
+
+
+def ask(address: tuple[str, int], token: bytes, words: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    """Return what the gate at an address answers to `words`; nobody is let in. Raises `RefusedError` and OSError."""
+    connection = socket.create_connection(address, timeout=timeout_s)
+    try:
+        channel = greet(connection, token)
+        channel.send(**words)
+        return channel.receive()
+    finally:
+        close_connection(connection)
 
 
 def _proof(token: bytes, of_node: bytes, of_gate: bytes) -> bytes:

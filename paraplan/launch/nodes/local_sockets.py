@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h
@@ -19,6 +20,7 @@ _WRAPPED = "0" * 16 + ("FFFF0000" if sys.byteorder == "little" else "0000FFFF") 
 _HELD = {"01", "08"}  # net/tcp_states.h: established, and closed by the other side alone
 _LISTENS = "0A"
 _NOBODY_KNOWS = -1  # a user's number that there is not
+_DESCRIPTORS = Path("/proc/self/fd")
 _NO_INODE = "0"  # of a socket that its process has let go of: the kernel tells root's number for its user then
 
 
@@ -87,6 +89,36 @@ def _hexadecimal(address: str, port: int) -> str:
     raw = ipaddress.ip_address(address).packed
     words = (int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(0, len(raw), 4))
     return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
+
+
+def connections_to(addresses: Collection[str], port: int) -> list[socket.socket]:
+    """Return the connections of this process to a port, each as a socket of its own beside the one that uses it."""
+    found = []
+    for path in [*_DESCRIPTORS.iterdir()] if _DESCRIPTORS.is_dir() else []:
+        with contextlib.suppress(OSError):  # closed meanwhile, no socket, or one that is not connected
+            if not str(path.readlink()).startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(path.name)))
+            there = connection.getpeername() if connection.family in (socket.AF_INET, socket.AF_INET6) else None
+            if there is not None and plain_address(there[0]) in addresses and there[1] == port:
+                found.append(connection)
+            else:
+                connection.close()
+    return found
+
+
+def end_when_silent(connection: socket.socket, seconds: float) -> None:
+    """Have the kernel end a connection whose other machine says nothing for so long, as without a network."""
+    third = max(1, int(seconds / 3))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", third),
+        ("TCP_KEEPINTVL", third),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", int(seconds * 1000)),
+    ):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def admit_only(listener: socket.socket, source: tuple[str, int] | None) -> None:

@@ -34,6 +34,7 @@ from paraplan.launch.torch_private.texts import CLOSED_RENDEZVOUS, LATE_RENDEZVO
 _POLL_S = 0.05
 _OWN_STORE = timedelta(seconds=60)  # for the store of this very node, which a busy machine may delay
 _ENTER_S = 60.0  # for the first node's launcher to let the others in
+_ASK_AGAIN_S = 0.5
 _SILENCE_S = 5.0  # for the other side of a connection to say what it is
 _NNODES_KEY, _CONTRADICTION_KEY = "paraplan/nnodes", "paraplan/contradiction"
 _HINT = "start the same command on every node, and let the port through their firewalls"
@@ -49,31 +50,68 @@ class NoRendezvousError(ParaplanError):
     exit_status = 1
 
 
-def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, doors: Doors, **_: Any) -> TCPStore:
+def open_store(
+    host: str, port: int, *, is_master: bool, timeout: timedelta, doors: Doors, silence_s: float | None = None, **_: Any
+) -> TCPStore:
     """Return the store at an endpoint, which `is_master` hosts itself; torch's arguments.
 
     Others wait until something answers there, for as long as torch does: twice `timeout`. Ctrl-C ends the wait at
-    once, which in torch's own code it does not. Raises `NoRendezvousError` where nothing answers, or something that is
-    not a launcher of this job, and torch's errors where it cannot be hosted.
+    once, which in torch's own code it does not. With `silence_s` the store is the one of the node that the job has
+    moved to, where it has, and calls raise once that machine has said nothing for so long. Raises torch's errors where
+    it cannot be hosted, and `NoRendezvousError` where nothing answers, or something that is no launcher of this job.
     """
     if is_master:
+        doors.standing.door = doors.standing.leader = str(Endpoint(host, port))
         return run_interruptibly(lambda: doors.host_store(host, port, timeout=timeout))
     endpoint, timeout_s = Endpoint(host, port), 2 * timeout.total_seconds()
-    started = time.monotonic()
+    deadline = time.monotonic() + timeout_s
     named = _named(endpoint)
-    silence = await_answer(endpoint, timeout_s=timeout_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}"))
-    if silence is not None:
-        raise _nobody_error(endpoint, silence, timeout_s)
-    _enter(endpoint, doors, timeout_s=max(1.0, timeout_s - (time.monotonic() - started)))
+    while True:
+        left_s = max(1.0, deadline - time.monotonic())
+        silence = await_answer(endpoint, timeout_s=left_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}"))
+        if silence is not None:
+            raise _nobody_error(endpoint, silence, timeout_s)
+        _enter(endpoint, doors, timeout_s=max(1.0, deadline - time.monotonic()), again=silence_s is not None)
+        job = doors.job_at(endpoint) if silence_s is not None else None
+        try:
+            if job is not None and job.leader != job.door:
+                store = join_store(Endpoint.parse(job.leader), doors, timeout=timeout, silence_s=silence_s)
+                say(f"the job of {endpoint} is at {job.leader} now")
+                doors.standing.move(job.term, job.leader)
+                return store
+            store = _client(endpoint, doors, timeout=timeout, timeout_s=timeout_s, silence_s=silence_s)
+        except NoRendezvousError:  # the job has moved on since, or will soon
+            if silence_s is None or time.monotonic() > deadline:
+                raise
+            time.sleep(_ASK_AGAIN_S)
+        else:
+            doors.standing.move(0 if job is None else job.term, str(endpoint) if job is None else job.leader)
+            return store
+
+
+def join_store(endpoint: Endpoint, doors: Doors, *, timeout: timedelta, silence_s: float | None) -> TCPStore:
+    """Return the store at the door of a node that runs. Raises `NoRendezvousError` where there is no such one."""
+    doors.clock_offset_s = None
+    _enter(endpoint, doors, timeout_s=_SILENCE_S, again=True)
+    return _client(endpoint, doors, timeout=timeout, timeout_s=_SILENCE_S, silence_s=silence_s)
+
+
+def _client(
+    endpoint: Endpoint, doors: Doors, *, timeout: timedelta, timeout_s: float, silence_s: float | None
+) -> TCPStore:
+    host, port = endpoint.host, endpoint.port
     try:
-        return run_interruptibly(
+        store = run_interruptibly(
             lambda: TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False), timeout_s=timeout_s
         )
     except (RuntimeError, TimeoutError) as error:  # torch's DistError is a RuntimeError
         raise _stranger_error(endpoint, str(error)) from error
+    if silence_s is not None:
+        doors.hold_line(endpoint, silence_s=silence_s)
+    return store
 
 
-def _enter(endpoint: Endpoint, doors: Doors, *, timeout_s: float) -> None:
+def _enter(endpoint: Endpoint, doors: Doors, *, timeout_s: float, again: bool = False) -> None:
     """Be let in at the gate of an endpoint. Raises `NoRendezvousError` where that is none of this job."""
     deadline = time.monotonic() + timeout_s
     is_first = doors.clock_offset_s is None
@@ -81,7 +119,7 @@ def _enter(endpoint: Endpoint, doors: Doors, *, timeout_s: float) -> None:
     while True:
         left_s = deadline - time.monotonic()
         try:
-            run_interruptibly(partial(doors.enter, endpoint, timeout_s=min(_SILENCE_S, max(left_s, 0.1))))
+            run_interruptibly(partial(doors.enter, endpoint, timeout_s=min(_SILENCE_S, max(left_s, 0.1)), again=again))
         except NoLauncherError as error:
             raise _stranger_error(endpoint, error.message) from error
         except RefusedError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
@@ -32,11 +34,17 @@ class SealedBackend(StoreBackend):
         nodes: NodeRange,
         endpoint: str,
         is_gone: Callable[[str, int], bool] = lambda address, pid: False,
+        silence_s: float | None = None,
+        has_moved: Callable[[], bool] = lambda: False,
     ) -> None:
         """Take torch's arguments, what signs the state, and what tells launchers that are lost.
 
+        A call raises RendezvousConnectionError where the store says nothing for longer than `silence_s` (None: never),
+        and where the job `has_moved` to another store.
         Raises `NoRendezvousError` for contradictory `nodes`.
         """
+        self._silence_s, self._has_moved = silence_s, has_moved
+        self._max_nodes = nodes.max
         super().__init__(store, run_id)
         require_same_nnodes(store, nodes, endpoint=endpoint, seal=seal)
         self._seal = seal
@@ -61,19 +69,29 @@ class SealedBackend(StoreBackend):
         if stored == self.no_state.encode():
             return None
         try:
-            return pickled(self._translator.to_state(self._seal.open(self.key, stored))), stored
+            state = self._translator.to_state(self._seal.open(self.key, stored))
         except (KeyError, TypeError, ValueError) as error:
             raise ForgedTextError(
                 f"the state of the rendezvous is of another version: {type(error).__name__}: {error}",
                 hint="install the same version of paraplan on every node",
             ) from error
+        if state.is_complete and len(state.participants) >= self._max_nodes:
+            # torch starts all ranks again for any that wait, also where there is no room for one
+            state.redundant, state.waiting = state.redundant | state.waiting, set()
+        return pickled(state), stored
 
     def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
         """Return what the store answers; say so where that takes long."""
-        answer = run_interruptibly(
-            lambda: super(SealedBackend, self).call_store(operation, *arguments, **options),
-            on_wait=self._say_cut_off,
-        )
+        if self._has_moved():
+            raise RendezvousConnectionError("the job has moved to another store")
+        try:
+            answer = run_interruptibly(
+                lambda: super(SealedBackend, self).call_store(operation, *arguments, **options),
+                timeout_s=self._silence_s,
+                on_wait=self._say_cut_off,
+            )
+        except TimeoutError as error:
+            raise RendezvousConnectionError(f"the store says nothing: {error}") from error
         if self._is_cut_off:
             self._is_cut_off = False
             say("the node that hosts the rendezvous answers again")

@@ -42,6 +42,10 @@ class NodeFacts:
     address: str = ""
     clock_offset_s: float = 0.0
     """How far the clock of the node that hosts the rendezvous is ahead of this node's."""
+    door: str = ""
+    """Where others reach a store of this node, should the one that hosts the rendezvous be lost."""
+    launcher: str = ""
+    """A random name of its launcher."""
 
 
 class NodeStore:
@@ -75,12 +79,15 @@ class NodeStore:
         self.min_nodes = min_nodes
         self._left = {} if left is None else left
         self._has_lost_node = has_lost_node
-        self._hosts: list[str] = []
+        self.facts: list[NodeFacts] = []
+        """What the nodes have said of themselves, once they have."""
         self.stops: dict[int, str] = {}
         self._num_questions = 0
         self._clock = clock
         self._pause = pause
         self.is_lost = False
+        self.is_ending = False
+        """Whether a node was seen to have ended well, or to have failed for good."""
 
     def meet(self) -> None:
         """Wait until all nodes of the round have come to this call. Raises `NodeLostError` where one is lost before."""
@@ -91,9 +98,8 @@ class NodeStore:
     def exchange_facts(self, mine: NodeFacts) -> list[NodeFacts]:
         """Return the facts of all nodes, in their order; waits for every node."""
         self._set(f"facts/{self.node}", asdict(mine))
-        facts = [_known(NodeFacts, self._await(f"facts/{node}")) for node in range(self.num_nodes)]
-        self._hosts = [fact.host for fact in facts]
-        return facts
+        self.facts = [_known(NodeFacts, self._await(f"facts/{node}")) for node in range(self.num_nodes)]
+        return self.facts
 
     def share_text(self, name: str, make: Callable[[], str]) -> str:
         """Return what `make` returns on node 0; the others wait for it. An error of `make` is raised on every node.
@@ -177,7 +183,7 @@ class NodeStore:
 
     def host_of(self, node: int) -> str:
         """Return the name of a node's host, or its number."""
-        return self._hosts[node] if node < len(self._hosts) else f"of node {node}"
+        return self.facts[node].host if node < len(self.facts) else f"of node {node}"
 
     def ask(self, question: Mapping[str, Any]) -> int:
         """Ask all other nodes; return the number of the question. Raises RuntimeError where the store is gone."""
@@ -241,7 +247,8 @@ class NodeStore:
                 if node == self.node or node in self.stops:
                     continue
                 host = self.host_of(node)
-                is_gone = host in self._left and self._hosts.count(host) == 1 and not self._has(f"failure/{node}")
+                is_alone = sum(fact.host == host for fact in self.facts) == 1
+                is_gone = host in self._left and is_alone and not self._has(f"failure/{node}")
                 if self._has(f"stop/{node}"):
                     self.stops[node] = f"host {host}: {self._get(f'stop/{node}')}"
                 elif is_gone and not self.is_anyone_done():
@@ -261,14 +268,18 @@ class NodeStore:
 
     def is_anyone_done(self) -> bool:
         """Whether a node has said that its ranks have ended well."""
-        return self._has("done")
+        is_done = self._has("done")
+        self.is_ending = self.is_ending or is_done
+        return is_done
 
     def has_failure_elsewhere(self) -> bool:
         """Whether another node has said that its ranks have failed for good."""
         if self.is_lost:
             return False
         try:
-            return any(self._has(f"failure/{node}") for node in range(self.num_nodes) if node != self.node)
+            has_failure = any(self._has(f"failure/{node}") for node in range(self.num_nodes) if node != self.node)
+            self.is_ending = self.is_ending or has_failure
+            return has_failure
         except RuntimeError:  # the host of the store has ended; its ranks' peers will notice
             self.is_lost = True
             return False

@@ -19,6 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import PContext, Std
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
 
 
@@ -128,6 +129,40 @@ def participants(handler: Any) -> list[str] | None:
     """Return the addresses of the nodes that torch's dynamic rendezvous counts; None for a static one."""
     holder = getattr(handler, "_state_holder", None)
     return None if holder is None else [str(node.addr) for node in holder.state.participants]
+
+
+def launchers(handler: Any) -> list[tuple[str, int]]:
+    """Return address and process of each node that torch's dynamic rendezvous counts, by the number that it has."""
+    nodes: dict[Any, int] = handler._state_holder.state.participants
+    return [(str(node.addr), int(node.pid)) for node in sorted(nodes, key=lambda node: nodes[node])]
+
+
+def is_spare(handler: Any) -> bool:
+    """Whether this node waits for a place in torch's dynamic rendezvous, which has as many nodes as it may."""
+    holder = getattr(handler, "_state_holder", None)
+    return holder is not None and handler._this_node in holder.state.redundancy_list
+
+
+def stop_heartbeats(handler: Any) -> None:
+    """Have a dynamic rendezvous give no signs of life any more."""
+    handler._stop_heartbeats()
+
+
+def handler_at(handler: Any, store: Any, backend: Any, *, run_id: str) -> DynamicRendezvousHandler:
+    """Return the likes of a dynamic rendezvous at another store."""
+    settings = handler.settings
+    moved: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
+        run_id,
+        store,
+        backend,
+        settings.min_nodes,
+        settings.max_nodes,
+        local_addr=handler._this_node.addr,
+        timeout=settings.timeout,
+        keep_alive_interval=int(settings.keep_alive_interval.total_seconds()),
+        keep_alive_max_attempt=settings.keep_alive_max_attempt,
+    )
+    return moved
 
 
 def store_of(handler: Any) -> Any:

@@ -1,0 +1,140 @@
+"""What is done before each start of the ranks: the nodes compare what they run, and get a plan if one is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import paraplan
+from paraplan.errors import PlanError
+from paraplan.launch.accelerate import accelerate_variables
+from paraplan.launch.elastic.records import JobRecord
+from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables
+from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
+from paraplan.launch.planning import PlannerRequest, make_plan
+
+
+@dataclass(frozen=True)
+class Round:
+    """The nodes of one rendezvous, which start ranks together, and this node's place among them."""
+
+    store: NodeStore
+    world_size: int
+    ranks_per_node: int
+    master_addr: str
+    door: str = ""
+    """Where others reach a store of this node."""
+    launcher: str = ""
+    """A random name of this launcher."""
+
+
+@dataclass
+class RoundPreparation:
+    """What is done before each start of the ranks: differences of the nodes are said, and a plan is made if asked for.
+
+    `drives_accelerate` puts the plan into the variables of accelerate too. `folder` gets the plans.
+    The plan is written into `job` and, for the ranks, into `environment`.
+    """
+
+    job: JobRecord
+    planner: PlannerRequest | None
+    script: str
+    folder: Path
+    plan_variable: str
+    environment: dict[str, str]
+    drives_accelerate: bool = False
+    num_rounds: int = 0
+    _text: str = ""
+    _accelerate: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, this_round: Round) -> None:
+        """Prepare one start. Raises `PlanError` where no plan can be made for these nodes."""
+        try:
+            self._prepare(this_round)
+        except RemoteError as error:
+            failure = PlanError(error.message, hint=error.hint)
+            failure.exit_status = error.exit_status
+            raise failure from None
+
+    def _prepare(self, this_round: Round) -> None:
+        self.job.store = this_round.store
+        if this_round.store.num_nodes > 1:
+            facts = this_round.store.exchange_facts(
+                node_facts(
+                    self.script,
+                    first_node=this_round.master_addr,
+                    clock_offset_s=this_round.store.clock_offset_s,
+                    door=this_round.door,
+                    launcher=this_round.launcher,
+                )
+            )
+            for sentence in differences(facts) if this_round.store.node == 0 else []:
+                say(f"the nodes differ: {sentence}")
+            # the first node may know itself by a loopback address, but not the others
+            hosts = [this_round.master_addr, *(fact.address for fact in facts if fact.address)]
+            host = next((host for host in hosts if interface_towards(host) is not None), this_round.master_addr)
+            chosen = interface_variables(host, os.environ, has_gpus=torch.cuda.is_available())
+            is_new = not chosen.items() <= self.environment.items()
+            self.environment.update(chosen)
+            if is_new:
+                say(f"{' '.join(f'{name}={value}' for name, value in chosen.items())}: to reach {host}")
+        self.num_rounds += 1
+        if self.planner is not None:
+            self._plan(this_round, self.planner)
+        if self.job.plan is not None and self.drives_accelerate:
+            for name in self._accelerate:
+                self.environment.pop(name, None)
+            self._accelerate = accelerate_variables(self.job.plan, os.environ)
+            self.environment.update(self._accelerate)
+
+    def _plan(self, this_round: Round, planner: PlannerRequest) -> None:
+        from paraplan.plan.files import PlanFile  # pydantic: a tenth of a second for launches without a plan
+
+        before = self.job.plan
+        fits = before is not None and before.plan.world_size == this_round.world_size
+
+        def make() -> str:
+            if fits:  # a new node may still wait for it
+                return self._text
+            num_nodes = this_round.store.num_nodes
+            ranks = this_round.ranks_per_node
+            return make_plan(planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
+
+        text = this_round.store.share_text(f"plan/{this_round.world_size}", make)
+        self._text = text
+        if fits:
+            return
+        path = self.folder / ("plan.json" if before is None else f"plan-{self.num_rounds}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        self.job.plan = PlanFile.from_json(text, source=str(path))
+        self.environment[self.plan_variable] = str(path)
+        if this_round.store.node == 0:
+            num_ranks = this_round.world_size
+            again = "" if before is None else f", made anew for {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
+            say(f"plan: {self.job.plan.plan.describe()}{again}")
+
+
+def node_facts(script: str, *, first_node: str, clock_offset_s: float, door: str = "", launcher: str = "") -> NodeFacts:
+    """Return the facts of this node; the digest of anything but a file is its name."""
+    path = Path(script)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script
+    address = address_towards(first_node) or ""
+    return NodeFacts(
+        host=socket.gethostname(),
+        torch=str(torch.__version__),
+        paraplan=paraplan.__version__,
+        python=platform.python_version(),
+        script=digest,
+        address=address,
+        clock_offset_s=clock_offset_s,
+        door=door,
+        launcher=launcher,
+    )
