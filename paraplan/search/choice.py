@@ -89,10 +89,13 @@ class EvaluatedPlans:
         while True:
             values = self.values(objective) + rest
             best = int(np.argmin(values))
-            if not has_others[best] or best in self._estimates or not np.isfinite(values[best]):
+            if not has_others[best] or not np.isfinite(values[best]):
                 return values
+            is_priced = best in self._estimates
             if not self.estimate(best).fits:
                 rest[best] = np.inf
+            elif is_priced:
+                return values
 
     def in_order(self, objective: Objective, rows: list[int]) -> list[int]:
         """Return `rows` in the order of an objective, by the prices of all stages where these are known."""
