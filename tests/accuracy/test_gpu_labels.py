@@ -103,7 +103,8 @@ def test_the_500_w_h100_is_slower_than_the_700_w_one_and_holds_more() -> None:
     slow, fast = load_gpu("h100-96gb"), load_gpu("h100-80gb")
     assert slow.memory_bytes > fast.memory_bytes
     assert slow.memory_bandwidth_bytes_per_s < fast.memory_bandwidth_bytes_per_s
-    assert slow.peak_flops_per_s["bf16"] < fast.peak_flops_per_s["bf16"]
+    assert slow.peak_flops_per_s["bf16"] == fast.peak_flops_per_s["bf16"]  # one chip
+    assert slow.clock_share < fast.clock_share == 1
 
 
 def test_cards_of_one_chip_are_told_apart_by_the_name_that_the_driver_gives() -> None:
