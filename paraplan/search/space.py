@@ -101,6 +101,7 @@ class PlanSpace:
         self._known_sizes: dict[int, Ints] = {}
         self._asked: dict[tuple[Degrees, int, tuple[int, ...]], str | None] = {}
         self._known_reasons: dict[tuple[int, Degrees, int], dict[str, Ints]] = {}
+        self._known_kinds: dict[int, tuple[list[tuple[int, ...]], Ints]] = {}
         self._known_cells: dict[tuple[int, Degrees, bool, bytes], tuple[Ints, Ints, Counter[str]]] = {}
         self._known_choices: dict[tuple[bool, bool, int, int, bool], Ints] = {}
 
@@ -345,23 +346,32 @@ class PlanSpace:
         """Return the rows of choices that cannot be executed with the micro-batches of `_fills`, by the reason."""
         key = (id(choices), small, fill)
         if key not in self._known_reasons:
-            virtual, split, shards = 3, 6, 7  # columns of `_choices`
-            few = choices.copy()
-            few[:, virtual], few[:, split] = np.minimum(few[:, virtual], 2), 0
-            few[:, shards] = np.minimum(few[:, shards], 2)
-            firsts, kind = first_rows(*few.T)
-            ones = np.ones(len(firsts), dtype=np.int64)
-            examples = self._table([_Rows(small, 0, few[firsts], ones)], share=fill)
+            columns_of, kind = self._kinds(choices)
+            examples: PlanTable | None = None
             rows_of: dict[str, list[Ints]] = {}
-            for number, columns in enumerate(map(tuple, few[firsts].tolist())):
+            for number, columns in enumerate(columns_of):
                 asked = (small, fill, columns)
                 if asked not in self._asked:
+                    if examples is None:
+                        ones = np.ones(len(columns_of), dtype=np.int64)
+                        examples = self._table([_Rows(small, 0, np.array(columns_of), ones)], share=fill)
                     self._asked[asked] = self._reason(examples, number)
                 reason = self._asked[asked]
                 if reason is not None:
                     rows_of.setdefault(rule_of(reason), []).append(np.flatnonzero(kind == number))
             self._known_reasons[key] = {reason: np.concatenate(rows) for reason, rows in rows_of.items()}
         return self._known_reasons[key]
+
+    def _kinds(self, choices: Ints) -> tuple[list[tuple[int, ...]], Ints]:
+        """Return the kinds of choices that the executor may tell apart, an example of each, and the kind of each."""
+        if id(choices) not in self._known_kinds:
+            virtual, split, shards = 3, 6, 7  # columns of `_choices`
+            few = choices.copy()
+            few[:, virtual], few[:, split] = np.minimum(few[:, virtual], 2), 0
+            few[:, shards] = np.minimum(few[:, shards], 2)
+            firsts, kind = first_rows(*few.T)
+            self._known_kinds[id(choices)] = [tuple(row) for row in few[firsts].tolist()], kind
+        return self._known_kinds[id(choices)]
 
     def _reason(self, table: PlanTable, row: int) -> str | None:
         found = self.executor.reason_of(table.plan(row), self.workload.training, self.workload.model.num_blocks)
