@@ -42,8 +42,15 @@ def print_scores(
             console.print(_table(f"{title} by {name}", name, group))
             console.print()
         console.print(f"[bold]Worst rows, {escape(title.lower())}[/bold]", markup=True)
+        worst = Table.grid()
         for identity in figures.worst:
-            console.print(f"  {_row(rows[identity], is_time=figures is step_time)}", soft_wrap=not console.is_terminal)
+            error, what = _row(rows[identity], is_time=figures is step_time)
+            if console.is_terminal:
+                worst.add_row(f"  {error}  ", what)
+            else:
+                console.print(f"  {error}  {what}", soft_wrap=True)
+        if worst.row_count:
+            console.print(worst)
         console.print()
 
 
@@ -108,14 +115,15 @@ def _cells(summary: ErrorSummary) -> list[str]:
     return [str(summary.rows), *(f"{share or 0:.1%}" for share in shares), f"{summary.bias or 0:+.1%}"]
 
 
-def _row(row: RunPrediction, *, is_time: bool) -> str:
+def _row(row: RunPrediction, *, is_time: bool) -> tuple[str, str]:
+    """Return the error of a row, and what is off."""
     if is_time:
         error, predicted, measured = row.step_time_error, row.predicted_step_time_s, row.measured_step_time_s
         shown = f"{format_seconds(predicted or 0)} for {format_seconds(measured or 0)}"
     else:
         error, predicted, measured = row.memory_error, row.predicted_peak_memory_bytes, row.measured_peak_memory_bytes
         shown = f"{format_bytes(predicted or 0)} for {format_bytes(measured or 0)}"
-    return f"{error or 0:+.0%}  {row.id}: {shown}; {row.plan} on {row.gpu}"
+    return f"{error or 0:+.0%}", f"{row.id}: {shown}; {row.plan} on {row.gpu}"
 
 
 def _print_sweeps(console: Console, what: str, sweeps: SweepScore) -> None:

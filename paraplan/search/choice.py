@@ -262,7 +262,8 @@ def is_plain(workload: Workload, column: Callable[[str], Ints], stage: int) -> M
     """Return which plans, given by their columns, are plain DDP (stage 0) or FSDP (stage 3) over all GPUs."""
     others = (column(name) == 0 for name in ("offload", "shards"))
     of_data = (column("dp") == workload.cluster.num_gpus) & (column("zero_stage") == stage) & (column("ep") == 1)
-    plain = column("recompute") != RecomputeCode.SELECTIVE_OPS
+    by_default = workload.framework.kernels.recomputes_ops_by_default
+    plain = (column("recompute") != RecomputeCode.SELECTIVE_OPS) | by_default
     return np.asarray(np.logical_and.reduce([of_data, plain, *others]))
 
 
