@@ -36,9 +36,16 @@ def step_of(number: int, *, work_s: float, period_s: float) -> Step:
 
 
 def judged(
-    work_s: Work, *, ranks: int = 4, steps: int = 60, per_host: int = 0, transfer_s: Work = lambda r, s: TRANSFER_S
+    work_s: Work,
+    *,
+    ranks: int = 4,
+    steps: int = 60,
+    per_host: int = 0,
+    transfer_s: Work = lambda r, s: TRANSFER_S,
+    is_asked_always: bool = False,
 ) -> tuple[Judge, list[Lateness]]:
-    """Return the judge after `steps` steps in which ranks meet, and what it says then."""
+    """Return the judge after `steps` steps in which ranks meet, and what it says then, or after each step."""
+    found = list[Lateness]()
     judge = Judge({rank: f"node{rank // per_host}" if per_host else "node0" for rank in range(ranks)})
     dice = random.Random(7)  # noqa: S311
     for number in range(1, steps + 1):
@@ -46,7 +53,9 @@ def judged(
         period_s = max(works) + transfer_s(0, number)
         for rank in range(ranks):
             judge.add(rank, [step_of(number, work_s=works[rank], period_s=period_s)])
-    return judge, judge.judge()
+        if is_asked_always or number == steps:
+            found += judge.judge()
+    return judge, found
 
 
 def test_a_rank_that_is_30_percent_slower_is_named_with_its_cost_and_the_step_where_it_began() -> None:
@@ -89,6 +98,14 @@ def test_pauses_of_any_rank_are_jitter_and_name_nobody() -> None:
     struck = [dice.randrange(4) if dice.random() < 0.5 else None for _ in range(61)]
     _, found = judged(lambda rank, step: BASE_S * (2.5 if struck[step] == rank else 1.0))
     assert [(case.kind, case.ranks) for case in found] == [("jitter", ())]
+
+
+def test_the_last_pauses_of_jitter_are_not_those_of_a_rank_though_all_of_them_are() -> None:
+    struck = [1 if 50 <= step < 60 else step % 2 if 20 <= step < 60 else None for step in range(100)]
+    _, found = judged(
+        lambda rank, step: BASE_S * (1.8 if struck[step] == rank else 1.0), ranks=2, steps=99, is_asked_always=True
+    )
+    assert {case.subject for case in found} == {("jitter", ())}
 
 
 def test_transfers_between_hosts_that_take_longer_than_before_are_a_link() -> None:

@@ -119,6 +119,7 @@ class Judge:
         self._baseline_s: list[float] = []
         self._typical_s: dict[int, float] = {}
         self._explained_until = 0  # steps up to here were late, or not, because of what has been found
+        self._by_turns_until = 0  # up to here strikes fell on one rank after the other
 
     def add(self, rank: int, steps: Sequence[Step]) -> None:
         """Take new steps of a rank, oldest first."""
@@ -151,6 +152,8 @@ class Judge:
             longer = [row for row in self.rows if _number(row) > self._explained_until]
             longer = longer[-max(_BURST_WINDOW, len(rows)) :]
             found = [late for group in self._peers for late in self._struck(longer, group) if len(longer) > 1]
+            if any(late.kind == "jitter" for late in found):
+                self._by_turns_until = _number(longer[-1])
         return self._by_host(found) or self._slow_link(rows)
 
     def _window(self) -> list[Row]:
@@ -196,9 +199,12 @@ class Judge:
 
     def _struck(self, rows: Sequence[Row], group: Sequence[int]) -> list[Lateness]:
         """Return who is late now and then, or that all are by turns."""
-        strikes: dict[int, list[tuple[int, float]]] = {rank: [] for rank in group}
         usual_s = statistics.median(_base_s(row, group) for row in rows)
-        for row in rows:
+        steps_s = sum(_step_s(row, group) for row in rows)
+        # Of strikes that fall by turns a good many fall on one rank by chance: these speak of no rank.
+        since_turns = [row for row in rows if _number(row) > self._by_turns_until]
+        strikes: dict[int, list[tuple[int, float]]] = {rank: [] for rank in group}
+        for row in since_turns:
             base_s = max(usual_s, _base_s(row, group))
             for rank in group:
                 late_s = row[rank].own_s - base_s
@@ -206,10 +212,7 @@ class Judge:
                     strikes[rank].append((row[rank].step, late_s))
         lost_s = {rank: sum(late_s for _, late_s in found) for rank, found in strikes.items()}
         whole_s = sum(lost_s.values())
-        if not whole_s:
-            return []
         worst = max(group, key=lost_s.__getitem__)
-        steps_s = sum(_step_s(row, group) for row in rows)
         cost, slower = lost_s[worst] / steps_s, lost_s[worst] / len(rows) / usual_s
         chance = _chance(len(strikes[worst]), sum(map(len, strikes.values())), len(group))
         is_one = lost_s[worst] >= _MIN_BURST_SHARE * whole_s and cost >= _MIN_BURST_COST
