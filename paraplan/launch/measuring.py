@@ -29,6 +29,7 @@ from paraplan.hardware.measurement.links import (
     GPU_MESSAGE_BYTES,
     LinkReport,
     MeasureRequest,
+    RankEnd,
     RankEvent,
     groups_to_measure,
     report_links,
@@ -37,6 +38,9 @@ from paraplan.hardware.topology import NodeTopology
 
 _START_ALLOWANCE_S = 180.0  # importing torch on slow disks, and one message that takes longer than the time for all
 _GRACE_S = 2.0
+_ALSO_FAILED_S = 0.3  # for ranks that fail together, each with its own reason
+_END = b'"ended_rank"'
+_LOG = "start.log"
 
 EventT = TypeVar("EventT", RankEvent, KernelEvent)
 
@@ -122,39 +126,37 @@ def _run_ranks(
     environment: Mapping[str, str],
     on_event: Callable[[EventT], None],
 ) -> list[EventT]:
-    with tempfile.TemporaryDirectory(prefix="paraplan_") as folder, _stopped_by_sigterm():
+    with tempfile.TemporaryDirectory(prefix="paraplan_") as name, _stopped_by_sigterm():
+        folder = Path(name)
         read_fd, write_fd = os.pipe()
-        ranks: list[subprocess.Popen[bytes]] = []
         try:
             try:
-                ranks.extend(
-                    _start(module, rank, num_ranks, Path(folder), write_fd, request, environment)
-                    for rank in range(num_ranks)
-                )
+                process = _start(module, num_ranks, folder, write_fd, request, environment)
             finally:
                 os.close(write_fd)
-            return _collect(ranks, read_fd, Path(folder), request, event_type, on_event)
+            try:
+                return _collect(process, num_ranks, read_fd, folder, request, event_type, on_event)
+            finally:
+                _stop(process)
         finally:
             os.close(read_fd)
-            _stop(ranks)
 
 
 def _start(
     module: str,
-    rank: int,
     num_ranks: int,
     folder: Path,
     write_fd: int,
     request: MeasureRequest | KernelRequest,
     environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
+    """Start the process that the ranks are forked off."""
     package_folder = str(Path(paraplan.__file__).parent.parent)
     search_path = os.pathsep.join(filter(None, [package_folder, environment.get("PYTHONPATH", "")]))
     own = {"PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"} | _on_loopback(environment)
-    words = [str(rank), str(num_ranks), str(folder / "store"), str(write_fd)]
-    with (folder / f"{rank}.log").open("wb") as log:
+    with (folder / _LOG).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *words],
+            [sys.executable, "-P", "-m", module, str(num_ranks), str(folder), str(write_fd)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -177,7 +179,8 @@ def _on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _collect(
-    ranks: list[subprocess.Popen[bytes]],
+    process: subprocess.Popen[bytes],
+    num_ranks: int,
     read_fd: int,
     folder: Path,
     request: MeasureRequest | KernelRequest,
@@ -185,40 +188,50 @@ def _collect(
     on_event: Callable[[EventT], None],
 ) -> list[EventT]:
     events: list[EventT] = []
-    deadline = time.monotonic() + request.max_seconds + _START_ALLOWANCE_S
+    failed: dict[int, int] = {}
+    give_up_s = time.monotonic() + request.max_seconds + _START_ALLOWANCE_S
+    until_s = give_up_s
     received, is_open = b"", True
-    while is_open or any(rank.poll() is None for rank in ranks):
+    while (is_open or process.poll() is None) and time.monotonic() < until_s:
         ready, _, _ = select.select([read_fd] if is_open else [], [], [], 0.1)
         if ready:
             data = os.read(read_fd, 1 << 16)
             is_open = bool(data)
             *lines, received = (received + data).split(b"\n")
             for line in lines:
-                events.append(event_type.model_validate_json(line))
-                on_event(events[-1])
-        failed = [number for number, rank in enumerate(ranks) if rank.poll()]
-        if failed:
-            raise _failure(ranks, failed, folder)
-        if time.monotonic() > deadline:
-            raise MeasurementError(
-                f"{len(ranks)} ranks have not taken {request.num_timings} timings within "
-                f"{request.max_seconds + _START_ALLOWANCE_S:.0f} s",
-                hint="NCCL_DEBUG=INFO and fewer GPUs (--gpus) show which link hangs",
-            )
+                if _END in line:
+                    end = RankEnd.model_validate_json(line)
+                    if end.exit_status:
+                        failed[end.ended_rank] = end.exit_status
+                        until_s = min(until_s, time.monotonic() + _ALSO_FAILED_S)
+                else:
+                    events.append(event_type.model_validate_json(line))
+                    on_event(events[-1])
+    if failed:
+        raise _failure(failed, folder)
+    if time.monotonic() >= give_up_s:
+        raise MeasurementError(
+            f"{num_ranks} ranks have not taken {request.num_timings} timings within "
+            f"{request.max_seconds + _START_ALLOWANCE_S:.0f} s",
+            hint="NCCL_DEBUG=INFO and fewer GPUs (--gpus) show which link hangs",
+        )
+    if process.returncode:
+        raise _error("the process that starts ranks", process.returncode, _last_words(folder / _LOG))
     return events
 
 
-def _failure(ranks: list[subprocess.Popen[bytes]], failed: list[int], folder: Path) -> MeasurementError:
+def _failure(failed: Mapping[int, int], folder: Path) -> MeasurementError:
     """Return the error that names the rank whose fault it was: not one that only lost its connection to another."""
-    time.sleep(0.3)  # ranks that fail together, each with its own reason
-    failed = [number for number, rank in enumerate(ranks) if rank.poll()]
-    words = {number: _last_words(folder / f"{number}.log") for number in failed}
+    words = {number: _last_words(folder / f"{number}.log") for number in sorted(failed)}
     lost = ("connection closed by peer", "connection reset", "socket closed", "remote process has exited")
-    cause = next((number for number in failed if not any(word in words[number].lower() for word in lost)), failed[0])
-    status = ranks[cause].returncode
+    cause = next((number for number in words if not any(word in words[number].lower() for word in lost)), min(failed))
+    return _error(f"rank {cause} that measured", failed[cause], words[cause])
+
+
+def _error(who: str, status: int, words: str) -> MeasurementError:
     ended = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
     return MeasurementError(
-        f"rank {cause} that measured {ended}: {words[cause] or 'it said nothing'}",
+        f"{who} {ended}: {words or 'it said nothing'}",
         hint="paraplan topo without --measure shows what is known of the machine",
     )
 
@@ -228,19 +241,15 @@ def _last_words(log: Path) -> str:
     return lines[-1][:500] if lines else ""
 
 
-def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for rank in ranks:
-        if rank.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                rank.stdin.close()
-    deadline = time.monotonic() + _GRACE_S
-    for rank in ranks:
-        try:
-            rank.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its ranks, too, are of its group
+        process.wait()
 
 
 @contextlib.contextmanager

@@ -64,6 +64,13 @@ class RankEvent(Record):
     skipped: str | None = None
 
 
+class RankEnd(Record):
+    """That a rank has ended, and how: its exit status, negative for a signal."""
+
+    ended_rank: int
+    exit_status: int
+
+
 class MessageTime(Record):
     """The time of one message, and the bandwidth on the bus that follows from it."""
 

@@ -1,7 +1,7 @@
-"""One rank that measures kernels: matmuls, attention, what moves memory, an optimizer's step, and overlap.
+"""Ranks that measure kernels: matmuls, attention, what moves memory, an optimizer's step, and overlap.
 
 All ranks time the same kernel at the same time, as they do in training: CPU processes share a memory bus, GPUs a power
-supply. The slowest rank counts. It is a measuring rank (`rank`).
+supply. The slowest rank counts. Run as a program it is ranks that measure (`rank`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 
 from paraplan.hardware.measurement.kernels import KernelCase, KernelEvent, KernelRequest
-from paraplan.runtime.measure.rank import run_rank
+from paraplan.runtime.measure.rank import run_ranks
 
 _RUNS = 8  # of so many timings a fast one is reported
 _MOST_REPEATS = 200
@@ -220,8 +220,8 @@ def _agree(value: float, *, smallest: bool) -> float:
 
 
 def main() -> None:
-    """Run one rank that measures kernels."""
-    run_rank(KernelRequest, measure)
+    """Run ranks that measure kernels."""
+    run_ranks(KernelRequest, measure)
 
 
 if __name__ == "__main__":

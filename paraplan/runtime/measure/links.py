@@ -1,7 +1,7 @@
 """One rank that measures links: collectives on messages of several sizes, in one group of ranks after the other.
 
 The messages S are those of nccl-tests: the whole buffer of all-reduce, all-to-all and send/receive, the whole result of
-all-gather, the whole input of reduce-scatter. Run as a program it is a measuring rank (`rank`).
+all-gather, the whole input of reduce-scatter. Run as a program it is ranks that measure (`rank`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paraplan.hardware.measurement.links import MeasuredKind, MeasureRequest, RankEvent, collectives_of
-from paraplan.runtime.measure.rank import run_rank
+from paraplan.runtime.measure.rank import run_ranks
 
 _ELEMENT_BYTES = 4  # float32, as nccl-tests has it by default
 _RUNS = 5  # the median of so many timings is reported
@@ -188,9 +188,9 @@ def _most_bytes(device: torch.device) -> float:
 
 
 def main() -> None:
-    """Run one rank that measures links."""
+    """Run ranks that measure links."""
     torch.set_num_threads(1)
-    run_rank(MeasureRequest, measure)
+    run_ranks(MeasureRequest, measure)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The life of a rank that measures: it meets the others through a file, takes one request, and reports on a pipe.
+"""The life of ranks that measure: forked off one interpreter, they meet through a file and report on a pipe.
 
-It takes its request as a line of JSON on standard input and ends when that is closed, so that ranks never outlive the
+The request is a line of JSON on standard input. All of them end when that is closed, so that ranks never outlive the
 process that started them.
 """
 
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +24,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch r
 
 from paraplan.errors import UsageError
 from paraplan.hardware.measurement.kernels import KernelRequest
-from paraplan.hardware.measurement.links import MeasureRequest
+from paraplan.hardware.measurement.links import MeasureRequest, RankEnd
 from paraplan.records import Record
 
 _START_TIMEOUT_S = 120.0
@@ -30,31 +34,69 @@ _Request = TypeVar("_Request", MeasureRequest, KernelRequest)
 _Event = TypeVar("_Event", bound=Record)
 
 
-def run_rank(kind: type[_Request], measure: Callable[[_Request, Callable[[_Event], None]], None]) -> None:
-    """Run one rank: `RANK SIZE STORE_FILE REPORT_FD` as arguments, the request as the first line of standard input.
+def run_ranks(kind: type[_Request], measure: Callable[[_Request, Callable[[_Event], None]], None]) -> None:
+    """Run ranks: `SIZE FOLDER REPORT_FD` as arguments, the request as the first line of standard input.
 
-    A UsageError is written to standard error, with exit status 2.
+    Each writes what it says to `RANK.log` in the folder, with its UsageError (exit status 2) or traceback (1), and its
+    end is reported.
     """
-    rank, size, store_path, report_fd = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    size, folder, report_fd = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     request = kind.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    def report(event: _Event) -> None:
+    def report(event: Record) -> None:
         # One write each: shorter than PIPE_BUF, so that lines of several ranks never mix.
         os.write(report_fd, (event.model_dump_json() + "\n").encode())
 
+    ranks: dict[int, int] = {}
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            _end_with(folder / f"{rank}.log", partial(_run, request, rank, size, folder, measure, report))
+        ranks[pid] = rank
+    threading.Thread(target=_end_with_parent, args=(ranks,), daemon=True).start()
+    while ranks:
+        pid, status = os.wait()
+        report(RankEnd(ended_rank=ranks.pop(pid), exit_status=os.waitstatus_to_exitcode(status)))
+
+
+def _end_with(log: Path, run: Callable[[], int]) -> NoReturn:
+    """End this process with the status that `run` returns, its words in a log."""
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    threading.Thread(target=_end_with_parent, args=((),), daemon=True).start()
+    status = 1
+    try:
+        status = run()
+    except BaseException:  # told to the process that waits, as an interpreter's own end would
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(
+    request: _Request,
+    rank: int,
+    size: int,
+    folder: Path,
+    measure: Callable[[_Request, Callable[[_Event], None]], None],
+    report: Callable[[Record], None],
+) -> int:
     # Ranks outside a group wait for it, as long as everything may take.
     timeout_s = _START_TIMEOUT_S + request.max_seconds
     try:
-        join(device=request.device, rank=rank, size=size, store_path=store_path, timeout_s=timeout_s)
+        join(device=request.device, rank=rank, size=size, store_path=str(folder / "store"), timeout_s=timeout_s)
     except UsageError as problem:
         sys.stderr.write(f"{problem}\n")
-        sys.exit(2)
+        return 2
     try:
         measure(request, report)
     finally:
         with contextlib.suppress(RuntimeError):  # a rank that failed leaves the others' connections broken
             dist.destroy_process_group()
+    return 0
 
 
 def join(*, device: str, rank: int, size: int, store_path: str, timeout_s: float = _START_TIMEOUT_S) -> None:
@@ -81,7 +123,10 @@ def join(*, device: str, rank: int, size: int, store_path: str, timeout_s: float
     )
 
 
-def _end_with_parent() -> None:
-    """End this process when its standard input closes: the process that started it has ended."""
+def _end_with_parent(ranks: Collection[int]) -> None:
+    """End this process, and the ranks that it has forked, when standard input closes: who has started it has ended."""
     sys.stdin.read()
+    for pid in list(ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     os._exit(1)
