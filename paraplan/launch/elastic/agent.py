@@ -28,7 +28,14 @@ from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
 from paraplan.launch.nodes.store import NodeLostError, NodeStore
 from paraplan.launch.spec import NodeRange
-from paraplan.launch.torch_private.elastic import ElasticAgent, forget_store_of_ranks, is_spare, participants, store_of
+from paraplan.launch.torch_private.elastic import (
+    ElasticAgent,
+    forget_store_of_ranks,
+    is_spare,
+    participants,
+    spares,
+    store_of,
+)
 
 _LOOK_INTERVAL_S = 1.0
 _LOST_MEANWHILE = "a node is lost before the ranks have started: meeting again"
@@ -67,6 +74,7 @@ class NodeAgent(ElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the ranks to their end. torch returns nothing for a node that the job has never needed."""
         result: RunResult | None = super().run(role)
+        self._doors.spares = spares(self._handler)
         if result is None:
             say("the job has ended, and this node was not needed")
             return RunResult(WorkerState.SUCCEEDED)

@@ -154,6 +154,8 @@ def run_agent(
                 if silence_s is None or doors.own_store is not None:
                     raise
                 time.sleep(_COME_AGAIN_S)  # its host was on its way to where the job is, as this node came
+            finally:
+                doors.see_off_spares()
 
 
 def _silence_s(config: LaunchConfig, nodes: NodeRange) -> float | None:

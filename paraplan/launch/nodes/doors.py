@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -33,12 +33,20 @@ _TRIES = 5
 _HANDSHAKE_S = 10.0
 _COMES_BACK_S = 1.5
 """A launcher that has lost its connection tries again twice a second."""
+_READS_THE_END_S = 3.0
+"""torch's rendezvous reads the state of a job once a second."""
+_LOOKS_EVERY_S = 0.05
 _LOOPBACK = "127.0.0.1"
 
 
 def _short(name: str) -> str:
     """Return the first part of a host's name: some say it with their domain."""
     return name.partition(".")[0]
+
+
+def _is_named(launcher: Launcher, address: str, pid: int) -> bool:
+    """Whether a launcher is the one of these in the rendezvous."""
+    return pid == launcher.pid and (address == launcher.source or _short(address) == _short(launcher.host))
 
 
 def own_facts() -> dict[str, str]:
@@ -63,6 +71,8 @@ class Doors:
     gone: dict[Launcher, float] = field(default_factory=dict)
     clock_offset_s: float | None = None
     standing: Standing = field(default_factory=Standing)
+    spares: Sequence[tuple[str, int]] = ()
+    """Address and process of launchers that wait for a place in the job."""
     own_store: TCPStore | None = None
     """The store behind this node's own door, at which others find it."""
     _gates: list[Gate] = field(default_factory=list)
@@ -175,19 +185,28 @@ class Doors:
         self.gone.pop(launcher, None)
 
     def _note_left(self, launcher: Launcher) -> None:
-        if any(gate.knows(launcher) for gate in self._gates):  # by another connection
+        here = self._guests()
+        if launcher in here:  # by another connection
             return
         self.gone[launcher] = time.monotonic()
-        if not any(gate.has(launcher.host) for gate in self._gates):  # another one may have come in its place
+        if launcher.host not in {one.host for one in here}:  # another one may have come in its place
             self.left[launcher.host] = self.gone[launcher]
+
+    def _guests(self) -> set[Launcher]:
+        return {launcher for gate in self._gates for launcher in gate.launchers}
 
     def is_gone(self, address: str, pid: int) -> bool:
         """Whether a launcher, by its name in the rendezvous, was lost a while ago and has not come back."""
         patience = time.monotonic() - _COMES_BACK_S
-        return any(
-            pid == one.pid and moment < patience and (address == one.source or _short(address) == _short(one.host))
-            for one, moment in list(self.gone.items())
-        )
+        return any(moment < patience and _is_named(one, address, pid) for one, moment in list(self.gone.items()))
+
+    def see_off_spares(self) -> None:
+        """Leave the store of this node open until launchers that wait for a place have read that the job has ended."""
+        until_s = time.monotonic() + _READS_THE_END_S
+        while time.monotonic() < until_s and any(
+            _is_named(one, address, pid) for one in self._guests() for address, pid in self.spares
+        ):
+            time.sleep(_LOOKS_EVERY_S)
 
     def enter(self, endpoint: Endpoint, *, timeout_s: float = _HANDSHAKE_S, again: bool = False) -> None:
         """Be let in at an endpoint of another launcher, once. Raises `RefusedError` and OSError.

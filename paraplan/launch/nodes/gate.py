@@ -134,15 +134,11 @@ class Gate:
         """The port that it listens on."""
         return int(self._listener.getsockname()[1])
 
-    def has(self, host: str) -> bool:
-        """Whether a launcher of a host is connected."""
+    @property
+    def launchers(self) -> set[Launcher]:
+        """Those that are connected."""
         with self._lock:
-            return any(node.launcher.host == host for known in self._nodes.values() for node in known)
-
-    def knows(self, launcher: Launcher) -> bool:
-        """Whether a launcher is connected."""
-        with self._lock:
-            return any(node.launcher == launcher for known in self._nodes.values() for node in known)
+            return {node.launcher for known in self._nodes.values() for node in known}
 
     def close(self) -> None:
         """End all connections."""

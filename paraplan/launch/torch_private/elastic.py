@@ -143,6 +143,12 @@ def is_spare(handler: Any) -> bool:
     return holder is not None and handler._this_node in holder.state.redundancy_list
 
 
+def spares(handler: Any) -> list[tuple[str, int]]:
+    """Return address and process of each node that waits for a place in torch's dynamic rendezvous."""
+    holder = getattr(handler, "_state_holder", None)
+    return [] if holder is None else [(str(node.addr), int(node.pid)) for node in holder.state.redundancy_list]
+
+
 def stop_heartbeats(handler: Any) -> None:
     """Have a dynamic rendezvous give no signs of life any more."""
     handler._stop_heartbeats()
