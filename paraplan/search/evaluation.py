@@ -27,10 +27,12 @@ from paraplan.units import format_bytes, format_seconds
 SLACK = 1.02
 """Kinds up to this factor slower than the last one shown are priced too: prices of all stages may change the order."""
 
+_AXES = tuple(axis.name for axis in AXES)
 _ROUNDING = 1 + 1e-9
 _FIRST_ROWS = 64
 _MOST_ROWS = 16_000
 """Plans whose time is priced at once."""
+_SORTED_ROWS = 4 * _MOST_ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +57,14 @@ class Priced:
 
 @dataclass(frozen=True, eq=False)
 class Plans:
-    """The plans of a space in little memory: columns of 32 bits, the least time, and the product of axes of each."""
+    """The plans of a space in little memory: what each chooses, its least time, and its product of axes."""
 
-    columns: Ints
+    choices: dict[str, Ints]
+    """Of the columns of a table those that a product of axes leaves open, each in as few bits as do."""
     least_s: Floats
     degrees: Ints
+    axes: dict[str, Ints]
+    """The columns of a table that a product of axes says, one row for each product."""
     splits: Ints
     orders: list[list[int]]
     """Of each product of axes the orders of ranks that are worth pricing."""
@@ -69,21 +74,24 @@ class Plans:
     @classmethod
     def of(cls, workload: Workload, space: PlanSpace) -> Plans:
         """Read all of a space."""
-        columns, degrees = list[Ints](), list[Ints]()
-        least = list[Floats]()
+        choices: dict[str, list[Ints]] = {name: [np.zeros(0, np.uint8)] for name in COLUMNS if name not in _AXES}
+        degrees, least = list[Ints](), list[Floats]()
         splits = np.zeros((1, 1), dtype=np.int64)
         for chunk in space.chunks():
             say(f"counting plans, {sum(len(each) for each in least):,} so far (Ctrl-C: the best of these)")
-            columns.append(np.stack([getattr(chunk.table, name) for name in COLUMNS], dtype=np.int32))
+            for name, found in choices.items():
+                values = getattr(chunk.table, name)
+                found.append(values.astype(np.min_scalar_type(values.max(initial=0))))
             least.append(least_step_s(workload, chunk.table))
             degrees.append(chunk.degrees.astype(np.int32))
             splits = chunk.table.splits  # later chunks have those of the earlier ones too
             if is_stopped():
                 break
         return cls(
-            np.concatenate(columns, axis=1) if columns else np.zeros((len(COLUMNS), 0), np.int32),
+            {name: np.concatenate(found) for name, found in choices.items()},
             np.concatenate([np.zeros(0), *least]),
             np.concatenate([np.zeros(0, np.int32), *degrees]),
+            {name: np.array([getattr(each, name) for each in space.degrees], dtype=np.int64) for name in _AXES},
             splits,
             space.orders,
             np.array(space.variants, dtype=np.int64),
@@ -94,11 +102,14 @@ class Plans:
 
     def table(self, rows: Ints) -> PlanTable:
         """Return some of them as a table."""
-        return PlanTable.of_columns(self.columns[:, rows].astype(np.int64)).with_splits(self.splits)
+        degrees = self.degrees[rows]
+        columns = {name: values[degrees] for name, values in self.axes.items()}
+        columns |= {name: values[rows].astype(np.int64) for name, values in self.choices.items()}
+        return PlanTable(**columns, splits=self.splits)
 
     def column(self, name: str) -> Ints:
         """Return one column of all."""
-        return np.asarray(self.columns[COLUMNS.index(name)])
+        return self.axes[name][self.degrees] if name in self.axes else self.choices[name]
 
     @cached_property
     def kinds(self) -> tuple[Ints, Ints]:
@@ -182,7 +193,7 @@ def exceeds_host(workload: Workload, table: PlanTable, costs: BlockCosts | None 
 
 def kinds_of(table_like: Callable[[str], Ints]) -> tuple[Ints, Ints]:
     """Return the first row of each choice of axes and ZeRO stage, and the choice of each row."""
-    return first_rows(*(table_like(name).astype(np.int64) for name in (*(axis.name for axis in AXES), "zero_stage")))
+    return first_rows(*(table_like(name).astype(np.int64) for name in (*_AXES, "zero_stage")))
 
 
 @dataclass
@@ -228,18 +239,21 @@ class Survey:
         is_left = np.ones(len(plans), dtype=bool)
         is_left[batch] = False
         waiting = waiting[is_left[waiting]]
-        size, is_sorted = len(batch), False
+        size, next_rows = len(batch), waiting[:0]
         while len(batch):
             priced, rows = self._price(batch)
             np.minimum.at(best, kind[rows], priced.peak_bytes if self.smallest_first else priced.seconds)
-            waiting = waiting[self._may_matter(waiting, kind, best)]
-            if not is_sorted:
-                waiting, is_sorted = waiting[np.argsort(order[waiting], kind="stable")], True
             size = min(4 * size, _MOST_ROWS)
+            next_rows = next_rows[self._may_matter(next_rows, kind, best)]
+            if len(next_rows) < size:
+                waiting = waiting[self._may_matter(waiting, kind, best)]
+                more, waiting = _least_first(waiting, order, _SORTED_ROWS)
+                next_rows = np.concatenate([next_rows, more])
             if is_stopped() and np.isfinite(best).any():
                 break
-            say(f"pricing plans, {len(waiting):,} left, {_best_so_far(self.fastest_s)} (Ctrl-C: the best so far)")
-            batch, waiting = waiting[:size], waiting[size:]
+            left = len(next_rows) + len(waiting)
+            say(f"pricing plans, {left:,} left, {_best_so_far(self.fastest_s)} (Ctrl-C: the best so far)")
+            batch, next_rows = next_rows[:size], next_rows[size:]
 
     def _most_promising(self, rows: Ints, order: Floats) -> Ints:
         """Return the first plan in `order` of each of the first kinds."""
@@ -257,13 +271,12 @@ class Survey:
         """
         known = among & (self.peaks <= most_bytes)
         best = float(self.seconds[known].min(initial=np.inf))
-        rows = np.flatnonzero(among & np.isnan(self.peaks) & (self.plans.least_s < min(best, at_most_s)))
-        timed = np.flatnonzero(among & self._fits & np.isinf(self.seconds))
-        rows = np.concatenate([rows, timed[self.plans.least_s[timed] < min(best, at_most_s)]])
-        rows = rows[np.argsort(self.plans.least_s[rows], kind="stable")]
+        rows = np.flatnonzero(among & (self.plans.least_s < min(best, at_most_s)))
+        is_new = np.isnan(self.peaks[rows])
+        rows = np.concatenate([rows[is_new], rows[self._fits[rows] & np.isinf(self.seconds[rows])]])
         size = _FIRST_ROWS
         while len(rows) and not is_stopped():
-            batch, rows = rows[:size], rows[size:]
+            batch, rows = _least_first(rows, self.plans.least_s, size)
             self._price(batch)
             found = self.seconds[batch[self.peaks[batch] <= most_bytes]]
             best = min(best, float(found.min(initial=np.inf)))
@@ -346,6 +359,17 @@ class Survey:
         self.found.append(priced)
         self.num_timed += len(priced)
         return priced, rows
+
+
+def _least_first(rows: Ints, values: Floats, size: int) -> tuple[Ints, Ints]:
+    """Return `size` rows with the least of `values`, in their order, and the others."""
+    if len(rows) <= size:
+        return rows[np.argsort(values[rows], kind="stable")], rows[:0]
+    own = values[rows]
+    is_least = own <= np.partition(own, size - 1)[size - 1]
+    least = rows[is_least]
+    least = least[np.argsort(values[least], kind="stable")]
+    return least[:size], np.concatenate([least[size:], rows[~is_least]])
 
 
 def _best_so_far(seconds: float) -> str:

@@ -8,7 +8,7 @@ from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.communication.collectives import fastest_links
 from paraplan.cost.communication.exchanges import context_parallel_s, expert_exchange_s
 from paraplan.cost.communication.offload import offload_gather_s
-from paraplan.cost.plan_table import SCHEDULES, Floats, PlanTable, RecomputeCode
+from paraplan.cost.plan_table import SCHEDULES, Floats, PlanTable, RecomputeCode, first_rows
 from paraplan.cost.step import optimizer_s
 from paraplan.cost.workload import Workload
 from paraplan.hardware.profiles import Collective
@@ -30,7 +30,9 @@ def least_step_s(workload: Workload, table: PlanTable, costs: BlockCosts | None 
     parameters = costs.of_all(costs.parameters) + costs.embedding_parameters[key] + costs.head_parameters[key]
     sharded = parameters / table.pp / np.where(table.zero_stage >= 1, table.shard_size, 1)
     alone = offload_gather_s(workload, table, sharded) + optimizer_s(workload, table, sharded)
-    least_s = _pipeline_s(workload, table, costs, _blocks_s(workload, table, costs)) + alone
+    firsts, alike = first_rows(key, table.devices)  # blocks of plans that are sharded alike cost the same
+    blocks_s = _blocks_s(workload, table.select(firsts), costs.select(firsts))[alike]
+    least_s = _pipeline_s(workload, table, costs, blocks_s) + alone
     return np.asarray(least_s * workload.time_factors(table))
 
 

@@ -114,7 +114,7 @@ class BlockCosts:
 
     def of_all(self, column: Floats) -> Floats:
         """Return the sum of a `[K, R]` cost over all blocks of each plan."""
-        return np.asarray(column[self.key] @ self.counts[:, -1])
+        return np.asarray((column @ self.counts[:, -1])[self.key])
 
 
 def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
