@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
@@ -116,6 +117,7 @@ class LazyGroup(TyperGroup):
         command = typer.main.get_command(module.app)
         command.name = cmd_name
         _draw_help(command)
+        _take_defaults(command)
         return command
 
     def invoke(self, ctx: Any) -> Any:
@@ -141,6 +143,20 @@ def _draw_help(command: Any) -> None:
     command.format_help = drawn
     for inner in getattr(command, "commands", {}).values():
         _draw_help(inner)
+
+
+def _take_defaults(command: Any) -> None:
+    """Let options that nobody gave be their default: typer would make a validator of pydantic's for each of them."""
+    for option in command.params:
+        if not option.multiple and option.nargs == 1 and option.callback is None and not option.required:
+            option.process_value = functools.partial(_given_or_default, option, option.process_value)
+    for inner in getattr(command, "commands", {}).values():
+        _take_defaults(inner)
+
+
+def _given_or_default(option: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    source = ctx.get_parameter_source(option.name)
+    return value if source is not None and source.name == "DEFAULT" else process(ctx, value)
 
 
 @contextmanager
