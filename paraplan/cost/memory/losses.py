@@ -26,7 +26,9 @@ class LossBytes:
 def loss_without_all_logits(rank: RankMemory) -> LossBytes:
     """Return what the loss of the training's `loss` holds on a rank; for another than plain.
 
-    chunked: 16-bit logits of all tokens, and of one chunk what cross-entropy makes of it in fp32, twice its size.
+    chunked: 16-bit logits of all tokens, and of one chunk what cross-entropy makes of it in fp32, twice its size;
+    nothing where torchtune compiles it with the blocks (torchtune/training/_compile.py): inductor writes gradients
+    in 16 bits from logits in 16 bits (seen in torch 2.13's allocations).
     liger: the gradients of the head's input and of its matrix, made in the forward pass, where that trains, and the
     16-bit logits, their fp32 values and gradients of one chunk of tokens, as many as make logits of the size of the
     input (Hsu et al. 2024, Liger Kernel, section 3.2: chunks are vocabulary over hidden size, a power of two).
@@ -41,7 +43,7 @@ def loss_without_all_logits(rank: RankMemory) -> LossBytes:
     head = rank.costs.head_copied_parameters[rank.costs.key] * rank.stage.is_last
     trained = (rank.costs.head_parameters + rank.costs.tied_parameters)[rank.costs.key] > 0
     if rank.workload.training.loss == "chunked":
-        of_chunk = logits / _CHUNKS * 2 * FP32
+        of_chunk = logits / _CHUNKS * 2 * (0 if rank.workload.training.compiled else FP32)
         return LossBytes(logits * each + of_chunk, logits * each, logits * (each + each / _CHUNKS) + of_chunk)
     if rank.workload.training.loss == "cut":
         return LossBytes(tokens * FP32, tokens * FP32, tokens * FP32 + entry + head * each * trained)
