@@ -15,7 +15,9 @@ from paraplan.plan.training import LossKernel, OptimizerName, TrainingSpec
 
 _ADAPTERS: dict[str, AdapterKind] = {"lora": "lora", "qlora": "lora", "rslora": "lora", "dora": "dora", "ia3": "ia3"}
 _DEFAULT_RANK = 8  # peft's LoraConfig
-_MEGATRON_RANK = 32  # Megatron-Bridge's LoRA, on all linear layers of blocks
+_NVIDIA_RANK, _NVIDIA_TARGETS = 16, ("q", "k", "v")
+"""What NVIDIA's published times of LoRA are of: `peft.target_modules = ["linear_qkv"]` in NeMo's `performance_mode`
+(nemo/collections/llm/recipes/llama3_70b.py) and in Megatron-Bridge's llama3_70b_peft performance recipes."""
 _FORMATS: tuple[tuple[str, WeightFormat], ...] = (
     ("nf4.*(double|torchao)", "nf4:double"),
     ("nf4", "nf4"),
@@ -57,7 +59,7 @@ def is_fine_tuning(run: MeasuredRun) -> bool:
 
 def _method(run: MeasuredRun) -> str:
     """Return the method; a table without the column notes LoRA among what is unusual."""
-    return run.method.lower() or ("lora" if re.match(r"lora\b", run.nonstandard_features.lower()) else "")
+    return run.method.lower() or ("lora" if re.search(r"(^|; )lora\b", run.nonstandard_features.lower()) else "")
 
 
 def has_only_modelled_features(run: MeasuredRun) -> bool:
@@ -186,14 +188,19 @@ def _trainable(run: MeasuredRun) -> Trainable:
         raise PlanError(f"the method {run.method} is not modelled", hint="lora, qlora, dora, ia3 and full are")
     kind = _ADAPTERS[method]
     words = re.sub(r"\(.*?\)|,.*", " ", run.lora_targets.lower()).replace("+", " ").split()
-    targets = (ALL_LINEAR,) if "all" in words or not words else tuple(words)
+    usual = _NVIDIA_TARGETS if _is_of_nvidia(run) else (ALL_LINEAR,)
+    targets = tuple(words) or usual if "all" not in words else (ALL_LINEAR,)
     if "mlp" in targets:
         targets = (*(word for word in targets if word != "mlp"), "gate", "up", "down")
     return Trainable(adapter=AdapterSpec(kind=kind, rank=run.lora_rank or _usual_rank(run), targets=targets))
 
 
 def _usual_rank(run: MeasuredRun) -> int:
-    return _MEGATRON_RANK if "megatron" in run.framework.lower() else _DEFAULT_RANK
+    return _NVIDIA_RANK if _is_of_nvidia(run) else _DEFAULT_RANK
+
+
+def _is_of_nvidia(run: MeasuredRun) -> bool:
+    return re.search("megatron|nemo(?! automodel)", run.framework.lower()) is not None
 
 
 def _weight_format(text: str) -> WeightFormat | None:

@@ -191,6 +191,11 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
             f"a global batch of {run.global_batch} is less than dp={dp} micro-batches of {micro_batch}",
             hint="one of the three is wrong",
         )
+    if not (run.dp or run.tp or run.pp or run.cp or run.num_microbatches) and run.global_batch < dp * micro_batch:
+        raise PlanError(
+            f"tp, pp and cp are blank, and a global batch of {run.global_batch} is less than one for each of {dp} GPUs",
+            hint="say how the model was split",
+        )
     zero_stage = (run.zero_stage or 0) if dp * cp > 1 else 0
     virtual = (run.vpp or 1) if pp > 1 else 1
     return ParallelPlan.model_validate(

@@ -64,6 +64,17 @@ def test_published_peaks_come_out_of_what_the_rows_say(values: dict[str, object]
     assert peak_gib(run(**MISTRAL | values)) == pytest.approx(measured, rel=0.1)
 
 
+def test_a_chunked_loss_that_is_compiled_holds_no_fp32_values() -> None:
+    # torchtune's README (bd2a0fc): QLoRA of Llama 3.2 3B, 4.6 GiB of active memory.
+    llama = {"layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 8, "ffn_hidden": 8192, "vocab": 128256}
+    words = {"method": "qlora", "base_weight_dtype": "nf4 (torchao)", "kernels": "chunked cross-entropy"}
+    words |= {"nonstandard_features": "LoRA; nf4 base; activation offload", "framework": "torchtune"}
+    row = MISTRAL | llama | words | {"tied_embeddings": True, "micro_batch": 2, "global_batch": 2, "lora_rank": 8}
+    row |= {"lora_targets": "q v o + MLP", "optimizer": "torch.optim.AdamW", "torch_compile": True}
+    assert peak_gib(run(**row)) == pytest.approx(4.6, rel=0.1)
+    assert peak_gib(run(**row | {"torch_compile": False})) > 5.3
+
+
 def test_fine_tuning_rows_are_scored_where_all_that_is_unusual_is_modelled() -> None:
     known = run(method="qlora", nonstandard_features="LoRA; nf4 base (bitsandbytes); fused kernels (FOAK: RMSNorm)")
     assert has_only_modelled_features(known)
@@ -92,6 +103,14 @@ def test_targets_of_tables_are_those_that_the_model_has() -> None:
     assert "q|k|v" in fused.training.train
     every = workload_of_run(run(method="lora", lora_targets="all linear", activation="swiglu"), DATA)
     assert every.training.train == "lora:r=8"
+
+
+@pytest.mark.parametrize("noted", ["LoRA; FP8", "FP8 (TE); LoRA"])
+def test_lora_that_nvidia_times_is_on_queries_keys_and_values(noted: str) -> None:
+    megatron = workload_of_run(run(framework="NeMo / Megatron-Core", nonstandard_features=noted), DATA)
+    assert megatron.training.train == "lora:r=16,targets=qkv"
+    automodel = workload_of_run(run(framework="NeMo AutoModel (FSDP2 + TE)", nonstandard_features=noted), DATA)
+    assert automodel.training.train == "lora:r=8"
 
 
 def test_memory_is_predicted_without_a_gpu_and_time_is_not() -> None:

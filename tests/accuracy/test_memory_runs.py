@@ -68,6 +68,8 @@ def test_nothing_is_read_from_notes() -> None:
 def test_a_batch_smaller_than_one_micro_batch_a_rank_is_a_contradiction() -> None:
     with pytest.raises(PlanError, match="a global batch of 2 is less than dp=8 micro-batches of 2"):
         plan_of_run(run(dp=8, micro_batch=2, global_batch=2), MEGATRON_CORE)
+    with pytest.raises(PlanError, match="tp, pp and cp are blank, and a global batch of 2 is less than one for each"):
+        plan_of_run(run(dp=None, tp=None, pp=None, cp=None, num_gpus=8, micro_batch=1, global_batch=2), MEGATRON_CORE)
 
 
 def test_fits_counts_what_ran_and_what_ran_out_of_memory() -> None:
