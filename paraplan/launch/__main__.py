@@ -6,6 +6,7 @@ out of that fork with torch imported and almost nothing on its stack, and runs i
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -47,5 +48,6 @@ if __name__ == "__main__":
     from paraplan.launch.ranks.forked import flush_streams
 
     status = launch_here(sys.argv[1:])
+    atexit._run_exitfuncs()  # of multiprocessing, too, which with --run-path has semaphores to give back
     flush_streams()
     os._exit(status)  # taking torch's modules apart would cost a quarter of a second, for nothing

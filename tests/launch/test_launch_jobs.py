@@ -170,6 +170,7 @@ def test_ranks_that_torch_starts_itself_are_reported_too(scratch: Path, script: 
     report = done.stderr[done.stderr.index("paraplan: rank") :].splitlines()
     assert report[0] == "paraplan: rank 0 failed: exit code 7"
     assert not any(line.startswith("Traceback") for line in report)
+    assert "leaked semaphore" not in done.stderr
     assert names_in(scratch) == []
 
 
