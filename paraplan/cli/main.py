@@ -52,6 +52,7 @@ _ALIASES = {
     "--sequence-length": "--seq-len",
     "--seq-length": "--seq-len",
     "--max-length": "--seq-len",
+    "--max-seq-length": "--seq-len",
     "--micro-batch-size": "--micro-batch",
     "--per-device-train-batch-size": "--micro-batch",
     "--optim": "--optimizer",
@@ -69,14 +70,29 @@ _ALIASES = {
     "--zero-stage": "--zero",
     "--torch-compile": "--compile",
     "--activation-offloading": "--offload-activations",
+    "--gradient-checkpointing": "--recompute=full",
+    "--bf16": "--precision=bf16",
+    "--fp16": "--precision=fp16",
 }
 """Options as transformers, Megatron-LM, DeepSpeed and torchrun call them; with _ in place of - too."""
+_FLAGS = {ours for ours in _ALIASES.values() if "=" in ours}
+_ANSWERS = {"true": True, "false": False}
 
 
-def _as_we_say(word: str) -> str:
-    """Return an option by its name here, with what stands behind its `=`."""
-    name, equals, value = word.partition("=")
-    return f"{_ALIASES.get(name.replace('_', '-'), name)}{equals}{value}" if name.startswith("--") else word
+def _as_we_say(words: list[str]) -> list[str]:
+    """Return options by their names here, with what stands behind their `=`; `--bf16 True` is `--bf16`, as in HF's."""
+    found = list[str]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        ours = _ALIASES.get(name.replace("_", "-"), name) if name.startswith("--") else name
+        is_answer = word.lower() in _ANSWERS and bool(found) and found[-1] in _FLAGS
+        if is_answer and not _ANSWERS[word.lower()]:
+            found.pop()
+        elif ours in _FLAGS:
+            found += [ours] * _ANSWERS.get(value.lower(), True)
+        elif not is_answer:
+            found.append(f"{ours}{equals}{value}")
+    return found
 
 
 # Arrays and records make no cycles: collecting every 700 allocations found nothing in a tenth of the planner's time.
@@ -94,7 +110,7 @@ class LazyGroup(TyperGroup):
         words = {"help": [*args[1:2], "--help"], "version": ["--version"]}
         if args and args[0] in _PLANNING:
             end = args.index("--") if "--" in args else len(args)  # behind it stand another tool's words
-            args = [*map(_as_we_say, args[:end]), *args[end:]]
+            args = [*_as_we_say(args[:end]), *args[end:]]
         ctx.meta[_WORDS] = args
         return super().parse_args(ctx, words.get(args[0], args) if args else args)
 

@@ -46,6 +46,15 @@ def test_help_and_version_are_words_too() -> None:
     assert run(app, ["version"]).stdout == run(app, ["--version"]).stdout
 
 
+def test_options_go_by_the_names_of_other_tools_too() -> None:
+    machine = ["--profile", "dgx-h100", "--dp", "8", "--json"]
+    theirs = "--fp16 True --gradient_checkpointing --per_device_train_batch_size=2 --max_seq_length 512 --bf16 False"
+    ours = "--precision fp16 --recompute full --micro-batch 2 --seq-len 512"
+    said = [CliRunner().invoke(app, ["estimate", "gpt2", *machine, *words.split()]) for words in (theirs, ours)]
+    assert [each.exit_code for each in said] == [0, 0]
+    assert said[0].stdout == said[1].stdout
+
+
 def test_numbers_have_their_limits_in_errors_and_not_in_help() -> None:
     shown = CliRunner().invoke(app, ["recommend", "--help"], env={"COLUMNS": "120"}).stdout
     assert "1000000" not in shown
