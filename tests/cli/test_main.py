@@ -46,7 +46,7 @@ def test_help_and_version_are_words_too() -> None:
     assert run(app, ["version"]).stdout == run(app, ["--version"]).stdout
 
 
-def test_options_go_by_the_names_of_other_tools_too() -> None:
+def test_flags_of_transformers_are_options_with_true_and_false() -> None:
     machine = ["--profile", "dgx-h100", "--dp", "8", "--json"]
     theirs = "--fp16 True --gradient_checkpointing --per_device_train_batch_size=2 --max_seq_length 512 --bf16 False"
     ours = "--precision fp16 --recompute full --micro-batch 2 --seq-len 512"
