@@ -168,6 +168,7 @@ def _rank_main(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.set_threshold(100_000, 20, 20)
     gc.freeze()  # a collection would touch, and so copy, every page that the fork shares
     with contextlib.suppress(EOFError, ConnectionError):
         while _run_one(pickle.loads(connection.recv_bytes()), connection):  # noqa: S301 (the test wrote it)
