@@ -38,6 +38,7 @@ _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distr
 _IMPORTED_ONCE += ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
 _IMPORTED_ONCE += ("paraplan.runtime.fake.script", "paraplan.launch.command", "torch.distributed.tensor.debug")
 _IMPORTED_ONCE += ("transformers.models.llama.modeling_llama", "peft", "hypothesis")
+_IMPORTED_ONCE += ("paraplan.launch.job", "paraplan.launch.fake.ranks", "paraplan.launch.fake.report")
 
 
 _stores_of_the_past: list[Any] = []  # kept: a thread of torch's may still hold one, and cannot end it
