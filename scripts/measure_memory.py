@@ -260,15 +260,15 @@ def measure_grid(cases: list[Case], output: Path | None) -> int:
     return print_comparison(rows)
 
 
-def main() -> int:
-    """Read the arguments, do as they say, and return the exit status."""
+def main(words: list[str] | None = None) -> int:
+    """Do as the arguments say, by default those of the process, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="change one setting at a time")
     parser.add_argument("--model", action="append", help="only this bundled model or configuration; may be repeated")
     parser.add_argument("--output", type=Path, help="the file to write (default: in profiles/measured)")
     parser.add_argument("--list", action="store_true", help="print the grid with its predictions and end")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="compare an earlier file with the estimate")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.compare is not None:
         return print_comparison(from_json(arguments.compare.read_text(encoding="utf-8"), source=str(arguments.compare)))
     cases = (quick_grid if arguments.quick else full_grid)(arguments.model or MODELS)

@@ -43,9 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from here on, and never look at what the imports have left: a million objects that stay."""
-    gc.collect()
+    """Collect garbage from here on, seldom, and never look at what the imports have left: a million objects."""
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)  # trees and tables of a test are large: each collection walks over them again
     gc.enable()
 
 

@@ -38,6 +38,7 @@ _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distr
 _IMPORTED_ONCE += ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
 _IMPORTED_ONCE += ("paraplan.runtime.fake.script", "paraplan.launch.command", "torch.distributed.tensor.debug")
 _IMPORTED_ONCE += ("transformers.models.llama.modeling_llama", "peft", "hypothesis")
+_IMPORTED_ONCE += ("paraplan.launch.job", "paraplan.launch.fake.ranks", "paraplan.launch.fake.report")
 
 
 _stores_of_the_past: list[Any] = []  # kept: a thread of torch's may still hold one, and cannot end it
@@ -168,6 +169,7 @@ def _rank_main(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.set_threshold(100_000, 20, 20)
     gc.freeze()  # a collection would touch, and so copy, every page that the fork shares
     with contextlib.suppress(EOFError, ConnectionError):
         while _run_one(pickle.loads(connection.recv_bytes()), connection):  # noqa: S301 (the test wrote it)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from paraplan.errors import ParaplanError
@@ -23,43 +24,53 @@ class CheckRunError(ParaplanError):
     exit_status = 1
 
 
+LaunchRanks = Callable[[list[str]], tuple[int, str]]
+"""Runs the launcher of CPU ranks with these words; gives its exit status and what it said."""
+
+
 def check_plan(
-    request: CheckRequest, planned: ParallelPlan, *, timeout_s: float, say: Callable[[str], None] = lambda text: None
+    request: CheckRequest,
+    planned: ParallelPlan,
+    *,
+    timeout_s: float,
+    say: Callable[[str], None] = lambda text: None,
+    launch: LaunchRanks | None = None,
 ) -> CheckReport:
     """Return whether the plan of `request`, a smaller one than `planned`, trains as one process does.
 
     Where it does not, it is run again without each of its axes and with one micro-batch, to find what the difference
     goes away without. `say` is told what is run. Raises `CheckRunError` where ranks fail, with the launcher's words,
-    or where they have not ended after `timeout_s`.
+    or where they have not ended after `timeout_s`. `launch` starts them in another way than by a process of its own.
     """
+    launch = launch or partial(_launch, timeout_s=timeout_s)
     say(f"{request.plan.describe()} on {request.plan.world_size} CPU ranks, beside one process")
-    findings = _run(request, timeout_s=timeout_s)
+    findings = _run(request, launch)
     report = _report(request, planned, findings)
     if report.is_equal:
         return report
     axes = axes_of(request.plan)
     blame: list[str] = [
-        axis for axis in axes if len(axes) == 1 or _is_equal(request, without(request.plan, axis), timeout_s, say)
+        axis for axis in axes if len(axes) == 1 or _is_equal(request, without(request.plan, axis), launch, say)
     ]
     if request.plan.num_microbatches > 1 and request.plan.pp == 1:
         one = request.plan.replace(
             num_microbatches=1, micro_batch_size=request.plan.micro_batch_size * request.plan.num_microbatches
         )
-        if _is_equal(request, one, timeout_s, say):
+        if _is_equal(request, one, launch, say):
             blame.append("micro-batches")
     return report.replace(blame=tuple(blame))
 
 
-def _is_equal(request: CheckRequest, plan: ParallelPlan, timeout_s: float, say: Callable[[str], None]) -> bool:
+def _is_equal(request: CheckRequest, plan: ParallelPlan, launch: LaunchRanks, say: Callable[[str], None]) -> bool:
     """Whether `plan` trains as one process; a plan that does not run tells nothing."""
     say(f"{plan.describe()}, to find what is to blame")
     try:
-        return not any(finding.gaps for finding in _run(request.replace(plan=plan), timeout_s=timeout_s))
+        return not any(finding.gaps for finding in _run(request.replace(plan=plan), launch))
     except CheckRunError:
         return False
 
 
-def _run(request: CheckRequest, *, timeout_s: float) -> list[RankFinding]:
+def _run(request: CheckRequest, launch: LaunchRanks) -> list[RankFinding]:
     with tempfile.TemporaryDirectory(prefix="paraplan_") as name:
         folder = Path(name)
         plan_path, request_path = folder / "plan.json", folder / "request.json"
@@ -67,7 +78,7 @@ def _run(request: CheckRequest, *, timeout_s: float) -> list[RankFinding]:
         request_path.write_text(request.replace(folder=name).to_json(), encoding="utf-8")
         words = ["--nproc-per-node", str(request.plan.world_size), "--nnodes", "1", "--no-logs", "--plan"]
         words += [str(plan_path), "-m", "paraplan.runtime.check_rank", str(request_path)]
-        status, said = _launch(words, timeout_s=timeout_s)
+        status, said = launch(words)
         paths = [folder / f"{rank}.json" for rank in range(request.plan.world_size)]
         if status == 0 and all(path.exists() for path in paths):
             return [RankFinding.model_validate_json(path.read_text(encoding="utf-8")) for path in paths]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked_launch import launch_forked
+from rank_harness import RankHarness
 from typer.testing import CliRunner
 
+from paraplan.cli.check import check_text
 from paraplan.cli.main import app
+from paraplan.launch.checking import CheckRunError, check_plan
+from paraplan.plan.check import CheckReport, CheckRequest, smaller_plan
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 
@@ -61,45 +66,60 @@ def write_plan(folder: Path, plan: ParallelPlan) -> str:
     return str(path)
 
 
+def check(
+    ranks: RankHarness, folder: Path, model: str, plan: ParallelPlan, *, max_ranks: int = 8, **options: Any
+) -> CheckReport:
+    """Return what the command shows of a check, whose launches are forked with torch imported."""
+
+    def launch(words: list[str]) -> tuple[int, str]:
+        ended = launch_forked(ranks, folder, *words, environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+        return ended.returncode, ended.stderr
+
+    small = smaller_plan(plan, max_ranks=max_ranks)
+    request = CheckRequest(model=model, plan=small, folder="", max_layers=small.num_stages + 1, **options)
+    return check_plan(request, plan, timeout_s=600.0, launch=launch)
+
+
 @pytest.mark.ranks
-def test_a_plan_for_many_ranks_is_checked_on_few_and_equal(model: str, tmp_path: Path) -> None:
+def test_a_plan_for_many_ranks_is_checked_on_few_and_equal(ranks: RankHarness, model: str, tmp_path: Path) -> None:
     plan = ParallelPlan(pp=16, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=64)
-    words = ["check", f"{model}:right", "--plan", write_plan(tmp_path, plan), "--ranks", "2", "--json"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert report["is_equal"]
-    assert report["planned"]["pp"] == 16
-    assert (report["plan"]["pp"], report["plan"]["num_microbatches"]) == (2, 4)
-    assert report["gradient_error"] < 1e-5
-    assert report["losses"] == pytest.approx(report["reference_losses"], rel=1e-5)
+    report = check(ranks, tmp_path, f"{model}:right", plan, max_ranks=2)
+    assert report.is_equal
+    assert report.planned.pp == 16
+    assert (report.plan.pp, report.plan.num_microbatches) == (2, 4)
+    assert report.gradient_error < 1e-5
+    assert report.losses == pytest.approx(report.reference_losses, rel=1e-5)
+    assert "equal" in "\n".join(check_text(report))
 
 
 @pytest.mark.ranks
 def test_a_difference_ends_with_1_and_names_parameter_and_axis(model: str, tmp_path: Path) -> None:
-    path = write_plan(tmp_path, ParallelPlan(dp=2, num_microbatches=2))
-    result = CliRunner().invoke(app, ["check", f"{model}:wrong", "--plan", path, "--steps", "1"])
+    path = write_plan(tmp_path, ParallelPlan(dp=8))
+    words = ["check", f"{model}:wrong", "--plan", path, "--steps", "1", "--ranks", "2"]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 1, result.output
     assert "NOT EQUAL to one process: in step 1" in result.stdout, result.output
     assert "the gradient of embedding.weight differs by" in result.stdout
     assert "to blame  dp (equal with dp=1)" in result.stdout
-    assert "micro-batch (" not in result.stdout
 
 
 @pytest.mark.ranks
-def test_ranks_that_fail_are_reported_with_their_error(model: str, tmp_path: Path) -> None:
-    words = [
-        "check",
-        f"{model}:right",
-        "--plan",
-        write_plan(tmp_path, ParallelPlan(tp=2)),
-        "--split-by",
-        "transformers",
-    ]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 1, result.output
-    assert "the ranks of the plan 'tp2, micro-batch 1 x 1' failed, status 2" in result.stderr
-    assert "transformers has no plan for Model" in result.stderr
+def test_micro_batches_are_not_blamed_for_what_goes_wrong_without_them_too(
+    ranks: RankHarness, model: str, tmp_path: Path
+) -> None:
+    report = check(ranks, tmp_path, f"{model}:wrong", ParallelPlan(dp=2, num_microbatches=2), num_steps=1)
+    assert not report.is_equal
+    assert report.blame == ("dp",)
+    assert "micro-batch (" not in "\n".join(check_text(report))
+
+
+@pytest.mark.ranks
+def test_ranks_that_fail_are_reported_with_their_error(ranks: RankHarness, model: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckRunError) as failure:
+        check(ranks, tmp_path, f"{model}:right", ParallelPlan(tp=2), split_by="transformers")
+    assert failure.value.exit_status == 1
+    assert "the ranks of the plan 'tp2, micro-batch 1 x 1' failed, status 2" in failure.value.message
+    assert "transformers has no plan for Model" in failure.value.message
 
 
 def test_an_unknown_splitter_and_a_missing_plan_are_refused(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_model_from_a_factory_gets_a_plan(tmp_path: Path) -> None:
         (["llama-3-8b", "--profile", "dgx-h100", "--nodes", "0"], "--nodes", 2),
         (["llama-3-8b", "--profile", "dgx-h100", "--gpus-per-node", "9"], "8", 2),
         (["llama-3-8b", "--profile", "dgx-h100", "-o", "/no/such/folder/plan.json"], "cannot write", 2),
-        (["gpt3-175b", "--profile", "rtx-3090-x2"], "no plan fits", 1),
+        (["gpt3-175b", "--profile", "rtx-3090-x2", "--tp", "1", "--pp", "1", "--cp", "1"], "no plan fits", 1),
         (["gpt2", "--profile", "dgx-1-v100"], "no bf16 arithmetic", 2),
         (["gpt2", "--profile", "aws-g4dn-12xlarge"], "use --precision fp16 or --precision fp32", 2),
         (["gpt2", "--profile", "dgx-1-p100"], "use --precision fp16 or --precision fp32", 2),
@@ -144,7 +144,7 @@ def test_a_model_from_a_factory_gets_a_plan(tmp_path: Path) -> None:
         (["gpt2", "--profile", "dgx-h100", "--seq-len", "1025"], "1024 learned positions", 2),
         (["gpt2", "--profile", "dgx-h100", "--global-batch", "9" * 21], "Invalid value for '--global-batch'", 2),
         (["gpt2", "--profile", "rtx-3090-x2", "--tokens", "inf"], "Invalid value for '--tokens'", 2),
-        (["gpt2", "--profile", "rtx-3090-x2", "--nodes", "500000"], "no plan suits gpt2 on 1000000 GPUs", 1),
+        (["gpt2", "--profile", "rtx-3090-x2", "--nodes", "100000"], "no plan suits gpt2 on 200000 GPUs", 1),
     ],
 )
 def test_bad_input_is_one_clear_message(arguments: list[str], message: str, expected_status: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -92,16 +91,15 @@ def test_measurements_are_compared_row_by_row(script: ModuleType, capsys: pytest
     assert "too much" in printed
 
 
-def test_without_a_gpu_it_says_so_with_status_3(tiny: str) -> None:
+def test_without_a_gpu_it_says_so_with_status_3(
+    script: ModuleType, tiny: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch = pytest.importorskip("torch", reason="the script looks for torch first")
     pytest.importorskip("transformers", reason="and for transformers")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", "--model", tiny], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 3, done.stderr
-    assert "torch sees no GPU here" in done.stderr
+    assert script.main(["--quick", "--model", tiny]) == 3
+    assert "torch sees no GPU here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

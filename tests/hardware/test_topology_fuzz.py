@@ -95,10 +95,10 @@ def mutations(text: str, dice: random.Random, *, count: int) -> Iterator[str]:
 
 def num_mutations(text: str) -> int:
     """Return how often a text is damaged: the tables of large machines less often, each takes 5 ms to read."""
-    times = 12 if with_all([text]) else 1
+    times = 24 if with_all([text]) else 1
     if "GPU0" not in text:
-        return 100 * times
-    return (60 if "GPU4" not in text else 20) * times
+        return 50 * times
+    return (30 if "GPU4" not in text else 10) * times
 
 
 def read_or_refuse(text: str) -> NodeTopology | None:
@@ -132,17 +132,17 @@ def test_truncated_and_damaged_texts_are_read_in_part_or_refused_and_quickly() -
         read += read_or_refuse(text) is not None
         slowest_s = max(slowest_s, time.process_time() - start_s)
         count += 1
-    assert count >= (10_000 if with_all(texts) else 1000)
+    assert count >= (10_000 if with_all(texts) else 700)
     assert read > count // 4
     assert slowest_s < 30.0
 
 
 def test_reading_again_and_again_keeps_no_memory() -> None:
     texts = [text for document in documents() for text in truncations(document)]
-    for text in texts[::4]:
+    for text in texts[::8]:
         read_or_refuse(text)
     tracemalloc.start()
-    for text in texts[1::4]:
+    for text in texts[1::8]:
         read_or_refuse(text)
     kept_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -154,9 +154,9 @@ def write(folder: Path, plan: ParallelPlan = PLAN, *, names_model: bool = True, 
     return path
 
 
-def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path, launch: Launch) -> None:
+def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path, fake: Fake) -> None:
     write(tmp_path)
-    done = launch("--fake", "8", "--plan", "plan.json", "--json", "train.py", CUDA_VISIBLE_DEVICES="")
+    done = fake("8", "--plan", "plan.json", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     assert report.no_estimate is None
@@ -262,9 +262,10 @@ def test_a_plan_is_made_for_the_world_that_is_not_there(tmp_path: Path, fake: Fa
     assert {(rank.plan.world_size, rank.plan.global_batch_size) for rank in report.ranks if rank.plan} == {(16, 32)}
 
 
-def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path, fake: Fake) -> None:
+def test_a_script_of_plain_torch_is_followed_under_ddp(tmp_path: Path, launch: Launch) -> None:
+    """The fake launch that starts Pythons: its rank is one."""
     (tmp_path / "train.py").write_text(PLAIN_SCRIPT, encoding="utf-8")
-    done = fake("4", "--json", "train.py")
+    done = launch("--fake", "4", "--json", "train.py", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     report = FakeLaunchReport.model_validate(json.loads(done.stdout))
     (rank,) = report.ranks

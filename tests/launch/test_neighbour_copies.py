@@ -29,11 +29,11 @@ def test_a_node_that_dies_and_one_that_comes_back_take_their_parts_from_memory(
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{free_port()}"]
     patience = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=2", "--max-restarts", 3]
     copies = ["--memory-checkpoint", 1, "--nproc-per-node", 2]
-    steps = 60
+    steps = 30
     words = ["--nnodes", "1:2", *rendezvous, *patience, *copies, train, f"folder={folder}", f"steps={steps}"]
-    words += ["plans=zero3", "dropout=0", "pause=0.3"]
+    words += ["plans=zero3", "dropout=0", "pause=0.6"]
     stays, leaves = start_node(0, *words), start_node(1, *words)
-    stays.wait_for("step 8 ")
+    stays.wait_for("step 4 ")
     leaves.stop()
     wait_for_pattern(stays, r"begins after \d+ steps(?s:.*)begins after \d+ steps(?s:.*)\nstep ")
     comes_back = start_node(1, *words)

@@ -38,8 +38,8 @@ def test_a_job_that_is_to_end_saves_and_goes_on_as_if_nothing_had_been(
 ) -> None:
     path, folder, notice = script(SCRIPT), tmp_path / "checkpoint", tmp_path / "notice"
     options = ["--nproc-per-node", 2, *(["--preempt-notice", notice] if how == "file" else [])]
-    words = [path, f"folder={folder}", "steps=60"]
-    process = start_forked(*options, *words, "pause=0.1")
+    words = [path, f"folder={folder}", "steps=24"]
+    process = start_forked(*options, *words, "pause=0.25")
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(5)]
     if how == "file":
@@ -57,7 +57,7 @@ def test_a_job_that_is_to_end_saves_and_goes_on_as_if_nothing_had_been(
     assert f"begins after {max(done) + 1} steps" in again.stdout
     if how == "file":  # how a job goes on does not depend on what ended it
         return
-    whole = launch_forked("--no-logs", "--nproc-per-node", 2, path, f"folder={tmp_path / 'none'}", "steps=60")
+    whole = launch_forked("--no-logs", "--nproc-per-node", 2, path, f"folder={tmp_path / 'none'}", "steps=24")
     assert losses(whole.stdout) == {max(done) + 1: losses(whole.stdout)[max(done) + 1]} | done | losses(again.stdout)
 
 

@@ -44,6 +44,8 @@ def _write_language_models(folder: Path, seed: int) -> None:
             "max_seq_len",
         } & fields.keys()
         fields |= {name: 512 for name in long if fields[name]}
+        if fields.get("num_hidden_layers") == 5:
+            fields["num_hidden_layers"] = 2  # five layers are of no other kinds than these
         (folder / f"{family}.json").write_text(json.dumps(fields), encoding="utf-8")
 
 

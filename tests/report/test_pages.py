@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from paraplan.cli.main import app
 
 GPT2 = ["gpt2", "--seq-len", "1024", "--global-batch", "64"]
+MACHINE = ["--profile", "rtx-3090-x2", "--cp", "1", "--tp", "1"]
 COMMANDS = {
-    "recommended": ["recommend", *GPT2, "--profile", "rtx-3090-x2", "--tokens", "1e9", "--price", "2", "--cp", "1"],
+    "recommended": ["recommend", *GPT2, *MACHINE, "--tokens", "1e9", "--price", "2"],
     "pipeline": ["estimate", *GPT2, "--profile", "dgx-h100", "--dp", "2", "--pp", "4", "--virtual-stages", "3"],
     "one-rank": ["estimate", *GPT2, "--profile", "dgx-h100"],
     "nothing-fits": ["recommend", "llama-3-70b", *GPT2[1:], "--profile", "rtx-3090-x2"],

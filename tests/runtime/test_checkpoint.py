@@ -146,7 +146,7 @@ SPLIT_PLANS = {
 def test_split_layers_are_written_and_read_whole(name: str, ranks: RankHarness, tmp_path: Path) -> None:
     """Fused projections, experts, and a vocabulary that tp does not divide; what has no `tp` writes them whole."""
     plan = SPLIT_PLANS[name]
-    model = "two blocks" if plan.tp == 1 or plan.cp > 1 else "mixture"
+    model = "two blocks" if plan.tp == 1 or plan.cp > 1 else "odd vocabulary" if plan.pp > 1 else "mixture"
     folder, alone = str(tmp_path / "checkpoint"), str(tmp_path / "alone")
     whole = ranks.run_alone(train_and_save, model, None, alone)
     by_rank = ranks.run(train_save_and_load, model, plan, folder, alone, size=plan.world_size)

@@ -296,6 +296,16 @@ def test_large_layers_around_the_blocks_are_found_where_only_they_read_their_wei
         lambda x, w, b: x.long() / 2,
         lambda x, w, b: x[0, 0] + x,
         lambda x, w, b: x.add(b, alpha=2),
+        lambda x, w, b: x * x.mean(-1, keepdim=True),
+        lambda x, w, b: x.mean(-1, keepdim=True) * x,
+        lambda x, w, b: x[:, :1] + x,
+        lambda x, w, b: x.transpose(0, 1) * b[:1],
+        lambda x, w, b: x.pow(2),
+        lambda x, w, b: x**0.5,
+        lambda x, w, b: x.long().pow(2) + x.long() ** 0.5,
+        lambda x, w, b: x.transpose(0, 1).cumsum(dim=1),
+        lambda x, w, b: x.cumsum(-1, dtype=torch.float64),
+        lambda x, w, b: x.long().cumsum(0),
     ],
 )
 def test_quick_shapes_are_those_of_torch(call: Callable[..., torch.Tensor]) -> None:

@@ -22,26 +22,26 @@ from paraplan.plan.parallel import ParallelPlan
 
 PLANS = {
     "ddp": ("decoder", ParallelPlan(dp=2, micro_batch_size=3, num_microbatches=2)),
-    "zero 3": ("attention", ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6)),
-    "split layers": ("attention", ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=6, num_microbatches=2)),
+    "zero 3": ("two blocks", ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6)),
+    "split layers": ("two blocks", ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=6, num_microbatches=2)),
     "split odd vocabulary": ("odd vocabulary", ParallelPlan(tp=2, micro_batch_size=12)),
-    "split tokens": ("attention", ParallelPlan(cp=2, micro_batch_size=6, num_microbatches=2)),
+    "split tokens": ("two blocks", ParallelPlan(cp=2, micro_batch_size=6, num_microbatches=2)),
     "pipeline": (
         "keyword",
         ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3),
     ),
     "stages and layers": (
-        "attention",
+        "two blocks",
         ParallelPlan(tp=2, pp=2, pipeline_schedule="zero_bubble", micro_batch_size=6, num_microbatches=2),
     ),
     "stages, layers, shards": (
-        "attention",
+        "two blocks",
         ParallelPlan(
             dp=2, tp=2, pp=2, zero_stage=1, pipeline_schedule="zero_bubble", micro_batch_size=3, num_microbatches=2
         ),
     ),
     "stages and tokens": (
-        "attention",
+        "two blocks",
         ParallelPlan(cp=2, pp=2, pipeline_schedule="gpipe", micro_batch_size=6, num_microbatches=2),
     ),
 }

@@ -130,8 +130,9 @@ def one_process(ranks: RankHarness) -> Any:
 def test_policies_train_as_one_process_under_every_axis(ranks: RankHarness, one_process: Any) -> None:
     mixed = [TWO_RANKS[3], TWO_RANKS[5], TWO_RANKS[8]]
     cases = [(plan, "mixed") for plan in mixed]
-    # A policy acts in the passes, in which parameters are whole until ZeRO-3, and schedules of whole passes are alike.
-    seldom = [TWO_RANKS[1], TWO_RANKS[7]]
+    # A policy acts in the passes, in which parameters are whole until ZeRO-3, and schedules of whole passes are alike;
+    # layers are split with their tokens.
+    seldom = [TWO_RANKS[1], TWO_RANKS[2], TWO_RANKS[4], TWO_RANKS[7]]
     cases += [(plan, "products") for plan in TWO_RANKS if plan not in mixed + seldom]
     cases += with_all([(plan, "products") for plan in mixed + seldom])
     cases += [(plan.replace(recompute="selective"), "selective") for plan in (TWO_RANKS[0], TWO_RANKS[8])]
@@ -144,7 +145,7 @@ def test_policies_train_as_one_process_under_every_axis(ranks: RankHarness, one_
 def test_recompute_of_chosen_operations_trains_as_one_process_under_every_axis(
     ranks: RankHarness, one_process: Any
 ) -> None:
-    first = [TWO_RANKS[0], TWO_RANKS[3], TWO_RANKS[5], TWO_RANKS[6], TWO_RANKS[7], TWO_RANKS[8]]
+    first = [TWO_RANKS[3], TWO_RANKS[5], TWO_RANKS[6], TWO_RANKS[8]]  # replicas are below, whole passes as above
     plans = [*first, *with_all([plan for plan in TWO_RANKS if plan not in first])]
     cases = [(plan.replace(recompute="selective_ops"), "none") for plan in plans]
     cases.append((TWO_RANKS[0].replace(recompute="selective_ops"), "mixed"))

@@ -121,9 +121,21 @@ def _quick_arithmetic(tensor: torch.Tensor, *others: Any, **kwargs: Any) -> torc
     other = others[0]
     if isinstance(other, int | float):
         return tensor.clone()
-    fits = _is_plain(other) and other.dtype == tensor.dtype and tensor.shape[tensor.ndim - other.ndim :] == other.shape
-    # In place: torch has that from C++, and every type and shape is the first operand's.
-    return tensor.clone().add_(other) if fits and tensor.ndim >= other.ndim else None
+    if not _is_plain(other) or other.dtype != tensor.dtype or other.ndim > tensor.ndim:
+        return None
+    sizes = zip(other.shape, tensor.shape[tensor.ndim - other.ndim :], strict=True)
+    # In place: every type and shape is the first operand's.
+    return tensor.clone().add_(other) if all(size in (1, whole) for size, whole in sizes) else None
+
+
+def _quick_power(tensor: torch.Tensor, exponent: object, **kwargs: Any) -> torch.Tensor | None:
+    is_alike = not kwargs and isinstance(exponent, int | float) and tensor.is_floating_point()
+    return tensor.clone() if is_alike else None
+
+
+def _quick_cumulative(tensor: torch.Tensor, dim: int, **kwargs: Any) -> torch.Tensor | None:
+    is_alike = not kwargs and tensor.is_floating_point() and -tensor.ndim <= dim < tensor.ndim
+    return tensor.clone(memory_format=torch.contiguous_format) if is_alike else None
 
 
 def _quick_activation(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -164,6 +176,8 @@ _QUICK: dict[Callable[..., Any], Callable[..., torch.Tensor | None]] = {
     F.linear: _quick_linear,
     F.scaled_dot_product_attention: _quick_attention,
     F.gelu: _quick_activation,
+    torch.Tensor.cumsum: _quick_cumulative,
+    **dict.fromkeys((torch.Tensor.pow, torch.Tensor.__pow__), _quick_power),
     **dict.fromkeys((torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.div), _quick_arithmetic),
 }
 
