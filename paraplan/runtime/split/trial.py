@@ -85,6 +85,19 @@ def custom_functions_refused() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def custom_functions_kept_whole() -> Iterator[None]:
+    """Have an autograd.Function that is handed a part of what a layer returns raise `SplitError` for that layer."""
+
+    def watch(cls: Any, args: Any, kwargs: Any) -> None:
+        for one in split_operands(args, kwargs):
+            message = f"{cls.__name__}, an autograd.Function, hides what it does with it"
+            raise SplitError(message, source=one.source, is_mixed=True)
+
+    with watching_functions(watch):
+        yield
+
+
 def without_custom_functions(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return `loss_fn`, refused where it hands an autograd.Function outputs that are split.
 
