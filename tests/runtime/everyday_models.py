@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from odd_models import WIDTH, Base, Block
+from odd_models import LENGTH, WIDTH, WORDS, Base, Block
 from torch import nn
 
 
@@ -85,6 +85,31 @@ class Mixed(Block):
         return super().forward(self.shares[0] * hidden + self.shares[1] * start)
 
 
+class Reader(Block):
+    """Attends to a sequence of as many tokens as the hidden state has, some of them hidden from some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        query, value = (
+            layer(given).unflatten(-1, (2, -1)).transpose(1, 2)
+            for layer, given in ((self.query, hidden), (self.value, memory))
+        )
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        read = F.scaled_dot_product_attention(query, value, value, attn_mask=mask)
+        return super().forward(hidden + read.transpose(1, 2).flatten(2))
+
+
+class Positions(nn.Embedding):
+    """A table that is read by the shape of the tokens, not by their numbers."""
+
+    def forward(self, shape: torch.Size) -> torch.Tensor:
+        _, tokens = shape
+        return super().forward(torch.arange(tokens, device=self.weight.device))
+
+
 class ManyExperts(Base):
     block = PickedExperts
 
@@ -105,3 +130,39 @@ class SkipsToTheStart(Base):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         start = F.layer_norm(self.words(tokens), (WIDTH,))
         return self.head(self.run(start, start))
+
+
+class ReadsMemory(Base):
+    """Every token attends to trained vectors; positions come from a table that has as many rows as there are words."""
+
+    block = Reader
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+        self.positions = Positions(WORDS, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        memory = self.memory.expand(len(tokens), -1, -1)
+        return self.head(self.run(self.words(tokens) + self.positions(tokens.shape), memory))
+
+
+class MemoryReads(ReadsMemory):
+    """The trained vectors attend to the tokens."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.run(self.memory.expand(len(tokens), -1, -1), self.words(tokens)))
+
+
+class Padded(Base):
+    """Layers of torch's that are told which tokens are padding: none."""
+
+    @staticmethod
+    def block() -> nn.Module:
+        return nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, padding = self.words(tokens), torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
+        for layer in self.layers:
+            hidden = layer(hidden, src_key_padding_mask=padding)
+        return self.head(hidden)

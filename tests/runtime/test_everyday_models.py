@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everyday_models import ManyExperts, OwnActivations, OwnLinears, SkipsToTheStart
+from everyday_models import ManyExperts, MemoryReads, OwnActivations, OwnLinears, Padded, ReadsMemory, SkipsToTheStart
 from odd_models import BATCH, Base, difference, train_all
 from rank_harness import RankHarness
 
@@ -28,12 +28,21 @@ def assert_trained_as_alone(ranks: RankHarness, kinds: list[type[Base]], plan: P
 def test_experts_picked_by_a_mask_and_layers_with_code_of_their_own_train_beside_split_layers(
     ranks: RankHarness,
 ) -> None:
-    assert_trained_as_alone(ranks, [ManyExperts, OwnActivations, OwnLinears], SPLIT)
+    assert_trained_as_alone(ranks, [ManyExperts, OwnActivations, OwnLinears, ReadsMemory], SPLIT)
 
 
 @pytest.mark.ranks
 def test_experts_picked_by_a_mask_and_skips_to_the_start_train_under_zero_bubble(ranks: RankHarness) -> None:
     assert_trained_as_alone(ranks, [ManyExperts, SkipsToTheStart], IN_HALVES)
+
+
+@pytest.mark.ranks
+def test_tokens_of_a_rank_attend_to_another_sequence_which_may_not_attend_to_them(ranks: RankHarness) -> None:
+    plan = ALONE.replace(cp=2)
+    assert_trained_as_alone(ranks, [ReadsMemory], plan)
+    for ((reads, padded),) in ranks.run(train_all, [MemoryReads, Padded], [plan], size=2):
+        assert "queries of all tokens attend to keys of which each rank has some" in reads
+        assert "multi_head_attention_forward does not run on parts" in padded
 
 
 def test_a_weight_that_joins_two_groups_of_a_backward_pass_is_in_one_alone() -> None:

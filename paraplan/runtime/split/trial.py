@@ -57,7 +57,7 @@ def check_by_token(name: str, func: Callable[..., Any], args: tuple[Any, ...], k
 
         try:
             expected, parts = results(None), [results(index) for index in range(size)]
-        except (RuntimeError, TypeError, ValueError, IndexError):
+        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
             return
         for whole, *own in zip(expected, *parts, strict=True):
             if not _is_sharded(whole, own, operands[0].sharding):
