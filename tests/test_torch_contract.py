@@ -107,6 +107,7 @@ CONTRACTS = (
     Contract("torch.overrides:_get_current_function_mode_stack", "recompute=selective: modes of the second run", ()),
     Contract("torch.autograd.function:BackwardCFunction.apply", "fake scripts: functions of a user in backward passes"),
     Contract("torch.autograd:Function.apply", "loss functions that hide what they do"),
+    Contract("torch.fx.experimental._config:meta_nonzero_assume_all_nonzero", "models that pick entries by a mask"),
     Contract("torch.utils.checkpoint:CheckpointFunction.apply", "models that recompute with use_reentrant=True"),
     Contract("torch.autograd.graph:_engine_run_backward", "where a rank waits, by its stack"),
     Contract("torch.optim:Optimizer.register_step_pre_hook", "what `step_hooks` copies", ("self", "hook")),
@@ -460,6 +461,15 @@ def test_operators_are_called_as_modes_are_shown_them() -> None:
     assert {torch.ops._c10d_functional.all_reduce.default.namespace, "_c10d_functional_autograd"} == {
         *fake_door.FUNCTIONAL_COLLECTIVES
     }
+
+
+def test_masks_without_values_pick_as_much_as_they_can() -> None:
+    mask = torch.empty(2, 3, dtype=torch.bool, device="meta")
+    with door.all_taken_for_nonzero():
+        assert mask.nonzero().shape == (6, 2)
+        assert torch.empty(2, 3, 4, device="meta")[mask].shape == (6, 4)
+    with pytest.raises(NotImplementedError):
+        mask.nonzero()
 
 
 def test_functions_of_autograd_are_watched_and_reentrant_checkpoints_replaced() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +11,8 @@ import torch
 
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.data.batches import StepShape
+from paraplan.runtime.checks.trials import kept_state, nothing_changed
+from paraplan.runtime.data.batches import MicroBatch, StepShape
 from paraplan.runtime.data_parallel.wrapping import complete_reductions
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.options import EngineOptions
@@ -19,9 +22,12 @@ from paraplan.runtime.recovery.keeper import is_finite
 from paraplan.runtime.step.execution import evaluation_mode
 from paraplan.runtime.step.freezing import Freezing
 from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
+from paraplan.runtime.step.loss import LossRule
 from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
 from paraplan.runtime.training_state import TrainingState
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Engine(TrainingState):
@@ -47,6 +53,7 @@ class Engine(TrainingState):
         super().__init__(part, optimizer, mesh=mesh, plan=plan, shape=shape, engine_options=engine_options)
         self.grad_norm: torch.Tensor | None = None
         self._has_stepped = False
+        self._counts_before = False
         self.metrics: dict[str, torch.Tensor] = {}
         self._freezing = Freezing(part.parameters, is_parallel=mesh.world.size > 1)
         self._totals = TotalsOverRanks(mesh)
@@ -109,14 +116,13 @@ class Engine(TrainingState):
         micro_batches, rule = self._batches.divide("step", inputs, targets, guarded=self._guarded)
         if self._keeper is not None:
             self._keeper.begin()
-        self._forget_gradients()
-        loss.rule, loss.gradient_factor = rule, 1.0 if scale is None else scale.scale
-        for reduction in self._part.reductions:
-            reduction.begin()
-        self._guarded(lambda: self._part.execution.train(micro_batches))
-        self._batches.share_state()
-        if has_values:
-            complete_reductions(self._part.reductions, self.num_steps, self._lacking_of_all)
+        loss.gradient_factor = 1.0 if scale is None else scale.scale
+        put_back = kept_state(self.module) if rule.num_others and not self._counts_before else None
+        rule = self._train(micro_batches, rule)
+        if put_back is not None and not self._totals.is_in_proportion(loss.tally):
+            self._tell_counts_before()
+            put_back()
+            rule = self._train(micro_batches, rule)
         if self._keeper is not None:
             self._keeper.finish(self.num_steps, is_good=is_finite(self._last_loss))
         totals = self._totals.sum("step", loss.tally, rule, has_values=has_values)
@@ -129,6 +135,34 @@ class Engine(TrainingState):
         self._last_loss = totals.loss.detach()
         self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
         return totals
+
+    def _train(self, micro_batches: Sequence[MicroBatch], rule: LossRule) -> LossRule:
+        """Leave the gradients of a batch in place, summed over the ranks; return the rule that its loss was made by."""
+        loss = self._part.execution.loss
+        if self._counts_before and rule.num_others:
+            loss.rule = rule
+            with nothing_changed(self.module):
+                self._guarded(lambda: self._part.execution.evaluate(micro_batches))
+            rule = replace(rule, counts=self._totals.counts(loss.tally))
+        self._forget_gradients()
+        loss.rule = rule
+        for reduction in self._part.reductions:
+            reduction.begin()
+        self._guarded(lambda: self._part.execution.train(micro_batches))
+        self._batches.share_state()
+        if self._options.checking.has_values:
+            complete_reductions(self._part.reductions, self.num_steps, self._lacking_of_all)
+        return rule
+
+    def _tell_counts_before(self) -> None:
+        """Count the targets before each step from now on."""
+        self._counts_before = True
+        if self._mesh.world.rank == 0:
+            _LOGGER.warning(
+                "loss_fn adds means over different numbers of targets, in other proportions from micro-batch to "
+                "micro-batch: every step runs a forward pass more from now on, to count them. A plan of one rank of dp "
+                "and one micro-batch does without"
+            )
 
     def _lacking_of_all(self, lacking: int) -> list[int]:
         has_stages_in_ddp = self._plan.pp > 1 and self._mesh.replica_group is not None and not self._plan.zero_stage

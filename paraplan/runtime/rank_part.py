@@ -10,6 +10,7 @@ from torch import nn
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.data_parallel.wrapping import ReplicaReduction, apply_data_parallelism
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import RankParameters
@@ -38,7 +39,7 @@ class RankPart:
     execution: Execution
     repeated: frozenset[str] = frozenset()
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
-    reductions: tuple[ReplicaReduction, ...] = ()
+    reductions: tuple[ReplicaReduction | ReachedShards, ...] = ()
     model: nn.Module | None = None
 
     def optimized(self) -> RankParameters:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx.experimental._config as symbolic_shapes
 from torch import nn
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -213,6 +214,12 @@ def recorded_collectives() -> list[dict[str, Any]] | None:
 
     dump: Any = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     return None if dump is None else json.loads(dump(True, False)).get("entries") or []
+
+
+def all_taken_for_nonzero() -> AbstractContextManager[Any]:
+    """Have `nonzero` and indexing by a mask return as much as they can, of tensors without values, in this context."""
+    patch: AbstractContextManager[Any] = symbolic_shapes.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    return patch
 
 
 @contextmanager

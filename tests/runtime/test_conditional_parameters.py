@@ -48,7 +48,9 @@ def trained(plans: list[ParallelPlan]) -> list[Trained]:
     results = []
     for plan in plans:
         torch.manual_seed(0)
-        engine = runtime.init(plan, shows_progress=False).prepare(Conditional(), loss_fn=loss_fn, optimizer=adamw)
+        job = runtime.init(plan, shows_progress=False)
+        unused = {"find_unused": True} if plan.zero_stage else {}
+        engine = job.prepare(Conditional(), loss_fn=loss_fn, optimizer=adamw, **unused)
         place = torch.distributed.get_rank() if plan.dp > 1 else 0
         rows = slice(place * BATCH // plan.dp, (place + 1) * BATCH // plan.dp)
         losses, has_gradient = [], []
@@ -100,6 +102,7 @@ def plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.ranks
 def test_layers_that_some_steps_or_all_leave_out_train_as_in_one_process(ranks: RankHarness) -> None:
     plans = [ParallelPlan(dp=2, num_microbatches=count, micro_batch_size=4 // count) for count in (1, 2, 4)]
+    plans += [ParallelPlan(dp=2, zero_stage=stage, num_microbatches=2, micro_batch_size=2) for stage in (2, 3)]
     losses, parameters = plainly()
     for results in [
         trained([ParallelPlan(num_microbatches=4, micro_batch_size=2)]),

@@ -79,4 +79,4 @@ def test_means_over_other_targets_are_added_with_the_counts_of_both() -> None:
     with LossFollower() as follower:
         term = follower.term_of((rows * mask).sum() / mask.sum() + rows[mask < 1].mean())
     assert isinstance(term, Mean)
-    assert [float(one) for one in (term.count, *term.others)] == [3.0, 1.0]
+    assert [(float(part.value), float(part.count)) for part in term.parts] == [(1.0, 3.0), (1.0, 1.0)]

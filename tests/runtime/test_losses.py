@@ -103,6 +103,20 @@ def two_means(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels) + 0.3 * F.cross_entropy(-logits.flatten(0, 1), labels)
 
 
+def added_up(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """As code adds that begins with zeros: means over targets, over those but the first, and over all logits."""
+    total = torch.zeros((), device=logits.device)
+    total += ignored(logits, targets)
+    total += 0.3 * F.cross_entropy(logits[:, 1:].flatten(0, 1), targets["labels"][:, 1:].flatten()) - 1
+    total -= logits.square().mean() / 100
+    total *= 2
+    return total
+
+
+def side_by_side(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    return torch.stack([masked_sum(logits, targets), logits.square().mean(), of_all(logits, targets)]).mean()
+
+
 def without_nan(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
     return token_losses(logits, targets).masked_fill(mask_of(targets) == 0, torch.nan).nanmean()
 
@@ -149,6 +163,8 @@ LOSSES: dict[str, Loss] = {
         selected,
         with_z_loss,
         two_means,
+        added_up,
+        side_by_side,
         without_nan,
         of_all,
         plain_mean,
@@ -438,20 +454,71 @@ def means_over_two_masks(logits: torch.Tensor, targets: Targets) -> torch.Tensor
     return masked_sum_of_one_mask(losses, mask_of(targets)) + masked_sum_of_one_mask(losses.square(), other)
 
 
-def test_means_over_other_numbers_of_targets_are_refused_where_these_are_in_no_proportion() -> None:
+@pytest.mark.parametrize("in_proportion", [True, False])
+def test_means_over_other_numbers_of_targets_are_counted_before_a_step_where_these_are_in_no_proportion(
+    in_proportion: bool,
+) -> None:
     inputs, targets = batch_of(2)
     targets["mask"] = torch.ones(BATCH, TOKENS)
-    for other, expected in ((1.0, "no error"), (0.0, "different proportions: no weight of a micro-batch is right")):
-        targets["other"] = torch.ones(BATCH, TOKENS)
-        targets["other"][:, 0] = 0.0
-        targets["other"][3, 1] = other
-        assert expected in refusal(prepared(means_over_two_masks, cut_into(2)), (inputs, targets))
+    targets["other"] = torch.ones(BATCH, TOKENS)
+    targets["other"][:, 0] = 0.0
+    targets["other"][3, 1] = float(in_proportion)
+    reference = model_of()
+    expected = means_over_two_masks(reference(inputs), targets)
+    expected.backward()
+    passes: list[int] = []
+
+    def noted(logits: torch.Tensor, given: Targets) -> torch.Tensor:
+        passes.append(len(logits))
+        return means_over_two_masks(logits, given)
+
+    engine = prepared(noted, cut_into(2))
+    assert engine.eval_step(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
+    for once in (2, 6), (2, 4):
+        passes.clear()
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        assert engine.step(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
+        for name, one in reference.named_parameters():
+            torch.testing.assert_close(engine.parameters[name].grad, one.grad, rtol=1e-5, atol=1e-6)
+        assert len(passes) == once[0 if in_proportion else 1]
+
+
+def weighed_by_uncertainty(outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
+    logits, size = outputs
+    return masked_sum(logits, targets) * (-size).exp() + size + 1e-2 * size.square().sum()
+
+
+def test_parameters_in_the_loss_count_as_constants_of_the_batch() -> None:
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder, self.size = model_of(), nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.decoder(tokens), self.size
+
+    reference, batch = Weighed(), batch_of(2)
+    weighed_by_uncertainty(reference(batch[0]), batch[1]).backward()
+    engine = prepared(weighed_by_uncertainty, cut_into(2), Weighed())
+    engine.step(*batch)
+    for name, one in reference.named_parameters():
+        torch.testing.assert_close(engine.parameters[name].grad, one.grad, rtol=1e-5, atol=1e-6)
 
 
 # Ranks
 
 
-DIVIDED = ("ignored", "masked_sum", "read_count", "picked", "with_z_loss", "without_nan", "summed", "sum_and_count")
+DIVIDED = (
+    "ignored",
+    "masked_sum",
+    "read_count",
+    "picked",
+    "added_up",
+    "with_z_loss",
+    "without_nan",
+    "summed",
+    "sum_and_count",
+)
 
 
 def losses_on_ranks(sharded: Sequence[str]) -> tuple[dict[str, Any], list[Any], dict[str, str]]:

@@ -70,23 +70,15 @@ class Normed(AttentionLayer):
         return super().forward(hidden + self.inner_norm(self.mixing(hidden)))
 
 
-class _Secretive(torch.autograd.Function):
-    """Hides from torch functions what gradients need, so that only numbers show it."""
-
-    @staticmethod
-    def forward(ctx, hidden):
-        return hidden * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
 class Secretive(AttentionLayer):
+    """Changes a gradient by the mean of all of it where no torch function shows it, so that only numbers do."""
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = hidden.shape
         heads = self.up(hidden).view(batch, tokens, 4, width)  # sizes of the whole, which plain parts do not have
-        return hidden + self.down(_Secretive.apply(heads).flatten(2))
+        if heads.requires_grad:
+            heads.register_hook(lambda gradient: gradient - gradient.mean())
+        return hidden + self.down(heads.flatten(2))
 
 
 def _refusals() -> list[str]:

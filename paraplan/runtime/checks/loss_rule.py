@@ -38,7 +38,7 @@ from paraplan.runtime.step.loss import (
     Returned,
     term_kind,
 )
-from paraplan.runtime.step.loss_counts import Mean
+from paraplan.runtime.step.loss_counts import Number
 from paraplan.runtime.torch_private import pytree
 
 _LOGGER = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class LossProbe:
             return own
         totals = [one.total_and_count for one in (first, second)]
         count = sum(float(total[1]) for total in totals if total is not None) / 2
-        num_others = len(first.term.others) if isinstance(first.term, Mean) else 0
+        num_others = max(len(first.sums(1)) - 1, 0)
         return replace(own, count=count, num_others=num_others)
 
     def _tried(
@@ -231,12 +231,9 @@ class LossProbe:
         if kind == "sum":
             return float(both.value), sum(values)
         if kind == "counted":
-            pairs = [one.total_and_count for one in (*parts, both)]
-            numbers = [(float(pair[0]), float(pair[1])) if pair is not None else (0.0, 0.0) for pair in pairs]
-            sums = [total if count else 0.0 for total, count in numbers]
-            whole = sums[2] / numbers[2][1] if numbers[2][1] else 0.0
-            divisor = numbers[0][1] + numbers[1][1]
-            return whole, (sums[0] + sums[1]) / divisor if divisor else 0.0
+            found = [one.sums(num_sequences_of(piece)) for one, piece in zip(parts, pieces, strict=True)]
+            whole = both.sums(sum(num_sequences_of(piece) for piece in pieces))
+            return _sum_of_means([whole]), _sum_of_means(found)
         counts = [1.0, 1.0]
         if kind == "targets":
             count = self._count_targets or counted_targets
@@ -276,6 +273,17 @@ class LossProbe:
         expected = max(1.0, max(one.count for one in findings) * num_sequences)
         provisional = 2.0 ** round(math.log2(expected))
         return LossRule(kind=first.kind, in_model=first.in_model, provisional=provisional, num_others=first.num_others)
+
+
+def _sum_of_means(batches: Sequence[Sequence[tuple[torch.Tensor, Number]]]) -> float:
+    """Return the sum of means of which each of `batches` has sums and counts."""
+    means = []
+    for pairs in zip(*batches, strict=True):
+        counts = [float(count) for _, count in pairs]
+        totals = [float(total) for total, _ in pairs]
+        total = sum(one for one, count in zip(totals, counts, strict=True) if count)
+        means.append(total / sum(counts) if sum(counts) else 0.0)
+    return sum(means)
 
 
 def _relative(one: float, other: float) -> float:

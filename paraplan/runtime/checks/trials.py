@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -138,6 +138,15 @@ def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool =
 @contextmanager
 def nothing_changed(*models: nn.Module) -> Iterator[None]:
     """Put buffers and random numbers back at the end of this context."""
+    put_back = kept_state(*models)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def kept_state(*models: nn.Module) -> Callable[[], None]:
+    """Return what puts the buffers of `models`, and random numbers, back to what they are now."""
     modules = {module: None for model in models for module in model.modules()}
     buffers = [
         (one, name, held) for one in modules for name, held in one.named_buffers(recurse=False, remove_duplicate=False)
@@ -145,14 +154,18 @@ def nothing_changed(*models: nn.Module) -> Iterator[None]:
     state = [held for model in models for held in state_of(model).values()]
     values = [(held, held.detach().clone()) for held in {id(held): held for held in state}.values()]
     gpus = sorted({one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"})
-    with torch.random.fork_rng(devices=gpus):
-        try:
-            yield
-        finally:
-            for module, name, buffer in buffers:
-                setattr(module, name, buffer)  # code may have put another one in its place
-            for held, value in values:
-                held.data.copy_(value)
+    numbers, on_gpus = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in gpus]
+
+    def put_back() -> None:
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)  # code may have put another one in its place
+        for held, value in values:
+            held.data.copy_(value)
+        torch.set_rng_state(numbers)
+        for gpu, number in zip(gpus, on_gpus, strict=True):
+            torch.cuda.set_rng_state(number, gpu)
+
+    return put_back
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

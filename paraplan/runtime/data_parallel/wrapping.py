@@ -26,6 +26,7 @@ from paraplan.errors import ModelError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.sharding import sharded_dimension
 from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.data_parallel.reached_shards import ReachedShards, watch_shards
 from paraplan.runtime.data_parallel.sharded_table import sharded_names
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import ReduceType, shard_precision
@@ -173,6 +174,8 @@ def _shard(
             show_hooks_plain(end)
     fully_shard(module, reshard_after_forward=False, **options)
     _sum_gradients(module, with_unused=find_unused)
+    if find_unused:
+        watch_shards(module, mesh.replica_group, device)
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
     if plan.offload != "parameters":
         return module.to(device)
@@ -324,7 +327,7 @@ class ReplicaReduction:
 
 
 def complete_reductions(
-    reductions: Sequence[ReplicaReduction], step: int, of_all_ranks: Callable[[int], list[int]]
+    reductions: Sequence[ReplicaReduction | ReachedShards], step: int, of_all_ranks: Callable[[int], list[int]]
 ) -> None:
     """Have the replicas of a rank sum what the last micro-batch of `step` has left out.
 
@@ -341,10 +344,11 @@ def complete_reductions(
         )
 
 
-def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction, ...]:
-    """Return what sums the gradients of those of `modules` that are in DDP."""
-    found = [getattr(module, "reduction", None) for module in modules if isinstance(module, DistributedDataParallel)]
-    return tuple(one for one in found if isinstance(one, ReplicaReduction))
+def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction | ReachedShards, ...]:
+    """Return what sums the gradients of those of `modules` that are in DDP, or watches those of FSDP."""
+    kinds = (DistributedDataParallel, FSDPModule)
+    found = [getattr(module, "reduction", None) for module in modules if isinstance(module, kinds)]
+    return tuple(one for one in found if isinstance(one, (ReplicaReduction, ReachedShards)))
 
 
 def reads_shards(error: RuntimeError) -> bool:

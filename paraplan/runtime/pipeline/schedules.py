@@ -59,11 +59,36 @@ class ReplicatedStage(PipelineStage):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
-        groups = bwd_kwargs["param_groups"]
+        groups = disjoint_groups(bwd_kwargs["param_groups"])
         if _COUNTS_TWICE:
             _give_weights_their_gradients(groups)
             return (), None
         return stage_backward_weight(self.submod.parameters(), groups, retain_graph=True), None
+
+
+def disjoint_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups of weights of a backward pass, of which each weight is in one alone.
+
+    Where a weight joins groups that torch has made before, it leaves one of them beside what they become: a weight that
+    works in several blocks, and those around it, would get a gradient from each. Nodes that nothing arrived at, and
+    groups of such alone, are left out.
+    """
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        arrived = group.pop("grads", None) or ()
+        saved = {
+            node: gradients
+            for node, gradients in zip(group.pop("intermediates"), arrived, strict=False)
+            if gradients is not None
+        }
+        params = set(group["params"])
+        sharing = [one for one in found if not params.isdisjoint(one["params"])]
+        found = [one for one in found if params.isdisjoint(one["params"])]
+        for other in sharing:
+            params |= other["params"]
+            saved |= dict(zip(other["intermediates"], other["grads"], strict=True))
+        found.append({"params": params, "intermediates": [*saved], "grads": [*saved.values()]})
+    return [group for group in found if group["grads"]]
 
 
 def _give_weights_their_gradients(groups: Sequence[dict[str, Any]]) -> None:

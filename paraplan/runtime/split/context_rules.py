@@ -37,8 +37,10 @@ def split_attention(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | kwargs
     query, key, value = (given.pop(name) for name in names[:3])
-    if not all(is_of_sequence(one) for one in (query, key, value)):
+    if not any(is_of_sequence(one) for one in (query, key, value)):
         return _with_own_keys(query, key, value, given)
+    if not all(is_of_sequence(one) for one in (query, key, value)):
+        return _to_other_sequence(query, key, value, given)
     group, sharding = query.group, query.sharding
     if any(
         one.sharding.dim != one.ndim - 2 or one.ndim != 4 or len(one.sharding.segments) > 1
@@ -60,6 +62,21 @@ def split_attention(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if heads is not None:
         attended = SplitTensor(attended, heads.sharding, heads.group, heads.source)
     return SplitTensor(attended, sharding, group, CONTEXT)
+
+
+def _to_other_sequence(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+    """Return attention of this rank's tokens to a sequence that every rank has whole, that of an encoder."""
+    if is_of_sequence(key) or is_of_sequence(value) or query.sharding.dim != query.ndim - 2:
+        raise SplitError("queries of all tokens attend to keys of which each rank has some", source=CONTEXT)
+    if options.pop("is_causal", False):
+        raise SplitError("causal attention to another sequence", source=CONTEXT)
+    mask = options.get("attn_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim > 1 and mask.shape[-2] != 1:
+        options["attn_mask"] = query.sharding.at(mask.ndim - 2).part(mask, query.group.index)
+    is_random = (options.get("dropout_p") or 0.0) > 0.0
+    with own_random_numbers(query.group, query.device, is_active=is_random):
+        attended = F.scaled_dot_product_attention(query.local, key, value, **options)
+    return SplitTensor(attended, query.sharding, query.group, CONTEXT)
 
 
 def _with_own_keys(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:

@@ -81,10 +81,15 @@ def has_own_weight(module: nn.Module) -> bool:
     return any(name == "weight" for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
 
 
+def has_own_code(module: nn.Module) -> bool:
+    """Whether a linear layer is a subclass of torch's with a forward pass of its own."""
+    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+
+
 def _returns_outputs(module: nn.Linear) -> bool:
     """Whether a subclass with a forward pass of its own returns outputs alone, as a router of experts does not."""
     forward: Callable[..., Any] = type(module).forward
-    if forward is nn.Linear.forward:
+    if not has_own_code(module):
         return True
     with torch.no_grad():
         output = forward(module, module.weight.new_zeros(1, module.in_features))

@@ -158,7 +158,12 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     with _own_random_numbers(first) if draws else nullcontext():
         try:
             result = func(*run_args, **run_kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:  # sizes of whole and split operands differ
+        except (
+            RuntimeError,
+            ValueError,
+            IndexError,
+            AssertionError,
+        ) as error:  # sizes of whole and split operands differ
             if _on_several_devices(run_args, run_kwargs):
                 raise  # the model itself does not run in this way
             raise SplitError(

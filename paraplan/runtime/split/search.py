@@ -46,6 +46,7 @@ from paraplan.runtime.split.layers import (
     weight_of,
 )
 from paraplan.runtime.split.randomness import OtherDrawsNoted
+from paraplan.runtime.split.trial import custom_functions_kept_whole
 from paraplan.runtime.structure.model_structure import BlockCall
 from paraplan.runtime.structure.outputs import numbered_outputs
 
@@ -113,7 +114,16 @@ def find_split(
         try:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
             tried = _tried(meta_model, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
-            with torch.no_grad(), tried, call.context(), OtherDrawsNoted(group), _ProductsNoted(meta_model) as products:
+            with ExitStack() as stack:
+                for one in (
+                    torch.no_grad(),
+                    tried,
+                    call.context(),
+                    OtherDrawsNoted(group),
+                    custom_functions_kept_whole(),
+                ):
+                    stack.enter_context(one)
+                products = stack.enter_context(_ProductsNoted(meta_model))
                 output = run_block(meta_model.forward, args, kwargs, group=group, ends=ends, read=call.read)
             _check_output(output)
         except SplitError as error:

@@ -32,6 +32,7 @@ from paraplan.runtime.split.experts import expert_weights, split_experts
 from paraplan.runtime.split.kinds import kind_of, numbering_of
 from paraplan.runtime.split.layers import (
     SequenceEnds,
+    has_own_code,
     has_own_weight,
     is_linear,
     run_block,
@@ -169,18 +170,27 @@ def _split_of(
     call: BlockCall,
     wanted: _Wanted,
 ) -> BlockSplit:
-    """Return how a block is split, checked: its adapters with the layers beside them, or as any other layers."""
+    """Return how a block is split, checked: the first of these ways that computes the same.
+
+    Its adapters go with the layers beside them, or are as any other layers; and linear layers with code of their own,
+    which may look at whole weights, stay whole.
+    """
     adapters = find_adapters(meta_model)
-    if adapters.bases:
+    own = {
+        layer: f"{type(module).__name__} computes by code of its own, and not the same from a part of its weight"
+        for layer, module in meta_model.named_modules()
+        if layer and is_linear(module) and has_own_code(module)
+    }
+    ways: list[tuple[Adapters | None, dict[str, str]]] = [(adapters, {})] if adapters.bases else []
+    ways += [(None, {}), *([(None, own)] if own.keys() - wanted.kept.keys() else [])]
+    errors = []
+    for pairs, whole in ways:
         try:
-            return _split_with(adapters, block, meta_model, name, call, wanted)
+            kept = replace(wanted, kept=whole | dict(wanted.kept))
+            return _split_with(pairs, block, meta_model, name, call, kept)
         except UnsupportedPlanError as error:
-            first = error
-        try:
-            return _split_with(None, block, meta_model, name, call, wanted)
-        except UnsupportedPlanError:
-            raise first from None
-    return _split_with(None, block, meta_model, name, call, wanted)
+            errors.append(error)
+    raise errors[0] from None
 
 
 def _split_with(

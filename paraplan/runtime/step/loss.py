@@ -26,6 +26,7 @@ from paraplan.runtime.step.loss_counts import (
     LossFollower,
     Mean,
     Number,
+    Part,
     Sum,
     Term,
 )
@@ -54,13 +55,15 @@ class LossRule:
 
     `in_model` says that the model computes the loss itself. `provisional` is what counted sums are divided by until
     their number is known: a power of two, so that the division rounds nothing. `num_others` means are added to the
-    first one, each with a count of its own.
+    first one, each with a count of its own; `counts` are those of the global batch, of all of them, where they had to
+    be known before: micro-batches have them in different proportions.
     """
 
     kind: LossKind
     in_model: bool = False
     provisional: float = 1.0
     num_others: int = 0
+    counts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,19 +92,37 @@ class Returned:
             return None
         return (self.value if self.is_sum else self.value * self.term.divisor), self.term.count
 
+    def sums(self, num_sequences: int) -> list[tuple[torch.Tensor, Number]]:
+        """Return the sum and the number of targets of each mean that was added, in a micro-batch of so many sequences.
+
+        There is one for a mean by itself, and none where the number of targets is not known.
+        """
+        if not isinstance(self.term, Mean) or not self.term.parts:
+            known = self.total_and_count
+            return [] if known is None else [known]
+        return [
+            (part.value * (num_sequences if part.divisor is None else part.divisor), _or_sequences(part, num_sequences))
+            for part in self.term.parts
+        ]
+
+
+def _or_sequences(part: Part, num_sequences: int) -> Number:
+    return float(num_sequences) if part.count is None else part.count
+
 
 @dataclass
 class Tally:
     """What the micro-batches of one run of an execution came to on this rank; nothing where it has no end of the model.
 
     `loss` is the sum of their terms without a gradient, `count` that of the counted targets. `spread` [others, 2] holds
-    the smallest ratio (negated) and the largest one that the counts of added means have to that of the first; `metrics`
-    a sum and a count by name.
+    the smallest ratio (negated) and the largest one that the counts of added means have to that of the first, and
+    `parts` [1 + others, 2] the sum and the count of each of these; `metrics` a sum and a count by name.
     """
 
     loss: torch.Tensor
     count: torch.Tensor
     spread: torch.Tensor
+    parts: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     returned: list[Returned] = field(default_factory=list)
     failure: Exception | None = None
@@ -110,7 +131,8 @@ class Tally:
     def empty(cls, device: torch.device, num_others: int = 0) -> Tally:
         """Return a tally of nothing."""
         loss, count = torch.zeros((), device=device), torch.zeros((), device=device)
-        return cls(loss=loss, count=count, spread=torch.full((num_others, 2), -torch.inf, device=device))
+        spread = torch.full((num_others, 2), -torch.inf, device=device)
+        return cls(loss=loss, count=count, spread=spread, parts=torch.zeros(num_others + 1, 2, device=device))
 
 
 class StepLoss:
@@ -206,21 +228,31 @@ class StepLoss:
         return torch.where(is_counted, value * weight, 0.0), weight
 
     def _counted(self, returned: Returned, micro_batch: MicroBatch) -> tuple[torch.Tensor, Number]:
-        known = returned.total_and_count
-        if known is None or not isinstance(returned.term, Mean) or len(returned.term.others) != self.rule.num_others:
+        found = returned.sums(micro_batch.num_sequences)
+        if len(found) != 1 + self.rule.num_others:
             raise UsageError(
                 "loss_fn returned a mean over a known number of targets at first, and now something else", hint=HINT
             )
-        total, number = known
-        count = torch.as_tensor(number, dtype=torch.float32, device=self._device)
+        counts = torch.stack([self._number(count) for _, count in found])
         if not micro_batch.num_sequences:  # a piece of zeros
-            count = torch.zeros_like(count)
-        for place, other in enumerate(returned.term.others):
-            ratio = torch.as_tensor(micro_batch.num_sequences if other is None else other, device=self._device) / count
-            bounds = torch.where(count > 0, torch.stack([-ratio, ratio]), -torch.inf)
-            self.tally.spread[place] = torch.maximum(self.tally.spread[place], bounds)
-        self.tally.count += count
-        return torch.where(count > 0, total.float(), 0.0) / self.rule.provisional, count
+            counts = torch.zeros_like(counts)
+        sums = torch.where(counts > 0, torch.stack([total.float() for total, _ in found]), 0.0)
+        self.tally.count += counts[0]
+        if len(found) > 1:
+            ratios = counts[1:] / counts[0]
+            bounds = torch.stack([-ratios, ratios], dim=1)
+            bounds = torch.where(ratios[:, None].isnan(), -torch.inf, bounds)  # without a target of either
+            self.tally.spread = torch.maximum(self.tally.spread, bounds)
+            self.tally.parts += torch.stack([sums.detach(), counts], dim=1)
+        if self.rule.counts is not None:
+            known = self.rule.counts
+            return torch.where(known > 0, sums / known.clamp(min=torch.finfo(known.dtype).tiny), 0.0).sum(), counts[0]
+        # As one mean: that of the sums that the others would have over as many targets as the first.
+        shares = torch.where(counts > 0, counts[0] / counts, 0.0)
+        return (sums * shares).sum() / self.rule.provisional, counts[0]
+
+    def _number(self, value: Number) -> torch.Tensor:
+        return torch.as_tensor(value, dtype=torch.float32, device=self._device).reshape(())
 
     def _tally_metrics(self, returned: Returned, weight: Number) -> None:
         for name, value in returned.metrics.items():

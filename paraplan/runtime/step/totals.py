@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.errors import UsageError
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.step.loss import HINT, LossRule, Tally
+from paraplan.runtime.step.loss import LossRule, Tally
 
 _PROPORTION = 1e-5  # what ratios of counts, which are whole numbers, may differ by in fp32
 
@@ -35,42 +35,42 @@ class TotalsOverRanks:
         self._names: dict[str, list[str]] = {}
 
     def sum(self, call: str, tally: Tally, rule: LossRule, *, has_values: bool = True) -> StepTotals:
-        """Return the totals of `tally`; every rank calls it after each run of its execution.
-
-        Raises `UnsupportedPlanError` on every rank where means were added whose counts are in no proportion.
-        """
+        """Return the totals of `tally`; every rank calls it after each run of its execution."""
         names = self._agreed_names(call, tally) if has_values else []
         pairs = [tally.metrics.get(name, torch.zeros(2, device=tally.loss.device)) for name in names]
-        flat = torch.cat([torch.stack([tally.loss, tally.count]), *pairs])
+        flat = torch.cat([torch.stack([tally.loss, tally.count]), *pairs, tally.parts.flatten()])
         if self._mesh.world.is_distributed:
             dist.all_reduce(flat)
         # Ranks of `tp` and `cp` bring the same each.
-        loss, count, *metrics = (flat / (self._mesh.size("tp") * self._mesh.size("cp"))).unbind(0)
+        flat = flat / (self._mesh.size("tp") * self._mesh.size("cp"))
+        loss, count, *metrics = flat.unbind(0)
         factor = None
-        if rule.kind == "counted":
+        if rule.kind == "counted" and rule.counts is None:
             factor = rule.provisional / count.clamp(min=torch.finfo(count.dtype).tiny)
             factor = torch.where(count > 0, factor, 0.0)
-            loss = loss * factor
-            if rule.num_others and has_values:
-                self._check_proportions(tally)
+            parts = flat[-tally.parts.numel() :].reshape(tally.parts.shape)
+            loss = _sum_of_means(parts) if rule.num_others else loss * factor
         means = {
             name: metrics[2 * place] / metrics[2 * place + 1].clamp(min=torch.finfo(flat.dtype).tiny)
             for place, name in enumerate(names)
         }
         return StepTotals(loss=loss, factor=factor, metrics=means)
 
-    def _check_proportions(self, tally: Tally) -> None:
+    def counts(self, tally: Tally) -> torch.Tensor:
+        """Return over how many targets each of the means goes that were added, in the global batch."""
+        counts = tally.parts[:, 1].clone()
+        if self._mesh.world.is_distributed:
+            dist.all_reduce(counts)
+        return counts / (self._mesh.size("tp") * self._mesh.size("cp"))
+
+    def is_in_proportion(self, tally: Tally) -> bool:
+        """Whether the means that were added have their counts in one proportion in all micro-batches of all ranks."""
         bounds = tally.spread.clone()
         if self._mesh.world.is_distributed:
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         largest = bounds[:, 1]
-        apart = (largest + bounds[:, 0]) > _PROPORTION * largest.abs()
-        if bool((apart & largest.isfinite()).any()):
-            raise UnsupportedPlanError(
-                "loss_fn adds means over different numbers of targets, and the micro-batches of this step have them in "
-                "different proportions: no weight of a micro-batch is right for both",
-                hint=HINT,
-            )
+        apart = ~((largest + bounds[:, 0]) <= _PROPORTION * largest.abs())
+        return not bool(((apart & (largest > -torch.inf)) | largest.isposinf()).any())
 
     def _agreed_names(self, call: str, tally: Tally) -> list[str]:
         mine = list(tally.metrics)
@@ -98,3 +98,9 @@ class TotalsOverRanks:
         dist.broadcast(text, src=source)
         agreed: list[str] = json.loads(bytes(text.tolist()).decode())
         return agreed
+
+
+def _sum_of_means(parts: torch.Tensor) -> torch.Tensor:
+    """Return the sum of means of which `parts` [means, 2] has sums and counts; one without targets is 0."""
+    sums, counts = parts.unbind(1)
+    return torch.where(counts > 0, sums / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0.0).sum()

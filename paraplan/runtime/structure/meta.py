@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.torch_private import FakeTensor, dtensor_like, in_place_of_reentrant
+from paraplan.runtime.torch_private import FakeTensor, all_taken_for_nonzero, dtensor_like, in_place_of_reentrant
 
 
 @contextmanager
@@ -197,10 +197,17 @@ def reentrant_refused() -> Iterator[None]:
 
 
 @contextmanager
-def _all_on_meta() -> Iterator[None]:
-    with torch.device("meta"), _YesToQuestions():
+def _questions_answered() -> Iterator[None]:
+    with all_taken_for_nonzero(), _YesToQuestions():
         yield
 
 
-# As the model is; with its questions answered; and with what it makes on the CPU, whatever its inputs are on, on meta.
-WAYS_TO_RUN: tuple[Context, ...] = (nullcontext, _YesToQuestions, _all_on_meta)
+@contextmanager
+def _all_on_meta() -> Iterator[None]:
+    with torch.device("meta"), _questions_answered():
+        yield
+
+
+# As the model is; with its questions answered (which entries are not 0, too); and with what it makes on the CPU,
+# whatever its inputs are on, on meta.
+WAYS_TO_RUN: tuple[Context, ...] = (all_taken_for_nonzero, _questions_answered, _all_on_meta)

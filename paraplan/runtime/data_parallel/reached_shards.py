@@ -1,0 +1,74 @@
+"""Which parameters of a sharded model the backward passes of a step reach, on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+class ReachedShards:
+    """Takes away the zeros that FSDP sums for parameters that no rank has reached, as in one process.
+
+    FSDP has zeros where a rank lacks a gradient, so that all ranks sum the same. It is one of `reductions_of`.
+    """
+
+    is_complete = True
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._parameters = dict(module.named_parameters())
+        first = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._names = {name: first[id(one)] for name, one in module.named_parameters(remove_duplicate=False)}
+        self._places = {name: place for place, name in enumerate(self._parameters)}
+        self._reached = torch.zeros(len(self._places), dtype=torch.uint8)
+        self._watched: dict[int, nn.Parameter] = {}
+        self._group = group
+        self._device = device
+        for path, part in module.named_modules():
+            if isinstance(part, FSDPModule) and isinstance(part, nn.Module):
+                part.register_forward_pre_hook(lambda part, _, path=path: self._watch(part, path))
+
+    def _watch(self, part: nn.Module, path: str) -> None:
+        """Note when gradients reach the parameters that `part` has gathered; they stay the same objects."""
+        for name, parameter in part.named_parameters():
+            if isinstance(parameter, DTensor) or not parameter.requires_grad or id(parameter) in self._watched:
+                continue
+            place = self._places[self._names[f"{path}.{name}".lstrip(".")]]
+            hooked: Any = parameter  # torch's annotations lack the hook
+            hooked.register_post_accumulate_grad_hook(lambda _, place=place: self._note(place))
+            self._watched[id(parameter)] = parameter
+
+    def _note(self, place: int) -> None:
+        self._reached[place] = 1
+
+    def begin(self) -> None:
+        """Forget what earlier steps have reached."""
+        self._reached.zero_()
+
+    def complete(self) -> None:
+        """Do nothing: FSDP has zeros for what the backward pass has not reached."""
+
+    def leave_out(self, parameters: Collection[nn.Parameter]) -> None:
+        """Do nothing: parameters that stages share are not sharded."""
+
+    def tell(self, step: int) -> None:
+        """Do nothing: ranks tell each other in `drop_unused`."""
+
+    def drop_unused(self, step: int) -> None:
+        """Take away the gradients of parameters that no rank has reached; every rank calls it."""
+        reached = self._reached.to(self._device)
+        dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._group)
+        for parameter, is_reached in zip(self._parameters.values(), reached.tolist(), strict=True):
+            if not is_reached:
+                parameter.grad = None
+
+
+def watch_shards(module: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Have `reductions_of` find what `module`, which is sharded, reaches in a step."""
+    if group is not None:
+        module.reduction = ReachedShards(module, group, device)
