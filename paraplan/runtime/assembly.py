@@ -35,7 +35,7 @@ from paraplan.runtime.step.execution import WholeModelExecution
 from paraplan.runtime.structure.blocks import BlockStack, find_blocks
 from paraplan.runtime.structure.ends import large_ends
 from paraplan.runtime.structure.model_structure import ModelStructure
-from paraplan.runtime.structure.weights import check_materialised, count_parameters, lasting_buffers
+from paraplan.runtime.structure.weights import check_materialised, count_parameters, is_quantized, lasting_buffers
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -67,22 +67,29 @@ _QUANTIZED = ("Params4bit", "Int8Params")  # bitsandbytes.nn
 
 
 def check_quantized(model: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
-    """Raise `UnsupportedPlanError` where a plan cannot hold the weights of bitsandbytes that `model` has."""
-    held = next((one for one in model.named_parameters() if type(one[1]).__name__ in _QUANTIZED), None)
-    if held is None or plan.world_size == 1:
+    """Raise `UnsupportedPlanError` where a plan cannot hold the quantized weights that `model` has."""
+    is_held = {name: is_quantized(one) for name, one in model.named_parameters()}
+    of_bitsandbytes = [name for name in is_held if type(model.get_parameter(name)).__name__ in _QUANTIZED]
+    name = next(iter(of_bitsandbytes or [name for name in is_held if is_held[name]]), None)
+    if name is None or plan.world_size == 1:
         return
-    name, kind = held[0], type(held[1]).__name__
+    kind = type(model.get_parameter(name)).__name__
+    if plan.pp > 1 and not of_bitsandbytes:
+        raise UnsupportedPlanError(
+            f"pp={plan.pp}: {name} is quantized ({kind}), and stages are found on a model without values",
+            hint="use DDP or ZeRO, or weights that are not quantized",
+        )
     if plan.tp > 1:
         raise UnsupportedPlanError(
             f"tp={plan.tp}: {name} is quantized ({kind}), and its blocks go on from row to row",
-            hint="use DDP, ZeRO-3 or a pipeline, or weights that are not quantized",
+            hint="use DDP or ZeRO-3, or weights that are not quantized",
         )
     if plan.zero_stage and kind == "Int8Params":
         raise UnsupportedPlanError(
             f"zero_stage={plan.zero_stage}: {name} is quantized to 8 bits ({kind}), which FSDP cannot shard",
             hint="use DDP, or weights in 4 bits with bnb_4bit_quant_storage",
         )
-    if device.type == "cpu":
+    if device.type == "cpu" and of_bitsandbytes:
         raise UnsupportedPlanError(
             f"{name} is quantized ({kind}), and on a CPU bitsandbytes lays it out anew for each pass in evaluation, "
             f"under the plan '{plan.describe()}'",

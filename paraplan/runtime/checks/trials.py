@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from paraplan.errors import UsageError
 from paraplan.runtime.data.batches import is_of_batch
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.structure.weights import is_quantized
 from paraplan.runtime.torch_private import BatchNorm, is_compiler_loaded, pytree
 
 _LARGEST_STATE = 2**20  # elements: weights that were frozen for being large are not written
@@ -171,13 +172,16 @@ def kept_state(*models: nn.Module) -> Callable[[], None]:
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what a forward pass of `model` may write, by name: buffers, and frozen parameters but large ones.
 
-    Under ZeRO those are left out: their storage comes and goes.
+    Under ZeRO those are left out: their storage comes and goes. So are quantized ones, which code only reads: torchao
+    makes a copy of one by quantizing it anew, and what is put back would be another.
     """
     found = dict(model.named_buffers())
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return found
-    is_small = {name: one.numel() <= _LARGEST_STATE for name, one in model.named_parameters()}
-    return found | {name: one for name, one in model.named_parameters() if not one.requires_grad and is_small[name]}
+    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+    return found | {
+        name: one for name, one in frozen.items() if one.numel() <= _LARGEST_STATE and not is_quantized(one)
+    }
 
 
 def _pair(pair: Any) -> Piece:

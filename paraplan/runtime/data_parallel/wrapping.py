@@ -33,6 +33,7 @@ from paraplan.runtime.precision import ReduceType, shard_precision
 from paraplan.runtime.split.context_parallel import show_hooks_plain
 from paraplan.runtime.structure.blocks import sharded_alone
 from paraplan.runtime.structure.meta import give_storage
+from paraplan.runtime.structure.weights import is_quantized
 from paraplan.runtime.torch_private import (
     MIXED_TENSORS,
     default_store,
@@ -220,7 +221,8 @@ def _replicate(
     module: nn.Module, mesh: Mesh, *, find_unused: bool, reduce_dtype: ReduceType
 ) -> DistributedDataParallel:
     """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes."""
-    ignore_in_replicas(module, sharded_names(module))
+    quantized = [name for name, one in module.named_parameters() if is_quantized(one)]  # equal already; DDP copies
+    ignore_in_replicas(module, [*sharded_names(module), *quantized])
     # torch 2.13 renamed the option and warns about the old name.
     options = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers: dict[str, Any] = {

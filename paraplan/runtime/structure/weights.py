@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,21 @@ def lasting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a state dict of `model` holds."""
     lasting = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds others, as quantized weights of torchao do: a copy of it is quantized anew."""
+    return hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, DTensor)
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a quantized one holds, or the tensor itself."""
+    if is_quantized(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            yield from plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def share_weights(model: nn.Module, world: World) -> None:
@@ -77,7 +93,7 @@ def _check_same_model(model: nn.Module, world: World) -> None:
 
 def _buckets(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in chain.from_iterable(map(plain_tensors, [*model.parameters(), *model.buffers()])):
         if tensor.is_meta:
             continue  # its values come from a file
         by_type.setdefault(tensor.dtype, []).append(tensor)

@@ -1,0 +1,127 @@
+"""Weights that torchao quantized to nf4, with adapters beside them, as torchtune's QLoRA trains them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
+from case_selection import with_all
+from rank_harness import RankHarness
+from torch import nn
+
+from paraplan import runtime
+from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
+
+pytest.importorskip("torchao")
+
+BATCH, TOKENS, WORDS, WIDTH = 8, 16, 96, 64
+Answer = tuple[list[float], dict[str, torch.Tensor]]
+
+
+class Adapted(nn.Module):
+    """A linear layer whose weight is quantized and frozen, and an adapter of rank 4 that trains."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        from torchao.dtypes.nf4tensor import to_nf4
+
+        super().__init__()
+        weight = torch.randn(outputs, inputs) / inputs**0.5
+        self.weight = nn.Parameter(to_nf4(weight, block_size=64, scaler_block_size=2), requires_grad=False)
+        self.inner = nn.Linear(inputs, 4, bias=False)
+        self.outer = nn.Linear(4, outputs, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        from torchao.dtypes.nf4tensor import linear_nf4
+
+        frozen: torch.Tensor = linear_nf4(inputs, self.weight)
+        adapter: torch.Tensor = self.outer(self.inner(inputs))
+        return frozen + adapter
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = Adapted(WIDTH, 2 * WIDTH), Adapted(2 * WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.down(F.gelu(self.up(self.norm(inputs))))
+        return inputs + outputs
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        for one in (self.table, self.head):
+            one.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def plan_of(**options: Any) -> ParallelPlan:
+    return ParallelPlan(**options, micro_batch_size=BATCH // options.get("dp", 1))
+
+
+ALONE = plan_of()
+
+
+def trained(plan: ParallelPlan) -> Answer:
+    """Two steps: losses, and the adapters after them. Ranks build other weights, and start from those of rank 0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao, beside a newer torch
+        job = runtime.init(plan)
+        model = Model(seed=job.world.rank)
+        batch = torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(3))
+        engine = job.prepare(
+            model,
+            loss_fn=lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+            optimizer=lambda parameters: torch.optim.AdamW([one for one in parameters if one.requires_grad], lr=1e-2),
+        )
+        mine = batch.chunk(job.dp)[job.dp_rank]
+        losses = [engine.step(mine[:, :-1], mine[:, 1:]).item() for _ in range(2)]
+        held = {name: one for name, one in engine.parameters.items() if one.requires_grad}
+        return losses, {name: engine.whole(name).detach().clone() for name in held}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "plan",
+    [plan_of(dp=2), plan_of(dp=2, zero_stage=3), *with_all([plan_of(dp=2, zero_stage=stage) for stage in (1, 2)])],
+    ids=lambda plan: plan.describe(),
+)
+def test_adapters_beside_quantized_weights_train_as_in_one_process(plan: ParallelPlan, ranks: RankHarness) -> None:
+    losses, adapters = ranks.run_alone(trained, ALONE)
+    for found, own in ranks.run(trained, plan, size=2):
+        assert found == pytest.approx(losses, abs=1e-5)
+        assert own.keys() == adapters.keys()
+        for name, value in own.items():
+            assert torch.allclose(value, adapters[name], atol=1e-5), name
+
+
+def refused(plan: ParallelPlan) -> str:
+    with pytest.raises(UnsupportedPlanError) as caught:
+        trained(plan)
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_what_divides_or_traces_quantized_weights_is_refused(ranks: RankHarness) -> None:
+    for said in ranks.run(refused, plan_of(tp=2), size=2):
+        assert "tp=2: blocks.0.up.weight is quantized (NF4Tensor), and its blocks go on from row to row" in said
+    for said in ranks.run(
+        refused, ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=2), size=2
+    ):
+        assert "pp=2: blocks.0.up.weight is quantized (NF4Tensor), and stages are found on a model without" in said
