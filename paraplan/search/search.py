@@ -8,8 +8,9 @@ from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.progress import doing, is_stopped, stoppable
 from paraplan.search.choice import Choice, EvaluatedPlans, price_the_choice
 from paraplan.search.constraints import FREE, Constraints
-from paraplan.search.evaluation import Plans, Survey, pareto_front, spread
+from paraplan.search.evaluation import Plans, Survey
 from paraplan.search.failure import nothing_fits
+from paraplan.search.front import pareto_front, spread
 from paraplan.search.results import Objective, SearchResult
 from paraplan.search.space import PlanSpace
 from paraplan.search.tree import decide, family, tree_facts
