@@ -76,7 +76,7 @@ _ALIASES = {
 }
 """Options as transformers, Megatron-LM, DeepSpeed and torchrun call them; with _ in place of - too."""
 _FLAGS = {ours for ours in _ALIASES.values() if "=" in ours}
-_ANSWERS = {"true": True, "false": False}
+_ANSWERS = dict.fromkeys(("true", "yes", "1"), True) | dict.fromkeys(("false", "no", "0"), False)
 
 
 def _as_we_say(words: list[str]) -> list[str]:
@@ -89,6 +89,8 @@ def _as_we_say(words: list[str]) -> list[str]:
         if is_answer and not _ANSWERS[word.lower()]:
             found.pop()
         elif ours in _FLAGS:
+            if equals and value.lower() not in _ANSWERS:
+                raise typer.BadParameter(f"{name} is on or off, and not {value!r}: say {name}=True, or leave it out")
             found += [ours] * _ANSWERS.get(value.lower(), True)
         elif not is_answer:
             found.append(f"{ours}{equals}{value}")

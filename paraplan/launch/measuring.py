@@ -207,16 +207,18 @@ def _collect(
                 else:
                     events.append(event_type.model_validate_json(line))
                     on_event(events[-1])
+        if process.poll():  # killed: its ranks would go on without it
+            until_s = min(until_s, time.monotonic() + _ALSO_FAILED_S)
     if failed:
         raise _failure(failed, folder)
+    if process.poll():
+        raise _error("the process that starts ranks", process.returncode, _last_words(folder / _LOG))
     if time.monotonic() >= give_up_s:
         raise MeasurementError(
             f"{num_ranks} ranks have not taken {request.num_timings} timings within "
             f"{request.max_seconds + _START_ALLOWANCE_S:.0f} s",
             hint="NCCL_DEBUG=INFO and fewer GPUs (--gpus) show which link hangs",
         )
-    if process.returncode:
-        raise _error("the process that starts ranks", process.returncode, _last_words(folder / _LOG))
     return events
 
 

@@ -53,6 +53,11 @@ def test_flags_of_transformers_are_options_with_true_and_false() -> None:
     said = [CliRunner().invoke(app, ["estimate", "gpt2", *machine, *words.split()]) for words in (theirs, ours)]
     assert [each.exit_code for each in said] == [0, 0]
     assert said[0].stdout == said[1].stdout
+    odd = CliRunner().invoke(app, ["estimate", "gpt2", *machine, "--gradient_checkpointing=maybe"])
+    assert odd.exit_code == 2
+    assert "--gradient_checkpointing is on or off, and not 'maybe'" in odd.stderr
+    off = CliRunner().invoke(app, ["estimate", "gpt2", *machine, *ours.split()[2:], "--fp16", "--bf16=no"])
+    assert '"precision":"fp16"' in off.stdout.replace(" ", "")
 
 
 def test_numbers_have_their_limits_in_errors_and_not_in_help() -> None:

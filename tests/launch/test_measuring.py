@@ -61,6 +61,24 @@ def test_ranks_end_with_the_process_that_asked_for_them(number: signal.Signals, 
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the children of a process in /proc")
+def test_ranks_end_with_the_process_that_has_forked_them() -> None:
+    command = [sys.executable, "-m", "paraplan", "topo", "--measure", "--ranks", "2", "--seconds", "300"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as asking:
+        try:
+            ranks = wait_for_children(asking.pid, count=3)
+            os.kill(next(pid for pid in ranks if int(stat_fields(pid)[1]) == asking.pid), signal.SIGKILL)
+            _, said = asking.communicate(timeout=120)
+        finally:
+            asking.kill()
+    assert asking.returncode == 1
+    assert "the process that starts ranks was ended by signal 9" in said
+    deadline = time.monotonic() + 120
+    while any(map(is_running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, ranks))
+
+
 def wait_for_children(pid: int, *, count: int) -> set[int]:
     deadline = time.monotonic() + 120
     while len(found := children_of(pid)) < count:
