@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
@@ -42,6 +43,7 @@ from paraplan.runtime.recovery.memory_reader import OtherGaveUpError
 from paraplan.runtime.recovery.stopping import outlive_signals, stop_here
 from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.faults import LossWatch, explained_failures
+from paraplan.runtime.structure.weights import is_quantized
 from paraplan.runtime.timeouts import explained_timeouts
 
 
@@ -113,9 +115,10 @@ class TrainingState:
         it, with a folder that all of them reach. A checkpoint that is there stays whole until the new one is. Without
         `wait` the state is copied to the host's memory and written while training goes on; the next `save`, `load` or
         `job.close` waits for it, and raises what went wrong. Raises `CheckpointError` where the folder or the disk does
-        not take it, and `DivergedError` before anything is written where the last loss is not a number.
+        not take it, `UsageError` for quantized weights, and `DivergedError` before anything is written where the last loss is not a number.
         """
         self._refuse_averages("save")
+        self._refuse_quantized()
         self._save(folder, wait=wait)
 
     def _save(self, folder: str | Path, *, wait: bool, only: Callable[[str], bool] | None = None) -> None:
@@ -257,6 +260,14 @@ class TrainingState:
     def _refuse_averages(self, call: str) -> None:
         if self._average is not None and self._average.is_in_place:
             raise UsageError(f"engine.{call} inside of engine.averaged", hint="leave the context first")
+
+    def _refuse_quantized(self) -> None:
+        for name, parameter in self._part.parameters.items():
+            if is_quantized(parameter.to_local() if isinstance(parameter, DTensor) else parameter):
+                raise UsageError(
+                    f"engine.save cannot write {name}, which is quantized ({type(parameter).__name__})",
+                    hint="write what trains: engine.export_adapters for peft, else engine.whole(name) of each",
+                )
 
     def _source(self) -> CheckpointSource:
         return CheckpointSource(

@@ -17,7 +17,7 @@ from rank_harness import RankHarness
 from torch import nn
 
 from paraplan import runtime
-from paraplan.errors import UnsupportedPlanError
+from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
 
 IS_STAND_IN = importlib.util.find_spec("torchao") is None
@@ -143,6 +143,8 @@ def trained(plan: ParallelPlan) -> Answer:
             optimizer=lambda parameters: torch.optim.AdamW([one for one in parameters if one.requires_grad], lr=1e-2),
         )
         mine = batch.chunk(job.dp)[job.dp_rank]
+        with pytest.raises(UsageError, match=r"engine.save cannot write blocks.0.up.weight, which is quantized"):
+            engine.save("nowhere")
         losses = [engine.step(mine[:, :-1], mine[:, 1:]).item() for _ in range(2)]
         held = {name: one for name, one in engine.parameters.items() if one.requires_grad}
         return losses, {name: engine.whole(name).detach().clone() for name in held}
