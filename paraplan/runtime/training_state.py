@@ -115,7 +115,8 @@ class TrainingState:
         it, with a folder that all of them reach. A checkpoint that is there stays whole until the new one is. Without
         `wait` the state is copied to the host's memory and written while training goes on; the next `save`, `load` or
         `job.close` waits for it, and raises what went wrong. Raises `CheckpointError` where the folder or the disk does
-        not take it, `UsageError` for quantized weights, and `DivergedError` before anything is written where the last loss is not a number.
+        not take it, `UsageError` for quantized weights, and `DivergedError` before anything is written where the last
+        loss is not a number.
         """
         self._refuse_averages("save")
         self._refuse_quantized()
