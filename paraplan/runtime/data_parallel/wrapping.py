@@ -324,7 +324,10 @@ class ReplicaReduction:
         """
         if self._missing or self._has_told:
             places = [place for place in self._missing if self._versions[place] == -1]
-            default_store().set(_UNUSED.format(rank=self._rank), json.dumps({"step": step, "places": places}))
+            key = _UNUSED.format(rank=self._rank)
+            default_store().set(key, json.dumps({"step": step, "places": places}))
+            # A store does not answer to `set`: another rank's question could overtake it.
+            default_store().check([key])
         self._has_told = bool(self._missing)
 
 
