@@ -6,12 +6,12 @@ here against.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from paraplan.cost.pipeline.recurrence import recurrence_s
+from paraplan.cost.pipeline.recurrence import Shape, recurrence_s
 from paraplan.cost.pipeline.simulation import PassSeconds, RankSeconds
 from paraplan.cost.plan_table import SCHEDULES, Floats, Ints, PlanTable, ScheduleCode
 
@@ -77,6 +77,7 @@ def pipeline_s(pipelines: Pipelines) -> Floats:
     schedule = np.where(
         (schedule == ScheduleCode.ONE_FORWARD_ONE_BACKWARD) & (one_each.virtual > 1), ScheduleCode.INTERLEAVED, schedule
     )
+    followed = []
     for name in sorted(set(schedule.tolist())):
         rows = np.flatnonzero(schedule == name)
         part = one_each.select(rows)
@@ -85,7 +86,9 @@ def pipeline_s(pipelines: Pipelines) -> Floats:
         elif name == ScheduleCode.GPIPE:
             seconds[rows] = _gpipe_s(part)
         else:
-            seconds[rows] = _followed_s(name, part)
+            followed += [(rows[own], shape) for own, shape in _shapes(name, part)]
+    for (rows, _), own_s in zip(followed, recurrence_s([shape for _, shape in followed]), strict=True):
+        seconds[rows] = own_s
     return np.asarray(seconds[inverse])
 
 
@@ -102,17 +105,15 @@ def _gpipe_s(part: Pipelines) -> Floats:
     return np.asarray(stages.total_s + (part.num_microbatches - 1) * slowest)
 
 
-def _followed_s(schedule: int, part: Pipelines) -> Floats:
-    """Return the seconds of other pipelines by recurrence, those of one shape together."""
+def _shapes(schedule: int, part: Pipelines) -> Iterator[tuple[Ints, Shape]]:
+    """Yield the rows of pipelines of one schedule that have one shape, and these."""
     name = SCHEDULES[schedule]
     assert name is not None
-    seconds = np.zeros(len(part))
     shapes, shape_of = np.unique(np.stack([part.pp, part.virtual]), axis=1, return_inverse=True)
     for number, (pp, virtual) in enumerate(shapes.T):
         rows = np.flatnonzero(shape_of.reshape(-1) == number)
         columns = part.stages.select(rows).by_stage(int(pp * virtual))
-        seconds[rows] = recurrence_s(name, columns, num_ranks=int(pp), num_microbatches=part.num_microbatches[rows])
-    return seconds
+        yield rows, Shape(name, int(pp), columns, part.num_microbatches[rows])
 
 
 def _distinct(pipelines: Pipelines) -> tuple[Ints, Ints]:
