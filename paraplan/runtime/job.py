@@ -58,6 +58,7 @@ from paraplan.runtime.step.global_batch import check_gathers
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch, SpeedBaseline, peak_flops_per_s
 from paraplan.runtime.structure.blocks import compile_blocks
+from paraplan.runtime.structure.parameter_hooks import check_hooks, check_written_tables
 from paraplan.runtime.structure.weights import count_parameters, share_weights
 from paraplan.runtime.timeouts import explained_timeouts
 from paraplan.runtime.world import World
@@ -248,6 +249,8 @@ class Job:
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
         check_quantized(model, plan, self.device)
+        check_hooks(model, plan)
+        check_written_tables(model, plan)
         check_reduce_type(options.reduce_dtype, self.precision)
         if options.gather_outputs:
             check_gathers(plan)
