@@ -45,6 +45,7 @@ from paraplan.runtime.optimizers.several import (
     SchedulerFactory,
     as_one_optimizer,
     as_one_scheduler,
+    check_parameters,
     optimizers_in,
 )
 from paraplan.runtime.optimizers.whole_tensors import WholeTensorSteps, check_optimizer, check_scheduler
@@ -176,8 +177,9 @@ class Job:
         with self._agreement().on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
             part, reference = self._part_of(model, options)
             self._separate_random_numbers()
-            given = options.optimizer(part.optimized())
+            given = options.optimizer(held := part.optimized())
             made = as_one_optimizer(given)
+            check_parameters(made, held, self.plan)
             self._tell_unfused(made)
             for one in optimizers_in(made):
                 self._suit(one, part)

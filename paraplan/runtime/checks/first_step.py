@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from paraplan.plan.parallel import ParallelPlan
@@ -17,6 +18,7 @@ from paraplan.runtime.checks.forward_state import (
     weight_sums,
 )
 from paraplan.runtime.checks.loss_rule import LossProbe, Tried
+from paraplan.runtime.checks.references import changes_the_model
 from paraplan.runtime.checks.trials import (
     Piece,
     check_same_batch,
@@ -27,6 +29,7 @@ from paraplan.runtime.checks.trials import (
     two_sequences,
 )
 from paraplan.runtime.checks.verification import Verification
+from paraplan.runtime.checks.weight_reads import WeightReads
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.step.loss import LossRule, Returned
@@ -62,6 +65,10 @@ class FirstStep:
         self._tries = 0
         self._has_begun = False
         self._sums: WeightSums | None = None
+        self._loss = part.execution.loss
+        self._reads: WeightReads | None = None
+        if verification is None and changes_the_model(plan) and not plan.devices_per_process > 1:
+            self._loss.watch = self._reads = WeightReads(part.module)
 
     def is_due(self, *, is_divided: bool, trains: bool) -> bool:
         """Whether `check` has something to find out, the same on every rank."""
@@ -97,7 +104,13 @@ class FirstStep:
             self._state.share()
 
     def check_weights(self) -> None:
-        """Raise `UnsupportedPlanError` where the passes of the first step have written weights that trials had not."""
+        """Raise `UnsupportedPlanError` where the passes of the first step have written weights that trials had not.
+
+        Also where `loss_fn` has read some and nothing has verified the plan.
+        """
+        if self._reads is not None:
+            reads, self._reads, self._loss.watch = self._reads, None, nullcontext
+            reads.check(self._mesh, self._plan.describe())
         if self._sums is not None:
             before, self._sums = self._sums, None
             check_weights_stay([before, before, weight_sums(self._module)], self._mesh)
