@@ -91,6 +91,8 @@ CONTRACTS = (
     ),
     Contract("torch.nn.modules.module:register_module_buffer_registration_hook", "fake scripts", ("hook",)),
     Contract("torch:Tensor._version", "whether a gradient, a kept result or a weight was written"),
+    Contract("torch:Tensor._backward_hooks", "whether gradients of parameters are hooked"),
+    Contract("torch:Tensor._post_accumulate_grad_hooks", "as above"),
     Contract("torch:Tensor._is_view", "sums in place; what pipeline stages send", ("self",)),
     Contract("torch:Tensor._make_wrapper_subclass", "split tensors and parts of a checkpoint"),
     Contract("torch:_foreach_mul_", "gradient clipping"),
@@ -411,6 +413,15 @@ def test_writes_are_counted_and_views_known() -> None:
     assert not door.is_view(tensor)
     assert door.storage_key(tensor) == door.storage_key(tensor[1:]) == door.storage_key(tensor.untyped_storage())
     assert door.storage_key(torch.zeros(4, device="meta")) != door.storage_key(tensor)
+
+
+def test_hooks_on_gradients_are_seen() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    assert not door.gradient_hooks(weight)
+    assert not door.accumulation_hooks(weight)
+    weight.register_hook(print)
+    weight.register_post_accumulate_grad_hook(print)
+    assert door.gradient_hooks(weight) == door.accumulation_hooks(weight) == [print]
 
 
 def test_a_kept_result_sees_writes() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -149,18 +149,26 @@ class RankLeftError(ParaplanError):
     exit_status = 1
 
 
+class _Comparison(Protocol):
+    def take_digest(self) -> int: ...
+
+    def check(self, digests: Sequence[int]) -> None: ...
+
+
 class RankSync:
     """The ranks of a job, this one among them. `num_steps` is the number of optimizer steps that this rank has done.
 
     `wants_stop` says whether this rank is to end after the next step; `has_agreed_to_stop` is True on every rank in the
     first step for which one of them said so.
-    Where they meet is on the CPU, by gloo, so that no rank waits for its GPU.
+    Where they meet is on the CPU, by gloo, so that no rank waits for its GPU. `orders` is what they have run since they
+    last met, None where no ranks run the same.
     """
 
     def __init__(self, world: World) -> None:
         self.num_steps = 0
         self.wants_stop: Callable[[], bool] = lambda: False
         self.has_agreed_to_stop = False
+        self.orders: _Comparison | None = None
         self._world = world
         self._has_left = False
 
@@ -168,7 +176,7 @@ class RankSync:
         """Return the `size` that every rank brings to `call`, in order of the ranks; all ranks must make it.
 
         Raises `UsageError` on every rank where some make another call, and after `leave`; `RankLeftError` where some
-        ranks have ended.
+        ranks have ended; `UnsupportedPlanError` where ranks have run other blocks that were to run the same.
         """
         if self._has_left:
             raise UsageError(f"engine.{call} after job.close", hint="close the job when all is done")
@@ -176,7 +184,8 @@ class RankSync:
             self.has_agreed_to_stop = call == "step" and self.wants_stop()
             return [size]
         device = "cpu" if _has_cpu_backend() else self._world.device
-        mine = torch.tensor([_CALLS.index(call), size, int(self.wants_stop())], device=device)
+        digest = 0 if self.orders is None else self.orders.take_digest()
+        mine = torch.tensor([_CALLS.index(call), size, int(self.wants_stop()), digest], device=device)
         gathered = [torch.empty_like(mine) for _ in range(self._world.size)]
         try:
             dist.all_gather(gathered, mine)
@@ -204,6 +213,8 @@ class RankSync:
                 f"after {self.num_steps} steps rank 0 calls engine.{calls[0]}, and rank {other} engine.{calls[other]}",
                 hint="every rank must make the same calls, and have the same number of batches; job.shard gives these",
             )
+        if self.orders is not None:
+            self.orders.check([answer[3] for answer in answers])
         self.has_agreed_to_stop = call == "step" and any(answer[2] for answer in answers)
         return [answer[1] for answer in answers]
 

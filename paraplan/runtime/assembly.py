@@ -16,6 +16,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.checkpoints.adapter_files import count_base
+from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.sharded_table import shard_tables
 from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
@@ -163,6 +164,7 @@ def _assemble_whole(
         execution=execution,
         shardings=shardings,
         reductions=reductions_of(called),
+        orders=orders_of(model),
     )
 
 

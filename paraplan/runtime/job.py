@@ -45,6 +45,7 @@ from paraplan.runtime.optimizers.several import (
     SchedulerFactory,
     as_one_optimizer,
     as_one_scheduler,
+    check_parameters,
     optimizers_in,
 )
 from paraplan.runtime.optimizers.whole_tensors import WholeTensorSteps, check_optimizer, check_scheduler
@@ -58,6 +59,7 @@ from paraplan.runtime.step.global_batch import check_gathers
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch, SpeedBaseline, peak_flops_per_s
 from paraplan.runtime.structure.blocks import compile_blocks
+from paraplan.runtime.structure.parameter_hooks import check_hooks, check_written_tables
 from paraplan.runtime.structure.weights import count_parameters, share_weights
 from paraplan.runtime.timeouts import explained_timeouts
 from paraplan.runtime.world import World
@@ -175,8 +177,9 @@ class Job:
         with self._agreement().on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
             part, reference = self._part_of(model, options)
             self._separate_random_numbers()
-            given = options.optimizer(part.optimized())
+            given = options.optimizer(held := part.optimized())
             made = as_one_optimizer(given)
+            check_parameters(made, held, self.plan)
             self._tell_unfused(made)
             for one in optimizers_in(made):
                 self._suit(one, part)
@@ -248,6 +251,8 @@ class Job:
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
         check_quantized(model, plan, self.device)
+        check_hooks(model, plan)
+        check_written_tables(model, plan)
         check_reduce_type(options.reduce_dtype, self.precision)
         if options.gather_outputs:
             check_gathers(plan)

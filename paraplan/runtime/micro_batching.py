@@ -114,7 +114,11 @@ class MicroBatching:
         return weigh(pieces, [count / whole for count in each]), rule
 
     def share_state(self) -> None:
-        """Keep what the forward pass of a divided batch has written the same on all replicas."""
+        """Keep what the forward pass of a divided batch has written the same on all replicas.
+
+        Raises `UnsupportedPlanError` where the first step's has written trained weights.
+        """
+        self._first_step.check_weights()
         self._first_step.share_state()
 
     def reload(self, reader: Reader) -> None:

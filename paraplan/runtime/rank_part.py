@@ -10,6 +10,7 @@ from torch import nn
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.data_parallel.block_order import BlockOrder, watch_blocks
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.data_parallel.wrapping import ReplicaReduction, apply_data_parallelism
 from paraplan.runtime.mesh import Mesh
@@ -30,7 +31,8 @@ class RankPart:
 
     `buffers` are those that belong to the model's state. `repeated` names the parameters that an earlier pipeline stage
     holds too, and counts in the norm of the gradient. `shardings` names those of which the ranks of a `tp` group hold
-    parts. `reductions` are those of DDP, which sums the gradients once every one of them is there.
+    parts. `reductions` are those of DDP, which sums the gradients once every one of them is there. `orders` say which
+    blocks are entered, where other ranks are to enter the same.
     """
 
     module: nn.Module
@@ -40,6 +42,7 @@ class RankPart:
     repeated: frozenset[str] = frozenset()
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
     reductions: tuple[ReplicaReduction | ReachedShards, ...] = ()
+    orders: tuple[BlockOrder, ...] = ()
     model: nn.Module | None = None
 
     def optimized(self) -> RankParameters:
@@ -126,7 +129,7 @@ def recompute_and_shard(
         keeps=again.keeps,
         every_second=again.every_second,
     )
-    return apply_data_parallelism(
+    called = apply_data_parallelism(
         module,
         blocks,
         plan=parallel.plan,
@@ -138,3 +141,5 @@ def recompute_and_shard(
         find_unused=parallel.find_unused,
         reduce_dtype=parallel.reduce_dtype,
     )
+    watch_blocks(module, blocks, plan, parallel.mesh)
+    return called

@@ -127,6 +127,17 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def gradient_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """Return the hooks of `Tensor.register_hook`. They can be registered in public, and not read."""
+    return list((parameter._backward_hooks or {}).values())
+
+
+def accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """Return those of `register_post_accumulate_grad_hook`, which cannot be read in public either."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return list((hooks or {}).values())
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view for autograd, which cannot be detached in place. Nothing public says so."""
     return tensor._is_view()

@@ -32,6 +32,7 @@ from paraplan.runtime.checkpoints.saving import (
 )
 from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
+from paraplan.runtime.data_parallel.block_order import BlockOrders
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
 from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
@@ -67,6 +68,8 @@ class TrainingState:
         self._plan = plan
         self._options = engine_options
         self._sync = engine_options.sync or RankSync(mesh.world)
+        if part.orders:
+            self._sync.orders = BlockOrders(part.orders, plan, mesh)
         self._losses = LossWatch(mesh.world)
         self._batches = MicroBatching(part, shape, engine_options.checking, self._sync, plan=plan, mesh=mesh)
         self._average: ParameterAverage | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -461,6 +462,52 @@ class NoiseAtBothEnds(Base):
         return self.head(self.run(self.words(tokens) * noise) * noise)
 
 
+class Branches(Base):
+    """Goes by values: of inputs, behind the blocks, and of hidden states before them, which choose weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.shift = nn.Linear(WIDTH, WORDS), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        start = self.words(tokens)
+        is_large = bool(start.detach()[0, 0].abs().sum() > 1e-3)
+        hidden = self.run(start)
+        if not (tokens > WORDS).any():
+            hidden = hidden + start * self.shift
+        logits = self.head(hidden) if (tokens < 0).any() else self.other(hidden)
+        return logits * (2.0 if is_large else 1.0)
+
+
+class BranchBetween(Base):
+    """Skips a block where hidden states are large."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens)
+        for layer in self.layers:
+            if hidden.detach().abs().max() < 1e6:
+                hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class DropsLayers(Base):
+    """Seldom leaves a block out, by numbers that every stage would draw."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens)
+        for layer in self.layers:
+            if not self.training or torch.rand(()) > 1e-6:
+                hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class DrawsByPython(Base):
+    """Scales its input by numbers of Python's own."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.run(self.words(tokens) * (1.0 + random.random())))  # noqa: S311
+
+
 class Headed(nn.Module):
     """Attention of two heads whose values are mixed with those of the first block; returns both in some form."""
 
@@ -538,7 +585,7 @@ SPLIT: tuple[type[Base], ...] = (ValuesOfHeads, ValuesInDict, ValuesInFields, Va
 SOUND: tuple[type[Base], ...] = (
     *(FrozenTower, TrainedTower, TowerByMethod, DetachedPrior, ByData, Chosen, Unused, IntegerPath, InputSkip),
     *(InPlaceBlocks, StepCount, WarmUp, MeanOfWords, FrozenAverage, Normed, NormedEnds, SharedPart, Images, Fields),
-    *(Tied, ByteCache, SharedWeight, BlockTiedToHead),
+    *(Tied, ByteCache, SharedWeight, BlockTiedToHead, Branches),
 )
 REFUSED: dict[type[Base], str] = {
     ValueResidual: "computes beside its hidden state",
@@ -549,6 +596,9 @@ REFUSED: dict[type[Base], str] = {
     Reassigned: "another tensor in the place of steps",
     SharedCount: "block layers.1 reads what block layers.0 computes beside",
     NoiseAtBothEnds: "random numbers drawn outside",
+    BranchBetween: "branches on a value of hidden states",
+    DropsLayers: "branches on random numbers",
+    DrawsByPython: "draws random numbers by Python's random",
 }
 
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checkpoints.saving import Reader
-from paraplan.runtime.checks.forward_state import BatchStatistics, Buffers, ForwardState
+from paraplan.runtime.checks.forward_state import (
+    BatchStatistics,
+    Buffers,
+    ForwardState,
+    WeightSums,
+    check_weights_stay,
+    weight_sums,
+)
 from paraplan.runtime.checks.loss_rule import LossProbe, Tried
+from paraplan.runtime.checks.references import changes_the_model
 from paraplan.runtime.checks.trials import (
     Piece,
     check_same_batch,
@@ -20,6 +29,7 @@ from paraplan.runtime.checks.trials import (
     two_sequences,
 )
 from paraplan.runtime.checks.verification import Verification
+from paraplan.runtime.checks.weight_reads import WeightReads
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.step.loss import LossRule, Returned
@@ -54,6 +64,11 @@ class FirstStep:
         self._is_steady: bool | None = None
         self._tries = 0
         self._has_begun = False
+        self._sums: WeightSums | None = None
+        self._loss = part.execution.loss
+        self._reads: WeightReads | None = None
+        if verification is None and changes_the_model(plan) and not plan.devices_per_process > 1:
+            self._loss.watch = self._reads = WeightReads(part.module)
 
     def is_due(self, *, is_divided: bool, trains: bool) -> bool:
         """Whether `check` has something to find out, the same on every rank."""
@@ -87,6 +102,18 @@ class FirstStep:
         """Keep what the forward pass of a divided batch has written the same on all replicas."""
         if self._statistics == "local":
             self._state.share()
+
+    def check_weights(self) -> None:
+        """Raise `UnsupportedPlanError` where the passes of the first step have written weights that trials had not.
+
+        Also where `loss_fn` has read some and nothing has verified the plan.
+        """
+        if self._reads is not None:
+            reads, self._reads, self._loss.watch = self._reads, None, nullcontext
+            reads.check(self._mesh, self._plan.describe())
+        if self._sums is not None:
+            before, self._sums = self._sums, None
+            check_weights_stay([before, before, weight_sums(self._module)], self._mesh)
 
     def _look(
         self, pieces: Sequence[Piece], needs_rule: bool, verification: Verification | None, num_sequences: int
@@ -129,13 +156,17 @@ class FirstStep:
             return self._is_steady, None
         tried: list[Returned | None] = []
         after: list[Buffers] = []
-        before = self._state.buffers()
+        before, sums = self._state.buffers(), [weight_sums(self._module)]
         with modes(self._module, training=None, batch_norm_training=False):
             for piece in pieces if needs_rule else pieces[:1]:
                 value = self._probe.value(piece, seed=0, seen=lambda: after.append(self._state.buffers()))
                 tried.append(value)
+                sums.append(weight_sums(self._module))
             if self._is_steady is None:
                 self._is_steady = self._is_same(tried[0], self._probe.value(pieces[0], seed=1))
+                sums.append(weight_sums(self._module))
+                check_weights_stay(sums, self._mesh)
+                self._sums = sums[-1]
         if not needs_rule:
             return self._is_steady, None
         self._state.find(before, (after[0], after[1]), self._plan, statistics=self._statistics)

@@ -6,12 +6,15 @@ so that this is refused unless the user asks for it; then they stay the same on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
@@ -19,9 +22,11 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.trials import gathered_numbers, state_of
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.structure.weights import is_quantized
 
 BatchStatistics = Literal["global", "local"]
 Buffers = dict[str, torch.Tensor]
+WeightSums = dict[str, tuple[float, float]]
 
 
 class ForwardState:
@@ -83,6 +88,60 @@ class ForwardState:
             hint="use a plan of one rank of dp and one micro-batch, or job.prepare(batch_statistics='local') to write "
             "it from micro-batches",
         )
+
+
+def weight_sums(module: nn.Module) -> WeightSums:
+    """Return two numbers for each parameter of `module` that `state_of` leaves out: others once it is written.
+
+    None under ZeRO: forward passes write into copies, which are let go.
+    """
+    if any(isinstance(one, FSDPModule) for one in module.modules()):
+        return {}
+    known = state_of(module)
+    tables = {
+        f"{name}.weight".lstrip(".")
+        for name, one in module.named_modules()
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None  # see check_written_tables
+    }
+    held = {
+        name: _local(one)
+        for name, one in module.named_parameters()
+        if name not in known and name not in tables and not is_quantized(one) and one.is_floating_point()
+    }
+    numbers = [
+        torch.stack([one.sum(dtype=torch.float64), torch.linalg.vector_norm(one, dtype=torch.float64)])
+        for one in held.values()
+    ]
+    if not numbers:
+        return {}
+    pairs = torch.stack([one.to(numbers[0].device) for one in numbers]).tolist()
+    return {name: (first, second) for name, (first, second) in zip(held, pairs, strict=True)}
+
+
+def check_weights_stay(sums: Sequence[WeightSums], mesh: Mesh) -> None:
+    """Raise `UnsupportedPlanError` on every rank where a forward pass has written weights anew.
+
+    `sums` are those before a pass and after each of some. What the first one wrote (a weight that is clamped) and the
+    others left alone is the same on all ranks.
+    """
+    written = [name for one, other in pairwise(sums[1:]) for name in one if _differ(one[name], other[name])]
+    rows = gathered_numbers([float(bool(written))], mesh)
+    ranks = [rank for rank, (is_written,) in enumerate(rows) if is_written]
+    if ranks and mesh.world.size > 1:
+        raise written_weights(written[0] if written else f"a parameter of rank {ranks[0]}")
+
+
+def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one != other and not any(map(math.isnan, one))
+
+
+def written_weights(name: str) -> UnsupportedPlanError:
+    """Return what is said of a parameter that a forward pass writes."""
+    return UnsupportedPlanError(
+        f"the model writes {name.removeprefix('model.')}, which is trained, in its forward pass: ranks would not write "
+        "what one process does",
+        hint="write weights between steps (engine.on_step), or keep what is written in a buffer",
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

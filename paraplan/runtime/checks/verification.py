@@ -19,6 +19,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checkpoints.saving import Reader
+from paraplan.runtime.checks.forward_state import weight_sums, written_weights
 from paraplan.runtime.checks.references import Reference, RunningReference, Whole
 from paraplan.runtime.checks.trials import (
     Piece,
@@ -96,6 +97,7 @@ class Verification:
         rows = [pieces[index % len(pieces)] for index in range(count)]
         mode = modes(module, model, training=None if trains else False, batch_norm_training=False)
         changing = [module, model] if self.can_run_again else [module]
+        before = weight_sums(model) if self._plan.zero_stage and self.can_run_again else {}
         with mode, not_compiled(), nothing_changed(*changing):
             with loss.under(rule):
                 loss.gradient_factor = 1.0
@@ -104,6 +106,7 @@ class Verification:
                 expected_loss = float(loss.tally.loss)
             if not has_run or not math.isfinite(expected_loss):
                 return None
+            self._refuse_written(before, weight_sums(model) if before else {})
             buffers = {name: held.detach().clone() for name, held in model.named_buffers()}
             found_loss = self._train_part(rows, loss, rule)
             errors = self._errors(expected_loss, found_loss, buffers)
@@ -112,6 +115,12 @@ class Verification:
             return None
         self._judge(errors)
         return time.perf_counter() - started_s
+
+    def _refuse_written(self, before: Mapping[str, object], after: Mapping[str, object]) -> None:
+        """Raise where the whole model has written its weights: under ZeRO it writes copies, which are let go."""
+        for name, sums in before.items():
+            if after[name] != sums:
+                raise written_weights(name)
 
     def _terms(self, model: nn.Module, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> Iterator[torch.Tensor]:
         for inputs, targets in rows:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.errors import UsageError
+from paraplan.plan.parallel import ParallelPlan
 
 
 class RankParameters(list[nn.Parameter]):
@@ -179,3 +180,21 @@ def as_one_scheduler(made: Any, check: Callable[[Any], None]) -> LRScheduler | N
         return SeveralSchedulers(members)
     only: LRScheduler | None = members[0] if members else None
     return only
+
+
+def check_parameters(made: Any, held: RankParameters, plan: ParallelPlan) -> None:
+    """Raise `UsageError` where an optimizer has parameters that it was not given, under a plan of several ranks.
+
+    Nobody sums their gradients over ranks, and under ZeRO and tp those of the model before the plan are trained by
+    nobody.
+    """
+    known = {id(parameter) for parameter in held}
+    trained = (one for group in made.param_groups for one in group["params"])
+    foreign = next((one for one in trained if id(one) not in known), None)
+    if foreign is not None and plan.world_size > 1:
+        raise UsageError(
+            f"the optimizer has a parameter of shape {list(foreign.shape)} that is not among those it was given: "
+            f"'{plan.describe()}' neither sums its gradient over ranks nor saves it",
+            hint="make the optimizer from the parameters that job.prepare calls it with; make trained parameters of a "
+            "loss part of the model",
+        )

@@ -15,6 +15,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.data.batches import call_model
+from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
@@ -233,6 +234,7 @@ def _rank_part(
         repeated=frozenset(repeated & parameters.keys()),
         shardings={name: sharding for piece in pieces for name, sharding in piece.shardings.items()},
         reductions=reductions_of(*(stage.called for stage in stages)),
+        orders=orders_of(*modules),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.data.batches import MicroBatch, call_model
@@ -139,7 +140,7 @@ class StepLoss:
     """`loss_fn` as executions call it, under the rule that the engine has found.
 
     `gradient_factor` multiplies what is differentiated and not what is reported: it undoes that data parallelism takes
-    means over ranks, and holds the loss scale of fp16.
+    means over ranks, and holds the loss scale of fp16. `loss_fn` runs in the context that `watch` returns.
     """
 
     def __init__(self, loss_fn: LossFunction, device: torch.device, batch: GlobalBatch | None = None) -> None:
@@ -147,6 +148,7 @@ class StepLoss:
         self.gradient_factor = 1.0
         self.tally = Tally.empty(device)
         self.loss_fn = loss_fn
+        self.watch: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._device = device
         self._batch = batch
 
@@ -210,7 +212,9 @@ class StepLoss:
 
     def _read(self, outputs: Any, micro_batch: MicroBatch, follower: LossFollower | None) -> Returned:
         try:
-            return read_loss(self.loss_fn(outputs, micro_batch.targets), follower)
+            with self.watch():
+                returned = self.loss_fn(outputs, micro_batch.targets)
+            return read_loss(returned, follower)
         except SplitError as error:
             raise loss_split_error(error) from error
 
@@ -341,6 +345,11 @@ def scalar_loss(loss: Any) -> torch.Tensor:
         raise UsageError(
             f"loss_fn returned {found}, not one number",
             hint="return the mean loss over the micro-batch, or (sum, count)",
+        )
+    if isinstance(loss, DTensor):
+        raise UnsupportedPlanError(
+            "loss_fn computes with a weight of the model, of which ranks have shards",
+            hint="compute it in the model's forward, or use weight_decay of the optimizer in place of a penalty",
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UsageError(

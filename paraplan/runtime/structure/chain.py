@@ -31,6 +31,7 @@ from paraplan.runtime.structure.dataflow import (
     named_tensors,
     tensors_within,
 )
+from paraplan.runtime.structure.questions import Questions
 from paraplan.runtime.torch_private import pytree
 
 HINT = "use pp=1 for this model"
@@ -50,10 +51,14 @@ class HiddenShape:
 
 
 class ChainProbe:
-    """Hooks that follow the hidden state from block to block, and tell `flow`, where it is given, where code runs."""
+    """Hooks that follow the hidden state from block to block, and tell `flow`, where it is given, where code runs.
 
-    def __init__(self, stack: BlockStack, flow: Dataflow | None = None) -> None:
+    `questions` are those that code asks meanwhile.
+    """
+
+    def __init__(self, stack: BlockStack, flow: Dataflow | None = None, questions: Questions | None = None) -> None:
         self.flow = flow
+        self.questions = questions
         self.received: list[HiddenShape] = []
         self.hidden_argument: int | str | None = None
         self.num_outputs: int | None = None
@@ -72,6 +77,8 @@ class ChainProbe:
                 undo.callback(block.register_forward_hook(self._leave(index)).remove)
             if self.flow is not None:
                 undo.enter_context(self.flow)
+            if self.questions is not None:
+                undo.enter_context(self.questions)
             yield
 
     def _enter(self, index: int) -> Callable[..., Any]:
@@ -92,6 +99,8 @@ class ChainProbe:
             self._kept.append(objects)
             self.handed_in.update(id(one) for one in objects if hasattr(one, "__dict__"))
             self.flow.look_for_reassigned()
+            if self.questions is not None:
+                self.questions.check_drawn()
             entered = self.flow.hand_over(hidden, Mark("hidden", index))
             self.flow.place = Place(done=index, inside=index)
             return put_argument(where, entered, args, kwargs)
@@ -137,6 +146,8 @@ class ChainProbe:
                 others = map_tensors(lambda one: flow.hand_over(one, beside), others, leave_out=self._left_out)
                 self._handed_on = flow.hand_over(first, Mark("hidden", index + 1))
                 flow.place = Place(done=index + 1)
+            if self.questions is not None:
+                self.questions.allow_drawn()
             return (self._handed_on, *others) if isinstance(output, tuple) else self._handed_on
 
         return leave
@@ -208,6 +219,17 @@ class ChainUses:
     written_inside: frozenset[str] = frozenset()
     reads_between: bool = False
 
+    def joined(self, other: ChainUses) -> ChainUses:
+        """Return what is used where code may take one way or the other."""
+        return ChainUses(
+            parameters=self.parameters.joined(other.parameters),
+            tensors=self.tensors.joined(other.tensors),
+            written_before=self.written_before | other.written_before,
+            problem=self.problem or other.problem,
+            written_inside=self.written_inside | other.written_inside,
+            reads_between=self.reads_between or other.reads_between,
+        )
+
 
 def find_uses(probe: ChainProbe, model: nn.Module, stack: BlockStack, output: Any, *, is_complete: bool) -> ChainUses:
     """Return what the pieces of `model` use, which has returned `output` and was followed by `probe`.
@@ -248,6 +270,9 @@ class _Pieces:
         self.before = probe.before
         self.blocks = [probe.block_reads(index) for index in range(len(stack))]
         self.after = probe.after_reads(output)
+        if probe.questions is not None and (everywhere := probe.questions.everywhere):
+            self.before, self.after = self.before | everywhere, self.after | everywhere
+            self.blocks = [block | everywhere for block in self.blocks]
         self.early, self.late = set[str](), set[str]()
         for name, writes in self._flow.writes.items():
             if all(write.place.inside is None for write in writes):

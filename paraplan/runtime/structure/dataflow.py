@@ -2,7 +2,7 @@
 
 A dispatch mode sees each operation, those under no_grad, on detached tensors and on integers too. What is known of a
 tensor is kept for its storage, so that views and writes in place are followed. What code reads out of a tensor as a
-Python number is not: a run without values answers no such question.
+Python number is not: a run without values answers no such question (`questions`).
 """
 
 from __future__ import annotations
@@ -136,17 +136,17 @@ class Dataflow(TorchDispatchMode):
         for operand in operands:  # inputs and constants, which no operation has made
             if self._key(operand) not in self._storages:
                 self._hold(operand, NOTHING).made_at = Place(done=0)
-        read = NOTHING.union(*(self.sources(operand) for operand in operands))
+        sources = NOTHING.union(*(self.sources(operand) for operand in operands))
         result = func(*args, **given)
         is_before_end = self.place.inside is None and self.place.done < self._num_blocks
         if is_before_end and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            read |= {Mark("random", self.place.done)}
-        self.reads[self.place] = self.reads.get(self.place, NOTHING) | read
+            sources |= {Mark("random", self.place.done)}
+        self.read(sources)
         for written in _written(func, args, given):
-            self._write(written, read)
+            self._write(written, sources)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and self._key(leaf) not in self._storages:
-                self._hold(leaf, read)
+                self._hold(leaf, sources)
         return result
 
     def sources(self, tensor: torch.Tensor) -> Sources:
@@ -163,6 +163,10 @@ class Dataflow(TorchDispatchMode):
         held = self._hold(copy, frozenset({mark}))
         held.origin, held.is_hidden = origin, mark.kind == "hidden"
         return copy
+
+    def read(self, sources: Sources) -> None:
+        """Note that code has read what `sources` are of, where it is, without an operation."""
+        self.reads[self.place] = self.reads.get(self.place, NOTHING) | sources
 
     def look_for_reassigned(self) -> None:
         """Note the buffers that were replaced by other tensors since this was last called."""
@@ -298,3 +302,8 @@ class Uses:
         if end == len(self.blocks):
             names |= self.after
         return names
+
+    def joined(self, other: Uses) -> Uses:
+        """Return the tensors that the pieces use in one run or another."""
+        blocks = zip(self.blocks, other.blocks, strict=True)
+        return Uses(self.before | other.before, tuple(one | two for one, two in blocks), self.after | other.after)

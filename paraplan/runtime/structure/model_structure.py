@@ -31,6 +31,7 @@ from paraplan.runtime.structure.chain import HiddenShape as HiddenShape
 from paraplan.runtime.structure.dataflow import Dataflow, Mark, tensors_within
 from paraplan.runtime.structure.meta import WAYS_TO_RUN, Context, QuickShapes, reentrant_refused
 from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
+from paraplan.runtime.structure.questions import Questions, flips
 from paraplan.runtime.torch_private import pytree
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
@@ -193,10 +194,37 @@ class ModelStructure:
         return self.run(self._note_calls)
 
     def _follow(self, tried: Any, _: Context) -> tuple[ChainProbe, ChainUses]:
-        """Run the model on `tried` and return what its blocks did, and what its pieces use."""
+        """Run the model on `tried` and return what its blocks did, and what its pieces use, whatever values answer."""
+        probe, uses = self._followed(tried)
+        assert probe.questions is not None
+        for flipped in flips(probe.questions.num_asked):
+            try:
+                other, others_uses = self._followed(tried, flipped)
+            except UnsupportedPlanError as error:
+                raise UnsupportedPlanError(
+                    f"the model branches on values, and on another branch {error.message}", hint=error.hint
+                ) from error
+            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+                if isinstance(error, NotImplementedError) or "meta" in str(error):
+                    raise UnsupportedPlanError(
+                        "the model branches on values, and its other branch does not run without values: "
+                        f"{(str(error).splitlines() or [''])[0]}",
+                        hint=HINT,
+                    ) from error
+                continue  # the model itself refuses such values
+            if (other.hidden_argument, other.num_outputs) != (probe.hidden_argument, probe.num_outputs):
+                raise UnsupportedPlanError("the model branches on values, and calls its blocks otherwise", hint=HINT)
+            assert probe.flow is not None
+            assert other.flow is not None
+            probe.flow.writes_hidden |= other.flow.writes_hidden
+            uses = uses.joined(others_uses)
+        return probe, uses
+
+    def _followed(self, tried: Any, flipped: frozenset[int] = frozenset()) -> tuple[ChainProbe, ChainUses]:
+        """Run the model on `tried` once, with other answers to the questions `flipped`."""
         stack = self.stack
         flow = Dataflow(self.meta_model, len(stack))
-        probe = ChainProbe(stack, flow)
+        probe = ChainProbe(stack, flow, Questions(flow, len(stack), flipped))
         with probe.attached(self.meta_model):
             output = call_model(self.meta_model, tried)
             flow.look_for_reassigned()

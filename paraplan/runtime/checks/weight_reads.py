@@ -1,0 +1,65 @@
+"""Whether `loss_fn` computes with weights of the model: under most plans a rank has some of them, or parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.checks.trials import gathered_numbers
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
+
+
+class WeightReads:
+    """Notes which parameters of `module` are computed with in the contexts that it is called for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.found: set[str] = set()
+        self._module = module
+
+    def __call__(self) -> TorchDispatchMode:
+        """Return a context that notes them: of parameters as they are now, gathered or not."""
+        return _Reads(self._module, self.found)
+
+    def check(self, mesh: Mesh, plan_words: str) -> None:
+        """Raise `UnsupportedPlanError` on every rank where one has found some."""
+        rows = gathered_numbers([float(bool(self.found))], mesh)
+        ranks = [rank for rank, (has_some,) in enumerate(rows) if has_some]
+        if ranks:
+            raise weights_in_loss(min(self.found, default=f"a weight of rank {ranks[0]}"), plan_words)
+
+
+def weights_in_loss(name: str, plan_words: str) -> UnsupportedPlanError:
+    """Return what is said of a loss that computes with the weight `name`."""
+    return UnsupportedPlanError(
+        f"loss_fn computes with {name}, of which a rank has a part, a copy or nothing under '{plan_words}', and "
+        "nothing compares its gradient with that of one process",
+        hint="compute it in the model's forward, use weight_decay of the optimizer in place of a penalty, or leave out "
+        "verify='off'",
+    )
+
+
+class _Reads(TorchDispatchMode):
+    def __init__(self, module: nn.Module, found: set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+        held = dict(module.named_parameters())
+        self._names = {storage_key(one): name for name, one in held.items() if not isinstance(one, DTensor)}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func`; look for the parameters among its operands."""
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, DTensor):
+                self._found.add("a sharded weight")
+            elif type(leaf) in (torch.Tensor, nn.Parameter):
+                name = self._names.get(storage_key(leaf))
+                if name is not None:
+                    self._found.add(name)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,66 @@
+"""Losses that compute with weights: those of the model, and trained ones of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from odd_models import BATCH, LENGTH, WORDS, Base, made
+from rank_harness import RankHarness
+from torch import nn
+
+from paraplan import runtime
+from paraplan.errors import ParaplanError
+from paraplan.plan.parallel import ParallelPlan
+
+pytestmark = pytest.mark.ranks
+
+DDP = ParallelPlan(dp=2, micro_batch_size=BATCH // 2)
+
+
+def train(plan: ParallelPlan, *, penalizes: bool = False, weighs: bool = False) -> str | float:
+    """Return the loss of a step, or the words of the refusal."""
+    job = runtime.init(plan, shows_progress=False)
+    model, weights = made(Base), nn.Parameter(torch.ones(WORDS))
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy((outputs * weights).flatten(0, 1), targets.flatten())
+        return loss + 0.1 * sum(one.square().sum() for one in model.parameters()) if penalizes else loss
+
+    generator = torch.Generator().manual_seed(5)
+    tokens, targets = torch.randint(WORDS, (2, BATCH, LENGTH), generator=generator).chunk(job.dp, dim=1)[job.dp_rank]
+    try:
+        engine = job.prepare(
+            model,
+            loss_fn=loss_fn,
+            optimizer=lambda held: torch.optim.SGD([*held, weights] if weighs else held, lr=0.1),
+            verify="off",
+        )
+        return engine.step(tokens, targets).item()
+    except ParaplanError as refusal:
+        return str(refusal)
+
+
+def test_a_penalty_of_weights_that_nothing_verifies_is_refused_where_ranks_have_parts_of_them(
+    ranks: RankHarness,
+) -> None:
+    expected = ranks.run_alone(penalized, ParallelPlan(micro_batch_size=BATCH))
+    assert ranks.run(penalized, DDP, size=2) == [pytest.approx(expected, rel=1e-5)] * 2
+    for plan in (ParallelPlan(tp=2, micro_batch_size=BATCH), DDP.replace(zero_stage=1)):
+        assert all("loss_fn computes with " in said for said in ranks.run(penalized, plan, size=2))
+    sharded = ranks.run(penalized, DDP.replace(zero_stage=3), size=2)
+    assert all("a weight of the model, of which ranks have shards" in said for said in sharded)
+
+
+def penalized(plan: ParallelPlan) -> str | float:
+    return train(plan, penalizes=True)
+
+
+def test_trained_weights_of_a_loss_are_refused_under_plans_of_several_ranks(ranks: RankHarness) -> None:
+    assert isinstance(ranks.run_alone(weighed, ParallelPlan(micro_batch_size=BATCH)), float)
+    for said in ranks.run(weighed, DDP, size=2):
+        assert "the optimizer has a parameter of shape [17] that is not among those it was given" in said
+
+
+def weighed(plan: ParallelPlan) -> str | float:
+    return train(plan, weighs=True)
