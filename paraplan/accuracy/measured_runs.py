@@ -79,6 +79,8 @@ class MeasuredRun(Record):
     pp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    etp: int | None = None
+    """Ranks that split one expert: Megatron-Core's --expert-tensor-parallel-size. Blank: the framework's own."""
     vpp: int | None = None
     sequence_parallel: bool | None = None
     zero_stage: int | None = None
