@@ -110,7 +110,7 @@ class MeasuredRun(Record):
     deterministic: bool | None = None
     """Matmuls had to repeat bit by bit (CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
     compiled_loss: bool | None = None
-    """The loss was compiled (Megatron-LM's --cross-entropy-loss-fusion)."""
+    """The loss was compiled (Megatron-LM's --cross-entropy-loss-fusion; torchtitan under compile, from April 2025)."""
     head: str = ""
     """"classifier" for a model without an LM head."""
     method: str = ""

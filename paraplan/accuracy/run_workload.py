@@ -36,9 +36,6 @@ OPS_RECOMPUTE = r"""\bop\b["']? (policy|sac)|recompute only norm"""
 """Features of runs whose selective recompute is that of chosen operations (`selective_ops`)."""
 NO_HEAD = "no lm head"
 """The feature of runs of models that answer questions or classify, without logits over the vocabulary."""
-COMPILED_LOSS_BYTES = 10.0
-"""Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
-(core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors."""
 DETERMINISTIC_WORKSPACE_BYTES = 8 * 4096 * KIB
 """CUBLAS_WORKSPACE_CONFIG=:4096:8, which torch asks for where matmuls must repeat bit by bit."""
 
@@ -135,7 +132,7 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     return framework.changed(
         storage=storage,
         kernels={} if run.dropout is None else {"dropout": run.dropout},
-        loss={"logit_bytes": COMPILED_LOSS_BYTES} if run.compiled_loss else {},
+        loss={"logit_bytes": framework.loss.compiled_logit_bytes} if run.compiled_loss else {},
     )
 
 

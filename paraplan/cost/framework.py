@@ -268,6 +268,9 @@ class LossProfile(_Group):
     fp32 log-probability and its gradient."""
     parallel_logit_bytes: float | None = None
     """The same of a loss on logits that tensor parallelism divided; None: as `logit_bytes`."""
+    compiled_logit_bytes: float = 4.0
+    """The same of a loss under torch.compile: inductor reads logits and writes their gradients in 16 bits, with nothing
+    in fp32 beside them."""
     traffic_per_logit: float = 38.0
     """Bytes that the loss moves for each logit, forward and backward, counted by operation: 38 in torch's cross-entropy
     on upcast logits, 52 in Megatron-LM's vocabulary-parallel one."""
