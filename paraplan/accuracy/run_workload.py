@@ -174,7 +174,8 @@ def _optimizer(words: str) -> OptimizerName:
 def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
     """Return the plan of a run. Blank: degrees of 1, dp what is left of the GPUs, micro-batches of 1, 1F1B.
 
-    A blank `sequence_parallel` is what the framework does by default.
+    A blank `sequence_parallel` is what the framework does by default, and so is the number of micro-batches in a
+    pipeline.
     Raises `PlanError` or `ValueError` (pydantic's) for degrees and batches that contradict each other.
     """
     tp, pp, cp, ep = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
@@ -182,7 +183,9 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
     if dp * tp * pp * cp != run.num_gpus:
         raise PlanError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} is not num_gpus={run.num_gpus}")
     ep = _replicas_of_experts(run, ep=ep, tp=tp, data_ranks=dp * cp)
-    micro_batch = run.micro_batch or 1
+    micro_batch, divided = run.micro_batch or 1, framework.pipeline.microbatches_per_rank
+    if pp > 1 and divided and run.micro_batch is None and run.num_microbatches is None:
+        micro_batch = max(1, run.global_batch // (dp * pp * divided))
     if run.dp and run.micro_batch and run.global_batch < dp * micro_batch and run.num_microbatches is None:
         raise PlanError(
             f"a global batch of {run.global_batch} is less than dp={dp} micro-batches of {micro_batch}",

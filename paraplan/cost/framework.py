@@ -239,6 +239,9 @@ class PipelineProfile(_Group):
     cuts_by_running_cost: bool = False
     """A stage ends with the block that takes the running sum of the matmuls' parameters past its share, the head's
     counted too (`plan.stages.running_split`); else stages have as many blocks as each other."""
+    microbatches_per_rank: int | None = Field(default=None, gt=0)
+    """Micro-batches for each rank of a pipeline into which the framework divides a batch where it is not told another
+    number; None: as many as its micro-batch size says."""
     keeps_both_boundaries: bool = False
     """A stage keeps what it received and what it sent until the backward pass."""
 

@@ -62,6 +62,9 @@ def test_blank_cells_are_what_the_framework_does_and_what_fits() -> None:
     assert planned(run(tp=2, framework="NeMo AutoModel")).sequence_parallel
     assert not planned(run(tp=2, framework="Megatron-LM")).sequence_parallel
     assert planned(run(tp=2, ep=8)).ep == 4, "experts over tp too"
+    pipeline = run(pp=4, dp=2, micro_batch=None, global_batch=32)
+    divided = [planned(pipeline.replace(framework=name)) for name in ("Megatron-LM", "torchtitan")]
+    assert [(one.micro_batch_size, one.num_microbatches) for one in divided] == [(1, 16), (4, 4)]
     assert (planned(run(tp=2, ep=4, etp=1)).ep, planned(run(tp=2, ep=4, etp=2)).ep, planned(run(tp=2, ep=4)).ep) == (
         2,
         4,
