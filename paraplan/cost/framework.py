@@ -176,6 +176,10 @@ class DataParallelProfile(_Group):
     """Parameters that ZeRO-3 gathers ahead of their use; the wait for more is exposed."""
     max_live_elements: float = 0.0
     """Parameters that ZeRO-3 leaves gathered at most."""
+    accumulates_whole: bool = False
+    """Gradients of all but the last micro-batch of a step stay whole on each rank, in fp32, in which FSDP2 reduces them
+    after the last (`set_requires_gradient_sync(False)`; torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
+    `to_accumulated_grad_if_needed`)."""
     fuses_accumulation: bool = False
     """The matmul that computes a weight gradient adds it to those of earlier micro-batches."""
     gather_traffic: float = 0.0
@@ -277,6 +281,8 @@ class LossProfile(_Group):
     traffic_per_logit: float = 38.0
     """Bytes that the loss moves for each logit, forward and backward, counted by operation: 38 in torch's cross-entropy
     on upcast logits, 52 in Megatron-LM's vocabulary-parallel one."""
+    gathers_logits: bool = False
+    """Logits that tensor parallelism divided are gathered, and each of its ranks computes the loss of all."""
     in_model: bool = False
     """Labels are inputs of the model, which returns its loss and fp32 logits."""
 

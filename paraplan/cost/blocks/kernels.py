@@ -133,7 +133,8 @@ class KernelTimes:
 
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""
-        logits = self.shardings.tokens * vocab_size / self.shardings.tp
+        ranks = 1.0 if self.framework.loss.gathers_logits else self.shardings.tp
+        logits = self.shardings.tokens * vocab_size / ranks
         return self.moved_s(logits * self.framework.loss.traffic_per_logit)
 
     def moved_s(self, num_bytes: Floats) -> Floats:
