@@ -162,8 +162,8 @@ class KernelTimes:
         shapes = [(rows, k, n)] if backward else [(rows, n, k)]
         if backward and trains.any():
             shapes.append((k, n, rows))
-        whole = self.shardings.tp / np.stack([self._split_ranks(matmul) for matmul in distinct.values()])
-        experts = np.stack([one.num_experts / self._expert_ranks(one) for one in distinct.values()]) / whole
+        spread = self.shardings.tp / np.stack([self._split_ranks(matmul) for matmul in distinct.values()])
+        experts = np.stack([one.num_experts / self._expert_ranks(one) for one in distinct.values()]) / spread
         each = self._products_s(shapes) * self._misalignment(n, k)
         if backward and trains.any() and not trains.all():
             each = np.where(trains, each, self._products_s(shapes[:1]) * self._misalignment(n, k))

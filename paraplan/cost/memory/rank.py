@@ -244,9 +244,8 @@ class RankMemory:
     def num_logits(self) -> Floats:
         """Logits of one micro-batch on this rank: 0 away from the last stage."""
         tokens = self.table.tokens(self.workload.training.seq_length)
-        outputs = self.workload.model.vocabulary
-        outputs = outputs / (1 if self.framework.loss.gathers_logits else self.table.tp)
-        return np.asarray(tokens * outputs * self.stage.is_last)
+        logits = tokens * self.workload.model.vocabulary * self.stage.is_last
+        return np.asarray(logits if self.framework.loss.gathers_logits else logits / self.table.tp)
 
     @cached_property
     def head_kept_bytes(self) -> Floats:
