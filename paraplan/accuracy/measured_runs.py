@@ -79,6 +79,8 @@ class MeasuredRun(Record):
     pp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    etp: int | None = None
+    """Ranks that split one expert: Megatron-Core's --expert-tensor-parallel-size. Blank: the framework's own."""
     vpp: int | None = None
     sequence_parallel: bool | None = None
     zero_stage: int | None = None
@@ -108,7 +110,7 @@ class MeasuredRun(Record):
     deterministic: bool | None = None
     """Matmuls had to repeat bit by bit (CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
     compiled_loss: bool | None = None
-    """The loss was compiled (Megatron-LM's --cross-entropy-loss-fusion)."""
+    """The loss was compiled (Megatron-LM's --cross-entropy-loss-fusion; torchtitan under compile, from April 2025)."""
     head: str = ""
     """"classifier" for a model without an LM head."""
     method: str = ""

@@ -36,9 +36,6 @@ OPS_RECOMPUTE = r"""\bop\b["']? (policy|sac)|recompute only norm"""
 """Features of runs whose selective recompute is that of chosen operations (`selective_ops`)."""
 NO_HEAD = "no lm head"
 """The feature of runs of models that answer questions or classify, without logits over the vocabulary."""
-COMPILED_LOSS_BYTES = 10.0
-"""Megatron-LM's --cross-entropy-loss-fusion compiles the loss, so that exponentials no longer replace logits in place
-(core/fusions/fused_cross_entropy.py): the 16-bit logit and two fp32 tensors."""
 DETERMINISTIC_WORKSPACE_BYTES = 8 * 4096 * KIB
 """CUBLAS_WORKSPACE_CONFIG=:4096:8, which torch asks for where matmuls must repeat bit by bit."""
 
@@ -83,6 +80,8 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
     )
     framework, constants = framework_of_run(run, data.frameworks), CostConstants()
     framework = data.recipes.applied(run, framework)
+    if run.etp is not None:
+        framework = framework.changed(experts={"over_tensor_ranks": run.etp == 1})
     model = _named_model(run, framework, data.configs) or model_from_shapes(_shapes(run, framework, data.configs))
     if run.head == "classifier" or NO_HEAD in run.nonstandard_features.lower():
         # A classifier: the vocabulary stays in the embedding alone.
@@ -133,7 +132,7 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     return framework.changed(
         storage=storage,
         kernels={} if run.dropout is None else {"dropout": run.dropout},
-        loss={"logit_bytes": COMPILED_LOSS_BYTES} if run.compiled_loss else {},
+        loss={"logit_bytes": framework.loss.compiled_logit_bytes} if run.compiled_loss else {},
     )
 
 
@@ -175,17 +174,18 @@ def _optimizer(words: str) -> OptimizerName:
 def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
     """Return the plan of a run. Blank: degrees of 1, dp what is left of the GPUs, micro-batches of 1, 1F1B.
 
-    A blank `sequence_parallel` is what the framework does by default. Experts that Megatron-Core spreads over tp too
-    (its --expert-tensor-parallel-size 1) stand as split by tp and spread over the rest: the same share of them.
+    A blank `sequence_parallel` is what the framework does by default, and so is the number of micro-batches in a
+    pipeline.
     Raises `PlanError` or `ValueError` (pydantic's) for degrees and batches that contradict each other.
     """
     tp, pp, cp, ep = run.tp or 1, run.pp or 1, run.cp or 1, run.ep or 1
     dp = run.dp or max(1, run.num_gpus // (tp * pp * cp))
     if dp * tp * pp * cp != run.num_gpus:
         raise PlanError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} is not num_gpus={run.num_gpus}")
-    if dp * cp % ep and ep % tp == 0:
-        ep //= tp
-    micro_batch = run.micro_batch or 1
+    ep = _replicas_of_experts(run, ep=ep, tp=tp, data_ranks=dp * cp)
+    micro_batch, divided = run.micro_batch or 1, framework.pipeline.microbatches_per_rank
+    if pp > 1 and divided and run.micro_batch is None and run.num_microbatches is None:
+        micro_batch = max(1, run.global_batch // (dp * pp * divided))
     if run.dp and run.micro_batch and run.global_batch < dp * micro_batch and run.num_microbatches is None:
         raise PlanError(
             f"a global batch of {run.global_batch} is less than dp={dp} micro-batches of {micro_batch}",
@@ -215,6 +215,24 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
             "stage_blocks": _stage_blocks(run, framework, num_stages=pp * virtual) if pp > 1 else None,
         }
     )
+
+
+def _replicas_of_experts(run: MeasuredRun, *, ep: int, tp: int, data_ranks: int) -> int:
+    """Return over how many ranks beside those of tp the experts go.
+
+    Where they are whole (`etp` 1), the run's `ep` counts the ranks of tp too: over these they stand as split, which is
+    the same share of them. A blank `etp` is 1 where `ep` does not divide the ranks of dp and cp.
+    Raises `PlanError` for experts split over some ranks of tp alone, or spread over a share of them.
+    """
+    etp = run.etp or (1 if data_ranks % ep and ep % tp == 0 else tp)
+    if etp == tp:
+        return ep
+    if etp != 1 or ep % tp:
+        raise PlanError(
+            f"etp={etp} with tp={tp} and ep={ep} is not modelled",
+            hint="etp of tp is, and etp of 1 where tp divides ep",
+        )
+    return ep // tp
 
 
 def _stage_blocks(run: MeasuredRun, framework: FrameworkProfile, *, num_stages: int) -> tuple[int, ...] | None:

@@ -176,6 +176,10 @@ class DataParallelProfile(_Group):
     """Parameters that ZeRO-3 gathers ahead of their use; the wait for more is exposed."""
     max_live_elements: float = 0.0
     """Parameters that ZeRO-3 leaves gathered at most."""
+    accumulates_whole: bool = False
+    """Gradients of all but the last micro-batch of a step stay whole on each rank, in fp32, in which FSDP2 reduces them
+    after the last (`set_requires_gradient_sync(False)`; torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
+    `to_accumulated_grad_if_needed`)."""
     fuses_accumulation: bool = False
     """The matmul that computes a weight gradient adds it to those of earlier micro-batches."""
     gather_traffic: float = 0.0
@@ -239,6 +243,9 @@ class PipelineProfile(_Group):
     cuts_by_running_cost: bool = False
     """A stage ends with the block that takes the running sum of the matmuls' parameters past its share, the head's
     counted too (`plan.stages.running_split`); else stages have as many blocks as each other."""
+    microbatches_per_rank: int | None = Field(default=None, gt=0)
+    """Micro-batches for each rank of a pipeline into which the framework divides a batch where it is not told another
+    number; None: as many as its micro-batch size says."""
     keeps_both_boundaries: bool = False
     """A stage keeps what it received and what it sent until the backward pass."""
 
@@ -268,9 +275,14 @@ class LossProfile(_Group):
     fp32 log-probability and its gradient."""
     parallel_logit_bytes: float | None = None
     """The same of a loss on logits that tensor parallelism divided; None: as `logit_bytes`."""
+    compiled_logit_bytes: float = 4.0
+    """The same of a loss under torch.compile: inductor reads logits and writes their gradients in 16 bits, with nothing
+    in fp32 beside them."""
     traffic_per_logit: float = 38.0
     """Bytes that the loss moves for each logit, forward and backward, counted by operation: 38 in torch's cross-entropy
     on upcast logits, 52 in Megatron-LM's vocabulary-parallel one."""
+    gathers_logits: bool = False
+    """Logits that tensor parallelism divided are gathered, and each of its ranks computes the loss of all."""
     in_model: bool = False
     """Labels are inputs of the model, which returns its loss and fp32 logits."""
 

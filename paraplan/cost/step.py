@@ -21,6 +21,7 @@ from paraplan.cost.communication.exchanges import (
     Exchanges,
     context_parallel_s,
     expert_exchange_s,
+    reductions_share,
     routed_matmul,
     run_again,
 )
@@ -230,7 +231,7 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     forward_sends, backward_sends = _tensor_parallel(
-        workload, table, stage.num_blocks * tp.all_reduce_s(activation), backward
+        workload, table, stage.num_blocks * reductions_share(workload) * tp.all_reduce_s(activation), backward
     )
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time.
     host_s = _block_host_s(workload, table)

@@ -6,7 +6,7 @@ import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.communication.collectives import fastest_links
-from paraplan.cost.communication.exchanges import context_parallel_s, expert_exchange_s
+from paraplan.cost.communication.exchanges import context_parallel_s, expert_exchange_s, reductions_share
 from paraplan.cost.communication.offload import offload_gather_s
 from paraplan.cost.plan_table import SCHEDULES, Floats, PlanTable, RecomputeCode, first_rows
 from paraplan.cost.step import optimizer_s
@@ -41,7 +41,7 @@ def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats
     key, num_blocks = costs.key, workload.model.num_blocks
     is_full = table.recompute == RecomputeCode.FULL
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
-    all_reduce_s = fastest_links(workload, table.tp, "all_reduce").all_reduce_s(activation)
+    all_reduce_s = fastest_links(workload, table.tp, "all_reduce").all_reduce_s(activation) * reductions_share(workload)
     backward_sends = table.sequence_parallel if workload.framework.tensor_parallel.overlaps_backward else 2.0
     kind: Collective = "all_gather" if workload.framework.kernels.ring_attention else "all_to_all"
     exchanges: Floats | int = sum(context_parallel_s(workload, table, fastest_links(workload, table.cp, kind)))

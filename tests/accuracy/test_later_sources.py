@@ -6,11 +6,15 @@ import csv
 import re
 from pathlib import Path
 
+import pytest
+
 import paraplan
 from paraplan.api.validation import validate
 from paraplan.resources import profiles_folder
 
 RUNS = profiles_folder() / "runs" / "later_sources.csv"
+FINE_TUNING = profiles_folder() / "runs" / "later_fine_tuning.csv"
+LOCATOR = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{7})?:\S+\.md$|https://\S+$")
 
 
 def test_their_errors_are_those_that_the_page_tells() -> None:
@@ -25,7 +29,18 @@ def test_their_errors_are_those_that_the_page_tells() -> None:
     assert round(score["mean_of_sources"] * 100, 1) == mean
 
 
-def test_every_run_says_where_it_was_published() -> None:
-    with RUNS.open(newline="") as lines:
+def test_errors_of_later_fine_tuning_are_those_that_the_page_tells() -> None:
+    page = (Path(paraplan.__file__).parent / "docs" / "fine-tuning.md").read_text()
+    section = page.partition("| later source |")[2]
+    scored = validate({FINE_TUNING.name: FINE_TUNING.read_text()}, everything=True).scored.to_dict()
+    for column, quantity in ((r"([\d.]+) % \|.*", "memory"), (r"[^|]*\|[^|]*\| ([\d.]+) % \|.*", "step_time")):
+        told = re.findall(rf"^\| [^*|]+ \| \d+ \| {column}$", section, re.MULTILINE)
+        sources = scored[quantity]["by_source"].values()
+        assert sorted(map(float, told)) == sorted(round(source["mape"] * 100, 1) for source in sources)
+
+
+@pytest.mark.parametrize("runs", [RUNS, FINE_TUNING])
+def test_every_run_says_where_it_was_published(runs: Path) -> None:
+    with runs.open(newline="") as lines:
         for row in csv.DictReader(lines):
-            assert re.match(r"[\w.-]+/[\w.-]+(@[0-9a-f]{7})?:\S+\.md$", row["source_locator"]), row["id"]
+            assert LOCATOR.match(row["source_locator"]), row["id"]

@@ -62,6 +62,18 @@ def test_blank_cells_are_what_the_framework_does_and_what_fits() -> None:
     assert planned(run(tp=2, framework="NeMo AutoModel")).sequence_parallel
     assert not planned(run(tp=2, framework="Megatron-LM")).sequence_parallel
     assert planned(run(tp=2, ep=8)).ep == 4, "experts over tp too"
+    pipeline = run(pp=4, dp=2, micro_batch=None, global_batch=32)
+    divided = [planned(pipeline.replace(framework=name)) for name in ("Megatron-LM", "torchtitan")]
+    assert [(one.micro_batch_size, one.num_microbatches) for one in divided] == [(1, 16), (4, 4)]
+    assert (planned(run(tp=2, ep=4, etp=1)).ep, planned(run(tp=2, ep=4, etp=2)).ep, planned(run(tp=2, ep=4)).ep) == (
+        2,
+        4,
+        4,
+    )
+    with pytest.raises(PlanError, match="etp=2 with tp=4 and ep=2 is not modelled"):
+        planned(run(tp=4, ep=2, etp=2))
+    whole, split = (workload_of_run(run(tp=2, ep=4, etp=etp), DATA).framework.experts for etp in (1, 2))
+    assert (whole.over_tensor_ranks, split.over_tensor_ranks) == (True, False)
     row = run(model_name="llama3-8b", layers=32, hidden=4096, heads=32, framework="MaxText (JAX)", zero_stage=3)
     row = row.replace(precision="", seq_len=8192)
     for gpu, words in (("H100-80GB", "micro-batch 1 x 8"), ("V100-SXM2-32GB", "micro-batch 1 x 8, recompute full")):

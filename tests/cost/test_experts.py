@@ -87,6 +87,17 @@ def test_beside_tensor_parallelism_a_layer_gathers_a_row_for_each_expert_of_a_to
     assert split.expert_parallel_s > 0
 
 
+def test_whole_experts_on_ranks_of_tensor_parallelism_share_work_and_send_less(mixtral: Workload) -> None:
+    plan = DP.replace(dp=4, tp=2, ep=4, sequence_parallel=True)
+    whole = replace(mixtral, framework=MEGATRON_CORE.changed(experts={"over_tensor_ranks": True}))
+    steps = [evaluate_plan(each, plan).step for each in (mixtral, whole)]
+    assert steps[1].compute_s < steps[0].compute_s, "narrow products are slower"
+    # One of the two all-reduces of a block is left.
+    assert steps[1].tensor_parallel_s == pytest.approx(steps[0].tensor_parallel_s / 2, rel=0.05)
+    assert steps[1].expert_parallel_s < steps[0].expert_parallel_s
+    assert parts(evaluate_plan(whole, plan)) == parts(evaluate_plan(mixtral, plan))
+
+
 def test_fewer_experts_with_more_rows_each_compute_no_slower(mixtral: Workload) -> None:
     seconds = [evaluate_plan(mixtral, DP.replace(ep=ep)).step.compute_s for ep in (1, 2, 4, 8)]
     assert seconds == sorted(seconds, reverse=True)

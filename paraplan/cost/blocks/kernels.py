@@ -133,7 +133,8 @@ class KernelTimes:
 
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""
-        logits = self.shardings.tokens * vocab_size / self.shardings.tp
+        ranks = 1.0 if self.framework.loss.gathers_logits else self.shardings.tp
+        logits = self.shardings.tokens * vocab_size / ranks
         return self.moved_s(logits * self.framework.loss.traffic_per_logit)
 
     def moved_s(self, num_bytes: Floats) -> Floats:
@@ -161,7 +162,8 @@ class KernelTimes:
         shapes = [(rows, k, n)] if backward else [(rows, n, k)]
         if backward and trains.any():
             shapes.append((k, n, rows))
-        experts = np.stack([matmul.num_experts / self._expert_ranks(matmul) for matmul in distinct.values()])
+        spread = self.shardings.tp / np.stack([self._split_ranks(matmul) for matmul in distinct.values()])
+        experts = np.stack([one.num_experts / self._expert_ranks(one) for one in distinct.values()]) / spread
         each = self._products_s(shapes) * self._misalignment(n, k)
         if backward and trains.any() and not trains.all():
             each = np.where(trains, each, self._products_s(shapes[:1]) * self._misalignment(n, k))
@@ -191,7 +193,7 @@ class KernelTimes:
 
     def _shape(self, matmul: Matmul) -> tuple[Floats, Floats, Floats]:
         """Return rows, columns and inner size of a matmul on one rank, under each sharding."""
-        tp = self.shardings.tp
+        tp = self._split_ranks(matmul)
         rows = self.shardings.tokens * matmul.rows_per_token / matmul.num_experts * self._expert_ranks(matmul)
         if matmul.num_experts > 1:
             rows = rows * self._expert_load
@@ -203,6 +205,11 @@ class KernelTimes:
     def _expert_load(self) -> Floats:
         """Rows of the busiest rank over the mean: a rank that has all experts has the rows of its own tokens."""
         return np.where(self.shardings.ep > 1, self.training.expert_load, 1.0)
+
+    def _split_ranks(self, matmul: Matmul) -> Floats:
+        """Return over how many ranks each weight of a matmul is split, if it is: those of experts may be whole."""
+        is_whole = matmul.num_experts > 1 and self.framework.experts.over_tensor_ranks
+        return np.ones_like(self.shardings.tp) if is_whole else self.shardings.tp
 
     def _expert_ranks(self, matmul: Matmul) -> Floats:
         """Return over how many ranks the experts of a matmul go."""

@@ -103,12 +103,14 @@ def data_links(workload: Workload, table: PlanTable) -> tuple[GroupLinks, GroupL
 def expert_links(workload: Workload, table: PlanTable) -> tuple[GroupLinks, GroupLinks]:
     """Return what groups cross that share out the experts, and groups of ranks with the same experts.
 
-    The first are neighbours along cp and dp together, as many as `ep` says.
+    The first are neighbours along cp and dp together, as many as `ep` says, and along tp where experts are whole.
     """
     joined = table.joined_data_axes()
     stride = _stride(joined, "dp")
+    within = np.where(_stride(joined, "tp") * table.tp == stride, table.tp, 1)
+    within = within if workload.framework.experts.over_tensor_ranks else np.ones_like(within)
     return (
-        _links_of(workload, table.ep, stride, ("all_to_all",)),
+        _links_of(workload, table.ep * within, stride // within, ("all_to_all",)),
         _links_of(workload, joined.dp // table.ep, stride * table.ep, _REDUCTIONS),
     )
 

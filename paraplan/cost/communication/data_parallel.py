@@ -49,7 +49,8 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     is_mixed = workload.is_mixed_precision
     kept_bytes = storage.gradient_bytes if is_mixed else 4.0
     once = 1.0 / table.num_microbatches
-    is_whole, keeps_shards, is_zero_3 = table.zero_stage == 0, table.zero_stage >= 2, table.zero_stage == 3
+    is_whole, is_zero_3 = table.zero_stage == 0, table.zero_stage == 3
+    keeps_shards = (table.zero_stage >= 2) & (not profile.accumulates_whole)
     gathers = np.where(is_zero_3, 1.0, np.where(is_whole, 0.0, once) * profile.uses_fsdp)
     again = 1.0 * is_zero_3
     reductions = np.where(keeps_shards, 1.0, np.where(is_whole, 0.0, once))
@@ -94,9 +95,9 @@ def data_parallel_s(
     """Return seconds on the wire and seconds exposed of gradient reduction and of ZeRO's gathers.
 
     DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice or more and
-    reduces once in every micro-batch, each block's transfer behind its neighbour's compute; ZeRO-1 reduces and gathers
-    around the optimizer step, where nothing hides it. Overlap slows both sides by `overlap_slowdown` (Galvatron,
-    section 4).
+    reduces once in every micro-batch (or in the last alone, `accumulates_whole`), each block's transfer behind its
+    neighbour's compute; ZeRO-1 reduces and gathers around the optimizer step, where nothing hides it. Overlap slows
+    both sides by `overlap_slowdown` (Galvatron, section 4).
     """
     constants, profile = workload.constants, workload.framework.data_parallel
     links, replicas = data_links(workload, table)
@@ -127,9 +128,10 @@ def data_parallel_s(
     is_full = table.recompute == RecomputeCode.FULL
     lost = np.maximum(0.0, 1 - profile.max_live_elements / (2 * block)) if profile.max_live_elements else 0.0
     gathers = 2.0 + is_full * lost + workload.training.learns_from.extra_forwards
+    reductions = reduce_s * (1 if profile.accumulates_whole else microbatches)
     wire = np.select(
         [is_zero_3, is_zero_2, is_zero_1],
-        [microbatches * (gathers * gather_s + reduce_s), gather_s + microbatches * reduce_s, reduce_s + gather_s],
+        [microbatches * gathers * gather_s + reductions, gather_s + reductions, reduce_s + gather_s],
         all_reduce_s,
     )
     hidden = [microbatches * compute_s, compute_s * (1.0 if profile.overlaps_zero_1 else 0.0)]

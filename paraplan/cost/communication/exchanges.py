@@ -85,6 +85,22 @@ def routed_matmul(block: BlockSpec) -> Matmul | None:
     return next((matmul for matmul in block.matmuls if matmul.num_experts > 1), None)
 
 
+def reductions_share(workload: Workload) -> float:
+    """Return the all-reduces of tensor parallelism in a pass of a block over two, averaged over the blocks.
+
+    Whole experts, each on one rank of tensor parallelism, leave those of the attention and of shared experts.
+    """
+    model = workload.model
+    if not workload.framework.experts.over_tensor_ranks or not model.num_blocks:
+        return 1.0
+    routed = [(run.block.matmuls, run.count) for run in model.runs if routed_matmul(run.block)]
+    spared = sum(
+        max(0, 2 - sum(one.split == "row" and one.num_experts == 1 for one in matmuls)) * count
+        for matmuls, count in routed
+    )
+    return 1.0 - spared / 2.0 / model.num_blocks
+
+
 def touched(parts: Floats | float, rows: float) -> Floats:
     """Return how many of `parts` equal parts hold one of `rows` experts drawn at random: `N (1 - (1 - 1/N)^rows)`."""
     return np.asarray(parts * (1.0 - (1.0 - 1.0 / np.maximum(parts, 1.0)) ** rows))
@@ -119,10 +135,12 @@ def _exchange_s(workload: Workload, table: PlanTable, links: GroupLinks, matmul:
         return all_s
     ranks = table.ep.astype(float)
     nodes = np.maximum(1.0, ranks * np.maximum(table.tp, 1) / cluster.gpus_per_node)
+    if workload.framework.experts.over_tensor_ranks:
+        ranks = ranks * table.tp
     links = _at_own_rate(workload, links)
     within = touched(ranks, rows) * token
     copies = touched(np.maximum(1.0, nodes * matmul.group_share), rows)
-    inside = _at_own_rate(workload, inside_links(workload, np.minimum(table.ep, cluster.gpus_per_node)))
+    inside = _at_own_rate(workload, inside_links(workload, np.minimum(ranks.astype(np.int64), cluster.gpus_per_node)))
     once_s = np.maximum(links.all_to_all_s(copies * token), inside.all_to_all_s(within))
     return np.where(nodes > 1, np.minimum(links.all_to_all_s(within), once_s), links.all_to_all_s(within))
 

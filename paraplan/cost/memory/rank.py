@@ -244,8 +244,8 @@ class RankMemory:
     def num_logits(self) -> Floats:
         """Logits of one micro-batch on this rank: 0 away from the last stage."""
         tokens = self.table.tokens(self.workload.training.seq_length)
-        outputs = self.workload.model.vocabulary
-        return np.asarray(tokens * outputs / self.table.tp * self.stage.is_last)
+        logits = tokens * self.workload.model.vocabulary * self.stage.is_last
+        return np.asarray(logits if self.framework.loss.gathers_logits else logits / self.table.tp)
 
     @cached_property
     def head_kept_bytes(self) -> Floats:
@@ -273,7 +273,8 @@ class RankMemory:
         replicated = whole * (stands | is_ddp) + np.where(is_ddp & before, whole, 0.0)
         shard = whole * self.padding / self.shards
         last = np.where(self.embedding_alone > 0, self.embedding_alone, self.root_parameters - self.head_alone)
-        reduced = np.where(self.table.zero_stage == 1, whole, shard + last * full)
+        kept = self.parameters * FP32 if framework.data_parallel.accumulates_whole else shard + last * full
+        reduced = np.where(self.table.zero_stage == 1, whole, kept)
         fsdp = np.where(at_end, shard, np.where(before, reduced, 0.0))
         other = np.where(self.table.zero_stage >= 2, whole / self.shards, whole)
         # On their way to the host the shards of one unit at a time are here, which the reduction has anyway.
