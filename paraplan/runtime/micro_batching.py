@@ -185,4 +185,5 @@ def _first_step(
         statistics=checking.batch_statistics,
         verification=verification,
         gathers=checking.gathers,
+        has_values=checking.has_values,
     )

@@ -51,6 +51,7 @@ class FirstStep:
         statistics: BatchStatistics,
         verification: Verification | None,
         gathers: bool = False,
+        has_values: bool = True,
     ) -> None:
         self.rule: LossRule | None = None
         self._module = part.module
@@ -67,7 +68,7 @@ class FirstStep:
         self._sums: WeightSums | None = None
         self._loss = part.execution.loss
         self._reads: WeightReads | None = None
-        if verification is None and changes_the_model(plan) and not plan.devices_per_process > 1:
+        if has_values and verification is None and changes_the_model(plan) and plan.devices_per_process == 1:
             self._loss.watch = self._reads = WeightReads(part.module)
 
     def is_due(self, *, is_divided: bool, trains: bool) -> bool:
