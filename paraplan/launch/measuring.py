@@ -114,8 +114,9 @@ def measure_kernels(
     environment: Mapping[str, str],
     on_event: Callable[[KernelEvent], None] = lambda event: None,
 ) -> list[KernelEvent]:
-    """Return what `num_ranks` ranks report of kernels that all of them time at once; else as `measure_links`."""
-    return _run_ranks("paraplan.runtime.measure.kernels", request, KernelEvent, num_ranks, environment, on_event)
+    """Return what ranks report last of each kernel, which all of them time at once; else as `measure_links`."""
+    events = _run_ranks("paraplan.runtime.measure.kernels", request, KernelEvent, num_ranks, environment, on_event)
+    return list({event.case: event for event in events}.values())
 
 
 def _run_ranks(

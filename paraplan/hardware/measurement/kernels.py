@@ -19,6 +19,9 @@ KernelKind = Literal["matmul", "attention_forward", "attention_backward", "moved
 """moved: norm, GELU and sum, forward and backward; copy: one tensor to another; optimizer: clipping and AdamW;
 overlap: a matmul and an all-reduce, one after the other and both at once."""
 
+ROUNDS = 2
+"""Times that ranks go through all cases."""
+
 _BACKWARD_PER_FORWARD = 2.5  # FLOPs of fused attention, the scores made again (Dao 2023, section 4.1)
 _CAUSAL = 0.5
 # Inputs and outputs of linear layers: square ones, those that widen, those that narrow.
@@ -66,13 +69,14 @@ class KernelRequest(Record):
 
     @property
     def num_timings(self) -> int:
-        """Number of timings if none is left out."""
-        return len(self.cases)
+        """Number of timings if none is left out: each case comes round so often."""
+        return ROUNDS * len(self.cases)
 
 
 class KernelEvent(Record):
     """What the ranks report of a case: seconds on the slowest rank, and the bytes that it moved, or why it was skipped.
 
+    Each round reports the best times of all rounds so far.
     Of the overlap case `times_s` are those of compute alone, communication alone, and both at once.
     """
 
