@@ -268,6 +268,19 @@ class NormedEnds(Base):
         return self.head(self.last(hidden.transpose(1, 2)).transpose(1, 2))
 
 
+class KeepingBlock(Block):
+    """Keeps what it computed last, as caches and monitors do."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.kept = F.relu_(self.inner(self.norm(hidden)))
+        self.last = hidden + self.outer(self.kept)
+        return self.last
+
+
+class Keeping(Base):
+    block = KeepingBlock
+
+
 class SharedBlock(Block):
     """Holds a part that all blocks share."""
 
@@ -585,7 +598,7 @@ SPLIT: tuple[type[Base], ...] = (ValuesOfHeads, ValuesInDict, ValuesInFields, Va
 SOUND: tuple[type[Base], ...] = (
     *(FrozenTower, TrainedTower, TowerByMethod, DetachedPrior, ByData, Chosen, Unused, IntegerPath, InputSkip),
     *(InPlaceBlocks, StepCount, WarmUp, MeanOfWords, FrozenAverage, Normed, NormedEnds, SharedPart, Images, Fields),
-    *(Tied, ByteCache, SharedWeight, BlockTiedToHead, Branches),
+    *(Tied, ByteCache, SharedWeight, BlockTiedToHead, Branches, Keeping),
 )
 REFUSED: dict[type[Base], str] = {
     ValueResidual: "computes beside its hidden state",

@@ -43,7 +43,7 @@ from paraplan.runtime.split.layers import (
 from paraplan.runtime.split.search import BlockSplit, find_split, own_plan, splits, style_of
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 from paraplan.runtime.structure.chain import HINT
-from paraplan.runtime.structure.meta import give_random_values
+from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import (
     BlockCall,
     ModelStructure,
@@ -339,16 +339,18 @@ def checked_in_numbers(
     copies = [whole]
     try:
         with comparable_runs(mesh.world.device):
-            setting = setting_of(whole, call)
+            with attributes_kept(whole):
+                setting = setting_of(whole, call)
             if ends is None and not split.draws and not shares_with_blocks(call):
                 # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
                 direct = replace(split, use_local_output=True)
                 copies.append(copy.deepcopy(whole))
                 shardings = split_block(copies[-1], direct, group, None)
-                summed = summed_gradients(whole, copies[-1], shardings, call, group=group, setting=setting)
+                with attributes_kept(whole):
+                    summed = summed_gradients(whole, copies[-1], shardings, call, group=group, setting=setting)
                 if summed is not None:
                     split = replace(direct, summed=summed)
-            copies.append(_copied(whole, name))
+            copies.append(copy.deepcopy(whole))
             shardings = split_block(copies[-1], split, group, ends)
             check_split(whole, copies[-1], shardings, call, group=group, name=name, setting=setting)
         return split
@@ -356,13 +358,3 @@ def checked_in_numbers(
         # Their forward passes refer to them: the values are let go here, not when Python next looks for such circles.
         for each in copies:
             each.to("meta")
-
-
-def _copied(block: nn.Module, name: str) -> nn.Module:
-    try:
-        return copy.deepcopy(block)
-    except RuntimeError as error:
-        raise UnsupportedPlanError(
-            f"a split of {name} ({type(block).__name__}) cannot be checked: it keeps tensors of its last pass",
-            hint="use tp=1 for this model",
-        ) from error
