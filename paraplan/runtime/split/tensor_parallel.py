@@ -35,6 +35,7 @@ from paraplan.runtime.split.layers import (
     has_own_code,
     has_own_weight,
     is_linear,
+    linear_sizes,
     run_block,
     shown_split,
     split_linear,
@@ -183,6 +184,8 @@ def _split_of(
     }
     ways: list[tuple[Adapters | None, dict[str, str]]] = [(adapters, {})] if adapters.bases else []
     ways += [(None, {}), *([(None, own)] if own.keys() - wanted.kept.keys() else [])]
+    narrow = _narrow_layers(meta_model, size=wanted.mesh.size("tp"))
+    ways += [(None, narrow)] if narrow.keys() - wanted.kept.keys() else []
     errors = []
     for pairs, whole in ways:
         try:
@@ -191,6 +194,24 @@ def _split_of(
         except UnsupportedPlanError as error:
             errors.append(error)
     raise errors[0] from None
+
+
+def _narrow_layers(meta_model: nn.Module, *, size: int) -> dict[str, str]:
+    """Return layers that make fewer outputs than one beside them: keys and values of fewer heads than ranks, it may be.
+
+    Every rank then has them whole, and the gradients of the heads that it has of the queries are summed.
+    """
+    beside: dict[tuple[str, int], dict[str, int]] = {}
+    for layer, module in meta_model.named_modules():
+        if layer and is_linear(module):
+            inputs, outputs = linear_sizes(module)
+            beside.setdefault((layer.rpartition(".")[0], inputs), {})[layer] = outputs
+    return {
+        layer: f"it makes the keys or values of fewer heads than tp={size} divides"
+        for layers in beside.values()
+        for layer, outputs in layers.items()
+        if outputs == min(layers.values()) < max(layers.values())
+    }
 
 
 def _split_with(
