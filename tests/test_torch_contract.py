@@ -93,6 +93,7 @@ CONTRACTS = (
     Contract("torch:Tensor._version", "whether a gradient, a kept result or a weight was written"),
     Contract("torch:Tensor._backward_hooks", "whether gradients of parameters are hooked"),
     Contract("torch:Tensor._post_accumulate_grad_hooks", "as above"),
+    Contract("torch.ops:aten._unsafe_view.default", "results of layers that code writes into"),
     Contract("torch:Tensor._is_view", "sums in place; what pipeline stages send", ("self",)),
     Contract("torch:Tensor._make_wrapper_subclass", "split tensors and parts of a checkpoint"),
     Contract("torch:_foreach_mul_", "gradient clipping"),
@@ -411,6 +412,7 @@ def test_writes_are_counted_and_views_known() -> None:
     assert door.version_of(tensor) == before + 1
     assert door.is_view(tensor[:2])
     assert not door.is_view(tensor)
+    assert not door.is_view(door.without_base(tensor[:2]))
     assert door.storage_key(tensor) == door.storage_key(tensor[1:]) == door.storage_key(tensor.untyped_storage())
     assert door.storage_key(torch.zeros(4, device="meta")) != door.storage_key(tensor)
 

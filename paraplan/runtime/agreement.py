@@ -23,6 +23,11 @@ _PAUSE_S = 0.01
 _WORDS_TRAVEL_S = 1.0
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether `error` says that the process at the other end of a connection has ended."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_CONNECTION)
+
+
 class FailedElsewhereError(Exception):
     """Another rank has failed, in words of its own; this one has nothing to say."""
 
@@ -73,18 +78,17 @@ class Agreement:
         prefix = f"{self._prefix()}/ended"
         try:
             yield
-        except ParaplanError as error:
-            self._tell(prefix, error)
-            raise
-        except RuntimeError as error:
-            if not any(words in str(error) for words in LOST_CONNECTION):
+        except Exception as error:
+            if not is_lost_connection(error):
+                self._tell(prefix, error)
                 raise
-            ends_s = time.monotonic() + _WORDS_TRAVEL_S
-            while (other := self._told(prefix)) is None and time.monotonic() < ends_s:
-                time.sleep(_PAUSE_S)
-            if other is None:
-                raise
-            raise _said_by(*other, call=call()) from error
+            other = self._soon_told(prefix)
+            if other is not None:
+                raise _said_by(*other, call=call()) from error
+            raise RankLeftError(
+                f"a rank has ended while rank {self.world.rank} was in {call()} (connection closed by peer)",
+                hint="look for what the other ranks have written",
+            ) from error
 
     def _prefix(self) -> str:
         """Return where this job writes: what an earlier one was refused with says nothing about it."""
@@ -110,15 +114,28 @@ class Agreement:
     def _told(self, prefix: str) -> tuple[int, str, str | None] | None:
         """Return the rank, the message and the hint of the first failure of another rank."""
         try:
-            store = default_store()
-            if not store.check([f"{prefix}/failed"]):
-                return None
-            for rank in range(self.world.size):
-                if rank != self.world.rank and store.check([f"{prefix}/error/{rank}"]):
-                    words = json.loads(store.get(f"{prefix}/error/{rank}"))
-                    return rank, str(words["message"]), words["hint"]
+            return self._read(prefix)
         except RuntimeError:
             return None
+
+    def _soon_told(self, prefix: str) -> tuple[int, str, str | None] | None:
+        """Return what another rank tells within a second; what it says travels beside the end of its connection."""
+        ends_s = time.monotonic() + _WORDS_TRAVEL_S
+        try:
+            while (told := self._read(prefix)) is None and time.monotonic() < ends_s:
+                time.sleep(_PAUSE_S)
+        except RuntimeError:  # the rank that held the store has ended
+            return None
+        return told
+
+    def _read(self, prefix: str) -> tuple[int, str, str | None] | None:
+        store = default_store()
+        if not store.check([f"{prefix}/failed"]):
+            return None
+        for rank in range(self.world.size):
+            if rank != self.world.rank and store.check([f"{prefix}/error/{rank}"]):
+                words = json.loads(store.get(f"{prefix}/error/{rank}"))
+                return rank, str(words["message"]), words["hint"]
         return None
 
     def _wait(self, prefix: str, is_over: Callable[[], bool], *, patience_s: float | None) -> None:
@@ -191,7 +208,7 @@ class RankSync:
             dist.all_gather(gathered, mine)
         except RuntimeError as error:
             left = self._who_left()
-            if left is None and not any(words in str(error) for words in LOST_CONNECTION):
+            if left is None and not is_lost_connection(error):
                 raise
             if left is None:
                 raise RankLeftError(

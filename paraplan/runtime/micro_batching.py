@@ -17,6 +17,7 @@ from paraplan.runtime.agreement import Agreement, Call, RankSync
 from paraplan.runtime.checkpoints.saving import Reader
 from paraplan.runtime.checks.first_step import FirstStep
 from paraplan.runtime.checks.forward_state import BatchStatistics
+from paraplan.runtime.checks.gradient_rule import GradientRule
 from paraplan.runtime.checks.loss_rule import LossProbe
 from paraplan.runtime.checks.references import Reference
 from paraplan.runtime.checks.trials import global_sequences
@@ -164,14 +165,9 @@ def _first_step(
     def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return whole_tensor(tensor, part.shardings.get(name), mesh)
 
-    probe = LossProbe(
-        part.execution,
-        part.module,
-        mesh=mesh,
-        plan=plan,
-        count_targets=checking.count_targets,
-        dtype=half_type(checking.precision) or torch.float32,
-    )
+    dtype = half_type(checking.precision) or torch.float32
+    counts = checking.count_targets
+    probe = LossProbe(part.execution, part.module, mesh=mesh, plan=plan, count_targets=counts, dtype=dtype)
     verification = None
     if checking.reference is not None:
         verification = Verification(
@@ -186,4 +182,5 @@ def _first_step(
         verification=verification,
         gathers=checking.gathers,
         has_values=checking.has_values,
+        gradients=GradientRule(part, mesh=mesh, plan=plan, count_targets=counts, dtype=dtype),
     )

@@ -143,6 +143,15 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def without_base(made: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that nobody else has as no view for autograd, so that code may write into it.
+
+    torch's own linear layers do so; in public it takes a copy.
+    """
+    same: torch.Tensor = torch.ops.aten._unsafe_view.default(made, made.shape)
+    return same
+
+
 def lerp_all(tensors: Sequence[torch.Tensor], towards: Sequence[torch.Tensor], weight: float) -> None:
     """Move each tensor by `weight` towards another: one kernel for all. `torch.lerp` starts one for each."""
     torch._foreach_lerp_(list(tensors), list(towards), weight)

@@ -268,6 +268,19 @@ class NormedEnds(Base):
         return self.head(self.last(hidden.transpose(1, 2)).transpose(1, 2))
 
 
+class KeepingBlock(Block):
+    """Keeps what it computed last, as caches and monitors do."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.kept = F.relu_(self.inner(self.norm(hidden)))
+        self.last = hidden + self.outer(self.kept)
+        return self.last
+
+
+class Keeping(Base):
+    block = KeepingBlock
+
+
 class SharedBlock(Block):
     """Holds a part that all blocks share."""
 
@@ -545,6 +558,27 @@ class HeadedFields(Headed):
     form = "dataclass"
 
 
+class OneKeyHead(nn.Module):
+    """Attention of four heads of queries to one of keys and values, which code repeats for as many as it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, WIDTH // 4), nn.Linear(WIDTH, WIDTH // 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            layer(hidden).unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return hidden + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class MultiQuery(Base):
+    block = OneKeyHead
+
+
 class ValuesOfHeads(Base):
     """The values of the first block's heads, in every block; the last one's are read by the end."""
 
@@ -581,11 +615,11 @@ class ValuesUnread(ValuesOfHeads):
         return self.head(hidden)
 
 
-SPLIT: tuple[type[Base], ...] = (ValuesOfHeads, ValuesInDict, ValuesInFields, ValuesUnread)
+SPLIT: tuple[type[Base], ...] = (MultiQuery, ValuesOfHeads, ValuesInDict, ValuesInFields, ValuesUnread)
 SOUND: tuple[type[Base], ...] = (
     *(FrozenTower, TrainedTower, TowerByMethod, DetachedPrior, ByData, Chosen, Unused, IntegerPath, InputSkip),
     *(InPlaceBlocks, StepCount, WarmUp, MeanOfWords, FrozenAverage, Normed, NormedEnds, SharedPart, Images, Fields),
-    *(Tied, ByteCache, SharedWeight, BlockTiedToHead, Branches),
+    *(Tied, ByteCache, SharedWeight, BlockTiedToHead, Branches, Keeping),
 )
 REFUSED: dict[type[Base], str] = {
     ValueResidual: "computes beside its hidden state",

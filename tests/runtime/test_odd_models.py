@@ -161,9 +161,8 @@ def test_models_of_odd_build_are_sharded_as_in_one_process(ranks: RankHarness, a
 AS_OTHERS_UNDER_TP = {FrozenTower, TowerByMethod, DetachedPrior, ByData, Unused, StepCount, MeanOfWords, NormedEnds}
 AS_OTHERS_UNDER_TP |= {Branches, BranchBetween, Fields, ByteCache, PooledStates, LateBuffer, Reassigned}
 RANDOM = {NoiseAtBothEnds, DropsLayers, DrawsByPython}
-# Three outputs over two ranks; nothing that can be split.
+# Nothing that can be split.
 NOT_SPLIT = {
-    "Chosen": "does not divide the outputs 3",
     "Images": "can be split",
     "ValueResidual": "can be split",
     "SharedWeight": "belong to another layer",

@@ -17,6 +17,7 @@ from paraplan.runtime.checks.forward_state import (
     check_weights_stay,
     weight_sums,
 )
+from paraplan.runtime.checks.gradient_rule import GradientRule
 from paraplan.runtime.checks.loss_rule import LossProbe, Tried
 from paraplan.runtime.checks.references import changes_the_model
 from paraplan.runtime.checks.trials import (
@@ -33,6 +34,7 @@ from paraplan.runtime.checks.weight_reads import WeightReads
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.step.loss import LossRule, Returned
+from paraplan.runtime.torch_private import watching_functions
 
 _WORTH_SAYING_S = 0.5
 _MOST_TRIES = 2
@@ -52,6 +54,7 @@ class FirstStep:
         verification: Verification | None,
         gathers: bool = False,
         has_values: bool = True,
+        gradients: GradientRule | None = None,
     ) -> None:
         self.rule: LossRule | None = None
         self._module = part.module
@@ -61,10 +64,13 @@ class FirstStep:
         self._statistics = statistics
         self._verification = verification
         self._gathers = gathers
+        self._gradients = gradients
+        self._has_own_backward = False
         self._state = ForwardState(part.module, mesh)
         self._is_steady: bool | None = None
         self._tries = 0
         self._has_begun = False
+        self._trains = False
         self._sums: WeightSums | None = None
         self._loss = part.execution.loss
         self._reads: WeightReads | None = None
@@ -84,6 +90,7 @@ class FirstStep:
             self._has_begun = True
             check_same_batch((inputs, targets), self._mesh)
         needs_rule = is_divided and self.rule is None
+        self._trains = trains
         verification = self._verification if trains else None
         if needs_rule or verification is not None:
             pieces = two_sequences(inputs, targets, sizes, self._mesh)
@@ -122,7 +129,10 @@ class FirstStep:
         is_steady, tried = self._try(pieces, needs_rule=needs_rule)
         if needs_rule:
             with modes(self._module, training=None if is_steady else False, batch_norm_training=False):
-                self.rule = self._rule_of((pieces[0], pieces[1]), num_sequences, tried if is_steady else None)
+                both = pieces[0], pieces[1]
+                self.rule = self._rule_of(both, num_sequences, tried if is_steady else None)
+                if self._gradients is not None and self._is_strict and self._compares_gradients(self.rule):
+                    self._gradients.check(both, self.rule)
         if verification is None:
             return
         if not verification.is_current():
@@ -143,10 +153,24 @@ class FirstStep:
             sys.stderr.write(f"paraplan: {said}\n")
 
     def _rule_of(self, pieces: tuple[Piece, Piece], num_sequences: int, tried: Tried | None) -> LossRule:
-        is_strict = self._statistics == "global" or not self._state.is_written
         if self._gathers:
             return self._probe.check_gathered(pieces)
-        return self._probe.find(pieces, num_sequences=num_sequences, is_strict=is_strict, tried=tried)
+        return self._probe.find(pieces, num_sequences=num_sequences, is_strict=self._is_strict, tried=tried)
+
+    @property
+    def _is_strict(self) -> bool:
+        return self._statistics == "global" or not self._state.is_written
+
+    def _compares_gradients(self, rule: LossRule) -> bool:
+        """Whether gradients may be others where the loss is the same: its code is not followed, or a backward pass."""
+        if rule.kind == "gathered":
+            return False
+        return any(row[0] for row in gathered_numbers([float(self._has_own_backward)], self._mesh)) or not (
+            rule.is_followed
+        )
+
+    def _watch_function(self, kind: type[Any], *_: Any) -> None:
+        self._has_own_backward |= not kind.__module__.startswith(("torch.", "paraplan."))
 
     def _try(self, pieces: Sequence[Piece], *, needs_rule: bool) -> tuple[bool, Tried | None]:
         """Return whether nothing in the model is random, and what two pieces give in training where a rule is needed.
@@ -158,7 +182,7 @@ class FirstStep:
         tried: list[Returned | None] = []
         after: list[Buffers] = []
         before, sums = self._state.buffers(), [weight_sums(self._module)]
-        with modes(self._module, training=None, batch_norm_training=False):
+        with modes(self._module, training=None, batch_norm_training=False), watching_functions(self._watch_function):
             for piece in pieces if needs_rule else pieces[:1]:
                 value = self._probe.value(piece, seed=0, seen=lambda: after.append(self._state.buffers()))
                 tried.append(value)
@@ -167,7 +191,7 @@ class FirstStep:
                 self._is_steady = self._is_same(tried[0], self._probe.value(pieces[0], seed=1))
                 sums.append(weight_sums(self._module))
                 check_weights_stay(sums, self._mesh)
-                self._sums = sums[-1]
+                self._sums = sums[-1] if self._trains else None  # weights may change between an evaluation and a step
         if not needs_rule:
             return self._is_steady, None
         self._state.find(before, (after[0], after[1]), self._plan, statistics=self._statistics)

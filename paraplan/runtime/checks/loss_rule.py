@@ -57,7 +57,8 @@ Tried = tuple[Returned | None, Returned | None]
 class _Finding:
     """What one rank with the end of the model has found: a rule, and the losses together and from the parts.
 
-    `rounding` is how far a sequence beside itself is from that sequence alone, relative to the loss.
+    `rounding` is how far a sequence beside itself is from that sequence alone, relative to the loss. `is_followed`: the
+    code of the loss has shown the rule.
     """
 
     kind: LossKind
@@ -68,16 +69,20 @@ class _Finding:
     num_others: int = 0
     in_model: bool = False
     rounding: float = 0.0
+    is_followed: bool = False
 
     def numbers(self) -> list[float]:
         """Return it as numbers that travel."""
         flags = [float(_KINDS.index(self.kind)), float(self.is_known), self.together, self.from_parts]
-        return [*flags, self.count, float(self.num_others), float(self.in_model), self.rounding]
+        return [
+            *flags,
+            *(self.count, float(self.num_others), float(self.in_model), self.rounding, float(self.is_followed)),
+        ]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _Finding:
         """Return what `numbers` gave."""
-        kind, is_known, together, from_parts, count, num_others, in_model, rounding = numbers
+        kind, is_known, together, from_parts, count, num_others, in_model, rounding, is_followed = numbers
         return cls(
             kind=_KINDS[int(kind)],
             is_known=bool(is_known),
@@ -87,6 +92,7 @@ class _Finding:
             num_others=int(num_others),
             in_model=bool(in_model),
             rounding=rounding,
+            is_followed=bool(is_followed),
         )
 
 
@@ -209,6 +215,7 @@ class LossProbe:
                 rounding = _relative(*self._tried(kind, (first, first), again, (pieces[0], pieces[0])))
             is_known = known is not None or kind == "targets"
             own = _Finding(kind, is_known, together, from_parts, rounding=rounding, in_model=in_model)
+            own = replace(own, is_followed=kind == known and all(one.is_followed for one in returned))
             if self._fits(own):
                 break
         else:
@@ -272,7 +279,13 @@ class LossProbe:
             )
         expected = max(1.0, max(one.count for one in findings) * num_sequences)
         provisional = 2.0 ** round(math.log2(expected))
-        return LossRule(kind=first.kind, in_model=first.in_model, provisional=provisional, num_others=first.num_others)
+        return LossRule(
+            kind=first.kind,
+            in_model=first.in_model,
+            provisional=provisional,
+            num_others=first.num_others,
+            is_followed=all(one.is_followed for one in findings),
+        )
 
 
 def _sum_of_means(batches: Sequence[Sequence[tuple[torch.Tensor, Number]]]) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from paraplan.errors import ParaplanError, UsageError
+from paraplan.errors import UsageError
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, has_some
 from paraplan.runtime.data_parallel.wrapping import reductions_of
@@ -118,8 +118,8 @@ class PipelineExecution:
         try:
             run(*arguments, number=numbers, return_outputs=False, **last)
         except RuntimeError as error:
-            # torch wraps what a stage raises; what a user can mend is shown as it is.
-            if isinstance(error.__cause__, ParaplanError):
+            # torch wraps what a stage raises, which is shown as it is.
+            if isinstance(error.__cause__, Exception):
                 raise error.__cause__ from None
             raise
         finally:

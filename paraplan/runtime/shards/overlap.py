@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.torch_private import without_base
 
 
 class LateWeight:
@@ -115,10 +116,12 @@ class _LateLinear(torch.autograd.Function):
         ctx.save_for_backward(given, weight)
         with torch.autocast(kind, enabled=False):
             if late.outputs_first:
-                return F.linear(given, weight, bias)
-            if bias is None:
-                return given @ weight
-            return torch.addmm(bias, given.flatten(0, -2), weight).view(*given.shape[:-1], -1)
+                made = F.linear(given, weight, bias)
+            elif bias is None:
+                made = given @ weight
+            else:
+                made = torch.addmm(bias, given.flatten(0, -2), weight).view(*given.shape[:-1], -1)
+            return without_base(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -35,6 +35,7 @@ from paraplan.runtime.split.layers import (
     has_own_code,
     has_own_weight,
     is_linear,
+    linear_sizes,
     run_block,
     shown_split,
     split_linear,
@@ -43,7 +44,7 @@ from paraplan.runtime.split.layers import (
 from paraplan.runtime.split.search import BlockSplit, find_split, own_plan, splits, style_of
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 from paraplan.runtime.structure.chain import HINT
-from paraplan.runtime.structure.meta import give_random_values
+from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import (
     BlockCall,
     ModelStructure,
@@ -183,6 +184,8 @@ def _split_of(
     }
     ways: list[tuple[Adapters | None, dict[str, str]]] = [(adapters, {})] if adapters.bases else []
     ways += [(None, {}), *([(None, own)] if own.keys() - wanted.kept.keys() else [])]
+    narrow = _narrow_layers(meta_model, size=wanted.mesh.size("tp"))
+    ways += [(None, narrow)] if narrow.keys() - wanted.kept.keys() else []
     errors = []
     for pairs, whole in ways:
         try:
@@ -191,6 +194,24 @@ def _split_of(
         except UnsupportedPlanError as error:
             errors.append(error)
     raise errors[0] from None
+
+
+def _narrow_layers(meta_model: nn.Module, *, size: int) -> dict[str, str]:
+    """Return layers that make fewer outputs than one beside them: keys and values of fewer heads than ranks, it may be.
+
+    Every rank then has them whole, and the gradients of the heads that it has of the queries are summed.
+    """
+    beside: dict[tuple[str, int], dict[str, int]] = {}
+    for layer, module in meta_model.named_modules():
+        if layer and is_linear(module):
+            inputs, outputs = linear_sizes(module)
+            beside.setdefault((layer.rpartition(".")[0], inputs), {})[layer] = outputs
+    return {
+        layer: f"it makes the keys or values of fewer heads than tp={size} divides"
+        for layers in beside.values()
+        for layer, outputs in layers.items()
+        if outputs == min(layers.values()) < max(layers.values())
+    }
 
 
 def _split_with(
@@ -339,16 +360,18 @@ def checked_in_numbers(
     copies = [whole]
     try:
         with comparable_runs(mesh.world.device):
-            setting = setting_of(whole, call)
+            with attributes_kept(whole):
+                setting = setting_of(whole, call)
             if ends is None and not split.draws and not shares_with_blocks(call):
                 # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
                 direct = replace(split, use_local_output=True)
                 copies.append(copy.deepcopy(whole))
                 shardings = split_block(copies[-1], direct, group, None)
-                summed = summed_gradients(whole, copies[-1], shardings, call, group=group, setting=setting)
+                with attributes_kept(whole):
+                    summed = summed_gradients(whole, copies[-1], shardings, call, group=group, setting=setting)
                 if summed is not None:
                     split = replace(direct, summed=summed)
-            copies.append(_copied(whole, name))
+            copies.append(copy.deepcopy(whole))
             shardings = split_block(copies[-1], split, group, ends)
             check_split(whole, copies[-1], shardings, call, group=group, name=name, setting=setting)
         return split
@@ -356,13 +379,3 @@ def checked_in_numbers(
         # Their forward passes refer to them: the values are let go here, not when Python next looks for such circles.
         for each in copies:
             each.to("meta")
-
-
-def _copied(block: nn.Module, name: str) -> nn.Module:
-    try:
-        return copy.deepcopy(block)
-    except RuntimeError as error:
-        raise UnsupportedPlanError(
-            f"a split of {name} ({type(block).__name__}) cannot be checked: it keeps tensors of its last pass",
-            hint="use tp=1 for this model",
-        ) from error

@@ -57,7 +57,7 @@ class LossRule:
     `in_model` says that the model computes the loss itself. `provisional` is what counted sums are divided by until
     their number is known: a power of two, so that the division rounds nothing. `num_others` means are added to the
     first one, each with a count of its own; `counts` are those of the global batch, of all of them, where they had to
-    be known before: micro-batches have them in different proportions.
+    be known before: micro-batches have them in different proportions. `is_followed`: the code has shown the rule.
     """
 
     kind: LossKind
@@ -65,19 +65,22 @@ class LossRule:
     provisional: float = 1.0
     num_others: int = 0
     counts: torch.Tensor | None = None
+    is_followed: bool = False
 
 
 @dataclass(frozen=True)
 class Returned:
     """What `loss_fn` returned for a micro-batch: a number, what it is, and metrics beside it.
 
-    `is_sum` says that the number is a sum over `count` targets by the word of `loss_fn` itself.
+    `is_sum` says that the number is a sum over `count` targets by the word of `loss_fn` itself; `is_followed` that its
+    code shows it to be made of numbers of single sequences.
     """
 
     value: torch.Tensor
     term: Term | None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     is_sum: bool = False
+    is_followed: bool = False
 
     @property
     def mean(self) -> torch.Tensor:
@@ -285,9 +288,15 @@ def read_loss(returned: Any, follower: LossFollower | None = None) -> Returned:
         )
     value = scalar_loss(loss)
     if not rest:
-        return Returned(value=value, term=None if follower is None else follower.term_of(loss), metrics=metrics)
-    count = _count(rest[0])
-    return Returned(value=value, term=Mean(divisor=count, count=count), metrics=metrics, is_sum=True)
+        term = None if follower is None else follower.term_of(loss)
+        return Returned(value=value, term=term, metrics=metrics, is_followed=_is_followed(follower, loss))
+    count, is_followed = _count(rest[0]), _is_followed(follower, loss)
+    term = Mean(divisor=count, count=count)
+    return Returned(value=value, term=term, metrics=metrics, is_sum=True, is_followed=is_followed)
+
+
+def _is_followed(follower: LossFollower | None, loss: Any) -> bool:
+    return follower is not None and not follower.mixes and isinstance(follower.term_of(loss), (Mean, Sum))
 
 
 def _count(value: Any) -> Number:

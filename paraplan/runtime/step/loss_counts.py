@@ -89,6 +89,7 @@ class LossFollower(TorchFunctionMode):
         super().__init__()
         self._terms: dict[int, tuple[Any, Term]] = {}
         self._read: dict[float, Number] = {}  # sums that code has read as Python numbers
+        self.mixes = False  # whether sequences were brought together into something else than a number
         self._picks = False  # whether entries were picked by their values
         self._constants: dict[int, weakref.ref[torch.Tensor]] = {}  # made of parameters and numbers alone
 
@@ -118,6 +119,7 @@ class LossFollower(TorchFunctionMode):
         result = func(*self._divisible(name, args, before), **given)
         if isinstance(result, torch.Tensor):
             self._picks = self._picks or (name in ("__getitem__", "masked_select") and _picks_by_value(args))
+            self.mixes = self.mixes or (name in (_SUMS | _MEANS) and bool(args) and _mixes(args, given, result))
             self._forget(result)
             if is_constant:
                 self._constants[id(result)] = weakref.ref(result)
@@ -270,6 +272,13 @@ def _picks_by_value(args: tuple[Any, ...]) -> bool:
     entries = args[1] if len(args) > 1 else None
     entries = entries if isinstance(entries, tuple) else (entries,)
     return any(isinstance(entry, torch.Tensor) and entry.dtype == torch.bool for entry in entries)
+
+
+def _mixes(args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> bool:
+    """Whether a sum or mean goes over the first dimension, and leaves others."""
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    found = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return bool(result.ndim) and isinstance(args[0], torch.Tensor) and (0 in found or -args[0].ndim in found)
 
 
 def _added(

@@ -67,6 +67,18 @@ def _replace(parameter: nn.Parameter, values: torch.Tensor) -> None:
     torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def attributes_kept(*models: nn.Module) -> Iterator[None]:
+    """Put the attributes of modules back at the end of this context: what code keeps of a pass that was a trial."""
+    before = [(vars(module), dict(vars(module))) for model in models for module in model.modules()]
+    try:
+        yield
+    finally:
+        for held, kept in before:
+            held.clear()
+            held.update(kept)
+
+
 Context = Callable[[], AbstractContextManager[Any]]
 
 
