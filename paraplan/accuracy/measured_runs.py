@@ -36,7 +36,7 @@ WORDS = {
 }
 """Other spellings of cells, by column."""
 
-ZERO_ALLOWED = ("zero_stage", "dropout", "mtp_layers")
+ZERO_ALLOWED = ("zero_stage", "dropout", "lora_dropout", "mtp_layers")
 MICROBATCHES_PER_STAGE = 4
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
@@ -118,6 +118,8 @@ class MeasuredRun(Record):
     lora_rank: int | None = None
     lora_targets: str = ""
     """Layers with adapters: "q v", "all linear", "q k v o + MLP"."""
+    lora_dropout: float | None = None
+    """Dropout rate of adapters' inputs."""
     base_weight_dtype: str = ""
     """How frozen weights are stored: bf16, nf4, nf4 double quant, int8, fp32."""
     kernels: str = ""
