@@ -84,6 +84,8 @@ class MeasuredRun(Record):
     vpp: int | None = None
     sequence_parallel: bool | None = None
     zero_stage: int | None = None
+    zero_shards: int | None = None
+    """Ranks over which ZeRO shards, where not all of dp do (hybrid sharding)."""
     recompute: str = ""
     flash_attention: bool | None = None
     torch_compile: bool | None = None
