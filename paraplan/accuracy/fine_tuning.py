@@ -48,6 +48,8 @@ _MODELLED = (
     r"(cut|chunked) cross-entropy",
     r"activation offload",
     r"peft (ia3|ln_tuning).*",
+    r"embedding and head train too",
+    r"bitsandbytes before 0\.43\.2",
 )
 """Features of fine-tuning rows that predictions take in."""
 
@@ -78,10 +80,9 @@ def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[st
     features, fields = run.nonstandard_features.lower(), dict[str, Any]()
     trainable = _trainable(run)
     fields["train"] = trainable.text
-    if trainable.is_full:
-        is_pure = "pure bf16" in features or run.base_weight_dtype.lower() == "bf16"
-        fields |= {"precision": "bf16-pure"} if is_pure and run.precision == "bf16" else {}
-    else:
+    is_pure = "pure bf16" in features or (trainable.is_full and run.base_weight_dtype.lower() == "bf16")
+    fields |= {"precision": "bf16-pure"} if is_pure and run.precision == "bf16" else {}
+    if not trainable.is_full:
         fields["base_weights"] = _weight_format(run.base_weight_dtype)
         fields["upcasts_frozen"] = _upcasts(run)
     kernels = f"{run.kernels} {features}".lower()
@@ -95,9 +96,12 @@ def _upcasts(run: MeasuredRun) -> bool:
     """Return whether frozen weights that are not quantized are in fp32.
 
     TRL's SFTTrainer and peft's examples call `prepare_model_for_kbit_training` for models that bitsandbytes quantized;
+    it leaves those of GPTQ, AQLM, EETQ, HQQ and torchao as they are (peft/utils/other.py);
     unsloth and its kernels do not need it, axolotl casts all back to 16 bits for FlashAttention, and FSDP brings all
     that it flattens to one type again.
     """
+    if re.search("gptq|aqlm|eetq|hqq|torchao", run.base_weight_dtype.lower()):
+        return False
     if "prepare_model_for_kbit_training" in run.nonstandard_features.lower():
         return not run.zero_stage
     words = f"{run.kernels} {run.nonstandard_features} {run.framework}".lower()
@@ -129,6 +133,8 @@ def with_fine_tuning(run: MeasuredRun, workload: Workload) -> Workload:
         )
     elif re.search(r"\b(hf|trl|transformers)\b", run.framework.lower()):
         framework = framework.changed(loss=_HF_LOSS)
+    if "bitsandbytes before 0.43.2" in words:
+        framework = framework.changed(kernels={"keeps_quantized_inputs": True})
     if "fsdp1" in run.framework.lower():
         # Shards of flat parameters are plain tensors, which torch's optimizers go over as lists.
         framework = framework.changed(data_parallel={"shards_are_flat": True})
@@ -192,7 +198,10 @@ def _trainable(run: MeasuredRun) -> Trainable:
     targets = tuple(words) or usual if "all" not in words else (ALL_LINEAR,)
     if "mlp" in targets:
         targets = (*(word for word in targets if word != "mlp"), "gate", "up", "down")
-    return Trainable(adapter=AdapterSpec(kind=kind, rank=run.lora_rank or _usual_rank(run), targets=targets))
+    rank, dropout = run.lora_rank or _usual_rank(run), run.lora_dropout or 0.0
+    ends = "embedding and head train too" in run.nonstandard_features.lower()
+    adapter = AdapterSpec(kind=kind, rank=rank, targets=targets, dropout=dropout if kind != "ia3" else 0.0)
+    return Trainable(adapter=adapter, head=ends, embeddings=ends)
 
 
 def _usual_rank(run: MeasuredRun) -> int:

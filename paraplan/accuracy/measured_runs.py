@@ -36,7 +36,7 @@ WORDS = {
 }
 """Other spellings of cells, by column."""
 
-ZERO_ALLOWED = ("zero_stage", "dropout", "mtp_layers")
+ZERO_ALLOWED = ("zero_stage", "dropout", "lora_dropout", "mtp_layers")
 MICROBATCHES_PER_STAGE = 4
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
@@ -84,6 +84,8 @@ class MeasuredRun(Record):
     vpp: int | None = None
     sequence_parallel: bool | None = None
     zero_stage: int | None = None
+    zero_shards: int | None = None
+    """Ranks over which ZeRO shards, where not all of dp do (hybrid sharding)."""
     recompute: str = ""
     flash_attention: bool | None = None
     torch_compile: bool | None = None
@@ -118,6 +120,8 @@ class MeasuredRun(Record):
     lora_rank: int | None = None
     lora_targets: str = ""
     """Layers with adapters: "q v", "all linear", "q k v o + MLP"."""
+    lora_dropout: float | None = None
+    """Dropout rate of adapters' inputs."""
     base_weight_dtype: str = ""
     """How frozen weights are stored: bf16, nf4, nf4 double quant, int8, fp32."""
     kernels: str = ""

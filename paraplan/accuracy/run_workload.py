@@ -206,6 +206,7 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
             "cp": cp,
             "ep": ep,
             "zero_stage": min(zero_stage, 1) if pp > 1 else zero_stage,
+            "zero_shards": run.zero_shards if run.zero_shards and zero_stage and run.zero_shards < dp * cp else None,
             "sequence_parallel": tp > 1 and _splits_sequences(run, framework),
             "micro_batch_size": micro_batch,
             "num_microbatches": run.num_microbatches or max(1, round(run.global_batch / dp / micro_batch)),

@@ -104,6 +104,9 @@ class KernelProfile(_Group):
 
     fused: bool
     """Norms, activations and rotary embeddings are fused kernels (`BlockSpec.saved_fused`)."""
+    keeps_quantized_inputs: bool = False
+    """Products of weights in four bits keep their inputs, which no gradient needs: bitsandbytes before 0.43.2
+    (bitsandbytes/autograd/_functions.py, MatMul4Bit; its commit 9e75374 of July 2024)."""
     fuses_adapters: bool = False
     """Adapters run in one operation with their layers, which reads what these read."""
     traffic_per_saved_byte: float = 2.6

@@ -79,6 +79,7 @@ class Workload:
             weights=training.frozen_weights,
             others_in_fp32=training.upcasts_frozen,
             input_copies=profile.input_copies,
+            keeps_quantized_inputs=profile.kernels.keeps_quantized_inputs,
         )
         scored, trainable = model, training.trainable
         if training.learns_from.kind == "reward":

@@ -30,11 +30,18 @@ class FrozenStorage:
     `weights` is the format of the blocks' linear layers; embedding, head and norms have 16 bits, or fp32 where the
     linear layers do or `others_in_fp32` says so (peft's `prepare_model_for_kbit_training`). `input_copies` is what an
     adapter keeps of its input: what the layer read, or a copy of its own in the type of activations or in fp32.
+    With `keeps_quantized_inputs` products of weights in four bits keep their inputs too.
     """
 
     weights: WeightFormat = "bf16"
     others_in_fp32: bool = False
     input_copies: InputCopy = "activation"
+    keeps_quantized_inputs: bool = False
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether linear layers of blocks keep their inputs, frozen as they are."""
+        return self.keeps_quantized_inputs and is_quantized(self.weights)
 
     @property
     def others(self) -> WeightFormat:
@@ -80,10 +87,14 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
             )
         blocks.append(known[kind])
     embedding_trains = trainable.embeddings or (trainable.head and model.tied_embeddings)
+
+    def end(block: BlockSpec) -> BlockSpec:
+        return block if adapter is None else _beside_original(block, storage)
+
     return model.replace(
-        embedding=model.embedding if embedding_trains else _frozen_end(model.embedding, storage),
+        embedding=end(model.embedding) if embedding_trains else _frozen_end(model.embedding, storage),
         runs=tuple(BlockRun(block=block, count=len(list(same))) for block, same in groupby(blocks)),
-        head=model.head if head_trains else _frozen_end(model.head, storage, trains_norms=trainable.norms),
+        head=end(model.head) if head_trains else _frozen_end(model.head, storage, trains_norms=trainable.norms),
     )
 
 
@@ -136,6 +147,19 @@ def _frozen_end(block: BlockSpec, storage: FrozenStorage, *, trains_norms: bool 
     return block.replace(parameters=frozen, matmuls=matmuls, saved=saved, saved_fused=fused)
 
 
+def _beside_original(block: BlockSpec, storage: FrozenStorage) -> BlockSpec:
+    """Return an end that trains beside adapters: a copy of what peft leaves in place.
+
+    (peft/utils/other.py, ModulesToSaveWrapper: `original_module` stays as it was.)
+    """
+    originals = tuple(
+        one.replace(name=f"{one.name}.original", frozen_bytes=stored_bytes(storage.others, one.shape or (1,)))
+        for one in block.parameters
+        if len(one.shape) > 1
+    )
+    return block.replace(parameters=(*block.parameters, *originals))
+
+
 def _is_norm(parameter: Parameter) -> bool:
     return any(word in parameter.name for word in _NORM_WORDS)
 
@@ -178,9 +202,8 @@ def _frozen_block(
             added += _adapter_part(layer, adapter, storage.input_copies)
             traffic += _adapter_traffic(layer, adapter, storage.input_copies)
     shares = adapter is not None and storage.input_copies in ("shared", "fused") and not adapter.dropout
-    dropped = _unread_inputs(
-        block, targets if shares and adapter is not None and adapter.kind != "ia3" else frozenset()
-    )
+    readers = targets if shares and adapter is not None and adapter.kind != "ia3" else frozenset()
+    dropped = frozenset() if storage.keeps_inputs else _unread_inputs(block, readers)
     saved, fused = (
         tuple(_kept(tensors, dropped, trains_norms=trains_norms)) + more
         for tensors, more in ((block.saved, added.saved), (block.saved_fused, added.saved_fused))

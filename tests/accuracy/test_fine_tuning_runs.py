@@ -7,6 +7,7 @@ from paraplan.accuracy.fine_tuning import fine_tuning_optimizer, has_only_modell
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import is_standard, predict_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
+from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.units import GIB
 
@@ -84,6 +85,24 @@ def test_fine_tuning_rows_are_scored_where_all_that_is_unusual_is_modelled() -> 
     assert is_standard(run(**offloaded, offload="activations to CPU"))
     assert not is_standard(run(**offloaded, offload="parameters and optimizer to CPU"))
     assert not is_standard(run(nonstandard_features="LoRA"))
+
+
+def test_columns_of_adapters_are_taken_in() -> None:
+    base = run(**MISTRAL | {"method": "qlora", "base_weight_dtype": "gptq int4"})
+
+    def made(**values: object) -> Workload:
+        return workload_of_run(base.replace(**values), DATA)
+
+    prepared = made(nonstandard_features="LoRA; HF prepare_model_for_kbit_training").training
+    assert (prepared.base_weights, prepared.upcasts_frozen) == ("int4", False)
+    adapter = made(lora_dropout=0.1).training.trainable.adapter
+    assert adapter is not None
+    assert adapter.dropout == 0.1
+    ends = made(nonstandard_features="LoRA; embedding and head train too").training.trainable
+    assert (ends.embeddings, ends.head) == (True, True)
+    assert made(nonstandard_features="LoRA; pure bf16: adapters in bf16 too").training.precision == "bf16-pure"
+    older = made(base_weight_dtype="nf4", nonstandard_features="LoRA; nf4 base; bitsandbytes before 0.43.2")
+    assert older.framework.kernels.keeps_quantized_inputs
 
 
 def test_a_method_that_is_not_modelled_is_said() -> None:

@@ -62,6 +62,8 @@ def test_blank_cells_are_what_the_framework_does_and_what_fits() -> None:
     assert planned(run(tp=2, framework="NeMo AutoModel")).sequence_parallel
     assert not planned(run(tp=2, framework="Megatron-LM")).sequence_parallel
     assert planned(run(tp=2, ep=8)).ep == 4, "experts over tp too"
+    sharded = [planned(run(zero_stage=1, zero_shards=shards)).zero_shards for shards in (None, 4, 8)]
+    assert sharded == [None, 4, None], "8 GPUs are all of dp"
     pipeline = run(pp=4, dp=2, micro_batch=None, global_batch=32)
     divided = [planned(pipeline.replace(framework=name)) for name in ("Megatron-LM", "torchtitan")]
     assert [(one.micro_batch_size, one.num_microbatches) for one in divided] == [(1, 16), (4, 4)]
@@ -98,7 +100,7 @@ def test_a_mixture_of_experts_is_known_by_its_name_and_its_experts_go_over_ep() 
 
 
 def test_runs_of_an_unknown_framework_are_a_group_of_their_own() -> None:
-    row = run(framework="InternEvo", measured_step_time_s=1.0)
+    row = run(framework="Unheard Of", measured_step_time_s=1.0)
     assert framework_of_run(row, FRAMEWORKS) == PLAIN_PYTORCH
     prediction = predict_run(row, workload_of_run(row, DATA), planned(row), is_known_framework=False)
     assert not prediction.is_known_framework

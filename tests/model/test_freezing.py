@@ -47,7 +47,8 @@ def test_lora_trains_two_small_matrices_beside_each_layer() -> None:
     assert frozen.parameters.total == llama().parameters.total + frozen.num_trained
 
 
-def test_parameters_of_adapters_are_those_that_peft_counts() -> None:
+@pytest.mark.parametrize(("words", "saved"), [("", None), ("+head+embeddings", ["embed_tokens", "lm_head"])])
+def test_parameters_of_adapters_are_those_that_peft_counts(words: str, saved: list[str] | None) -> None:
     transformers = pytest.importorskip("transformers", reason="builds the model")
     peft = pytest.importorskip("peft", reason="counts peft's parameters")
     model = llama()
@@ -61,10 +62,24 @@ def test_parameters_of_adapters_are_those_that_peft_counts() -> None:
     )
     with torch.device("meta"):
         adapted = peft.get_peft_model(
-            transformers.LlamaForCausalLM(config), peft.LoraConfig(r=16, target_modules="all-linear")
+            transformers.LlamaForCausalLM(config),
+            peft.LoraConfig(r=16, target_modules="all-linear", modules_to_save=saved),
         )
-    frozen = freeze(model, parse_trainable("lora:r=16"), FrozenStorage())
-    assert frozen.num_trained == adapted.get_nb_trainable_parameters()[0]
+    frozen = freeze(model, parse_trainable(f"lora:r=16{words}"), FrozenStorage())
+    assert frozen.parameters.total == sum(one.numel() for one in adapted.parameters())
+    norms = HIDDEN if saved else 0  # the head's norm trains with it here, and not in peft
+    assert frozen.num_trained == adapted.get_nb_trainable_parameters()[0] + norms
+
+
+def test_older_bitsandbytes_keeps_the_inputs_of_products_in_four_bits() -> None:
+    plain, kept = (
+        saved_per_token(freeze(llama(), parse_trainable("lora:r=8,targets=q"), storage))
+        for storage in (FrozenStorage(weights="nf4"), FrozenStorage(weights="nf4", keeps_quantized_inputs=True))
+    )
+    whole = FrozenStorage(weights="bf16", keeps_quantized_inputs=True)
+    assert saved_per_token(freeze(llama(), parse_trainable("lora:r=8,targets=q"), whole)) == plain
+    # Of the attention and of the MLP in, and the MLP's inner output; sdpa keeps the attention's output itself.
+    assert kept - plain == pytest.approx(2 * (2 * HIDDEN + INNER), rel=0.01)
 
 
 # Bytes for a token and hidden feature that torch's saved tensors of peft's model take in one block of these shapes, as
