@@ -176,6 +176,10 @@ class _Operators(CollectiveCount):  # type: ignore[no-untyped-call]  # torch lea
         return result
 
 
+COMPARED_STEPS = 3
+"""Steps more in which the engine compares the blocks that ranks enter, two passes each."""
+
+
 def work_of(case: Case, side: str) -> Work:
     """Return what a step of one side does on this rank, once all is allocated. Nothing of it depends on time."""
     tracker = StorageTracker(dict)
@@ -187,6 +191,8 @@ def work_of(case: Case, side: str) -> Work:
         tracker.forget_peak()
         step()
         tracker.settle()
+    for _ in range(COMPARED_STEPS):
+        step()
     with _Operators(build_mesh(case.plan, read_world(os.environ))) as counted:
         step()
     sent = counted.counted()
