@@ -29,6 +29,7 @@ from paraplan.cli.options import (
     TRAINING_PANEL,
     AttentionName,
     CalibrationOption,
+    Fp8RecipeName,
     GpusPerNodeOption,
     LinearPrecisionName,
     LinkName,
@@ -181,7 +182,8 @@ class TrainingChoices:
         PrecisionName,
         typer.Option(
             "--precision",
-            help="bf16 and fp16 are mixed: fp32 master weights. bf16-pure has everything in bf16.",
+            help="bf16 and fp16 are mixed: fp32 master weights. bf16-pure has everything in bf16; fp8, mxfp8 "
+            "and nvfp4 are those of linear layers beside bf16.",
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = PrecisionName.bf16
@@ -261,6 +263,14 @@ class TrainingChoices:
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = LinearPrecisionName.as_training
+    fp8_recipe: Annotated[
+        Fp8RecipeName | None,
+        typer.Option(
+            "--fp8-recipe",
+            help="How operands in fp8 are scaled, in the words of Megatron-LM and torchao.",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = None
     expert_load: Annotated[
         float,
         typer.Option(
@@ -279,12 +289,14 @@ class TrainingChoices:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of a `TrainingSpec` beside batch and length."""
+        precision, linear = self._precisions
         return {
-            "precision": self.precision,
+            "precision": precision,
             "optimizer": self.optimizer,
             "attention": self.attention,
             "compiled": self.compiled,
-            "linear_precision": self.linear_precision,
+            "linear_precision": linear,
+            "fp8_recipe": self.fp8_recipe,
             "expert_load": self.expert_load,
             "train": self.train,
             "task": self.task,
@@ -293,6 +305,18 @@ class TrainingChoices:
             "loss": self.loss,
             "offloads_activations": self.offload_activations,
         }
+
+    @property
+    def _precisions(self) -> tuple[str, str]:
+        """The precision of the training, and that of linear layers: fp8 stands for bf16 with linear layers in fp8."""
+        precision, linear = self.precision.value, self.linear_precision.value
+        if precision not in list(LinearPrecisionName):
+            return precision, linear
+        if linear not in (LinearPrecisionName.as_training, precision):
+            raise UsageError(
+                f"--precision {precision} beside --linear-precision {linear}", hint="leave one of them out"
+            )
+        return PrecisionName.bf16.value, precision
 
     def say_length(self, model: ModelSpec, length: int) -> None:
         """Say which length is assumed, where the model takes longer sequences and none was given."""

@@ -21,6 +21,19 @@ class PrecisionName(StrEnum):
     bf16_pure = "bf16-pure"
     fp16 = "fp16"
     fp32 = "fp32"
+    fp8 = "fp8"
+    mxfp8 = "mxfp8"
+    nvfp4 = "nvfp4"
+
+
+class Fp8RecipeName(StrEnum):
+    """Values of --fp8-recipe."""
+
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
+    blockwise = "blockwise"
 
 
 class LinearPrecisionName(StrEnum):

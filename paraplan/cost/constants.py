@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Self
+
+from paraplan.plan.training import Fp8Recipe
 from paraplan.records import Record
 from paraplan.units import GIB
 
@@ -68,14 +71,33 @@ class CostConstants(Record):
     block_matmul_speedup: float = 1.0
     """How many times as fast as in 16 bits the linear layers of blocks run in training with 8-bit matmuls."""
     quantizing_bytes: float = 4.0
-    """What training with 8-bit matmuls moves for each element that it quantizes, inputs and gradients of outputs: it
+    """What training with 8-bit matmuls moves for each element that it quantizes, inputs and gradients of outputs. 4: it
     reads 16 bits and writes one byte by rows and one by columns, for the two products that read it (Transformer
-    Engine, pytorch/tensor, `rowwise_usage` and `columnwise_usage`)."""
+    Engine, pytorch/tensor, `rowwise_usage` and `columnwise_usage`). Weights, cast once a step or on their shards, are
+    not counted."""
+    has_16bit_weight_gradients: bool = False
+    """Whether the gradients of weights are products in 16 bits beside 8-bit ones, for which inputs are kept so."""
 
     @property
     def has_8bit_matmuls(self) -> bool:
-        """Whether the linear layers of blocks multiply in 8 bits, and keep their inputs so."""
+        """Whether the linear layers of blocks multiply in 8 bits."""
         return self.block_matmul_speedup > 1
+
+    @property
+    def keeps_8bit_inputs(self) -> bool:
+        """Whether linear layers keep their inputs in 8 bits for the gradients of their weights."""
+        return self.has_8bit_matmuls and not self.has_16bit_weight_gradients
+
+    def with_fp8_recipe(self, recipe: Fp8Recipe | None, *, compiled: bool) -> Self:
+        """Return these with what making 8-bit operands moves under a recipe.
+
+        Scales of a tensor's own maximum need a pass more, which torch.compile puts into the operation before. Rows and
+        columns have scales of their own, so that a tensor is copied for the other product: 3 bytes to cast it, 2 to
+        write the copy, 3 to cast that (torchao, torchao/testing/training/roofline_utils.py).
+        """
+        own = {"tensorwise": 6.0, "rowwise": 8.0, "rowwise_with_gw_hp": 3.0}.get(recipe or "")
+        moved = 4.0 if own is None else own - 2.0 * compiled
+        return self.replace(quantizing_bytes=moved, has_16bit_weight_gradients=recipe == "rowwise_with_gw_hp")
 
     def optimizer_traffic(self, how: str) -> float:
         """Return the bytes that a step of AdamW moves for each of its parameters, clipping counted; `how` it goes."""

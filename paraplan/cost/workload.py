@@ -73,8 +73,9 @@ class Workload:
         constants = self.constants
         if training.linear_precision != "16bit":
             constants = constants.replace(block_matmul_speedup=narrow_speedup(self.cluster.gpu, training))
+            constants = constants.with_fp8_recipe(training.fp8_recipe, compiled=training.compiled)
         elif self.training.linear_precision != "16bit":
-            constants = constants.replace(block_matmul_speedup=1.0)
+            constants = constants.replace(block_matmul_speedup=1.0).with_fp8_recipe(None, compiled=False)
         storage = FrozenStorage(
             weights=training.frozen_weights,
             others_in_fp32=training.upcasts_frozen,

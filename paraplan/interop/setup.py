@@ -11,6 +11,7 @@ from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import (
     AttentionKind,
+    Fp8Recipe,
     LinearPrecision,
     LossKernel,
     OptimizerName,
@@ -41,6 +42,7 @@ class Setup(Record):
     loss: LossKernel | None = None
     compiled: bool | None = None
     linear_precision: LinearPrecision | None = None
+    fp8_recipe: Fp8Recipe | None = None
     offloads_activations: bool | None = None
     model_name: str | None = None
     says_gpus: bool = True
@@ -50,7 +52,7 @@ class Setup(Record):
     def training(self) -> dict[str, object]:
         """The fields of a `TrainingSpec` that the configuration says, but for batch and length."""
         names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled", "linear_precision")
-        values = {name: getattr(self, name) for name in (*names, "offloads_activations")}
+        values = {name: getattr(self, name) for name in (*names, "fp8_recipe", "offloads_activations")}
         return {name: value for name, value in values.items() if value is not None}
 
 

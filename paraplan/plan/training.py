@@ -34,6 +34,9 @@ OptimizerName = Literal[
 ]
 AttentionKind = Literal["flash", "sdpa", "eager"]
 LinearPrecision = Literal["16bit", "fp8", "mxfp8", "nvfp4"]
+Fp8Recipe = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+"""How 8-bit operands are scaled, in the words of Transformer Engine, Megatron-LM and torchao: by a tensor's maxima of
+earlier steps, by its own, by those of its rows, of rows with gradients of weights in 16 bits, or of blocks."""
 LossKernel = Literal["plain", "chunked", "liger", "cut"]
 MOST_LOAD = 1_000_000
 """No rank of experts has more than the rows of as many ranks as there may be."""
@@ -80,6 +83,8 @@ class TrainingSpec(Record):
     linear_precision: LinearPrecision = "16bit"
     """What the linear layers of blocks multiply in, and keep their inputs in: as `precision` says, in 8 bits scaled by
     tensor or block (fp8) or by 32 elements (mxfp8), or in 4 bits scaled by 16 (nvfp4). All else stays as it is."""
+    fp8_recipe: Fp8Recipe | None = None
+    """How operands in fp8 are scaled; None: as in "delayed", which moves least."""
     optimizer: OptimizerName = "adamw"
     """Decides the bytes of state for each parameter."""
     attention: AttentionKind = "sdpa"
@@ -126,6 +131,15 @@ class TrainingSpec(Record):
             raise PlanError(
                 f"linear layers in {self.linear_precision} stand beside 16-bit activations, and the precision is fp32",
                 hint="use --precision bf16, or leave out --linear-precision",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_8bit_operands(self) -> Self:
+        if self.fp8_recipe is not None and self.linear_precision != "fp8":
+            raise PlanError(
+                f"fp8 operands scaled {self.fp8_recipe} stand beside linear layers in {self.linear_precision}",
+                hint="add --linear-precision fp8, or leave out --fp8-recipe",
             )
         return self
 
@@ -190,7 +204,8 @@ class TrainingSpec(Record):
         base = f" on {self.base_weights} weights" if self.base_weights else ""
         trained = "" if self.train == "full" else f", {self.train}{base}"
         loss = "" if self.loss == "plain" else f", {self.loss} loss"
-        narrow = "" if self.linear_precision == "16bit" else f", linear layers in {self.linear_precision}"
+        recipe = f" ({self.fp8_recipe})" if self.fp8_recipe else ""
+        narrow = "" if self.linear_precision == "16bit" else f", linear layers in {self.linear_precision}{recipe}"
         loss += "" if self.task == "sft" else f", {self.task}"
         loss += ", activations on the host" if self.offloads_activations else ""
         return f"{self.precision}{narrow}, {self.optimizer}, {self.attention} attention{compiled}{trained}{loss}"

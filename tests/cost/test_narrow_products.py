@@ -16,7 +16,7 @@ from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.executor import OWN_RUNTIME
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported
-from paraplan.plan.training import LinearPrecision, TrainingSpec
+from paraplan.plan.training import Fp8Recipe, LinearPrecision, TrainingSpec
 from paraplan.search.search import search
 from paraplan.search.verification import check_plan
 
@@ -39,6 +39,28 @@ def test_products_in_8_bits_are_as_much_faster_as_the_best_of_them_that_was_meas
     assert 0.5 < compute_s(narrow) / compute_s(made("dgx-h100")) < 0.85
     back = narrow.trained_as(narrow.training.replace(linear_precision="16bit"))
     assert compute_s(back) == compute_s(made("dgx-h100"))
+
+
+def test_a_recipe_decides_what_is_moved_and_what_stays_in_16_bits() -> None:
+    plain = made("dgx-h100", "fp8")
+
+    def scaled(recipe: Fp8Recipe, *, compiled: bool = False) -> Workload:
+        return plain.trained_as(plain.training.replace(fp8_recipe=recipe, compiled=compiled))
+
+    assert compute_s(scaled("delayed")) == compute_s(scaled("blockwise")) == compute_s(plain)
+    assert compute_s(plain) < compute_s(scaled("tensorwise")) < compute_s(scaled("rowwise"))
+    added_s = [compute_s(scaled(recipe)) - compute_s(plain) for recipe in ("tensorwise", "rowwise")]
+    assert added_s[1] == pytest.approx(2 * added_s[0], rel=1e-6)  # 4 bytes more than the 4 of one pass, and 2
+    compiled = scaled("tensorwise", compiled=True).constants.quantizing_bytes
+    assert compiled == plain.constants.quantizing_bytes  # the maximum is found in the operation before
+    half = scaled("rowwise_with_gw_hp")
+    assert compute_s(half) > compute_s(scaled("rowwise"))
+    wide = made("dgx-h100")
+    kept = [evaluate_plan(one, PLAN).memory[0].activation_bytes for one in (half, wide, plain)]
+    assert kept[0] == kept[1] > kept[2]
+    assert plain.constants == half.trained_as(plain.training).constants
+    with pytest.raises(PlanError, match="scaled rowwise stand beside linear layers in 16bit"):
+        TrainingSpec(global_batch_size=8, seq_length=128, fp8_recipe="rowwise")
 
 
 def test_inputs_are_kept_in_8_bits() -> None:

@@ -379,6 +379,13 @@ def test_products_below_16_bits_are_megatrons_and_a_note_of_others() -> None:
     recipes = ["bf16_with_fp8_current_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"]
     texts = [export_plan(one, "megatron-bridge").text for one in made.values()]
     assert [yaml.safe_load(text)["mixed_precision"] for text in texts] == recipes
+    recipes = {"delayed": "fp8_delayed_scaling", "blockwise": "fp8_subchannel_scaling"}
+    for recipe, words in recipes.items():
+        scaled = subject(plan, linear_precision="fp8", fp8_recipe=recipe)
+        assert f"bf16_with_{words}_mixed" in export_plan(scaled, "megatron-bridge").text
+        assert f"--fp8-recipe {recipe}" in export_plan(scaled, "megatron-lm").text
+    rows = subject(plan, linear_precision="fp8", fp8_recipe="rowwise")
+    assert [gap.part for gap in export_plan(rows, "megatron-lm", partial=True).gaps] == ["fp8_recipe=rowwise"]
     assert "--fp8-format e4m3" in export_plan(made["mxfp8"], "megatron-lm").text
     assert any("linear layers in fp8" in note for note in export_plan(made["fp8"], "deepspeed").notes)
 

@@ -171,12 +171,19 @@ class KernelTimes:
         if is_fp32.any():
             whole = replace(self, training=self.training.replace(precision="fp32"))
             each = np.where(is_fp32, whole._products_s(shapes), each)
-        speedup = self.constants.block_matmul_speedup if block.attention is not None else 1.0  # heads stay in 16 bits
+        speedup = self._speedup(trains, backward=backward) if block.attention is not None else 1.0  # heads: 16 bits
         seconds = experts * np.maximum(each / speedup, self._moved_by_s(rows, n, k, backward=backward))
         of_kind = dict(zip(distinct, seconds, strict=True))
         for kind in kinds:
             total = total + of_kind[kind]
         return total
+
+    def _speedup(self, trains: Mask, *, backward: bool) -> Floats | float:
+        """Return how many times as fast as in 16 bits the products of a pass are, an entry a matmul."""
+        whole = self.constants.block_matmul_speedup
+        if not backward or not self.constants.has_16bit_weight_gradients:
+            return whole
+        return np.where(trains, 2.0 / (1.0 / whole + 1.0), whole)  # one product of two stays
 
     def _moved_by_s(self, rows: Floats, n: Floats, k: Floats, *, backward: bool) -> Floats:
         """Return the least seconds of a matmul's products in one pass: what they read and write.

@@ -11,7 +11,7 @@ from paraplan.errors import PlanError
 from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan, optimizer_of
 from paraplan.interop.targets.megatron_lm import PIPELINE_INSIDE_DATA
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
-from paraplan.plan.training import AttentionKind, LinearPrecision, TrainingPrecision
+from paraplan.plan.training import AttentionKind, Fp8Recipe, LinearPrecision, TrainingPrecision
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _READ = frozenset(
@@ -87,6 +87,7 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
         seq_length=fields.count("--seq-length"),
         precision=_precision(fields),
         linear_precision=_linear_precision(fields),
+        fp8_recipe=_fp8_recipe(fields),
         optimizer=optimizer,
         attention=_attention(fields),
         notes=tuple(notes),
@@ -262,6 +263,14 @@ def _linear_precision(fields: Fields) -> LinearPrecision | None:
     if fields.text("--fp8-format") is None:
         return None
     return "mxfp8" if fields.text("--fp8-recipe") == "mxfp8" else "fp8"
+
+
+def _fp8_recipe(fields: Fields) -> Fp8Recipe | None:
+    """Return how operands in fp8 are scaled: Megatron-LM's own default is "delayed"."""
+    if _linear_precision(fields) != "fp8":
+        return None
+    recipes: dict[str, Fp8Recipe] = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise"}
+    return recipes.get(fields.text("--fp8-recipe") or "delayed")
 
 
 def _attention(fields: Fields) -> AttentionKind | None:

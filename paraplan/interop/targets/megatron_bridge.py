@@ -14,6 +14,7 @@ from paraplan.interop.targets.megatron_lm import (
     interleaved_group,
     megatron_gaps,
     pipeline_layout,
+    recipe_name,
     recomputed_modules,
 )
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
@@ -26,9 +27,14 @@ _OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "sgd_momentum": "sgd", "muon": "mu
 
 _NARROW: dict[LinearPrecision, str] = {
     "16bit": "",
-    "fp8": "_with_fp8_current_scaling",
+    "fp8": "",
     "mxfp8": "_with_mxfp8",
     "nvfp4": "_with_nvfp4",
+}
+_SCALING = {
+    "delayed": "_with_fp8_delayed_scaling",
+    "tensorwise": "_with_fp8_current_scaling",
+    "blockwise": "_with_fp8_subchannel_scaling",
 }
 """Names of its recipes of precision (src/megatron/bridge/training/mixed_precision.py)."""
 
@@ -51,6 +57,8 @@ def to_megatron_bridge(subject: Subject) -> Exported:
         config["dataset"] = {"seq_length": training.seq_length}
         # null stands for fp32: left out, the recipe's own 16 bits would stay.
         narrow = _NARROW[training.linear_precision]
+        if training.linear_precision == "fp8":
+            narrow = _SCALING[recipe_name(training)]
         config["mixed_precision"] = f"{training.precision}{narrow}_mixed" if training.precision != "fp32" else None
     optimizer = _optimizer(subject)
     if optimizer:

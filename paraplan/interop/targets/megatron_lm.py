@@ -20,7 +20,7 @@ from paraplan.interop.exported import (
 from paraplan.interop.quoting import comment
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, ParallelPlan
 from paraplan.plan.stages import even_split
-from paraplan.plan.training import LinearPrecision
+from paraplan.plan.training import LinearPrecision, TrainingSpec
 
 PIPELINE_INSIDE_DATA: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 """The order of --use-tp-pp-dp-mapping ('tp-cp-ep-pp-dp', innermost first), from outermost to innermost."""
@@ -39,7 +39,7 @@ _OPTIMIZERS = {
 _ATTENTION = {"flash": ["--attention-backend flash"], "eager": ["--attention-backend unfused"], "sdpa": []}
 _NARROW: dict[LinearPrecision, list[str]] = {
     "16bit": [],
-    "fp8": ["--fp8-format hybrid", "--fp8-recipe tensorwise"],
+    "fp8": ["--fp8-format hybrid"],
     "mxfp8": ["--fp8-format e4m3", "--fp8-recipe mxfp8"],
     "nvfp4": ["--fp4-format e2m1", "--fp4-recipe nvfp4"],
 }
@@ -94,8 +94,14 @@ def megatron_arguments(subject: Subject) -> list[str]:
         arguments.append(f"--seq-length {training.seq_length}")
         arguments += [f"--{training.precision}"] * (training.precision != "fp32")
         arguments += _NARROW[training.linear_precision]
+        arguments += [f"--fp8-recipe {recipe_name(training)}"] * (training.linear_precision == "fp8")
         arguments += _OPTIMIZERS.get(training.optimizer, []) + _ATTENTION[training.attention]
     return arguments
+
+
+def recipe_name(training: TrainingSpec) -> str:
+    """Return the name of Megatron-Core for how operands in fp8 are scaled, with what it cannot do as "tensorwise"."""
+    return training.fp8_recipe if training.fp8_recipe in ("delayed", "blockwise") else "tensorwise"
 
 
 def _connections(plan: ParallelPlan) -> str:
@@ -127,6 +133,9 @@ def megatron_gaps(subject: Subject) -> list[Gap]:
     gaps += training_gap(
         subject.training, "optimizer", tuple(_OPTIMIZERS), "Megatron-LM has adam, sgd, muon, lion and soap"
     )
+    if subject.training is not None and subject.training.fp8_recipe is not None:
+        recipes = ("delayed", "tensorwise", "blockwise")
+        gaps += training_gap(subject.training, "fp8_recipe", recipes, "Megatron-Core scales tensors or blocks")
     if plan.zero_stage >= 2:
         fitting = ("adamw", "sgd", "sgd_momentum")
         gaps += training_gap(subject.training, "optimizer", fitting, "Megatron-FSDP takes adam and sgd")
