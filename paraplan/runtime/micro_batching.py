@@ -34,6 +34,7 @@ from paraplan.runtime.data.batches import (
     split_batch,
     to_device,
     weigh,
+    with_rows_repeated,
 )
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import half_type
@@ -90,6 +91,7 @@ class MicroBatching:
         `guarded` runs the check of the first batch, and puts its errors in words.
         """
         device = self._mesh.world.device
+        inputs = with_rows_repeated(inputs, targets)
         sizes = self.meet(call, batch_size(inputs, targets))
         division = self.divider.divide(sizes, is_step=call == "step")
         inputs, targets = to_device(inputs, device), to_device(targets, device)

@@ -23,6 +23,7 @@ from paraplan.runtime.data.batches import (
     is_of_batch,
     split_batch,
     to_device,
+    with_rows_repeated,
 )
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
@@ -46,6 +47,7 @@ class Predictor:
 
     def predict(self, inputs: Any) -> Any:
         """Return what the model returns for `inputs`, which are the share of this rank; see `Engine.predict`."""
+        inputs = with_rows_repeated(inputs, None)
         division = self._batches.divider.divide_any(self._batches.meet("predict", batch_size(inputs, None)))
         pieces = split_batch(to_device(inputs, self._mesh.world.device), None, division)
         with evaluation_mode(self._part.module):

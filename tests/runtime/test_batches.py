@@ -16,6 +16,7 @@ from paraplan.runtime.data.batches import (
     counted_targets,
     divide_short,
     split_batch,
+    with_rows_repeated,
 )
 
 
@@ -68,6 +69,15 @@ def test_masked_targets_are_not_counted_and_other_targets_count_by_sequence() ->
 def test_tensors_without_one_first_dimension_are_refused(inputs: object, targets: object) -> None:
     with pytest.raises(UsageError, match="first dimension"):
         batch_size(inputs, targets)
+
+
+def test_one_row_among_inputs_stands_for_all_sequences() -> None:
+    inputs = {"tokens": torch.zeros(3, 4), "positions": torch.arange(4)[None], "scale": torch.tensor(2.0)}
+    repeated = with_rows_repeated(inputs, torch.zeros(3))
+    assert repeated["positions"].tolist() == [[0, 1, 2, 3]] * 3
+    assert repeated["tokens"] is inputs["tokens"]
+    assert batch_size(repeated, torch.zeros(3)) == 3
+    assert with_rows_repeated(inputs["positions"], torch.zeros(1, 4)) is inputs["positions"]
 
 
 class Sum(nn.Module):

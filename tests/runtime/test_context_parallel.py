@@ -66,6 +66,12 @@ def of_shares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), F.one_hot(targets.flatten(), outputs.shape[-1]).float())
 
 
+def of_spans(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Where an answer begins and ends: the tokens are the classes."""
+    first, last = outputs[..., :2].unbind(-1)
+    return F.cross_entropy(first, targets[:, 0] % TOKENS) + F.cross_entropy(last, targets[:, 1] % TOKENS)
+
+
 def errors(model: nn.Module, loss: Any, inputs: Any, targets: torch.Tensor) -> dict[str, float]:
     """Return the relative errors of the loss and of every gradient against one process."""
     expected_loss = loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
@@ -101,6 +107,7 @@ def _compared() -> list[dict[str, float]]:
         errors(positions, loss_fn, tokens, targets),
         errors(regression, squared, tokens, targets),
         errors(Transformer(num_layers=1), of_shares, tokens, targets),
+        errors(Transformer(num_layers=1), of_spans, tokens, targets),
         errors(llama, own_loss, padded, labels),
     ]
 

@@ -56,10 +56,23 @@ def is_of_batch(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
 
 
+def with_rows_repeated(inputs: Any, targets: Any) -> Any:
+    """Return `inputs`, in which tensors of one row stand for all sequences: positions [1, tokens], say."""
+    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves((inputs, targets)) if is_of_batch(leaf)}
+    if len(sizes) != 2 or 1 not in sizes:
+        return inputs
+    size = max(sizes)
+
+    def repeated(leaf: Any) -> Any:
+        return leaf.expand(size, *leaf.shape[1:]) if is_of_batch(leaf) and leaf.shape[0] == 1 else leaf
+
+    return pytree.tree_map(repeated, inputs)
+
+
 def batch_size(inputs: Any, targets: Any) -> int:
     """Return the number of sequences of a batch: the first dimension, the same in every tensor of it.
 
-    Single numbers belong to the whole batch.
+    Single numbers belong to the whole batch, and so do tensors of one row among inputs (`with_rows_repeated`).
     """
     sizes: set[int] = {leaf.shape[0] for leaf in pytree.tree_leaves((inputs, targets)) if is_of_batch(leaf)}
     if len(sizes) != 1:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 
-from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.group import TensorGroup, gather_from_region
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
 from paraplan.runtime.split.context_rules import split_row_losses
@@ -41,6 +42,9 @@ def split_cross_entropy(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return None
     if logits.source == CONTEXT and given["size_average"] is None and given["reduce"] is None:
         options = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
+        if logits.sharding.dim == (1 if logits.ndim > 1 else 0):  # the tokens are the classes: where a span begins
+            whole = gather_from_region(logits.local, logits.sharding, logits.group)
+            return F.cross_entropy(whole, target, weight=given["weight"], **options)
         return split_row_losses(logits, target, given["weight"], options)
     classes = 1 if logits.local.ndim > 1 else 0
     is_plain = len(logits.sharding.segments) == 1 and logits.sharding.repeats == 1
