@@ -121,6 +121,7 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     later = framework.with_sequence_parallel
     if later and (run.sequence_parallel or run.recompute == "selective"):
         framework = frameworks.load(later)
+    compiled = {"logit_bytes": framework.loss.compiled_logit_bytes, "parallel_logit_bytes": None}
     storage: dict[str, float] = {}
     if run.context_bytes is not None:
         storage["context_bytes"] = run.context_bytes
@@ -132,7 +133,7 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     return framework.changed(
         storage=storage,
         kernels={} if run.dropout is None else {"dropout": run.dropout},
-        loss={"logit_bytes": framework.loss.compiled_logit_bytes} if run.compiled_loss else {},
+        loss=compiled if run.compiled_loss else {},
     )
 
 

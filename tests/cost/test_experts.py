@@ -96,6 +96,9 @@ def test_whole_experts_on_ranks_of_tensor_parallelism_share_work_and_send_less(m
     assert steps[1].tensor_parallel_s == pytest.approx(steps[0].tensor_parallel_s / 2, rel=0.05)
     assert steps[1].expert_parallel_s < steps[0].expert_parallel_s
     assert parts(evaluate_plan(whole, plan)) == parts(evaluate_plan(mixtral, plan))
+    alone = [evaluate_plan(each, plan.replace(ep=1)).step.expert_parallel_s for each in (mixtral, whole)]
+    assert alone[0] == 0
+    assert alone[1] > 0, "the ranks of tp have different experts"
 
 
 def test_fewer_experts_with_more_rows_each_compute_no_slower(mixtral: Workload) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework_files import load_framework
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+
+TORCHTITAN = load_framework("torchtitan")
 
 
 class Allocations(TorchDispatchMode):
@@ -43,5 +50,13 @@ def test_torchtitans_loss_on_upcast_logits_holds_twelve_bytes_a_logit() -> None:
         del logits
         allocations.peak = 0
         loss.backward()
-    each = load_framework("torchtitan").loss.logit_bytes
+    each = TORCHTITAN.loss.logit_bytes
     assert allocations.peak / (tokens * vocabulary) == pytest.approx(each, rel=0.02)
+
+
+def test_torchtitans_loss_on_divided_logits_holds_sixteen(workload: Callable[..., Workload]) -> None:
+    model = workload("llama-3-8b", seq_length=8192)
+    plan = ParallelPlan(tp=8, sequence_parallel=True, recompute="full", micro_batch_size=8)
+    whole = TORCHTITAN.changed(loss={"parallel_logit_bytes": None})
+    peaks = [evaluate_plan(replace(model, framework=each), plan).memory[0].total_bytes for each in (whole, TORCHTITAN)]
+    assert peaks[1] - peaks[0] == pytest.approx((16 - 12) * 8 * 8192 * 128256 / 8, rel=0.01)

@@ -106,6 +106,11 @@ def touched(parts: Floats | float, rows: float) -> Floats:
     return np.asarray(parts * (1.0 - (1.0 - 1.0 / np.maximum(parts, 1.0)) ** rows))
 
 
+def _expert_ranks(workload: Workload, table: PlanTable) -> Ints:
+    """Return over how many ranks whole experts, or the same share of each, are spread."""
+    return table.ep * (table.tp if workload.framework.experts.over_tensor_ranks else 1)
+
+
 def _at_own_rate(workload: Workload, links: GroupLinks) -> GroupLinks:
     """Return `links` with the bandwidth that the framework's own exchange reaches of them."""
     own = workload.framework.experts.link_efficiency
@@ -133,10 +138,8 @@ def _exchange_s(workload: Workload, table: PlanTable, links: GroupLinks, matmul:
     all_s = links.all_to_all_s(rows * token)
     if not workload.framework.experts.sends_tokens_once:
         return all_s
-    ranks = table.ep.astype(float)
-    nodes = np.maximum(1.0, ranks * np.maximum(table.tp, 1) / cluster.gpus_per_node)
-    if workload.framework.experts.over_tensor_ranks:
-        ranks = ranks * table.tp
+    ranks = _expert_ranks(workload, table).astype(float)
+    nodes = np.maximum(1.0, table.ep * np.maximum(table.tp, 1) / cluster.gpus_per_node)
     links = _at_own_rate(workload, links)
     within = touched(ranks, rows) * token
     copies = touched(np.maximum(1.0, nodes * matmul.group_share), rows)
@@ -158,8 +161,8 @@ def expert_exchange_s(
     a plain layer has one, which is counted apart. `tensor` are the links of tensor parallelism; `links` replaces those
     of the plans' orders.
     """
-    zeros = np.zeros(len(table))
-    if not (table.ep > 1).any():
+    zeros, is_spread = np.zeros(len(table)), _expert_ranks(workload, table) > 1
+    if not is_spread.any():
         return zeros, zeros, zeros, zeros
     model, training = workload.model, workload.training
     links, profile = links or expert_links(workload, table)[0], workload.framework.experts
@@ -177,7 +180,7 @@ def expert_exchange_s(
             back = _exchange_s(workload, table, links, matmul, token / table.tp)
             shown = shown + (profile.exchange_wait_s + np.maximum(gathered, 0.0)) * run.count
             hidden, hidden_backward = hidden + (there + back) * run.count, hidden_backward + 2.0 * back * run.count
-    apart = np.where(table.ep > 1, 1.0 / model.num_blocks, 0.0)
+    apart = np.where(is_spread, 1.0 / model.num_blocks, 0.0)
     share, again = profile.hidden_share, run_again(workload, table)
     forward, backward = (shown + (1.0 - share) * hidden) * apart, (shown + (1.0 - share) * hidden_backward) * apart
     repeated = forward + share * hidden * apart
