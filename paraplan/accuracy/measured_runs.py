@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from paraplan.errors import PlanError
+from paraplan.plan.training import Fp8Recipe
 from paraplan.records import Record
 
 SHAPES = ("layers", "hidden", "heads")
@@ -111,6 +112,8 @@ class MeasuredRun(Record):
     """Dropout rate of the hidden states."""
     deterministic: bool | None = None
     """Matmuls had to repeat bit by bit (CUBLAS_WORKSPACE_CONFIG=:4096:8)."""
+    fp8_recipe: Fp8Recipe | Literal[""] = ""
+    """How operands in fp8 were scaled: tensorwise, rowwise, rowwise_with_gw_hp, blockwise, delayed."""
     compiled_loss: bool | None = None
     """The loss was compiled (Megatron-LM's --cross-entropy-loss-fusion; torchtitan under compile, from April 2025)."""
     head: str = ""

@@ -92,6 +92,8 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
     if run.deterministic:
         constants = constants.replace(cublas_workspace_bytes=DETERMINISTIC_WORKSPACE_BYTES)
     training = training_of_run(run, framework)
+    if run.fp8_recipe:
+        constants = constants.with_fp8_recipe(run.fp8_recipe, compiled=training.compiled)
     if is_fine_tuning(run):
         training = training.replace(**fine_tuning_fields(run, framework))
     if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
