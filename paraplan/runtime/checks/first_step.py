@@ -23,6 +23,7 @@ from paraplan.runtime.checks.references import changes_the_model
 from paraplan.runtime.checks.trials import (
     Piece,
     check_same_batch,
+    check_same_numbers,
     gathered_numbers,
     global_sequences,
     joined,
@@ -33,6 +34,7 @@ from paraplan.runtime.checks.verification import Verification
 from paraplan.runtime.checks.weight_reads import WeightReads
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.seeds import python_numbers
 from paraplan.runtime.step.loss import LossRule, Returned
 from paraplan.runtime.torch_private import watching_functions
 
@@ -72,6 +74,8 @@ class FirstStep:
         self._sums: WeightSums | None = None
         self._loss = part.execution.loss
         self._reads: WeightReads | None = None
+        self._numbers: int | None = None
+        self._is_first_train = plan.tp * plan.cp > 1
         if verification is None and changes_the_model(plan) and not plan.devices_per_process > 1:
             self._loss.watch = self._reads = WeightReads(part.module)
 
@@ -89,13 +93,19 @@ class FirstStep:
             check_same_batch((inputs, targets), self._mesh)
         needs_rule = is_divided and self.rule is None
         verification = self._verification if trains else None
+        rule = self._found(inputs, targets, sizes, needs_rule=needs_rule, verification=verification)
+        if trains and self._is_first_train:
+            self._is_first_train, self._numbers = False, python_numbers()
+        return rule if is_divided else LossRule(kind="whole")
+
+    def _found(
+        self, inputs: Any, targets: Any, sizes: Sequence[int], *, needs_rule: bool, verification: Verification | None
+    ) -> LossRule:
         if needs_rule or verification is not None:
             pieces = two_sequences(inputs, targets, sizes, self._mesh)
             known = pieces if pieces is not None else self._one_sequence(inputs, targets, sizes)
             if known is not None:
                 self._look(known, needs_rule and pieces is not None, verification, global_sequences(sizes, self._mesh))
-        if not is_divided:
-            return LossRule(kind="whole")
         return self.rule or LossRule(kind="gathered" if self._gathers else "sequences")
 
     def reload(self, reader: Reader) -> None:
@@ -111,8 +121,12 @@ class FirstStep:
     def check_weights(self) -> None:
         """Raise `UnsupportedPlanError` where the passes of the first step have written weights that trials had not.
 
-        Also where `loss_fn` has read some and nothing has verified the plan.
+        Also where `loss_fn` has read some and nothing has verified the plan, and where ranks that hold parts of one
+        copy of the model have drawn other numbers.
         """
+        if self._numbers is not None:
+            numbers, self._numbers = self._numbers, None
+            check_same_numbers(numbers, self._mesh, has_drawn=python_numbers() != numbers)
         if self._reads is not None:
             reads, self._reads, self._loss.watch = self._reads, None, nullcontext
             reads.check(self._mesh, self._plan.describe())
