@@ -183,5 +183,6 @@ def _first_step(
         statistics=checking.batch_statistics,
         verification=verification,
         gathers=checking.gathers,
+        has_values=checking.has_values,
         gradients=GradientRule(part, mesh=mesh, plan=plan, count_targets=counts, dtype=dtype),
     )

@@ -56,6 +56,7 @@ class FirstStep:
         verification: Verification | None,
         gathers: bool = False,
         gradients: GradientRule | None = None,
+        has_values: bool = True,
     ) -> None:
         self.rule: LossRule | None = None
         self._module = part.module
@@ -75,8 +76,8 @@ class FirstStep:
         self._loss = part.execution.loss
         self._reads: WeightReads | None = None
         self._numbers: int | None = None
-        self._is_first_train = plan.tp * plan.cp > 1
-        if verification is None and changes_the_model(plan) and not plan.devices_per_process > 1:
+        self._has_trained = mesh.world.size == 1
+        if has_values and verification is None and changes_the_model(plan) and plan.devices_per_process == 1:
             self._loss.watch = self._reads = WeightReads(part.module)
 
     def is_due(self, *, is_divided: bool, trains: bool) -> bool:
@@ -94,8 +95,10 @@ class FirstStep:
         needs_rule = is_divided and self.rule is None
         verification = self._verification if trains else None
         rule = self._found(inputs, targets, sizes, needs_rule=needs_rule, verification=verification)
-        if trains and self._is_first_train:
-            self._is_first_train, self._numbers = False, python_numbers()
+        if trains and not self._has_trained:
+            self._has_trained = True
+            self._sums = None if self._is_steady is None else weight_sums(self._module)
+            self._numbers = python_numbers() if self._plan.tp * self._plan.cp > 1 else None
         return rule if is_divided else LossRule(kind="whole")
 
     def _found(
@@ -202,7 +205,6 @@ class FirstStep:
                 self._is_steady = self._is_same(tried[0], self._probe.value(pieces[0], seed=1))
                 sums.append(weight_sums(self._module))
                 check_weights_stay(sums, self._mesh)
-                self._sums = sums[-1]
         if not needs_rule:
             return self._is_steady, None
         self._state.find(before, (after[0], after[1]), self._plan, statistics=self._statistics)
