@@ -1,6 +1,11 @@
-"""Seeding the generators that this process uses."""
+"""The generators of random numbers that this process uses: torch's are seeded, those of Python and NumPy looked at."""
 
 from __future__ import annotations
+
+import random
+import sys
+import zlib
+from array import array
 
 import torch
 
@@ -14,3 +19,13 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
+
+
+def python_numbers() -> int:
+    """Return a number for the states of Python's random and of NumPy's: another one once code has drawn from either."""
+    state = zlib.crc32(array("L", random.getstate()[1]))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *place = numpy.random.get_state()
+        state = zlib.crc32(repr(place).encode(), zlib.crc32(keys.tobytes(), state))
+    return state

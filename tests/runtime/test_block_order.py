@@ -40,6 +40,13 @@ class SwapsLate(Base):
         return hidden
 
 
+class PythonNoise(Base):
+    """Scales hidden states by numbers of Python's own, in training."""
+
+    def run(self, hidden: torch.Tensor, *beside: Any) -> torch.Tensor:
+        return super().run(hidden * (1.0 + random.random() * self.training))  # noqa: S311
+
+
 def train(kind: type[Base], plan: ParallelPlan, num_steps: int) -> tuple[int, str]:
     job = runtime.init(plan, shows_progress=False)
     random.seed(job.world.rank)
@@ -86,3 +93,8 @@ def test_an_order_that_changes_later_is_found_in_the_next_call(ranks: RankHarnes
 def test_replicas_run_each_their_own_blocks(ranks: RankHarness) -> None:
     plan = ParallelPlan(dp=2, micro_batch_size=BATCH // 2)
     assert all(not said for _, said in ranks.run(train, LayerDrop, plan, 3, size=2))
+
+
+def test_numbers_of_pythons_own_are_the_same_on_ranks_that_hold_one_copy_or_refused(ranks: RankHarness) -> None:
+    for _, said in ranks.run(train, PythonNoise, ParallelPlan(tp=2, micro_batch_size=BATCH), 1, size=2):
+        assert "draws random numbers by Python's random or NumPy, and ranks 0 and 1" in said

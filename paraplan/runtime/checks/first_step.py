@@ -23,6 +23,7 @@ from paraplan.runtime.checks.references import changes_the_model
 from paraplan.runtime.checks.trials import (
     Piece,
     check_same_batch,
+    check_same_numbers,
     gathered_numbers,
     global_sequences,
     joined,
@@ -33,6 +34,7 @@ from paraplan.runtime.checks.verification import Verification
 from paraplan.runtime.checks.weight_reads import WeightReads
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.seeds import python_numbers
 from paraplan.runtime.step.loss import LossRule, Returned
 from paraplan.runtime.torch_private import watching_functions
 
@@ -53,8 +55,8 @@ class FirstStep:
         statistics: BatchStatistics,
         verification: Verification | None,
         gathers: bool = False,
-        has_values: bool = True,
         gradients: GradientRule | None = None,
+        has_values: bool = True,
     ) -> None:
         self.rule: LossRule | None = None
         self._module = part.module
@@ -70,10 +72,11 @@ class FirstStep:
         self._is_steady: bool | None = None
         self._tries = 0
         self._has_begun = False
-        self._trains = False
         self._sums: WeightSums | None = None
         self._loss = part.execution.loss
         self._reads: WeightReads | None = None
+        self._numbers: int | None = None
+        self._has_trained = mesh.world.size == 1
         if has_values and verification is None and changes_the_model(plan) and plan.devices_per_process == 1:
             self._loss.watch = self._reads = WeightReads(part.module)
 
@@ -90,15 +93,22 @@ class FirstStep:
             self._has_begun = True
             check_same_batch((inputs, targets), self._mesh)
         needs_rule = is_divided and self.rule is None
-        self._trains = trains
         verification = self._verification if trains else None
+        rule = self._found(inputs, targets, sizes, needs_rule=needs_rule, verification=verification)
+        if trains and not self._has_trained:
+            self._has_trained = True
+            self._sums = None if self._is_steady is None else weight_sums(self._module)
+            self._numbers = python_numbers() if self._plan.tp * self._plan.cp > 1 else None
+        return rule if is_divided else LossRule(kind="whole")
+
+    def _found(
+        self, inputs: Any, targets: Any, sizes: Sequence[int], *, needs_rule: bool, verification: Verification | None
+    ) -> LossRule:
         if needs_rule or verification is not None:
             pieces = two_sequences(inputs, targets, sizes, self._mesh)
             known = pieces if pieces is not None else self._one_sequence(inputs, targets, sizes)
             if known is not None:
                 self._look(known, needs_rule and pieces is not None, verification, global_sequences(sizes, self._mesh))
-        if not is_divided:
-            return LossRule(kind="whole")
         return self.rule or LossRule(kind="gathered" if self._gathers else "sequences")
 
     def reload(self, reader: Reader) -> None:
@@ -114,8 +124,12 @@ class FirstStep:
     def check_weights(self) -> None:
         """Raise `UnsupportedPlanError` where the passes of the first step have written weights that trials had not.
 
-        Also where `loss_fn` has read some and nothing has verified the plan.
+        Also where `loss_fn` has read some and nothing has verified the plan, and where ranks that hold parts of one
+        copy of the model have drawn other numbers.
         """
+        if self._numbers is not None:
+            numbers, self._numbers = self._numbers, None
+            check_same_numbers(numbers, self._mesh, has_drawn=python_numbers() != numbers)
         if self._reads is not None:
             reads, self._reads, self._loss.watch = self._reads, None, nullcontext
             reads.check(self._mesh, self._plan.describe())
@@ -191,7 +205,6 @@ class FirstStep:
                 self._is_steady = self._is_same(tried[0], self._probe.value(pieces[0], seed=1))
                 sums.append(weight_sums(self._module))
                 check_weights_stay(sums, self._mesh)
-                self._sums = sums[-1] if self._trains else None  # weights may change between an evaluation and a step
         if not needs_rule:
             return self._is_steady, None
         self._state.find(before, (after[0], after[1]), self._plan, statistics=self._statistics)

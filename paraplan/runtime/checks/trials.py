@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from paraplan.errors import UsageError
+from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.data.batches import is_of_batch
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.structure.weights import is_quantized
@@ -68,6 +68,24 @@ def check_same_batch(batch: Piece, mesh: Mesh) -> None:
             raise UsageError(
                 f"ranks {first} and {rank} hold parts of one copy of the model, and bring different batches",
                 hint="take the batches from job.shard, or draw them by a seed that all ranks share",
+            )
+
+
+def check_same_numbers(state: int, mesh: Mesh, *, has_drawn: bool) -> None:
+    """Raise `UnsupportedPlanError` on every rank where ranks of tp or cp have drawn other numbers of Python's own.
+
+    `state` is what the generators of this rank were in before.
+    """
+    rows = gathered_numbers([float(state), float(has_drawn)], mesh)
+    found: dict[tuple[int, int], tuple[int, float]] = {}
+    for rank, (number, _) in enumerate(rows):
+        place = mesh.grid.coordinates(rank)
+        first, expected = found.setdefault((place["dp"], place["pp"]), (rank, number))
+        if number != expected and any(drawn for _, drawn in rows):
+            raise UnsupportedPlanError(
+                f"the model or loss_fn draws random numbers by Python's random or NumPy, and ranks {first} and {rank}, "
+                "which hold parts of one copy of the model, draw different ones",
+                hint="draw them by torch, or seed both alike on all ranks: random.seed(0), numpy.random.seed(0)",
             )
 
 

@@ -35,6 +35,7 @@ from paraplan.runtime.structure.questions import Questions, flips
 from paraplan.runtime.torch_private import pytree
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
+_READINGS = ("item() cannot be called on meta", "meta device type tensor to numpy")  # in torch's words
 _Result = TypeVar("_Result")
 
 
@@ -349,11 +350,14 @@ def first_that_runs(meta_model: nn.Module, inputs: Any, attempt: Callable[[Any, 
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             failures.append(error)
     first = failures[0]
+    words = str(first).splitlines()[0] if str(first) else type(first).__name__
+    reads_values = any(reading in words for reading in _READINGS)
     raise UsageError(
         f"{type(meta_model).__name__} does not run on inputs of {_described(inputs)}, so its structure cannot be "
-        f"found: "
-        f"{str(first).splitlines()[0] if str(first) else type(first).__name__}",
-        hint="pass a small batch as example_inputs= to job.prepare",
+        f"found: {words}",
+        hint="leave out item(), float() and numpy() of tensors in its forward pass, or use DDP or ZeRO"
+        if reads_values
+        else "pass a small batch as example_inputs= to job.prepare",
     ) from first
 
 

@@ -6,8 +6,6 @@ code around the blocks, so that each must come to the same answer: from inputs i
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.seeds import python_numbers
 from paraplan.runtime.structure.dataflow import NOTHING, Dataflow, Mark, Sources
 
 _HINT = "use pp=1 for this model"
@@ -36,7 +35,7 @@ class Questions(TorchFunctionMode):
         self._flow = flow
         self._num_blocks = num_blocks
         self._flipped = flipped
-        self._python = _python_state()
+        self._python = python_numbers()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -68,7 +67,7 @@ class Questions(TorchFunctionMode):
 
     def check_drawn(self) -> None:
         """Raise `UnsupportedPlanError` where code around the blocks has drawn numbers that every stage would draw."""
-        if self._flow.place.done < self._num_blocks and _python_state() != self._python:
+        if self._flow.place.done < self._num_blocks and python_numbers() != self._python:
             raise UnsupportedPlanError(
                 "code outside of the blocks draws random numbers by Python's random or NumPy, and every stage of a "
                 "pipeline would draw its own",
@@ -77,7 +76,7 @@ class Questions(TorchFunctionMode):
 
     def allow_drawn(self) -> None:
         """Forget what a block has drawn."""
-        self._python = _python_state()
+        self._python = python_numbers()
 
 
 def flips(num_asked: int) -> Iterator[frozenset[int]]:
@@ -86,12 +85,3 @@ def flips(num_asked: int) -> Iterator[frozenset[int]]:
         yield from (frozenset({one}) for one in range(min(num_asked, _MOST_FLIPPED)))
     if num_asked:
         yield frozenset(range(num_asked + _MOST_FLIPPED))
-
-
-def _python_state() -> int:
-    numpy = sys.modules.get("numpy")
-    drawn: tuple[Any, ...] = (random.getstate(),)
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        drawn += (name, keys.tobytes(), *rest)
-    return hash(drawn)
