@@ -22,7 +22,7 @@ from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.torch_private import FakeTensor, is_compiler_loaded
 
-_COMPARED_PASSES = 8  # which wait for the device at every block
+_COMPARED_PASSES = 4  # which wait for the device at every block
 _MODULUS = 2**61 - 1
 
 
