@@ -4,14 +4,17 @@
 
 Step times and peaks come from rows that `paraplan validate` scores: complete, nothing unusual, 16 or 32 bits. Peaks of
 the others have a table of their own: rows with features that a plan does not express, and rows that state too little.
-The residuals of the scored rows go into `profiles/accuracy.json`, from which predictions get their intervals; how many
-rows of sources left out these hold is printed.
+The residuals of the scored rows, and those of `profiles/runs/later_sources.csv` of quality A and B, go into
+`profiles/accuracy.json`, from which predictions get their intervals; how many rows of sources left out these hold is
+printed.
 Tables may state columns in their notes (`columns_of_notes.py`). Rows without a measured step time or peak are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -29,6 +32,7 @@ from paraplan.accuracy.scoring import ErrorSummary, Score, score
 
 README = Path(__file__).parent.parent / "README.md"
 PAGE = README.parent / "paraplan" / "docs" / "accuracy.md"
+LATER = README.parent / "profiles" / "runs" / "later_sources.csv"
 ACCURACY = Path(__file__).parent.parent / "profiles" / "accuracy.json"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 
@@ -38,22 +42,15 @@ def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str, Accurac
 
     Beside them stand a sentence about sweeps, and the residuals from which intervals are made.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        copies = [Path(folder) / f"{number}-{Path(file).name}" for number, file in enumerate(files)]
-        for file, copy in zip(files, copies, strict=True):
-            copy.write_text(with_columns(Path(file).read_text()))
-        command = [sys.executable, "-m", "paraplan", "validate", *map(str, copies), "--json"]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        sys.exit(finished.stderr)
-    answer = json.loads(finished.stdout)
-    rows = [(row.pop("scored"), RunPrediction.model_validate(row)) for row in answer["rows"]]
+    texts = {f"{number}-{Path(file).name}": with_columns(Path(file).read_text()) for number, file in enumerate(files)}
+    rows, summary = predicted(texts)
+    later, _ = predicted({LATER.name: without_poor_rows(LATER.read_text())}, "--all")
     standard, others = ([row for scored, row in rows if scored == kind] for kind in (True, False))
-    step_time = answer["summary"]["step_time"]
+    step_time = summary["step_time"]
     scores = score(standard, "step_time_error"), score(standard, "memory_error"), score(others, "memory_error")
     nothing = sum(row.step_time_error is None and row.memory_error is None for _, row in rows)
     left_out = f"\n{nothing} rows that were not measured, or cannot be predicted, are left out.\n" if nothing else ""
-    accuracy, fitted = accuracy_of(standard, others), fitted_errors(standard)
+    accuracy, fitted = accuracy_of([*standard, *(row for _, row in later)], others), fitted_errors(standard)
     sentences = [
         fitted_table(fitted),
         sentence(step_time["sweeps"], step_time["batch_sweeps"]),
@@ -61,6 +58,30 @@ def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str, Accurac
         fits_sentence([row for _, row in rows]) + left_out,
     ]
     return scores, "\n".join(sentences), accuracy
+
+
+def predicted(texts: Mapping[str, str], *options: str) -> tuple[list[tuple[bool, RunPrediction]], dict[str, Any]]:
+    """Return the rows of tables, given by name, with whether each is scored, and the summary of `paraplan validate`."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in texts.items():
+            (Path(folder) / name).write_text(text)
+        files = [str(Path(folder) / name) for name in texts]
+        command = [sys.executable, "-m", "paraplan", "validate", *files, "--json", *options]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        sys.exit(finished.stderr)
+    answer = json.loads(finished.stdout)
+    return [(row.pop("scored"), RunPrediction.model_validate(row)) for row in answer["rows"]], answer["summary"]
+
+
+def without_poor_rows(text: str) -> str:
+    """Return a table without its rows of quality C, which leave open what decides their time."""
+    reader = csv.DictReader(io.StringIO(text))
+    kept = io.StringIO()
+    writer = csv.DictWriter(kept, reader.fieldnames or ())
+    writer.writeheader()
+    writer.writerows(row for row in reader if row["quality"] != "C")
+    return kept.getvalue()
 
 
 def sentence(sweeps: dict[str, Any], batch_sweeps: dict[str, Any]) -> str:

@@ -21,9 +21,9 @@ from paraplan.resources import profiles_folder
 SHARE = 0.8
 """The share of runs that an interval is to hold."""
 
-_TAIL = 0.07
+_TAIL = 0.08
 """What is cut off at each end of the residuals. A tenth would hold 80 % of the rows that it comes from, and fewer of a
-source that it has not seen; 0.07 holds 80 % of these (`AccuracyTable.coverage`)."""
+source that it has not seen; 0.08 holds 80 % of these (`AccuracyTable.coverage`)."""
 
 _QUANTILES = 101
 _FEWEST_SOURCES = 3
