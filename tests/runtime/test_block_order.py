@@ -40,6 +40,18 @@ class SwapsLate(Base):
         return hidden
 
 
+class LeavesOutLate(Base):
+    """Leaves its last block out from the fifth pass in training on, on odd ranks."""
+
+    num_passes = 0
+
+    def run(self, hidden: torch.Tensor, *beside: Any) -> torch.Tensor:
+        self.num_passes += self.training and torch.is_grad_enabled()
+        for layer in self.layers[: -1 if self.num_passes > 4 and torch.distributed.get_rank() % 2 else None]:
+            hidden = layer(hidden)
+        return hidden
+
+
 class PythonNoise(Base):
     """Scales hidden states by numbers of Python's own, in training."""
 
@@ -47,7 +59,7 @@ class PythonNoise(Base):
         return super().run(hidden * (1.0 + random.random() * self.training))  # noqa: S311
 
 
-def train(kind: type[Base], plan: ParallelPlan, num_steps: int) -> tuple[int, str]:
+def train(kind: type[Base], plan: ParallelPlan, num_steps: int, verify: Any = "off") -> tuple[int, str]:
     job = runtime.init(plan, shows_progress=False)
     random.seed(job.world.rank)
     engine = job.prepare(
@@ -55,7 +67,7 @@ def train(kind: type[Base], plan: ParallelPlan, num_steps: int) -> tuple[int, st
         loss_fn=loss_of,
         optimizer=lambda held: torch.optim.SGD(held, lr=0.1),
         example_inputs=torch.zeros(2, LENGTH, dtype=torch.long),
-        verify="off",
+        verify=verify,
     )
     generator = torch.Generator().manual_seed(5)
     for step in range(num_steps):
@@ -81,6 +93,13 @@ def test_blocks_that_one_rank_leaves_out_are_named_before_anything_is_gathered(
     for _, said in ranks.run(train, LayerDrop, plan, 3, size=2):
         assert "in one forward pass ranks enter layers." in said
         assert words in said
+
+
+def test_passes_that_verify_a_plan_are_not_those_that_are_compared(ranks: RankHarness) -> None:
+    plan = ParallelPlan(dp=2, zero_stage=3, micro_batch_size=BATCH // 2)
+    for step, said in ranks.run(train, LeavesOutLate, plan, 4, "auto", size=2):
+        assert step == 2
+        assert "ranks enter none of the blocks that are left and layers.3" in said
 
 
 def test_an_order_that_changes_later_is_found_in_the_next_call(ranks: RankHarness) -> None:

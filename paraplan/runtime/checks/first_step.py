@@ -77,6 +77,7 @@ class FirstStep:
         self._reads: WeightReads | None = None
         self._numbers: int | None = None
         self._has_trained = mesh.world.size == 1
+        self._orders = part.orders
         if has_values and verification is None and changes_the_model(plan) and plan.devices_per_process == 1:
             self._loss.watch = self._reads = WeightReads(part.module)
 
@@ -97,6 +98,8 @@ class FirstStep:
         rule = self._found(inputs, targets, sizes, needs_rule=needs_rule, verification=verification)
         if trains and not self._has_trained:
             self._has_trained = True
+            for order in self._orders:
+                order.restart()
             self._sums = None if self._is_steady is None else weight_sums(self._module)
             self._numbers = python_numbers() if self._plan.tp * self._plan.cp > 1 else None
         return rule if is_divided else LossRule(kind="whole")
