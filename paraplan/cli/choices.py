@@ -271,6 +271,14 @@ class TrainingChoices:
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
+    fp8_gather: Annotated[
+        bool,
+        typer.Option(
+            "--fp8-gather",
+            help="Weights are gathered in fp8 (torchtitan, --fp8-param-gather of Megatron-LM).",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = False
     expert_load: Annotated[
         float,
         typer.Option(
@@ -297,6 +305,7 @@ class TrainingChoices:
             "compiled": self.compiled,
             "linear_precision": linear,
             "fp8_recipe": self.fp8_recipe,
+            "fp8_gather": self.fp8_gather,
             "expert_load": self.expert_load,
             "train": self.train,
             "task": self.task,

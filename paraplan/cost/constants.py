@@ -76,17 +76,12 @@ class CostConstants(Record):
     Engine, pytorch/tensor, `rowwise_usage` and `columnwise_usage`). Weights, cast once a step or on their shards, are
     not counted."""
     has_16bit_weight_gradients: bool = False
-    """Whether the gradients of weights are products in 16 bits beside 8-bit ones, for which inputs are kept so."""
+    """Whether the gradients of weights are products in 16 bits beside 8-bit ones."""
 
     @property
     def has_8bit_matmuls(self) -> bool:
         """Whether the linear layers of blocks multiply in 8 bits."""
         return self.block_matmul_speedup > 1
-
-    @property
-    def keeps_8bit_inputs(self) -> bool:
-        """Whether linear layers keep their inputs in 8 bits for the gradients of their weights."""
-        return self.has_8bit_matmuls and not self.has_16bit_weight_gradients
 
     def with_fp8_recipe(self, recipe: Fp8Recipe | None, *, compiled: bool) -> Self:
         """Return these with what making 8-bit operands moves under a recipe.

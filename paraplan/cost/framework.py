@@ -107,6 +107,9 @@ class KernelProfile(_Group):
     keeps_quantized_inputs: bool = False
     """Products of weights in four bits keep their inputs, which no gradient needs: bitsandbytes before 0.43.2
     (bitsandbytes/autograd/_functions.py, MatMul4Bit; its commit 9e75374 of July 2024)."""
+    keeps_8bit_inputs: bool = False
+    """Linear layers that multiply in 8 bits keep their inputs so for the gradients of their weights, as in Transformer
+    Engine; torchao casts them again (torchao/float8/float8_linear.py, `save_for_backward`)."""
     fuses_adapters: bool = False
     """Adapters run in one operation with their layers, which reads what these read."""
     traffic_per_saved_byte: float = 2.6

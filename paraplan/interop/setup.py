@@ -43,6 +43,7 @@ class Setup(Record):
     compiled: bool | None = None
     linear_precision: LinearPrecision | None = None
     fp8_recipe: Fp8Recipe | None = None
+    fp8_gather: bool | None = None
     offloads_activations: bool | None = None
     model_name: str | None = None
     says_gpus: bool = True
@@ -52,7 +53,7 @@ class Setup(Record):
     def training(self) -> dict[str, object]:
         """The fields of a `TrainingSpec` that the configuration says, but for batch and length."""
         names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled", "linear_precision")
-        values = {name: getattr(self, name) for name in (*names, "fp8_recipe", "offloads_activations")}
+        values = {name: getattr(self, name) for name in (*names, "fp8_recipe", "fp8_gather", "offloads_activations")}
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -85,6 +85,9 @@ class TrainingSpec(Record):
     tensor or block (fp8) or by 32 elements (mxfp8), or in 4 bits scaled by 16 (nvfp4). All else stays as it is."""
     fp8_recipe: Fp8Recipe | None = None
     """How operands in fp8 are scaled; None: as in "delayed", which moves least."""
+    fp8_gather: bool = False
+    """Weights of blocks are gathered in 8 bits, cast on their shards: torchtitan's enable_fsdp_float8_all_gather,
+    Megatron-LM's --fp8-param-gather."""
     optimizer: OptimizerName = "adamw"
     """Decides the bytes of state for each parameter."""
     attention: AttentionKind = "sdpa"
@@ -136,6 +139,17 @@ class TrainingSpec(Record):
 
     @model_validator(mode="after")
     def _has_8bit_operands(self) -> Self:
+        if self.fp8_gather and self.linear_precision not in ("fp8", "mxfp8"):
+            raise PlanError(
+                f"weights gathered in 8 bits stand beside linear layers in {self.linear_precision}",
+                hint="add --linear-precision fp8, or leave out --fp8-gather",
+            )
+        if self.fp8_gather and self.fp8_recipe in ("rowwise", "rowwise_with_gw_hp"):
+            raise PlanError(
+                f"weights scaled {self.fp8_recipe} have no scale that both of their products share, so that shards "
+                "cannot be cast",
+                hint="use --fp8-recipe tensorwise, or leave out --fp8-gather",
+            )
         if self.fp8_recipe is not None and self.linear_precision != "fp8":
             raise PlanError(
                 f"fp8 operands scaled {self.fp8_recipe} stand beside linear layers in {self.linear_precision}",
@@ -198,13 +212,19 @@ class TrainingSpec(Record):
         return self.base_weights or ("fp32" if self.precision == "fp32" else "bf16")
 
     @property
+    def gathered_share(self) -> float:
+        """What ranks gather of a block's weights, relative to the type of activations."""
+        return 0.5 if self.fp8_gather else 1.0
+
+    @property
     def title(self) -> str:
         """How a step computes, for people: "bf16, adamw, sdpa attention"."""
         compiled = ", compiled blocks" if self.compiled else ""
         base = f" on {self.base_weights} weights" if self.base_weights else ""
         trained = "" if self.train == "full" else f", {self.train}{base}"
         loss = "" if self.loss == "plain" else f", {self.loss} loss"
-        recipe = f" ({self.fp8_recipe})" if self.fp8_recipe else ""
+        words = [word for word in (self.fp8_recipe, "gathered so" if self.fp8_gather else None) if word]
+        recipe = f" ({', '.join(words)})" if words else ""
         narrow = "" if self.linear_precision == "16bit" else f", linear layers in {self.linear_precision}{recipe}"
         loss += "" if self.task == "sft" else f", {self.task}"
         loss += ", activations on the host" if self.offloads_activations else ""

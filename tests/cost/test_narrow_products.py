@@ -55,9 +55,6 @@ def test_a_recipe_decides_what_is_moved_and_what_stays_in_16_bits() -> None:
     assert compiled == plain.constants.quantizing_bytes  # the maximum is found in the operation before
     half = scaled("rowwise_with_gw_hp")
     assert compute_s(half) > compute_s(scaled("rowwise"))
-    wide = made("dgx-h100")
-    kept = [evaluate_plan(one, PLAN).memory[0].activation_bytes for one in (half, wide, plain)]
-    assert kept[0] == kept[1] > kept[2]
     assert plain.constants == half.trained_as(plain.training).constants
     with pytest.raises(PlanError, match="scaled rowwise stand beside linear layers in 16bit"):
         TrainingSpec(global_batch_size=8, seq_length=128, fp8_recipe="rowwise")
@@ -66,6 +63,29 @@ def test_a_recipe_decides_what_is_moved_and_what_stays_in_16_bits() -> None:
 def test_inputs_are_kept_in_8_bits() -> None:
     wide, narrow = (evaluate_plan(made("dgx-b200", linear), PLAN) for linear in ("16bit", "mxfp8"))
     assert narrow.memory[0].activation_bytes < wide.memory[0].activation_bytes
+    training = made("dgx-b200", "mxfp8").training
+    kept = [
+        evaluate_plan(Workload.of(MODEL, each, cluster_from_profile("dgx-b200"), framework="fsdp"), PLAN).memory[0]
+        for each in (training, training.replace(linear_precision="16bit"))
+    ]
+    assert kept[0].activation_bytes == kept[1].activation_bytes  # torchao casts inputs again
+
+
+def test_weights_that_are_gathered_in_8_bits_take_half_of_the_links_and_of_the_memory() -> None:
+    plan = PLAN.replace(zero_stage=3)
+    training = made("dgx-h100", "fp8").training.replace(fp8_recipe="tensorwise", loss="cut")  # blocks are the peak
+    narrow, wide = (
+        evaluate_plan(Workload.of(MODEL, each, cluster_from_profile("dgx-h100"), framework="torchtitan"), plan)
+        for each in (training.replace(fp8_gather=True), training)
+    )
+    assert 0.6 < narrow.step.data_parallel_wire_s / wide.step.data_parallel_wire_s < 0.9
+    saved = wide.memory[0].parameter_bytes - narrow.memory[0].parameter_bytes
+    block = MODEL.runs[0].block.num_parameters
+    assert saved == pytest.approx(2 * block, rel=0.01)  # two blocks, of a byte an element less
+    with pytest.raises(PlanError, match="scaled rowwise have no scale that both"):
+        training.replace(fp8_gather=True, fp8_recipe="rowwise")
+    with pytest.raises(PlanError, match="gathered in 8 bits stand beside linear layers in 16bit"):
+        TrainingSpec(global_batch_size=8, seq_length=128, fp8_gather=True)
 
 
 def test_a_gpu_without_such_products_refuses_them_with_what_it_has() -> None:

@@ -384,6 +384,8 @@ def test_products_below_16_bits_are_megatrons_and_a_note_of_others() -> None:
         scaled = subject(plan, linear_precision="fp8", fp8_recipe=recipe)
         assert f"bf16_with_{words}_mixed" in export_plan(scaled, "megatron-bridge").text
         assert f"--fp8-recipe {recipe}" in export_plan(scaled, "megatron-lm").text
+    gathered = subject(plan, linear_precision="fp8", fp8_gather=True)
+    assert "--fp8-param-gather" in export_plan(gathered, "megatron-lm").text
     rows = subject(plan, linear_precision="fp8", fp8_recipe="rowwise")
     assert [gap.part for gap in export_plan(rows, "megatron-lm", partial=True).gaps] == ["fp8_recipe=rowwise"]
     assert "--fp8-format e4m3" in export_plan(made["mxfp8"], "megatron-lm").text

@@ -391,6 +391,7 @@ def test_megatrons_narrow_products_and_recomputed_modules_are_read() -> None:
     assert megatron(plain).training.get("linear_precision") is None
     assert megatron(plain + "--fp8-format hybrid").training["linear_precision"] == "fp8"
     assert megatron(plain + "--fp8-format hybrid").training["fp8_recipe"] == "delayed"
+    assert megatron(plain + "--fp8-format hybrid --fp8-param-gather").training["fp8_gather"]
     assert megatron(plain + "--fp8-format hybrid --fp8-recipe blockwise").training["fp8_recipe"] == "blockwise"
     assert megatron(plain + "--fp8-format e4m3 --fp8-recipe mxfp8").training["linear_precision"] == "mxfp8"
     assert megatron(plain + "--fp4-format e2m1").training["linear_precision"] == "nvfp4"

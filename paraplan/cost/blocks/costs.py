@@ -135,7 +135,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
             rings_context=framework.kernels.ring_attention,
             fp32_weights=workload.keeps_fp32_weights,
             fp32_residual=workload.training.upcasts_frozen,
-            inputs_in_8bit=workload.constants.keeps_8bit_inputs,
+            inputs_in_8bit=workload.constants.has_8bit_matmuls and framework.kernels.keeps_8bit_inputs,
         )
         known.add([shardings[position] for position in missing], _costs_of(workload, new))
     rows = np.array([known.rows[one] for one in shardings], dtype=np.int64)

@@ -185,7 +185,7 @@ class RankMemory:
         go of what exceeds a limit.
         """
         root = self.root_parameters - self.embedding_alone - self.head_alone
-        units = root + end + num_blocks * self.block_parameters
+        units = root + end + num_blocks * self.block_parameters * self.workload.training.gathered_share
         if not self.framework.data_parallel.uses_fsdp:
             units = np.maximum(
                 2 * np.maximum(self.block_parameters, self.root_parameters),
@@ -194,7 +194,8 @@ class RankMemory:
         live = np.minimum(units, self.parameters)
         gathers_all = self.is_fsdp & (self.table.zero_stage < 3)
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
-        trained = np.where(gathers_all, self.parameters, live) * self.compute_bytes
+        every = self.root_parameters + (self.parameters - self.root_parameters) * self.workload.training.gathered_share
+        trained = np.where(gathers_all, every, live) * self.compute_bytes
         block = self.costs.largest_block_frozen_bytes[self.costs.key] * num_blocks
         some = gathered_frozen_bytes(self.workload, block, self.root_frozen_bytes)
         frozen = np.minimum(np.where(gathers_all, np.inf, some), self.frozen_bytes)

@@ -88,6 +88,7 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
         precision=_precision(fields),
         linear_precision=_linear_precision(fields),
         fp8_recipe=_fp8_recipe(fields),
+        fp8_gather=True if "--fp8-param-gather" in fields and _linear_precision(fields) in ("fp8", "mxfp8") else None,
         optimizer=optimizer,
         attention=_attention(fields),
         notes=tuple(notes),

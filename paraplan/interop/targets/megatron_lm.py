@@ -95,6 +95,7 @@ def megatron_arguments(subject: Subject) -> list[str]:
         arguments += [f"--{training.precision}"] * (training.precision != "fp32")
         arguments += _NARROW[training.linear_precision]
         arguments += [f"--fp8-recipe {recipe_name(training)}"] * (training.linear_precision == "fp8")
+        arguments += ["--fp8-param-gather"] * training.fp8_gather
         arguments += _OPTIMIZERS.get(training.optimizer, []) + _ATTENTION[training.attention]
     return arguments
 
