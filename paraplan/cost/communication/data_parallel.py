@@ -115,9 +115,11 @@ def data_parallel_s(
     # Ranks with equal shards then sum these (hybrid sharding; Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
     reduce_s = units * (links.reduce_scatter_s(unit) + replicas.all_reduce_s(unit / table.shard_size))
     frozen = np.max([frozen_bytes(costs, stage) for stage in stages], axis=0) * is_zero_3
-    ends = np.max([stage_parameters(costs, stage) - stage.sum(costs, costs.parameters) for stage in stages], axis=0)
-    weights = ((parameters - experts - ends) * workload.training.gathered_share + ends) * unit_bytes
-    gather_s = units * links.all_gather_s((weights + frozen) / units)
+    gathered = parameters - experts
+    if workload.training.fp8_gather:
+        blocks = np.max([stage.sum(costs, costs.parameters) for stage in stages], axis=0) - experts
+        gathered = gathered - blocks * (1.0 - workload.training.gathered_share)
+    gather_s = units * links.all_gather_s((gathered * unit_bytes + frozen) / units)
     all_reduce_s = links.all_reduce_s((parameters - experts) * gradient_bytes)
     if experts.any():  # go over the ranks that hold the same ones
         _, alike = expert_links(workload, table)
