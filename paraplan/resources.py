@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.resources
+from functools import cache
 from pathlib import Path
 
 from paraplan.errors import ParaplanError
 
 
+@cache
 def profiles_folder() -> Path:
     """Return the folder that holds `gpus`, `machines`, `models` and `networks`.
 

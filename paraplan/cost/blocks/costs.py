@@ -109,8 +109,10 @@ class BlockCosts:
     def among(self, column: Floats, low: Ints, high: Ints, key: Ints | None = None) -> Floats:
         """Return the sum of a `[K, R]` cost over the blocks from `low` to below `high` of each plan."""
         key = self.key if key is None else key
-        kinds = (column[key, kind] * (count[high] - count[low]) for kind, count in enumerate(self.counts))
-        return np.asarray(sum(kinds))
+        total: Floats = column[key, 0] * (self.counts[0, high] - self.counts[0, low])
+        for kind in range(1, len(self.counts)):
+            total += column[key, kind] * (self.counts[kind, high] - self.counts[kind, low])
+        return total
 
     def of_all(self, column: Floats) -> Floats:
         """Return the sum of a `[K, R]` cost over all blocks of each plan."""
