@@ -90,7 +90,7 @@ def test_a_host_whose_matmuls_are_slow_is_named_and_kept_where_the_job_needs_it(
 
 def test_doctor_measures_ranks_of_one_node_and_writes_a_report(tmp_path: Path, scratch: Path) -> None:
     report = tmp_path / "health.json"
-    words = ["doctor", "--seconds", "5", "--nproc-per-node", "2", "--report", str(report)]
+    words = ["doctor", "--seconds", "1", "--nproc-per-node", "2", "--report", str(report)]
     done = subprocess.run(
         [*launcher_command()[:-1], *words],
         cwd=tmp_path,
