@@ -163,7 +163,7 @@ def narrow_speedup(gpu: GpuProfile, training: TrainingSpec) -> float:
     if training.linear_precision not in known:
         raise PlanError(
             f"{gpu.title} has no matrix products in {training.linear_precision}",
-            hint=f"use --linear-precision {' or '.join(known)}" if known else "leave out --linear-precision",
+            hint=f"use --precision {' or '.join(['bf16', *known])} in its place",
         )
     return gpu.fp8_speedup
 

@@ -103,7 +103,7 @@ def _one_suffices(workload: Workload, executor: Executor, fixed: Constraints) ->
 def _option_of(training: TrainingSpec) -> str:
     """Return the option that asks for what the runtime has not."""
     narrow = training.linear_precision
-    return "--offload-activations" if narrow == "16bit" else f"--linear-precision {narrow}"
+    return "--offload-activations" if narrow == "16bit" else f"--linear-precision {narrow} (or --precision {narrow})"
 
 
 def _suitable_batches(workload: Workload, fixed: Constraints) -> str:

@@ -91,7 +91,7 @@ def test_weights_that_are_gathered_in_8_bits_take_half_of_the_links_and_of_the_m
 def test_a_gpu_without_such_products_refuses_them_with_what_it_has() -> None:
     with pytest.raises(PlanError, match="has no matrix products in mxfp8") as refused:
         made("dgx-h100", "mxfp8")
-    assert refused.value.hint == "use --linear-precision fp8"
+    assert refused.value.hint == "use --precision bf16 or fp8 in its place"
     with pytest.raises(PlanError, match="has no matrix products in fp8"):
         made("dgx-a100", "fp8")
     with pytest.raises(PlanError, match="precision is fp32"):
