@@ -71,7 +71,7 @@ def test_two_jobs_of_mpirun_are_told_apart_by_the_batch_system(variables: dict[s
 
 def test_a_batch_script_without_srun_and_a_job_of_one_node_are_no_several_nodes() -> None:
     assert find_place({"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}) is None
-    assert find_place(SRUN | {"SLURM_STEP_NUM_NODES": "1"}) is None
+    assert find_place(SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert find_place({}) is None
 
 
@@ -128,10 +128,46 @@ def test_what_the_user_says_about_the_rendezvous_is_kept(words: list[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"num_tasks": 16}, "16 launchers on 2 nodes"), ({"address": None}, "MASTER_ADDR")]
+    ("changes", "said"),
+    [
+        ({"num_tasks": 16}, "16 launchers on 2 nodes"),
+        ({"address": None}, "MASTER_ADDR"),
+        ({"node_rank": 2}, "node 2, counted from 0, of 2 nodes"),
+    ],
 )
 def test_a_place_that_cannot_be_used_is_an_error_with_something_to_do(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         take_place(parse_arguments(["train.py"], {}), place(**changes), SECRET)
     assert said in str(caught.value)
     assert caught.value.hint
+
+
+def test_launchers_on_unlike_nodes_are_refused_and_do_not_train_alone() -> None:
+    sizes = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+    found = find_place(sizes | {"MASTER_ADDR": "a"})
+    assert found is not None
+    with pytest.raises(ArgumentError, match="mpirun started 4 launchers on 2 nodes"):
+        take_place(parse_arguments(["train.py"], {}), found, SECRET)
+
+
+def test_several_launchers_on_the_only_node_are_told_that_each_has_a_job_of_its_own() -> None:
+    found = find_place(SRUN | {"SLURM_STEP_NUM_NODES": "1"})
+    assert found is not None
+    asked = parse_arguments(["train.py"], {})
+    spec, line = take_place(asked, found, SECRET)
+    assert spec == asked
+    assert line is not None
+    assert line.startswith("srun started 4 launchers on this node, and each runs a job of its own")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"PBS_NODEFILE": "/bin/sh"}, "PBS_NODEFILE=/bin/sh cannot be read: it is not a text"),
+        ({"LSB_DJOB_HOSTFILE": "/" + "x" * 5000}, "cannot be read: File name too long"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),
+    ],
+)
+def test_what_a_batch_system_says_of_the_first_node_is_refused_in_words(variables: dict[str, str], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        find_place(HYDRA | variables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -30,10 +31,14 @@ from launching import (
 )
 
 from paraplan.launch.faults.failures import last_lines
+from paraplan.launch.faults.report import say
+from paraplan.launch.ranks.copier import Copy, serve_copies
 from paraplan.launch.run_folder import RUNS_FOLDER, RunFolder, open_run_folder
 from paraplan.launch.spec import ONE_NODE, ArgumentError, LaunchSpec
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+
+FULL = Path("/dev/full")
 
 SPEAK = """
     import os, sys, time
@@ -110,6 +115,35 @@ def test_a_full_disk_loses_logs_and_nothing_else(
     assert "paraplan: rank " in done.stderr
     assert "ValueError: boom" in done.stderr
     assert names_in(scratch) == []
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no device that is always full")
+def test_a_console_on_a_full_disk_loses_what_is_shown_and_nothing_else(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, sink = os.pipe()
+    console = os.open(FULL, os.O_WRONLY)
+    pid = os.fork()
+    if pid == 0:
+        serve_copies([Copy(source, console, str(tmp_path / "stdout.log"))], close=[sink])
+    os.close(source)
+    os.close(console)
+    for _ in range(100):
+        os.write(sink, b"a line\n")  # to a stream that is closed it is an error
+    os.close(sink)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "stdout.log").read_text() == "a line\n" * 100
+    said = "cannot be written any more: No space left on device"
+    assert capfd.readouterr().err == f"paraplan: standard error {said}; {tmp_path}/stdout.log goes on\n"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no device that is always full")
+def test_the_launcher_goes_on_where_its_own_lines_find_no_space() -> None:
+    stream = FULL.open("w", buffering=1)
+    with contextlib.redirect_stderr(stream):
+        say("a warning")
+    with contextlib.suppress(OSError):
+        stream.close()
 
 
 @pytest.mark.ranks

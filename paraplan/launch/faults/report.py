@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from paraplan.errors import ParaplanError
@@ -65,12 +66,16 @@ def say(text: str) -> None:
 
 
 def write_report(text: str) -> None:
-    """Write lines of the launcher's own to stderr; a terminal gets them broken between words, each as wide as it is."""
+    """Write lines of the launcher's own to stderr; a terminal gets them broken between words, each as wide as it is.
+
+    A disk that is full or a reader that is gone ends no job: what cannot be written is left out.
+    """
     text = printable(text)
-    if sys.stderr.isatty():
-        text = fit_to_width(text, os.get_terminal_size(sys.stderr.fileno()).columns)
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    with suppress(OSError):
+        if sys.stderr.isatty():
+            text = fit_to_width(text, os.get_terminal_size(sys.stderr.fileno()).columns)
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def fit_to_width(text: str, width: int) -> str:

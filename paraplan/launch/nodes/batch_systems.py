@@ -17,6 +17,7 @@ FIRST_PORT, NUM_PORTS = 20_000, 12_000
 _DEFAULT_ADDRESS = "127.0.0.1"
 _NO_ID = "none"  # torchrun's --rdzv-id of a job without one
 _MAX_DIGITS = 9
+_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class NodePlace:
 
 
 def find_place(environment: Mapping[str, str]) -> NodePlace | None:
-    """Return this node's place; None where no batch system has started this process, or on one node only."""
+    """Return this node's place; None where no batch system has started this process, or this process alone."""
     for find in (_slurm_place, _open_mpi_place, _pmi_place):
         place = find(environment)
         if place is not None:
-            return place if place.num_nodes > 1 else None
+            return place if max(place.num_nodes, place.num_tasks) > 1 else None
     return None
 
 
@@ -86,13 +87,20 @@ def _pmi_place(environment: Mapping[str, str]) -> NodePlace | None:
 def _mpi_place(environment: Mapping[str, str], *, size: int, rank: int, local_size: int, job: str) -> NodePlace:
     return NodePlace(
         system="mpirun",
-        num_nodes=max(1, size // max(1, local_size)),
+        num_nodes=-(-size // max(1, local_size)),  # nodes may have unlike numbers, which is refused later
         node_rank=rank // max(1, local_size),
         num_tasks=size,
         address=environment.get("MASTER_ADDR") or _first_of_node_file(environment),
         job=job,
-        port=_number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None,
+        port=_port(environment) if "MASTER_PORT" in environment else None,
     )
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    port = _number(environment, "MASTER_PORT")
+    if port > _LAST_PORT:
+        raise ArgumentError(f"MASTER_PORT={port} is not a port", hint=f"give one up to {_LAST_PORT:,}, or unset it")
+    return port
 
 
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "PMI_KVS", "HYDRA_JOBID")
@@ -115,12 +123,20 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _first_of_node_file(environment: Mapping[str, str]) -> str | None:
-    """Return the first host in the files and lists of PBS and LSF."""
+    """Return the first host in the files and lists of PBS and LSF. Raises `ArgumentError` for a file of another kind."""
     for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
-        path = Path(environment.get(name, ""))
-        if name in environment and path.is_file():
-            words = path.read_text(encoding="utf-8").split()
-            return words[0] if words else None
+        try:
+            words = Path(environment[name]).read_text(encoding="utf-8").split() if environment.get(name) else []
+        except (FileNotFoundError, IsADirectoryError):  # of another node, or of a job that has ended
+            continue
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not a text"
+            shown = one_line(environment[name])[:60]
+            raise ArgumentError(
+                f"{name}={shown} cannot be read: {reason}", hint="set MASTER_ADDR to the address of the node with rank 0"
+            ) from None
+        if words:
+            return words[0]
     words = environment.get("LSB_HOSTS", "").split()
     return words[0] if words else None
 
@@ -145,8 +161,9 @@ def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str
     """Return `spec` with a batch system's nodes, rank and rendezvous, and a line about them.
 
     The port follows from the secret of the job's user in `environment`: others cannot tell it from the job's number.
-    `spec` as it is, and None, where it has a rendezvous of its own. Raises `ArgumentError` for more than one launcher
-    on a node, and where no address is known.
+    `spec` as it is, and None, where it has a rendezvous of its own. Several launchers on the only node have a job each,
+    of which the line is then. Raises `ArgumentError` for more than one launcher on one of several nodes, for a node
+    beyond their number, and where no address is known.
     """
     says_where = (
         spec.standalone
@@ -159,11 +176,20 @@ def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str
     )
     if says_where:
         return spec, None
+    if place.num_nodes == 1:
+        one = "srun --ntasks-per-node=1" if place.system == "srun" else "one process on each node"
+        line = f"{place.system} started {place.num_tasks} launchers on this node, and each runs a job of its own"
+        return spec, f"{line}; for one job: {one}"
     if place.num_tasks != place.num_nodes:
         raise ArgumentError(
             f"{place.system} started {place.num_tasks} launchers on {place.num_nodes} nodes; each starts all ranks of "
             "its node",
             hint="srun --ntasks-per-node=1" if place.system == "srun" else "start one process on each node",
+        )
+    if place.node_rank >= place.num_nodes:
+        raise ArgumentError(
+            f"{place.system} says that this is node {place.node_rank}, counted from 0, of {place.num_nodes} nodes",
+            hint="its variables are of another job: unset them, and give --nnodes and --rdzv-endpoint",
         )
     if place.address is None:
         raise ArgumentError(

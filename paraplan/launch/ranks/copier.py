@@ -7,6 +7,7 @@ colors stay as they are. The copying process ends when the last writer has close
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -17,13 +18,16 @@ from typing import NoReturn
 
 _CHUNK_BYTES = 1 << 16
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a disk answers that takes no more."""
+
 
 @dataclass
 class Copy:
     """One stream of one rank: read from `source`, written to `console` and to the file `path`."""
 
     source: int
-    console: int
+    console: int | None
     path: str
     log: int | None = None
 
@@ -60,8 +64,8 @@ def _take_size(console: int, terminal: int) -> None:
 def serve_copies(copies: list[Copy], *, close: list[int]) -> NoReturn:
     """Copy until all writers are gone, then end this process. `close` are descriptors that are others'.
 
-    A log file that cannot be written, on a full disk, is given up; the console goes on. A console that is closed closes
-    the rank's stream too, as if it had written there itself.
+    A log file that cannot be written, on a full disk, is given up; the console goes on, and the other way round. A
+    console that is closed closes the rank's stream too, as if it had written there itself.
     """
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE):
@@ -91,7 +95,8 @@ def _follow_sizes(copies: Mapping[int, Copy]) -> None:
 
     def follow(*_: object) -> None:
         for copy in copies.values():
-            _take_size(copy.console, copy.source)
+            if copy.console is not None:
+                _take_size(copy.console, copy.source)
 
     if any(os.isatty(source) for source in copies):
         signal.signal(signal.SIGWINCH, follow)
@@ -111,14 +116,24 @@ def _copy_chunk(copy: Copy) -> bool:
             _write_all(copy.log, data)
         except OSError as error:
             copy.log = None
-            text = f"paraplan: {copy.path} cannot be written any more: {error.strerror}\n"
-            with contextlib.suppress(OSError):
-                _write_all(sys.stderr.fileno(), text.encode())
+            _say_unwritable(copy.path, error)
+    if copy.console is None:
+        return True
     try:
         _write_all(copy.console, data)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno not in _FULL:
+            return False
+        name = "standard output" if copy.console == 1 else "standard error"
+        copy.console = None
+        _say_unwritable(name, error, hint=f"; {copy.path} goes on" if copy.log is not None else "")
     return True
+
+
+def _say_unwritable(name: str, error: OSError, *, hint: str = "") -> None:
+    text = f"paraplan: {name} cannot be written any more: {error.strerror}{hint}\n"
+    with contextlib.suppress(OSError):
+        _write_all(sys.stderr.fileno(), text.encode())
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
