@@ -67,9 +67,7 @@ def _counted(words: str, gpus: Collection[str]) -> str | None:
     if count is None:
         return None
     near = [f"{count}x{one}" for one in difflib.get_close_matches(gpu, sorted(gpus), n=2, cutoff=0.7)]
-    first = (
-        f"did you mean {' or '.join(near)}?" if near else "paraplan profiles list --kind gpu shows all kinds;"
-    )
+    first = f"did you mean {' or '.join(near)}?" if near else "paraplan profiles list --kind gpu shows all kinds;"
     return f"{first} paraplan explain machines says how to describe another"
 
 

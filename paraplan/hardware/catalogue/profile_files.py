@@ -302,8 +302,9 @@ def _bundled_with(gpu: GpuProfile, count: int) -> Path | None:
 
 
 def _network_name(network: str) -> str:
-    """Return the profile of a network; a rate such as `100g` is Ethernet's."""
-    return f"ethernet-{network.lower()}" if network.lower() in ("10g", "25g", "100g") else network
+    """Return the profile of a network; a rate such as `100g` or `10GbE` is Ethernet's."""
+    rate = network.strip().lower().replace(" ", "").removesuffix("be").removesuffix("bps").removesuffix("bit")
+    return f"ethernet-{rate}" if f"ethernet-{rate}" in _stems("networks") else network
 
 
 def _looks_like_path(name: str) -> bool:
