@@ -5,7 +5,7 @@ from __future__ import annotations
 from paraplan.accuracy.measured_runs import Dispatcher, Graphs, MeasuredRun
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.hardware.profile_json import read_object, validated
-from paraplan.model.named import plain_name
+from paraplan.model.model_names import plain_name
 from paraplan.plan.parallel import Recompute
 from paraplan.records import Record
 from paraplan.resources import profiles_folder

@@ -73,8 +73,16 @@ _ALIASES = {
     "--gradient-checkpointing": "--recompute=full",
     "--bf16": "--precision=bf16",
     "--fp16": "--precision=fp16",
+    "--load-in-4bit": "--base-weights=nf4",
+    "--load-in-8bit": "--base-weights=int8",
+    "--use-peft": "--train=lora",
 }
 """Options as transformers, Megatron-LM, DeepSpeed and torchrun call them; with _ in place of - too."""
+_DERIVED = {
+    "--gradient-accumulation-steps": "say --global-batch: dp x micro-batch x accumulation steps",
+    "--grad-accum": "say --global-batch: dp x micro-batch x accumulation steps",
+}
+"""Options of other tools that follow from ours."""
 _FLAGS = {ours for ours in _ALIASES.values() if "=" in ours}
 _ANSWERS = dict.fromkeys(("true", "yes", "1"), True) | dict.fromkeys(("false", "no", "0"), False)
 
@@ -84,7 +92,10 @@ def _as_we_say(words: list[str]) -> list[str]:
     found = list[str]()
     for word in words:
         name, equals, value = word.partition("=")
-        ours = _ALIASES.get(name.replace("_", "-"), name) if name.startswith("--") else name
+        plain = name.replace("_", "-")
+        if plain in _DERIVED:
+            raise typer.BadParameter(f"{name} follows from the batch: {_DERIVED[plain]}")
+        ours = _ALIASES.get(plain, name) if name.startswith("--") else name
         is_answer = word.lower() in _ANSWERS and bool(found) and found[-1] in _FLAGS
         if is_answer and not _ANSWERS[word.lower()]:
             found.pop()

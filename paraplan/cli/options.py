@@ -127,17 +127,18 @@ def count(least: int, most: int) -> Callable[[str | int], int]:
     def read(value: str | int) -> int:
         text = str(value)  # a default is a number already
         if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
-            raise typer.BadParameter(f"{text!r} is no whole number from {least} to {most:,}")
+            raise typer.BadParameter(f"{text!r} is not a whole number from {least} to {most:,}")
         return int(text)
 
     return read
 
 
 def length(text: str | int) -> int:
-    """Return the tokens of a sequence: 8192, or 8k, which people mean as 8 x 1,024."""
-    words = str(text).strip().lower()
-    thousands = words.endswith("k") and words[:-1].isascii() and words[:-1].isdigit()
-    return count(1, MOST_TOKENS)(str(1024 * int(words[:-1])) if thousands else words)
+    """Return the tokens of a sequence: 8192, or 8k and 1M, which people mean as 8 x 1,024 and 1,024 x 1,024."""
+    words = str(text).strip()
+    unit = {"k": 1024, "m": 1024**2}.get(words[-1:].lower())
+    is_short = unit is not None and words[:-1].isascii() and words[:-1].isdigit()
+    return count(1, MOST_TOKENS)(str(unit * int(words[:-1])) if is_short and unit else words)
 
 
 _POWERS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}

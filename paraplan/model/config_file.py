@@ -12,6 +12,11 @@ from paraplan.errors import ModelError
 
 MAX_LAYERS = 10_000
 MAX_COUNT = 10**9  # no width, vocabulary or number of positions is larger
+RELEASE_FORMATS = ("fp8", "mxfp4")
+"""Formats that models are released in by those who trained them (DeepSeek-V3, gpt-oss); to train they are dequantized.
+
+So do transformers' FineGrainedFP8Config and Mxfp4Config with dequantize=True.
+"""
 OWN_CODE_HINT = "write a factory that returns the nn.Module and give it as file.py:factory"
 
 
@@ -141,7 +146,8 @@ class ModelConfig:
 def load_config(path: Path, *, seq_length: int | None = None) -> ModelConfig:
     """Return the model configuration in `path`. Code that the config names (`auto_map`) is never executed.
 
-    Raises ModelError for a file that is missing, is no JSON object, or describes a quantised checkpoint.
+    Raises ModelError for a file that is missing, is no JSON object, or describes a checkpoint that was quantized after
+    its training.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -156,9 +162,11 @@ def load_config(path: Path, *, seq_length: int | None = None) -> ModelConfig:
         raise ModelError(f"{path} holds no JSON object", hint="give a config.json as transformers saves it")
     name = path.parent.name if path.name == "config.json" else path.stem
     config = ModelConfig(str(path), fields, name, seq_length)
-    if config.has("quantization_config"):
+    storage = fields.get("quantization_config")
+    method = storage.get("quant_method") if isinstance(storage, dict) else None
+    if storage is not None and method not in RELEASE_FORMATS:
         raise ModelError(
-            f"{path}: quantization_config describes a quantised checkpoint, which cannot be trained as it is",
-            hint="use the config from before quantisation, or remove the field to plan training in full precision",
+            f"{path}: quantization_config describes a quantized checkpoint, which cannot be trained as it is",
+            hint="use the model that it was made from; for QLoRA add --train lora --base-weights nf4:double",
         )
     return config

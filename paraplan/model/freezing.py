@@ -121,12 +121,13 @@ def _targets(model: ModelSpec, adapter: AdapterSpec | None) -> frozenset[str]:
         return frozenset()
     layers = {one.name: one for run in model.runs for one in run.block.matmuls if one.num_experts == 1}
     found = targeted_layers(adapter, tuple(layers))
-    for name in sorted(found) if adapter.kind != "ia3" else ():
-        smallest = min(layers[name].k, layers[name].n)
-        if adapter.rank > smallest:
+    if adapter.kind != "ia3" and found:
+        widest = max((layers[name] for name in sorted(found)), key=lambda one: min(one.k, one.n))
+        most = min(widest.k, widest.n)
+        if adapter.rank > most:  # above the few outputs of a router it is what peft makes, and harmless
             raise PlanError(
-                f"a rank of {adapter.rank} is larger than {name}, which is {layers[name].n} x {layers[name].k}",
-                hint=f"use a rank of at most {smallest}",
+                f"a rank of {adapter.rank} is larger than {widest.name}, which is {widest.n} x {widest.k}",
+                hint=f"use a rank of at most {most}",
             )
     return found
 

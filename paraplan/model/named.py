@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from paraplan.model.model_names import plain_name
 from paraplan.model.reader import bundled_models
 
 Fields = dict[str, Any]
@@ -15,16 +15,6 @@ Fields = dict[str, Any]
 def known_configs() -> dict[str, Fields]:
     """Return the fields of each bundled model's configuration, by its name without punctuation."""
     return {plain_name(name): json.loads(path.read_text(encoding="utf-8")) for name, path in bundled_models().items()}
-
-
-def plain_name(name: str) -> str:
-    """Return the letters and digits of a name, by which models of the same shape are equal.
-
-    Left out: an owner (`meta-llama/`), what stands in brackets, a number of layers at its end, words of fine-tunes
-    (`-instruct`), and that Llama is of 3.1 or 3.3.
-    """
-    plain = re.sub(r"\(.*?\)|-\d+l$|[-_](hf|instruct|chat|base|it)\b", "", name.lower()).rpartition("/")[2]
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"(llama[-_ ]?3)\.[13]", r"\1", plain))
 
 
 def named_config(known: Mapping[str, Fields], name: str, *, num_layers: int | None) -> Fields | None:

@@ -11,6 +11,7 @@ from paraplan.errors import ModelError, near_names
 from paraplan.model.config_file import MAX_LAYERS, OWN_CODE_HINT, ModelConfig, load_config
 from paraplan.model.family_table import READERS
 from paraplan.model.hybrid import is_hybrid, read_hybrid
+from paraplan.model.model_names import same_layers
 from paraplan.model.multi_token import with_prediction_layers
 from paraplan.model.spec import ModelSpec
 from paraplan.model.transformers_model import can_build, trace_config
@@ -77,7 +78,8 @@ def find_config(reference: str) -> Path:
         return _download_config(reference)
     except ModelError as error:
         reason = error.message.partition(", and ")[2] or error.message
-        hint = near_names(reference, bundled)
+        same = same_layers(reference, bundled)
+        hint = f"did you mean {same}, with the same layers?" if same else near_names(reference, bundled)
         if hint.endswith("?"):
             hint = f"{hint} paraplan profiles list --kind model shows the bundled ones"
         raise ModelError(f"{what}, and {reason}", hint=hint) from error
@@ -142,9 +144,11 @@ def _download_config(repository: str) -> Path:
             socket.getaddrinfo(host, 443)  # fails at once without a network, which the library tries for half a minute
         return Path(hf_hub_download(repository, "config.json"))
     except (HfHubHTTPError, OSError, ValueError) as error:
+        bundled = same_layers(repository, bundled_models())
+        same = f"{bundled}, which is bundled, has the same layers; else " if bundled else ""
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"there is no file or folder {repository!r}, and its config.json could not be downloaded from "
             f"the hub: {first_line}",
-            hint="check the name and the network, or give the path of a config.json",
+            hint=f"{same}check the name and the network, or give the path of a config.json",
         ) from error

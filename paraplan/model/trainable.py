@@ -100,7 +100,8 @@ def parse_trainable(text: str) -> Trainable:
         elif name == "layers" and rest.startswith("last") and rest[4:].isdigit() and int(rest[4:]):
             values["last_layers"] = int(rest[4:])
         else:
-            raise PlanError(f"--train does not know {part.strip()!r}", hint=f"use {FORMS}")
+            hint = "QLoRA is --train lora --base-weights nf4:double" if name == "qlora" else f"use {FORMS}"
+            raise PlanError(f"--train does not know {part.strip()!r}", hint=hint)
     return Trainable.model_validate(values)
 
 

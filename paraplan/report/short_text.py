@@ -143,6 +143,11 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     )
 
 
+def _in_options(one: Help) -> str:
+    """Return the options of a change, and the plan where that changes with them."""
+    return one.options if one.is_same_plan else f"{one.options} with {one.plan.describe()}"
+
+
 def _roomier(result: SearchResult, helps: tuple[Help, ...]) -> str | None:
     """Return the fastest way to leave clearly more memory, where the recommended plan takes nearly all.
 
@@ -152,7 +157,7 @@ def _roomier(result: SearchResult, helps: tuple[Help, ...]) -> str | None:
     if best.peak_memory_bytes <= FULL_MEMORY * best.usable_memory_bytes:
         return None
     ways = [(one.step_time_s, one.peak_memory_bytes, one.plan.describe()) for one in result.candidates if one.fits]
-    ways += [(one.step_time_s, one.peak_memory_bytes, one.options) for one in helps if one.keeps_training]
+    ways += [(one.step_time_s, one.peak_memory_bytes, _in_options(one)) for one in helps if one.keeps_training]
     roomy = [way for way in ways if way[1] <= ROOMY * best.usable_memory_bytes]
     if not roomy:
         return None

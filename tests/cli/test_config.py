@@ -61,7 +61,7 @@ def test_what_no_option_takes_is_not_kept(path: Path) -> None:
     assert "no machine" in refused("config", "profile=dgx-h1000") or "dgx-h100" in refused(
         "config", "profile=dgx-h1000"
     )
-    assert "no whole number" in refused("config", "nodes=many")
+    assert "not a whole number" in refused("config", "nodes=many")
     assert "there is no precision" in refused("config", "precision=fp33")
     assert "questions need a terminal" in refused("config")
     assert not path.exists()

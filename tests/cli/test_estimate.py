@@ -164,7 +164,7 @@ def test_numbers_that_no_machine_has_are_refused(option: str, value: str) -> Non
         ({"intermediate_size": -4}, "intermediate_size=-4, expected a whole number"),
         ({"hidden_size": 10**30}, "expected at most 1000000000"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
-        ({"quantization_config": {"bits": 4}}, "a quantised checkpoint"),
+        ({"quantization_config": {"bits": 4}}, "a quantized checkpoint"),
         ({"model_type": "unheard-of"}, "no reader knows model_type='unheard-of'"),
         ({"model_type": "own", "auto_map": {"AutoModel": "trap.Model"}}, "code that auto_map names is never executed"),
     ],

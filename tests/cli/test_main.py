@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from paraplan import __version__
 from paraplan.cli.main import COMMANDS, app
+from paraplan.cli.options import length
 
 
 def test_help_lists_every_command_with_a_sentence() -> None:
@@ -49,7 +50,8 @@ def test_help_and_version_are_words_too() -> None:
 def test_flags_of_transformers_are_options_with_true_and_false() -> None:
     machine = ["--profile", "dgx-h100", "--dp", "8", "--json"]
     theirs = "--fp16 True --gradient_checkpointing --per_device_train_batch_size=2 --max_seq_length 512 --bf16 False"
-    ours = "--precision fp16 --recompute full --micro-batch 2 --seq-len 512"
+    theirs += " --use_peft --load_in_4bit True"
+    ours = "--precision fp16 --recompute full --micro-batch 2 --seq-len 512 --train lora --base-weights nf4"
     said = [CliRunner().invoke(app, ["estimate", "gpt2", *machine, *words.split()]) for words in (theirs, ours)]
     assert [each.exit_code for each in said] == [0, 0]
     assert said[0].stdout == said[1].stdout
@@ -60,13 +62,23 @@ def test_flags_of_transformers_are_options_with_true_and_false() -> None:
     assert '"precision":"fp16"' in off.stdout.replace(" ", "")
 
 
+def test_what_follows_from_the_batch_is_said_to() -> None:
+    refused = CliRunner().invoke(app, ["recommend", "gpt2", "--gradient_accumulation_steps", "4"])
+    assert refused.exit_code == 2
+    assert "--global-batch" in refused.stderr
+
+
+def test_lengths_are_told_in_thousands_and_millions_of_tokens() -> None:
+    assert [length(words) for words in ("4096", "8k", "1M")] == [4096, 8192, 2**20]
+
+
 def test_numbers_have_their_limits_in_errors_and_not_in_help() -> None:
     shown = CliRunner().invoke(app, ["recommend", "--help"], env={"COLUMNS": "120"}).stdout
     assert "1000000" not in shown
     for value in ("0", "many", "1000001", "1.5"):
         result = CliRunner().invoke(app, ["recommend", "gpt2", "--tp", value], env={"COLUMNS": "200"})
         assert result.exit_code == 2
-        assert f"'{value}' is no whole number from 1 to 1,000,000" in result.stderr
+        assert f"'{value}' is not a whole number from 1 to 1,000,000" in result.stderr
 
 
 def test_the_version_is_that_of_the_package() -> None:

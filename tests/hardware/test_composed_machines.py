@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.errors import ParaplanError
+from paraplan.errors import ParaplanError, ProfileError
 from paraplan.hardware.catalogue.composed_machines import LinkKind, counted_gpus
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
 
@@ -35,6 +35,9 @@ def test_names_say_how_many_gpus_of_which_kind(name: str, expected: tuple[int, s
         ("8xmi300x", "mi300x-x8", 8),
         ("4xrtx-4090", "rtx-4090-x4", 4),
         ("3090x2", "rtx-3090-x2", 2),
+        ("4x4090", "rtx-4090-x4", 4),
+        ("2xRTX3090", "rtx-3090-x2", 2),
+        ("8x H100 SXM5", "dgx-h100", 8),
         ("8xh100-nvl", "8xh100-nvl-94gb", 8),
         ("Standard_ND96asr_v4", "azure-nd96asr-v4", 8),
         ("ml.p4d.24xlarge", "aws-p4d-24xlarge", 8),
@@ -43,6 +46,32 @@ def test_names_say_how_many_gpus_of_which_kind(name: str, expected: tuple[int, s
 def test_a_bundled_machine_with_these_gpus_is_taken(name: str, machine: str, gpus: int) -> None:
     found = cluster_from_profile(name)
     assert (found.name, found.num_gpus) == (machine, gpus)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gpu_8x_h100_sxm5", "did you mean 8xh100-sxm?"),
+        ("Lambda-8xA100", "did you mean 8xa100?"),
+        ("8xmi250", "8xmi250x"),
+        ("g5.2xlarge", "--profile g5.12xlarge --gpus-per-node N"),
+        ("Standard_NC24ads_A100_v4", "--profile nc96ads-a100-v4 --gpus-per-node N"),
+        ("2xm40", "profiles list --kind gpu"),
+        ("my-server", "8xh100, 4xrtx-3090"),
+    ],
+)
+def test_the_name_of_a_machine_that_nobody_described_leads_to_one_that_works(name: str, hint: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        cluster_from_profile(name)
+    assert caught.value.hint is not None
+    assert hint in caught.value.hint
+    assert len(caught.value.hint) < 200
+
+
+@pytest.mark.parametrize(("name", "maker"), [("tpu-v4-8", "TPUs"), ("gaudi2", "Intel"), ("8xmps", "Apple")])
+def test_what_is_no_gpu_of_nvidia_or_amd_is_said_to_be_none(name: str, maker: str) -> None:
+    with pytest.raises(ProfileError, match=f"{maker}.* not planned for"):
+        cluster_from_profile(name)
 
 
 def test_a_machine_that_nobody_described_is_composed_with_the_links_that_are_usual() -> None:

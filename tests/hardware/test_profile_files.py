@@ -136,6 +136,10 @@ def test_a_machine_without_gpus_takes_any_number_of_ranks_that_share_its_memory(
 def test_another_network_may_be_named() -> None:
     cluster = cluster_from_profile("dgx-h100", num_nodes=2, network="ethernet-10g")
     assert cluster.network == load_network("ethernet-10g")
+    for words, rate in (("1g", 1e9), ("2.5GbE", 2.5e9), ("25 Gbps", 25e9)):
+        found = cluster_from_profile("dgx-h100", num_nodes=2, network=words).network
+        assert found is not None
+        assert found.nic_bandwidth_bytes_per_s == rate / 8
 
 
 def test_a_user_file_may_name_a_bundled_gpu_or_describe_its_own(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from paraplan.errors import PlanError
 from paraplan.model.freezing import FrozenStorage, freeze
+from paraplan.model.reader import read_model
 from paraplan.model.saved import saved_bytes
 from paraplan.model.shapes import TransformerShapes, model_from_shapes
 from paraplan.model.spec import ModelSpec
@@ -121,6 +122,12 @@ def test_quantized_weights_are_those_of_linear_layers_alone() -> None:
     assert each["mlp.up_proj.weight"] == HIDDEN * INNER / 2 + HIDDEN * INNER / 64 * 4 + 64
     assert each["input_layernorm.weight"] == 2 * HIDDEN
     assert frozen.embedding.parameters[0].frozen_bytes == 2 * HIDDEN * 1024
+
+
+def test_a_rank_above_the_outputs_of_a_router_is_planned_as_peft_makes_it() -> None:
+    frozen = freeze(read_model("mixtral-8x7b"), parse_trainable("lora:r=16"), FrozenStorage())
+    router = [one for one in frozen.runs[0].block.parameters if one.name.startswith("mlp.gate.lora")]
+    assert {one.shape for one in router} == {(16, 4096), (8, 16)}
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,12 @@ def test_a_near_name_is_offered_for_an_unknown_model() -> None:
         read_model("lama-3-8b")
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_a_model_released_in_a_narrow_format_is_read_as_it_trains(write_config: WriteConfig, method: str) -> None:
+    released = read_model(str(write_config(quantization_config={"quant_method": method})))
+    assert released == read_model(str(write_config()))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -95,7 +101,7 @@ def test_a_near_name_is_offered_for_an_unknown_model() -> None:
         ({"layer_types": ["full_attention"]}, r"layer_types names 1 layers, num_hidden_layers is 3"),
         ({"model_type": ...}, r"the field 'model_type' is missing"),
         ({"model_type": "lama"}, r"no reader knows model_type='lama'; hint: did you mean llama"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config describes a quantised checkpoint"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config describes a quantized checkpoint"),
     ],
 )
 def test_a_wrong_config_is_told_by_file_and_field(

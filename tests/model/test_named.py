@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from paraplan.model.config_file import ModelConfig
-from paraplan.model.named import known_configs, named_config, plain_name
-from paraplan.model.reader import read_fields
+from paraplan.model.model_names import plain_name, same_layers
+from paraplan.model.named import known_configs, named_config
+from paraplan.model.reader import bundled_models, read_fields
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,16 @@ def test_a_layer_for_multi_token_prediction_is_a_block_a_projection_and_the_head
     # Published: 1,640 TFLOP/s at 6,304 tokens/s with it, 961 at 3,848 without (Megatron-Bridge's page): 1.042 times.
     ratio = more.training_flops_per_token(4096) / plain.training_flops_per_token(4096)
     assert ratio == pytest.approx(1.042, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3-8b"),
+        ("llama-3.3-70b", "llama-3-70b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("Qwen/Qwen3-32B", None),
+    ],
+)
+def test_a_model_on_the_hub_has_the_layers_of_a_bundled_one(name: str, expected: str | None) -> None:
+    assert same_layers(name, bundled_models()) == expected

@@ -14,7 +14,7 @@ LinkKind = Literal["pcie", "nvlink-pairs", "nvswitch"]
 HOST_MEMORY_PER_GPU = 64 * 2**30
 """Nominal, as in the profiles of workstations."""
 
-_COUNTED = re.compile(r"(?P<count>\d{1,3}) ?x ?-?(?P<gpu>[a-z].*)")
+_COUNTED = re.compile(r"(?P<count>\d{1,3}) ?x ?-?(?P<gpu>[a-z0-9].*)")
 _SUFFIXED = re.compile(r"(?P<gpu>[a-z].*?)-?x(?P<count>\d{1,3})")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from paraplan.hardware.catalogue.composed_machines import (
     usual_link,
 )
 from paraplan.hardware.catalogue.machine_files import MachineFile, compact_machine
+from paraplan.hardware.catalogue.near_machines import gpu_key, machine_hint, other_maker
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profile_json import read_object, validated
 from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfile
@@ -28,9 +28,6 @@ from paraplan.resources import profiles_folder
 
 ASSUMED_LATENCY_S = 10e-6
 """One-way time of a small message between nodes where nobody measured it: between InfiniBand's and Ethernet's."""
-
-_APPLE = re.compile(r"(\d+x)?(mps|metal|apple.*|m[1-9](-?(pro|max|ultra))?)")
-"""How people call Apple's GPUs."""
 
 
 def load_gpu(name_or_path: str, *, beside: Path | None = None) -> GpuProfile:
@@ -286,7 +283,10 @@ def _counted_machine(name: str) -> tuple[int, GpuProfile, LinkKind | None] | Non
 
 
 def _gpu_called(name: str) -> GpuProfile | None:
-    return load_gpu(name) if name in profile_names("gpus") else find_gpu(name)
+    known = profile_names("gpus")
+    if name not in known:  # rtx4090, h100-sxm5
+        name = next((one for one in sorted(known) if gpu_key(one) == gpu_key(name)), name)
+    return load_gpu(name) if name in known else find_gpu(name)
 
 
 def _bundled_with(gpu: GpuProfile, count: int) -> Path | None:
@@ -302,8 +302,9 @@ def _bundled_with(gpu: GpuProfile, count: int) -> Path | None:
 
 
 def _network_name(network: str) -> str:
-    """Return the profile of a network; a rate such as `100g` is Ethernet's."""
-    return f"ethernet-{network.lower()}" if network.lower() in ("10g", "25g", "100g") else network
+    """Return the profile of a network; a rate such as `100g` or `10GbE` is Ethernet's."""
+    rate = network.strip().lower().replace(" ", "").removesuffix("be").removesuffix("bps").removesuffix("bit")
+    return f"ethernet-{rate}" if f"ethernet-{rate}" in _stems("networks") else network
 
 
 def _looks_like_path(name: str) -> bool:
@@ -329,14 +330,17 @@ def _load_named(kind: str, name_or_path: str, *, beside: Path | None = None) -> 
             aliases[alias] = stem
         if name in aliases:
             return data, str(path)
-    hint = _machine_of_gpu(name) if kind == "machines" else None
-    if hint is None:
-        hint = near_names(name, [*known, *aliases])
+    names = [*known, *aliases]
+    if kind == "machines":
+        hint = _machine_of_gpu(name) or machine_hint(name, machines=names, gpus=profile_names("gpus"))
+    else:
+        hint = near_names(name, names)
         if hint.startswith("known"):
             hint = near_names(name, known)  # nothing is near: the names without their aliases are list enough
-    if _APPLE.fullmatch(name):
+    other = other_maker(name)
+    if other is not None:
         raise ProfileError(
-            f"{name_or_path}: Apple's GPUs are not planned for: ranks run on NVIDIA and AMD GPUs, or on CPUs",
+            f"{name_or_path}: {other} are not planned for: ranks run on NVIDIA and AMD GPUs, or on CPUs",
             hint="--profile cpu plans for processes on the CPU; any other profile plans for machines elsewhere",
         )
     raise ProfileError(f"no {kind.removesuffix('s')} profile is called {name_or_path!r}", hint=hint)

@@ -1,0 +1,22 @@
+"""What models are called, and which names mean the same layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+
+def plain_name(name: str) -> str:
+    """Return the letters and digits of a name, by which models of the same shape are equal.
+
+    Left out: an owner (`meta-llama/`), what stands in brackets, a number of layers at its end, words of fine-tunes
+    (`-instruct`), and that Llama is of 3.1 or 3.3.
+    """
+    plain = re.sub(r"\(.*?\)|-\d+l$|[-_](hf|instruct|chat|base|it)\b", "", name.lower()).rpartition("/")[2]
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"(llama[-_ ]?3)\.[13]", r"\1", plain))
+
+
+def same_layers(name: str, known: Iterable[str]) -> str | None:
+    """Return the name in `known` that means a model with the layers of `name`, None where there is none."""
+    plain = plain_name(name)
+    return next((one for one in known if plain_name(one) == plain), None)
