@@ -6,7 +6,9 @@ it wherever it is installed: without it a tensor of the same behavior stands in 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import warnings
 from typing import Any
 
@@ -146,6 +148,10 @@ def trained(plan: ParallelPlan) -> Answer:
         mine = batch.chunk(job.dp)[job.dp_rank]
         with pytest.raises(UsageError, match=r"engine.save cannot write blocks.0.up.weight, which is quantized"):
             engine.save("nowhere")
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            assert not engine.resume("nowhere")
+        if job.world.rank == 0:
+            assert "blocks.0.up.weight is quantized, and cannot be saved: there are no copies in mem" in said.getvalue()
         losses = [engine.step(mine[:, :-1], mine[:, 1:]).item() for _ in range(2)]
         held = {name: one for name, one in engine.parameters.items() if one.requires_grad}
         return losses, {name: engine.whole(name).detach().clone() for name in held}
