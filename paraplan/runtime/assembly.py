@@ -36,7 +36,13 @@ from paraplan.runtime.step.execution import WholeModelExecution
 from paraplan.runtime.structure.blocks import BlockStack, find_blocks
 from paraplan.runtime.structure.ends import large_ends
 from paraplan.runtime.structure.model_structure import ModelStructure
-from paraplan.runtime.structure.weights import check_materialised, count_parameters, is_quantized, lasting_buffers
+from paraplan.runtime.structure.weights import (
+    can_be_sharded,
+    check_materialised,
+    count_parameters,
+    is_quantized,
+    lasting_buffers,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -90,12 +96,25 @@ def check_quantized(model: nn.Module, plan: ParallelPlan, device: torch.device) 
             f"zero_stage={plan.zero_stage}: {name} is quantized to 8 bits ({kind}), which FSDP cannot shard",
             hint="use DDP, or weights in 4 bits with bnb_4bit_quant_storage",
         )
+    _check_sharding(model, plan)
     if device.type == "cpu" and of_bitsandbytes:
         raise UnsupportedPlanError(
             f"{name} is quantized ({kind}), and on a CPU bitsandbytes lays it out anew for each pass in evaluation, "
             f"under the plan '{plan.describe()}'",
             hint="train it in one process, on GPUs, or with weights that are not quantized",
         )
+
+
+def _check_sharding(model: nn.Module, plan: ParallelPlan) -> None:
+    """Raise `UnsupportedPlanError` where FSDP would divide a quantized weight into plain tensors, or not at all."""
+    num_shards = plan.zero_shards or plan.dp
+    for name, one in model.named_parameters() if plan.zero_stage else ():
+        if is_quantized(one) and not can_be_sharded(one, num_shards):
+            raise UnsupportedPlanError(
+                f"zero_stage={plan.zero_stage}: {name} is quantized ({type(one).__name__}), and FSDP cannot divide it "
+                f"by {num_shards}",
+                hint="use DDP, or a format that FSDP can shard, such as torchao's nf4",
+            )
 
 
 def assemble_part(

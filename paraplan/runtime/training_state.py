@@ -150,12 +150,15 @@ class TrainingState:
 
         That is the copy that the launcher holds in memory (`--memory-checkpoint`), or the checkpoint in `folder`, where
         `save` writes it, if that is newer. From then on a job that is to end (SIGTERM to its launcher, SIGUSR1, a
-        notice) saves there at the end of a step, and ends with status 75.
+        notice) saves there at the end of a step, and ends with status 75. A training with quantized weights, which
+        cannot be saved, is not kept in memory either, and ends as by the signal alone; rank 0 says so.
         Raises what `load` raises, and `CheckpointError` where some ranks see a checkpoint and others do not.
         """
         self._folder = Path(folder)
         keeper = MemoryKeeper.of(os.environ, self._mesh.world, self._status)
-        self._keeper = keeper if all(self._batches.meet("load", int(keeper is not None))) else None
+        quantized = self._quantized_name()
+        is_kept = keeper is not None and quantized is None
+        self._keeper = keeper if all(self._batches.meet("load", int(is_kept))) else None
         self._sync.wants_stop = self._status.is_to_stop
         found = [bool(seen) for seen in self._batches.meet("load", int(has_checkpoint(self._folder)))]
         if len(set(found)) > 1:
@@ -166,8 +169,14 @@ class TrainingState:
         has_copy = self._keeper is not None and self._resume_from_memory(self._keeper, has_checkpoint=found[0])
         if found[0] and not has_copy:
             self.load(folder)
-        outlive_signals(self._status)
-        self._status.set("can_stop", 1)
+        if quantized is None:
+            outlive_signals(self._status)
+            self._status.set("can_stop", 1)
+        elif self._mesh.world.rank == 0:
+            sys.stderr.write(
+                f"paraplan: {quantized} is quantized, and cannot be saved: there are no copies in memory, and a signal "
+                "ends the job without a checkpoint\n"
+            )
         return found[0] or has_copy
 
     def _resume_from_memory(self, keeper: MemoryKeeper, *, has_checkpoint: bool) -> bool:
@@ -266,12 +275,19 @@ class TrainingState:
             raise UsageError(f"engine.{call} inside of engine.averaged", hint="leave the context first")
 
     def _refuse_quantized(self) -> None:
+        name = self._quantized_name()
+        if name is not None:
+            raise UsageError(
+                f"engine.save cannot write {name}, which is quantized ({type(self._part.parameters[name]).__name__})",
+                hint="write what trains: engine.export_adapters for peft, else engine.whole(name) of each",
+            )
+
+    def _quantized_name(self) -> str | None:
+        """Return the name of a quantized weight, None where there is none."""
         for name, parameter in self._part.parameters.items():
             if is_quantized(parameter.to_local() if isinstance(parameter, DTensor) else parameter):
-                raise UsageError(
-                    f"engine.save cannot write {name}, which is quantized ({type(parameter).__name__})",
-                    hint="write what trains: engine.export_adapters for peft, else engine.whole(name) of each",
-                )
+                return name
+        return None
 
     def _source(self) -> CheckpointSource:
         return CheckpointSource(

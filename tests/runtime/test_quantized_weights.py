@@ -6,7 +6,9 @@ it wherever it is installed: without it a tensor of the same behavior stands in 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import warnings
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import nn
 from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.structure.weights import share_weights
 
 IS_STAND_IN = importlib.util.find_spec("torchao") is None
 BATCH, TOKENS, WORDS, WIDTH = 8, 16, 96, 64
@@ -145,6 +148,10 @@ def trained(plan: ParallelPlan) -> Answer:
         mine = batch.chunk(job.dp)[job.dp_rank]
         with pytest.raises(UsageError, match=r"engine.save cannot write blocks.0.up.weight, which is quantized"):
             engine.save("nowhere")
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            assert not engine.resume("nowhere")
+        if job.world.rank == 0:
+            assert "blocks.0.up.weight is quantized, and cannot be saved: there are no copies in mem" in said.getvalue()
         losses = [engine.step(mine[:, :-1], mine[:, 1:]).item() for _ in range(2)]
         held = {name: one for name, one in engine.parameters.items() if one.requires_grad}
         return losses, {name: engine.whole(name).detach().clone() for name in held}
@@ -173,9 +180,27 @@ def refused(plan: ParallelPlan) -> str:
 
 @pytest.mark.ranks
 def test_what_divides_or_traces_quantized_weights_is_refused(ranks: RankHarness) -> None:
+    if IS_STAND_IN:  # its parts are plain tensors
+        for said in ranks.run(refused, plan_of(dp=2, zero_stage=3), size=2):
+            assert "zero_stage=3: blocks.0.up.weight is quantized (StandIn), and FSDP cannot divide it by 2" in said
     for said in ranks.run(refused, plan_of(tp=2), size=2):
         assert f"tp=2: blocks.0.up.weight is quantized ({KIND}), and its blocks go on from row to row" in said
     for said in ranks.run(
         refused, ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=2), size=2
     ):
         assert f"pp=2: blocks.0.up.weight is quantized ({KIND}), and stages are found on a model without" in said
+
+
+def shared(plan: ParallelPlan) -> torch.Tensor:
+    """What a rank holds of weights in 8 bits, once they are those of rank 0."""
+    world = runtime.init(plan).world
+    model = nn.Module()
+    model.register_buffer("weight", torch.full((3, 5), 1.0 + world.rank).to(torch.float8_e4m3fn))
+    share_weights(model, world)
+    return model.get_buffer("weight").float()
+
+
+@pytest.mark.ranks
+def test_ranks_get_weights_of_types_that_a_backend_does_not_know(ranks: RankHarness) -> None:
+    for found in ranks.run(shared, plan_of(dp=2), size=2):
+        assert torch.equal(found, torch.ones(3, 5))

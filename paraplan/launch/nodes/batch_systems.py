@@ -123,7 +123,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _first_of_node_file(environment: Mapping[str, str]) -> str | None:
-    """Return the first host in the files and lists of PBS and LSF. Raises `ArgumentError` for a file of another kind."""
+    """Return the first host in the files and lists of PBS and LSF. Raises `ArgumentError` for one that is no text."""
     for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
         try:
             words = Path(environment[name]).read_text(encoding="utf-8").split() if environment.get(name) else []
@@ -133,7 +133,8 @@ def _first_of_node_file(environment: Mapping[str, str]) -> str | None:
             reason = error.strerror if isinstance(error, OSError) else "it is not a text"
             shown = one_line(environment[name])[:60]
             raise ArgumentError(
-                f"{name}={shown} cannot be read: {reason}", hint="set MASTER_ADDR to the address of the node with rank 0"
+                f"{name}={shown} cannot be read: {reason}",
+                hint="set MASTER_ADDR to the address of the node with rank 0",
             ) from None
         if words:
             return words[0]

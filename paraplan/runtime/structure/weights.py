@@ -57,6 +57,14 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
+def can_be_sharded(tensor: torch.Tensor, num_shards: int) -> bool:
+    """Return whether FSDP can divide a quantized tensor so that its parts are quantized like it."""
+    try:
+        return all(is_quantized(part) for part in torch.chunk(tensor.detach(), num_shards))
+    except (NotImplementedError, RuntimeError, AssertionError, ValueError, TypeError):  # whatever its type says of it
+        return False
+
+
 def share_weights(model: nn.Module, world: World) -> None:
     """Give every rank the parameters and buffers of rank 0, so that all start from the same model.
 
@@ -68,7 +76,7 @@ def share_weights(model: nn.Module, world: World) -> None:
     _check_same_model(model, world)
     for bucket in _buckets(model):
         flat = torch.cat([tensor.detach().reshape(-1).to(world.device) for tensor in bucket])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat.view(torch.uint8), src=0)  # bytes: backends do not know all types, as gloo not float8
         if world.rank == 0:
             continue
         for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
