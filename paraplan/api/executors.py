@@ -30,8 +30,8 @@ def executor_of_target(target: str, workload: Workload) -> Executor:
     """
     from paraplan.interop.export import why_inexpressible  # all targets, of which our own runtime needs none
 
-    alone = ParallelPlan(num_microbatches=workload.training.global_batch_size)
-    reason = why_inexpressible(target, alone, workload.training, workload.model.num_blocks)
-    if reason is not None:
-        raise PlanError(f"{target} cannot train so: {reason}", hint="change that, or leave out --framework")
+    plainest = (ParallelPlan(), ParallelPlan(dp=2, zero_stage=3))  # without shards and with: some tools do one alone
+    found = [why_inexpressible(target, plan, workload.training, workload.model.num_blocks) for plan in plainest]
+    if None not in found:
+        raise PlanError(f"{target} cannot train so: {found[-1]}", hint="change that, or leave out --framework")
     return Executor(target, partial(why_inexpressible, target), rank_orders=(MEGATRON_RANK_ORDER,))

@@ -306,6 +306,8 @@ class FrameworkProfile(Record):
     """Frameworks whose predictions err alike; None where no other does."""
     export_target: str | None = None
     """The target of `paraplan export` that writes its configuration: plans for it are those that this can say."""
+    alias_targets: tuple[str, ...] = ()
+    """Aliases that are targets of `paraplan export` themselves: who asks for plans for them exports to them."""
     with_sequence_parallel: str | None = None
     """The profile of the framework's later releases: runs with sequence parallelism or selective recompute use them."""
     storage: StorageProfile

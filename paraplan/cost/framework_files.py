@@ -46,7 +46,8 @@ class FrameworkCatalog:
                 f"there is no framework {name_or_path!r}",
                 hint=near_names(name_or_path, {*self.names(), *self._known_aliases()}),
             )
-        return self._bundled(name)
+        profile, asked = self._bundled(name), name_or_path.strip().lower()
+        return profile.replace(export_target=asked) if asked in profile.alias_targets else profile
 
     def find(self, text: str) -> FrameworkProfile | None:
         """Return the profile that a text such as `Megatron-LM + TE 2.11` names, None for an unknown one."""
@@ -104,7 +105,9 @@ def load_framework(name_or_path: str) -> FrameworkProfile:
 def framework_of_target(target: str) -> str | None:
     """Return the framework whose plans a target of `paraplan export` can say, None where none names it."""
     catalog = FrameworkCatalog()
-    return next((name for name in catalog.names() if catalog.load(name).export_target == target), None)
+    profiles = [catalog.load(name) for name in catalog.names()]
+    named = next((profile.name for profile in profiles if profile.export_target == target), None)
+    return named or (target if any(target in profile.alias_targets for profile in profiles) else None)
 
 
 def _has_word(text: str, word: str) -> bool:

@@ -175,7 +175,8 @@ class ParallelPlan(Record):
             parts.append("DDP")
         if self.pipeline_schedule:
             virtual = f" v{self.virtual_pipeline_size}" if self.virtual_pipeline_size > 1 else ""
-            parts.append(self.pipeline_schedule + virtual)
+            uneven = " uneven stages" if self.stage_blocks else ""
+            parts.append(self.pipeline_schedule + virtual + uneven)
         if self.sequence_parallel:
             parts.append("sequence parallel")
         parts.append(f"micro-batch {self.micro_batch_size} x {self.num_microbatches}")

@@ -157,6 +157,9 @@ def _roomier(result: SearchResult, helps: tuple[Help, ...]) -> str | None:
     if best.peak_memory_bytes <= FULL_MEMORY * best.usable_memory_bytes:
         return None
     ways = [(one.step_time_s, one.peak_memory_bytes, one.plan.describe()) for one in result.candidates if one.fits]
+    if result.roomier is not None:
+        plan = result.roomier
+        ways.append((plan.step.step_time_s, plan.peak_memory_bytes, plan.plan.describe()))
     ways += [(one.step_time_s, one.peak_memory_bytes, _in_options(one)) for one in helps if one.keeps_training]
     roomy = [way for way in ways if way[1] <= ROOMY * best.usable_memory_bytes]
     if not roomy:

@@ -15,7 +15,7 @@ from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCod
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.search.evaluation import Priced, Survey, kinds_of
-from paraplan.search.results import ROOMY, TOLERANCE, Baseline, Candidate, Objective, complexity, faults, rank
+from paraplan.search.results import ROOMY, SPARE, TOLERANCE, Baseline, Candidate, Objective, complexity, faults, rank
 from paraplan.search.space import PlanSpace
 from paraplan.search.tree import TreeAnswer, family
 
@@ -177,6 +177,19 @@ class Choice:
         if self.guide_row is None or self.plans.is_named(self.row):
             return None
         return self.plans.estimate(self.guide_row)
+
+    @cached_property
+    def roomier(self) -> PlanEstimate | None:
+        """The fastest plan without offload that leaves `SPARE` of the memory, where the one to use is nearly full."""
+        plans, usable = self.plans, self.plans.workload.usable_memory_bytes
+        if self.best.peak_memory_bytes <= (1 - SPARE / 2) * usable:
+            return None
+        priced, most = plans.priced, (1 - SPARE) * usable
+        rows = np.flatnonzero((priced.table.offload == 0) & (priced.peak_bytes <= most))
+        for row in rows[np.argsort(priced.seconds[rows], kind="stable")][:_TRIED]:
+            if plans.estimate(int(row)).peak_memory_bytes <= most:
+                return plans.estimate(int(row))
+        return None
 
     @property
     def remark(self) -> str | None:

@@ -75,6 +75,8 @@ class SearchResult(Record):
     """Plans whose time was computed: the others cannot be among the best."""
     guide: PlanEstimate | None = None
     """The fastest plan of the guide's families, where the recommended plan is of none of them."""
+    roomier: PlanEstimate | None = None
+    """The fastest plan without offload that leaves `SPARE` of the memory, where the recommended one does not."""
     second: PlanEstimate | None = None
     """The best of those with other axes or ZeRO stage, where it was asked for."""
     front: tuple[Candidate, ...] = ()
@@ -125,6 +127,8 @@ def complexity(column: Callable[[str], Ints], *, seq_length: int, ops_by_default
     return np.asarray(2 * counted + (column("zero_stage") > 0) + chooses)
 
 
+SPARE = 0.1
+"""Of the usable memory: left by a plan that is named beside one that leaves less than half of that."""
 ROOMY, BRIM = 0.97, 0.99
 """Of the usable memory: plans that need more run out of it once in eight times, and every second time.
 

@@ -63,6 +63,7 @@ def search(
         second=chosen.second if with_second else None,
         fastest=None if objective == "memory" else chosen.fastest,
         guide=chosen.guide,
+        roomier=chosen.roomier,
         candidates=chosen.candidates(num_candidates),
         baselines=chosen.baselines(space),
         rejections=survey.rejections(space, is_partial=is_partial),

@@ -17,6 +17,8 @@ TARGETS = {
     "hf-trainer": "hf-trainer",
     "megatron-core": "megatron-lm",
 }
+NAMED_ALIKE = ("megatron-bridge", "megatron-lm", "torchtune", "trl", "axolotl")
+"""Frameworks that are targets of export under the same name."""
 JOBS = {
     "one node": ("llama-3-8b", "dgx-h100", 1, 4096, 64),
     "slow links": ("llama-2-7b", "rtx-4090-x4", 2, 2048, 32),
@@ -50,6 +52,21 @@ def test_every_ranked_plan_of_a_framework_is_exported_whole(framework: str, job:
 
 def test_the_targets_are_those_that_the_profiles_name() -> None:
     assert {name: load_framework(name).export_target for name in TARGETS} == TARGETS
+    assert [load_framework(name).export_target for name in NAMED_ALIKE] == list(NAMED_ALIKE)
+    assert load_framework("transformers").export_target == "hf-trainer"
+
+
+@pytest.mark.parametrize("framework", NAMED_ALIKE)
+def test_what_is_ranked_for_a_target_by_its_name_is_exported_to_it(framework: str) -> None:
+    precision = "bf16-pure" if framework == "torchtune" else "bf16"
+    training = paraplan.TrainingSpec(global_batch_size=64, seq_length=4096, precision=precision)
+    workload = paraplan.Workload.of(
+        paraplan.load_model("llama-3-8b"), training, paraplan.load_cluster("dgx-h100"), framework=framework
+    )
+    answer = paraplan.recommend(workload)
+    file = answer.plan_file()
+    for plan in {answer.best.plan, *(one.plan for one in answer.candidates)}:
+        assert paraplan.export(file.replace(plan=plan), framework).text
 
 
 def test_a_training_that_a_framework_cannot_do_is_refused_before_the_search() -> None:

@@ -56,4 +56,6 @@ def test_a_plan_describes_itself_in_the_words_of_the_field() -> None:
     plan = ParallelPlan(dp=4, pp=2, zero_stage=1, pipeline_schedule="1f1b", num_microbatches=8, recompute="full")
     assert plan.describe() == "dp4 x pp2, ZeRO-1, 1f1b, micro-batch 1 x 8, recompute full"
     assert ParallelPlan().describe() == "one process, micro-batch 1 x 1"
+    uneven = plan.replace(stage_blocks=(17, 15))
+    assert uneven.describe() == "dp4 x pp2, ZeRO-1, 1f1b uneven stages, micro-batch 1 x 8, recompute full"
     assert ParallelPlan(dp=4, cp=2, ep=8).describe() == "dp4 x cp2 x ep8, DDP, micro-batch 1 x 1"

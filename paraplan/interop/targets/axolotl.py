@@ -193,7 +193,8 @@ def axolotl_gaps(subject: Subject) -> list[Gap]:
                 gaps += field_gap(plan, axis, (1,), "axolotl has it beside FSDP2, ZeRO stages 2 and 3")
             gaps += field_gap(plan, "offload", ("none",), "axolotl offloads under FSDP2 and DeepSpeed")
     if training is not None and training.precision == "bf16" and trainable.is_full and plan.zero_stage == 0:
-        gaps.append(Gap(part="precision=bf16", reason="axolotl keeps no fp32 weights under DDP: plan for bf16-pure"))
+        reason = "axolotl keeps no fp32 weights under DDP: plan with --precision bf16-pure"
+        gaps.append(Gap(part="precision=bf16", reason=reason))
     if plan.cp > 1 and training is not None:
         gaps += field_gap(
             plan, "cp", (1,) if training.attention != "flash" else (plan.cp,), "axolotl's ring attention is flash alone"

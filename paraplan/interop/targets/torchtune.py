@@ -183,7 +183,7 @@ def torchtune_gaps(subject: Subject) -> list[Gap]:
     model = subject.file.model
     if model is not None and model.name not in _BUILDERS and model.name != "model":
         gaps.append(Gap(part=f"model {model.name}", reason=f"paraplan knows builders of {', '.join(_BUILDERS)}"))
-    for axis, words in (("pp", "a pipeline"), ("cp", "context parallelism")):
+    for axis, words in (("pp", "pipeline"), ("cp", "context parallelism")):
         gaps += field_gap(plan, axis, (1,), f"torchtune 0.6 has no {words}")
     gaps += field_gap(plan, "tp", (1,), "a tensor_parallel_plan is written in Python for each model")
     gaps += expert_gap(plan, "torchtune") + hybrid_gap(plan, "torchtune", lacking="torchtune shards over all ranks")
@@ -193,7 +193,8 @@ def torchtune_gaps(subject: Subject) -> list[Gap]:
     gaps += checkpointed_offload_gap(subject, "torchtune")
     gaps += field_gap(plan, "offload", ("none", "parameters"), "torchtune offloads parameters with the optimizer")
     if training is not None and trainable.is_full and training.precision == "bf16":
-        gaps.append(Gap(part="precision=bf16", reason="torchtune keeps no fp32 weights: plan for bf16-pure or fp32"))
+        reason = "torchtune keeps no fp32 weights: plan with --precision bf16-pure or fp32"
+        gaps.append(Gap(part="precision=bf16", reason=reason))
     gaps += training_gap(training, "precision", ("bf16", "bf16-pure", "fp32"), "torchtune trains in bf16 or fp32")
     gaps += training_gap(training, "optimizer", tuple(_OPTIMIZERS), "paraplan writes none for torchtune")
     gaps += training_gap(training, "loss", tuple(_LOSSES), "torchtune has plain and chunked losses")
