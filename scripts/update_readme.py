@@ -20,7 +20,7 @@ README = Path(__file__).parent.parent / "README.md"
 PROMPT = "    $ paraplan "
 WIDTH = 120
 PICTURE = README.parent / "paraplan" / "docs" / "recommend.svg"
-PICTURE_WIDTH, PICTURE_LINES = 100, 30
+PICTURE_WIDTH, PICTURE_LINES = 100, 31
 
 
 def output(command: str, *, width: int = WIDTH, **environment: str) -> list[str]:
