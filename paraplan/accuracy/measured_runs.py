@@ -59,6 +59,8 @@ class MeasuredRun(Record):
     num_gpus: int
     intra_node_link: str = ""
     inter_node_gbps_per_gpu: float | None = None
+    power_limit_w: float | None = None
+    """Watts to which somebody limited the GPUs. Blank: they have what their profile says."""
     network: str = ""
     """A network of `profiles/networks` by name, where the source says more of it than a rate."""
     model_name: str = ""

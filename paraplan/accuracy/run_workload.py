@@ -87,6 +87,8 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         # A classifier: the vocabulary stays in the embedding alone.
         model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
     cluster = described_cluster(machines, data.gpus)
+    if run.power_limit_w is not None:
+        cluster = cluster.replace(gpu=cluster.gpu.replace(power_limit_w=run.power_limit_w))
     if re.search("fp[48]", run.precision):
         constants = constants.replace(block_matmul_speedup=cluster.gpu.fp8_speedup)
     if run.deterministic:
@@ -170,7 +172,9 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
 
 def _optimizer(words: str) -> OptimizerName:
     if "adam" in words:
-        return "adamw_8bit" if "8-bit" in words or "8bit" in words else "adamw"
+        if "8-bit" in words or "8bit" in words:
+            return "adamw_8bit"
+        return "adamw_foreach" if "foreach" in words else "adamw"
     return next((name for name in ("adafactor", "muon", "sgd") if name in words), "adamw")
 
 

@@ -26,10 +26,6 @@ class CostConstants(Record):
     """Share of the peak without tensor cores: 14 of 15.7 TFLOP/s on V100 (transformers-benchmarks, micro_bench)."""
     matmul_half_n: float = 39.0
     """Columns at which a matmul reaches half of its rate (SimuMax, see above)."""
-    matmul_written_share: float = 0.81
-    """Share of the time of writing a product's result that no arithmetic hides: 2 m n bytes over the bandwidth are as
-    long as 161 steps of the inner size on the A100 PCIe of SimuMax's shapes, of which the fit finds 130. GPUs whose
-    arithmetic grew faster than their memory lose more."""
     matmul_launch_s: float = 8e-6
     """Seconds of a matmul of no size (SimuMax, see above)."""
     wave_share: float = 0.5

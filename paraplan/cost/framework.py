@@ -139,6 +139,9 @@ class KernelProfile(_Group):
     """GELUs are transformers' gelu_new where kernels are not fused."""
     writes_out_gates: bool = False
     """Gated activations are not fused where other kernels are, and keep the activated gate too."""
+    complex_rotary_bytes: float = 0.0
+    """Bytes that either pass under torch.compile moves for each element of queries and keys, beyond what one fused
+    operation would, where complex numbers turn them: torch.compile makes no kernels of complex operations."""
     repeats_key_heads: bool = False
     """Keys and values of grouped queries are repeated to all heads and saved so."""
     recomputes_ops: bool = False

@@ -27,6 +27,9 @@ class FlashAttentionSpeed(Record):
     """Share of the peak in forward passes."""
     backward: float = Field(gt=0)
     """Share of the peak in backward passes."""
+    causal_tokens: float = Field(default=350.0, ge=0)
+    """A causal pass over s tokens takes 1 + causal_tokens / s times as long as the shares of long sequences say: blocks
+    on the diagonal are computed whole, and rows differ in length."""
     source: str
     """Paper and section, or what it was taken from."""
     source_kind: SourceKind
@@ -57,6 +60,9 @@ class ArchitectureProfile(Record):
     sustained_matmul_share: float = Field(default=1.0, gt=0, le=1)
     """Large matmuls one after the other beside what `CostConstants.matmul_efficiency` says of their best: below 1 where
     the power limit slows the clock."""
+    matmul_written_share: float = Field(default=0.81, ge=0)
+    """Share of the time of writing a product's result that no arithmetic hides. 0.81: 2 m n bytes over the bandwidth
+    are as long as 161 steps of the inner size on the A100 PCIe of SimuMax's shapes, of which a fit finds 130."""
     fp8_speedup: float = 1.0
     """Dense 8-bit to dense 16-bit matmuls."""
     narrow_precisions: tuple[str, ...] = ()

@@ -54,6 +54,13 @@ class KernelCalibration(Record):
         return next((fit for fit in self.kernels if fit.precision == precision), None)
 
 
+_POWER_EXPONENT = 0.87
+"""How matmuls fall with the power limit. Measured on an RTX PRO 6000 Blackwell from 600 to 400 W: 317 to 217 TFLOP/s in
+bf16 (exponent 0.93), 513 to 368 in fp8 (0.82; 1a1a11a/gpu_power on GitHub, figures/tflops_vs_power.png). A GB300 at 500
+of 1,400 W keeps 617 of 1,600 TFLOP/s or more (0.93; facebookexperimental/triton on GitHub, pull request 2023). The cube
+root, by which clocks would fall if the voltage fell with them, is far from both: voltages are at their floor."""
+
+
 class GpuProfile(Record):
     """One kind of GPU, from its data sheet. Rates are dense; bandwidth is per direction.
 
@@ -112,13 +119,10 @@ class GpuProfile(Record):
 
     @property
     def clock_share(self) -> float:
-        """The share of its clock that a power limit leaves to matmuls: its cube root.
-
-        Dynamic power is C V^2 f, and the voltage follows the clock; static power is not counted.
-        """
+        """The share of its clock that a power limit leaves to matmuls, which take the whole power of the board."""
         if self.power_limit_w is None or self.board_power_w is None:
             return 1.0
-        return float(min(1.0, self.power_limit_w / self.board_power_w) ** (1 / 3))
+        return float(min(1.0, self.power_limit_w / self.board_power_w) ** _POWER_EXPONENT)
 
     def peak(self, precision: Precision) -> float | None:
         """Return the dense matmul peak in FLOP/s, None where the GPU has no such arithmetic."""

@@ -116,3 +116,35 @@ def test_the_first_published_gain_of_torch_compile_is_found(workload: MakeWorklo
     )
     assert plain == pytest.approx(0.250, rel=0.15)
     assert compiled == pytest.approx(0.135, rel=0.15)
+
+
+def test_what_complex_numbers_turn_is_moved_in_fp32_under_torch_compile(workload: MakeWorkload) -> None:
+    table = PlanTable.of_plans([ParallelPlan(dp=8, zero_stage=3)])
+
+    def forward_s(framework: str, *, compiled: bool) -> float:
+        made = workload("llama-3-8b", seq_length=8192, attention="flash", compiled=compiled)
+        made = Workload.of(made.model, made.training, made.cluster, framework=framework)
+        return float(block_costs(made, table).forward_s[0, 0])
+
+    added_s = forward_s("torchtitan", compiled=True) - forward_s("fsdp", compiled=True)
+    tokens, turned = 1 * 8192, (32 + 8) * 128
+    assert added_s == pytest.approx(16 * tokens * turned / (0.8 * 3.35e12), rel=1e-6)
+    # Without torch.compile each operation reads and writes, complex or not.
+    assert forward_s("torchtitan", compiled=False) == forward_s("fsdp", compiled=False)
+
+
+def test_causal_attention_of_short_sequences_is_slower(workload: MakeWorkload) -> None:
+    tokens = 16384
+
+    def forward_s(length: int) -> float:
+        made = workload("llama-3-8b", seq_length=length, global_batch_size=128, attention="flash")
+        table = PlanTable.of_plans([ParallelPlan(dp=8, micro_batch_size=tokens // length)])
+        return float(block_costs(made, table).forward_s[0, 0])
+
+    def scores(length: int) -> float:  # half of them, and more beside the diagonal
+        return (1 + 350 / length) * 0.5 * tokens * length
+
+    # Of as many tokens attention alone differs.
+    differences = [forward_s(tokens) - forward_s(length) for length in (2048, 4096)]
+    expected = [scores(tokens) - scores(length) for length in (2048, 4096)]
+    assert differences[0] / differences[1] == pytest.approx(expected[0] / expected[1], rel=1e-6)

@@ -62,7 +62,7 @@ class KernelTimes:
         traffic = traffic * self.framework.kernels.traffic_per_saved_byte
         traffic = traffic + self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = traffic * (2.0 if backward else 1.0)
-        traffic = traffic + self._routed_bytes(block, backward=backward)
+        traffic = traffic + self._routed_bytes(block, backward=backward) + self._rotary_bytes(block)
         if self.constants.has_8bit_matmuls and block.attention is not None:
             traffic = traffic + self._quantizing_bytes(block, backward=backward)
         attention = self.attention_s(block, backward=backward)
@@ -77,6 +77,17 @@ class KernelTimes:
             each = one.quantized_bytes + self.training.activation_bytes
             total += one.k * one.n * one.num_experts * each / ranks
         return total
+
+    def _rotary_bytes(self, block: BlockSpec) -> Floats | float:
+        """Return what a pass moves to turn queries and keys as complex numbers, beyond a fused rotation.
+
+        Of latent attention, which turns a part of them, nothing is counted.
+        """
+        core, each = block.attention, self.framework.kernels.complex_rotary_bytes
+        if not each or not self.training.compiled or core is None or core.qk_head_dim != core.v_head_dim:
+            return 0.0
+        turned = (core.num_heads + core.num_kv_heads) * core.qk_head_dim
+        return np.asarray(self.shardings.tokens / self.shardings.tp * turned * each)
 
     def _routed_bytes(self, block: BlockSpec, *, backward: bool) -> Floats | float:
         """Return what a pass moves to order tokens by expert, and back, and to add experts' biases."""
@@ -246,7 +257,7 @@ class KernelTimes:
     def _half_k(self) -> float:
         """Return the inner size whose arithmetic takes as long as writing the result, which nothing hides."""
         per_byte = self._peak() / self.gpu.memory_bandwidth_bytes_per_s
-        return self.constants.matmul_written_share * per_byte * self.training.activation_bytes / 2
+        return self.gpu.shared.matmul_written_share * per_byte * self.training.activation_bytes / 2
 
     def _vector_product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """Return the seconds of a product without tiles or tensor cores, which libraries take for thin operands."""
@@ -310,7 +321,8 @@ class KernelTimes:
                 return np.asarray((0.5 if attention.is_causal else 1.0) * flops / measured)
             efficiency = (speed.backward if backward else speed.forward) * constants.flash_attention_factor
             efficiency *= self.framework.kernels.attention_speedup
-            computed = 0.5 if attention.is_causal else 1.0
+            reach = min(self.training.seq_length, attention.window or self.training.seq_length)
+            computed = 0.5 * (1.0 + speed.causal_tokens / reach) if attention.is_causal else 1.0
         return np.asarray(computed * flops / (self._peak() * efficiency))
 
     def _unfused_softmax_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
