@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,4 +24,5 @@ class StageMemory:
     @property
     def total_bytes(self) -> Floats:
         """Sum of the parts."""
-        return np.asarray(sum(getattr(self, field.name) for field in fields(self)))
+        held = self.parameter_bytes + self.gradient_bytes + self.optimizer_state_bytes
+        return np.asarray(held + self.activation_bytes + self.workspace_bytes)
