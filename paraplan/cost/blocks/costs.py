@@ -396,5 +396,5 @@ def _recompute_s(
     return np.where(chosen, of_ops, again)
 
 
-def _is(shardings: Shardings, recompute: RecomputeCode) -> Mask:
+def _is(shardings: Shardings, recompute: int) -> Mask:
     return np.asarray(shardings.recompute == recompute)
