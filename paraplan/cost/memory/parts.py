@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from paraplan.cost.plan_table import Floats
 FP32, HALF = 4.0, 2.0
 
 
-@dataclass(frozen=True, eq=False)
-class StageMemory:
+class StageMemory(NamedTuple):
     """Bytes that one rank of a stage allocates at its peak, one entry a plan."""
 
     parameter_bytes: Floats

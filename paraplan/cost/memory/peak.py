@@ -13,8 +13,6 @@ stands beside the sum, in 16 bits.
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 
 from paraplan.cost.memory.losses import loss_without_all_logits
@@ -31,11 +29,7 @@ def peak_of(rank: RankMemory) -> StageMemory:
     """Return the memory of a rank where it holds most, as `torch.cuda.max_memory_allocated` shows it."""
     found = _candidates(rank)
     largest = np.argmax([candidate.total_bytes for candidate in found], axis=0)
-    parts = {
-        field.name: np.choose(largest, [getattr(candidate, field.name) for candidate in found])
-        for field in fields(StageMemory)
-    }
-    return StageMemory(**parts)
+    return StageMemory(*(np.choose(largest, parts) for parts in zip(*found, strict=True)))
 
 
 def peak_bytes(rank: RankMemory) -> Floats:
@@ -172,9 +166,7 @@ def _working_bytes(rank: RankMemory) -> Floats:
 
 def _only(happens: Mask, candidate: StageMemory) -> StageMemory:
     """Return the candidate where it happens, and nothing elsewhere."""
-    return StageMemory(
-        **{field.name: np.where(happens, getattr(candidate, field.name), 0.0) for field in fields(StageMemory)}
-    )
+    return StageMemory(*(np.where(happens, part, 0.0) for part in candidate))
 
 
 def block_reduction(rank: RankMemory) -> StageMemory:
